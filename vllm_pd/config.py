@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of one engine, read once and refused early.
+
+They arrive as `kv_role` and `kv_connector_extra_config` inside `vllm serve --kv-transfer-config`. `PDConfig.parse`
+is the only way in: whatever it returns is complete and possible, so nothing behind it looks at a setting twice.
+The rules of a key stand beside its default, in the field's metadata; docs/configuration.md is checked against them.
+"""
+
+import dataclasses
+import difflib
+import ipaddress
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from vllm_pd.core.messages import Role
+from vllm_pd.errors import ConfigError
+
+KV_ROLES = {"kv_consumer": Role.DECODE, "kv_producer": Role.PREFILL, "kv_both": Role.BOTH}
+EXAMPLE_BROKER = "tcp://127.0.0.1:5700"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a key's value must be. `above` is exclusive, `least` and `most` are inclusive."""
+    text: str
+    least: Optional[float] = None
+    above: Optional[float] = None
+    most: Optional[float] = None
+
+    def allows(self, value: float) -> bool:
+        return ((self.least is None or value >= self.least) and (self.above is None or value > self.above)
+                and (self.most is None or value <= self.most))
+
+    def range_text(self) -> str:
+        bounds = [f"{word} {bound:g}" for word, bound in (("at least", self.least), ("above", self.above),
+                                                          ("at most", self.most)) if bound is not None]
+        return " and ".join(bounds)
+
+
+def _key(default: Any, text: str, **bounds: float) -> Any:
+    return field(default=default, metadata={"rule": Rule(text, **bounds)})
+
+
+@dataclass(frozen=True)
+class PDConfig:
+    """Validated settings of one engine. Built by `parse`; immutable, shared freely between threads."""
+
+    role: Role
+    broker: str = field(metadata={"rule": Rule("Where the broker listens. There is no default: an engine without a "
+                                               "broker has no peers.")})
+    bind: str = _key("tcp://127.0.0.1:0", "Where this engine's control socket listens; port 0 takes a free one.")
+    max_local_prefill_tokens: int = _key(
+        1000, "A prompt with more tokens than this after the prefix hit may be prefilled remotely; up to it the "
+        "decode engine prefills by itself.", least=0)
+    max_queue_length: int = _key(
+        64, "With this many jobs waiting at the broker, new prompts are prefilled locally.", least=1)
+    max_parked_fraction: float = _key(
+        0.5, "The share of a decode engine's KV blocks that waiting and quarantined remote prefills may hold; "
+        "beyond it new prompts are prefilled locally.", above=0, most=1)
+    max_prefill_jobs: int = _key(8, "How many jobs a prefill engine holds at a time.", least=1)
+    lease_s: float = _key(
+        30.0, "How long a prefill engine may write after a grant that is not renewed.", least=0.1, most=3600)
+    attempt_deadline_s: float = _key(
+        120.0, "After this long a remote prefill is given up and the prompt prefilled elsewhere.", above=0, most=86400)
+    claim_retry_s: float = _key(
+        2.0, "A job that nobody has claimed for this long is queued again.", least=0.01, most=3600)
+    heartbeat_s: float = _key(
+        1.0, "How often an engine reports to the broker and renews its leases.", least=0.01, most=600)
+    ttl_s: float = _key(
+        5.0, "The broker forgets an engine it has not heard of for this long.", least=0.02, most=3600)
+
+    @classmethod
+    def parse(cls, kv_role: Optional[str], extra: Optional[Mapping[str, Any]]) -> "PDConfig":
+        """The settings of an engine with this `kv_role` and `kv_connector_extra_config`.
+
+        Called once per engine, before anything is started. Raises ConfigError for the first key that is unknown,
+        missing, of a wrong type or impossible; opens no socket (see `vllm_pd.ports` for that).
+        """
+        if kv_role not in KV_ROLES:
+            raise ConfigError("kv_role", kv_role, f"write one of {', '.join(KV_ROLES)}")
+        values = dict(extra or {})
+        known = {key.name: key for key in cls.keys()}
+        for name in values:
+            if name not in known:
+                raise ConfigError(name, values[name], _cure_unknown(name, list(known)))
+        if "broker" not in values:
+            raise ConfigError("broker", None, f'it is missing; start `vllm-pd broker` and write "broker": '
+                              f'"{EXAMPLE_BROKER}"')
+        config = cls(role=KV_ROLES[kv_role], **{name: _checked(known[name], value) for name, value in values.items()})
+        config._check_pairs()
+        return config
+
+    @classmethod
+    def keys(cls) -> list[dataclasses.Field]:
+        """The fields that may be written in `kv_connector_extra_config`, in the order of the documentation."""
+        return [key for key in dataclasses.fields(cls) if "rule" in key.metadata]
+
+    def _check_pairs(self) -> None:
+        if self.ttl_s < 2 * self.heartbeat_s:
+            raise ConfigError("ttl_s", self.ttl_s, f"one lost heartbeat would drop a live engine: write at least "
+                              f"{2 * self.heartbeat_s:g} (twice heartbeat_s)")
+        if self.lease_s <= self.heartbeat_s:
+            raise ConfigError("lease_s", self.lease_s, f"a lease would end before it is renewed: write more than "
+                              f"{self.heartbeat_s:g} (heartbeat_s)")
+        if self.attempt_deadline_s <= self.claim_retry_s:
+            raise ConfigError("attempt_deadline_s", self.attempt_deadline_s, f"a lost job would never be queued again: "
+                              f"write more than {self.claim_retry_s:g} (claim_retry_s)")
+
+
+def parse_endpoint(key: str, value: Any, *, any_port: bool = False) -> tuple[str, int]:
+    """(host, port) of `tcp://HOST:PORT`; HOST must be an IPv4 loopback address (`localhost` reads as 127.0.0.1).
+
+    With `any_port`, port 0 or `*` stands for a free one and comes back as 0. Raises ConfigError naming `key`.
+    """
+    example = "tcp://127.0.0.1:0" if any_port else EXAMPLE_BROKER
+    cure = f"write it like {example}"
+    if not isinstance(value, str):
+        raise ConfigError(key, value, f"it must be a string: {cure}")
+    scheme, separator, rest = value.partition("://")
+    host, colon, port_text = rest.rpartition(":")
+    if scheme != "tcp" or not separator or not colon or not host:
+        raise ConfigError(key, value, cure)
+    if not (port_text.isascii() and port_text.isdigit()) and not (any_port and port_text == "*"):
+        raise ConfigError(key, value, f"its port is not a number: {cure}")
+    port = 0 if port_text == "*" else int(port_text)
+    if not (0 if any_port else 1) <= port <= 65535:
+        raise ConfigError(key, value, f"its port is outside 1..65535: {cure}")
+    return _loopback(key, value, host), port
+
+
+def _loopback(key: str, value: str, host: str) -> str:
+    host = "127.0.0.1" if host == "localhost" else host
+    try:
+        inside = ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        inside = False
+    if not inside:
+        raise ConfigError(key, value, f"the sockets carry no key yet, so they stay on this machine's loopback: write "
+                          f"127.0.0.1 in place of {host}")
+    return host
+
+
+def _cure_unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    if near:
+        return f"there is no such key: did you mean {near[0]}?"
+    return f"there is no such key: write one of {', '.join(known)}"
+
+
+def _checked(key: dataclasses.Field, value: Any) -> Any:
+    rule: Rule = key.metadata["rule"]
+    if key.type is str:
+        host, port = parse_endpoint(key.name, value, any_port=key.name == "bind")
+        return f"tcp://{host}:{port}"
+    wanted = "a whole number" if key.type is int else "a number"
+    numeric = (int, ) if key.type is int else (int, float)
+    endless = isinstance(value, float) and not math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, numeric) or endless:
+        raise ConfigError(key.name, value, f"it must be {wanted}, without quotes, like {key.default}")
+    if not rule.allows(value):
+        raise ConfigError(key.name, value, f"it must be {rule.range_text()}, like {key.default}")
+    return key.type(value)
