@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's own figures reach /metrics, in one process and over the multiprocess files of `vllm serve`."""
+
+import os
+import subprocess
+import sys
+
+import prometheus_client
+
+from vllm_pd.metrics import OUTCOMES, STAGES, PDMetrics
+from vllm_pd.scrape import parse
+
+
+def exposed() -> dict:
+    return parse(prometheus_client.generate_latest().decode())
+
+
+def drop_upstream_collectors() -> int:
+    """What upstream's stat logger does when it is built."""
+    registry = prometheus_client.REGISTRY
+    doomed = [c for c in list(registry._collector_to_names) if "vllm" in getattr(c, "_name", "")]
+    for collector in doomed:
+        registry.unregister(collector)
+    return len(doomed)
+
+
+def test_counts_appear_under_their_labels():
+    metrics = PDMetrics("labels")
+    metrics.decision("remote", "length")
+    metrics.decision("local", "queue")
+    metrics.decision("local", "queue")
+    metrics.attempt("done")
+    metrics.handover("transfer", 0.25)
+    metrics.transfer_bytes(4096)
+    metrics.frames_dropped("malformed", 3)
+    metrics.parked_blocks.set(7)
+    metrics.quarantined_blocks.set(2)
+    metrics.sending_blocks.set(1)
+    seen = exposed()
+    assert seen.value("vllm:pd_decisions_total", model_name="labels", decision="local", reason="queue") == 2
+    assert seen.value("vllm:pd_decisions_total", model_name="labels", decision="remote", reason="length") == 1
+    assert seen.value("vllm:pd_attempts_total", model_name="labels", outcome="done") == 1
+    assert seen.value("vllm:pd_handover_seconds_sum", model_name="labels", stage="transfer") == 0.25
+    assert seen.value("vllm:pd_handover_seconds_count", model_name="labels", stage="transfer") == 1
+    assert seen.value("vllm:pd_transfer_bytes_total", model_name="labels") == 4096
+    assert seen.value("vllm:pd_frames_dropped_total", model_name="labels", kind="malformed") == 3
+    assert seen.value("vllm:pd_parked_blocks", model_name="labels") == 7
+    assert seen.value("vllm:pd_quarantined_blocks", model_name="labels") == 2
+    assert seen.value("vllm:pd_sending_blocks", model_name="labels") == 1
+
+
+def test_known_labels_exist_before_the_first_event():
+    PDMetrics("early")
+    seen = exposed()
+    for outcome in OUTCOMES:
+        assert seen.value("vllm:pd_attempts_total", model_name="early", outcome=outcome) == 0
+    for stage in STAGES:
+        assert seen.value("vllm:pd_handover_seconds_count", model_name="early", stage=stage) == 0
+
+
+def test_survives_upstreams_clean_up_and_a_second_engine():
+    first = PDMetrics("first")
+    victim = prometheus_client.Gauge("vllm:someone_elses", "Dropped by upstream.")
+    assert drop_upstream_collectors() == 1, "the clean-up must really drop something"
+    assert victim not in prometheus_client.REGISTRY._collector_to_names
+    second = PDMetrics("second")
+    first.attempt("failed")
+    second.attempt("failed")
+    second.attempt("failed")
+    seen = exposed()
+    assert seen.value("vllm:pd_attempts_total", model_name="first", outcome="failed") == 1
+    assert seen.value("vllm:pd_attempts_total", model_name="second", outcome="failed") == 2
+
+
+def test_engine_process_reaches_the_front_end(tmp_path):
+    engine = ("from vllm_pd.metrics import PDMetrics\n"
+              "m = PDMetrics('m'); m.attempt('done'); m.parked_blocks.set(5); m.handover('queue', 0.5)\n")
+    front_end = ("import prometheus_client as p\nfrom prometheus_client import multiprocess\n"
+                 "r = p.CollectorRegistry(); multiprocess.MultiProcessCollector(r)\n"
+                 "print(p.generate_latest(r).decode())\n")
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", engine], env=env, check=True, timeout=60)
+    shown = subprocess.run([sys.executable, "-c", front_end], env=env, check=True, timeout=60, capture_output=True,
+                           text=True).stdout
+    seen = parse(shown)
+    assert seen.value("vllm:pd_attempts_total", outcome="done") == 1
+    assert seen.value("vllm:pd_parked_blocks") == 5
+    assert seen.value("vllm:pd_handover_seconds_sum", stage="queue") == 0.5

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine counts about handing prefills over, as it appears on /metrics beside upstream's own figures.
+
+The families live as long as the process and are shared by all its engines, told apart by `model_name`. They are
+registered through one collector of our own and not one by one: upstream's stat logger drops every collector whose
+`_name` contains "vllm" when it is built, which is after the scheduler, and a second engine in the process would
+register the same names twice. Under `vllm serve` the engine is a process of its own and prometheus_client writes its
+values to PROMETHEUS_MULTIPROC_DIR, where the front end adds them up.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import prometheus_client
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+STAGES = ("queue", "claim", "prefill", "transfer", "first_step")
+OUTCOMES = ("done", "failed", "cancelled", "expired")
+HANDOVER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
+
+
+class _Families(Collector):
+    """Every family, registered once per process."""
+
+    def __init__(self) -> None:
+        labels = ["model_name"]
+        counter = functools.partial(prometheus_client.Counter, registry=None)
+        gauge = functools.partial(prometheus_client.Gauge, labelnames=labels, registry=None, multiprocess_mode="sum")
+        self.decisions = counter("vllm:pd_decisions_total", "Where prompts were prefilled, and why.",
+                                 labels + ["decision", "reason"])
+        self.attempts = counter("vllm:pd_attempts_total", "Remote prefills by how they ended.", labels + ["outcome"])
+        self.handover = prometheus_client.Histogram(
+            "vllm:pd_handover_seconds", "Time of a remote prefill by stage: queue (submitted to taken by a prefill "
+            "engine), claim (taken to granted), prefill, transfer, first_step (KV complete to first token).",
+            labels + ["stage"], buckets=HANDOVER_BUCKETS_S, registry=None)
+        self.parked_blocks = gauge("vllm:pd_parked_blocks", "KV blocks of requests that wait for a remote prefill.")
+        self.quarantined_blocks = gauge("vllm:pd_quarantined_blocks", "KV blocks of given-up attempts that a prefill "
+                                        "engine might still write.")
+        self.sending_blocks = gauge("vllm:pd_sending_blocks", "KV blocks that this engine is sending to a decode one.")
+        self.transfer_bytes = counter("vllm:pd_transfer_bytes_total", "KV bytes of completed hand-overs.", labels)
+        self.frames_dropped = counter("vllm:pd_frames_dropped_total", "Control messages that were refused.",
+                                      labels + ["kind"])
+
+    def collect(self) -> Iterator[Metric]:
+        for family in vars(self).values():
+            yield from family.collect()
+
+    def describe(self) -> Iterator[Metric]:
+        for family in vars(self).values():
+            yield from family.describe()
+
+
+@functools.cache
+def _families() -> _Families:
+    families = _Families()
+    prometheus_client.REGISTRY.register(families)
+    return families
+
+
+class PDMetrics:
+    """The figures of one engine. Created and used by the engine binding, from the thread of the step loop.
+
+    Gauges are attributes and take `.set(blocks)`; nothing here raises for a label value that it has not seen before.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        families = _families()
+        self._families = families
+        self._model_name = model_name
+        self.parked_blocks = families.parked_blocks.labels(model_name)
+        self.quarantined_blocks = families.quarantined_blocks.labels(model_name)
+        self.sending_blocks = families.sending_blocks.labels(model_name)
+        self._transfer_bytes = families.transfer_bytes.labels(model_name)
+        self._handover = {stage: families.handover.labels(model_name, stage) for stage in STAGES}
+        for outcome in OUTCOMES:
+            families.attempts.labels(model_name, outcome)
+
+    def decision(self, decision: str, reason: str) -> None:
+        """One prompt's final decision: `decision` is "remote" or "local", `reason` a value of the policy's Reason."""
+        self._families.decisions.labels(self._model_name, decision, reason).inc()
+
+    def attempt(self, outcome: str) -> None:
+        """One attempt has ended: done, failed, cancelled or expired."""
+        self._families.attempts.labels(self._model_name, outcome).inc()
+
+    def handover(self, stage: str, seconds: float) -> None:
+        """One stage (see STAGES) of one hand-over took this long."""
+        self._handover[stage].observe(seconds)
+
+    def transfer_bytes(self, count: int) -> None:
+        """So many bytes of KV have landed."""
+        self._transfer_bytes.inc(count)
+
+    def frames_dropped(self, kind: str, count: int = 1) -> None:
+        """So many control messages were refused as malformed, late or meant for another life of the engine."""
+        self._families.frames_dropped.labels(self._model_name, kind).inc(count)

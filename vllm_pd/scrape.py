@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading an engine's /metrics page: one snapshot, sums over labels, differences between two snapshots."""
+
+import urllib.request
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+Key = tuple[str, frozenset[tuple[str, str]]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Every sample of one page, by sample name and labels."""
+    samples: dict[Key, float]
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of the samples called `name` that carry `labels`; 0 where there is none."""
+        wanted = set(labels.items())
+        return sum(value for (sample, have), value in self.samples.items() if sample == name and wanted <= have)
+
+    def by(self, name: str, *label_names: str) -> dict[tuple[str, ...], float]:
+        """The samples called `name`, summed by the values of `label_names`."""
+        sums: dict[tuple[str, ...], float] = {}
+        for (sample, have), value in self.samples.items():
+            if sample == name:
+                labels = dict(have)
+                key = tuple(labels.get(label, "") for label in label_names)
+                sums[key] = sums.get(key, 0.0) + value
+        return sums
+
+    def since(self, earlier: "Snapshot") -> "Snapshot":
+        """What has been added to each sample since `earlier`; meaningful for counters and histograms."""
+        return Snapshot({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})
+
+
+def parse(text: str) -> Snapshot:
+    """The samples of a page in Prometheus' text format. Raises ValueError for anything else."""
+    samples: dict[Key, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples[sample.name, frozenset(sample.labels.items())] = sample.value
+    return Snapshot(samples)
+
+
+def scrape(url: str, timeout_s: float = 10.0) -> Snapshot:
+    """The page of the server at `url` (its base, without /metrics). Raises OSError when it does not answer."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as reply:
+        return parse(reply.read().decode())
