@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of the series, for patches/README.md and for `series.py table`."""
+from typing import List
+
+from .patch import Patch
+
+GOAL_LINES = 600
+GOAL_FILES = 15
+_INTRODUCTION = """\
+# Patches on upstream
+
+Made by `scripts/series.py export`; do not edit. `series` gives the order, `SHA256SUMS` the touched files afterwards,
+[docs/patching.md](../docs/patching.md) says how to change something.
+
+A *fix* mends upstream, a *backport* is upstream's own later change, a *seam* is a generic opening that upstream could
+merge, a *hook* is one call into `vllm_pd.hooks`, a *queue* belongs to the scheduler's two queues for parked requests.
+
+"""
+
+
+def totals(series: List[Patch], whole: str) -> str:
+    """Size of the series in one paragraph; `whole` is the diff of the whole series at once."""
+    one = Patch("", "", "", whole)
+    text = (f"{len(series)} patches, +{len(one.added())} -{len(one.removed())} lines in {len(one.paths)} upstream files, "
+            f"{len(whole):,} characters of diff.")
+    rest = [patch for patch in series if not patch.subject.startswith("dp:")]
+    lines = sum(len(patch.added()) + len(patch.removed()) for patch in rest)
+    files = len({path for patch in rest for path in patch.paths})
+    return text + (f" Goal, data parallelism aside: {GOAL_LINES} changed lines in {GOAL_FILES} files at most; "
+                   f"it is {lines} in {files}.")
+
+
+def table(series: List[Patch]) -> str:
+    """A Markdown table, one row a patch."""
+    rows = ["| patch | kind | +/- | files | why not outside | drop when |", "|---|---|---|---|---|---|"]
+    for patch in series:
+        said = patch.trailers
+        files = " ".join(f"`{path}`" for path in patch.paths)
+        rows.append(f"| [{patch.subject}]({patch.name}) | {said.get('Kind', '')} "
+                    f"| +{len(patch.added())} -{len(patch.removed())} | {files} "
+                    f"| {_cell(said.get('Why-Not-Plugin', ''))} | {_cell(said.get('Drop-When', ''))} |")
+    return "\n".join(rows) + "\n"
+
+
+def _cell(value: str) -> str:
+    return value.replace("|", "\\|")
+
+
+def render(series: List[Patch], whole: str) -> str:
+    return f"{_INTRODUCTION}{totals(series, whole)}\n\n{table(series)}"

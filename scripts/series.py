@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The patch series on the pinned upstream: check it, take it apart into commits, put it together again.
+
+Exit status: 0 done; 2 refused, with one message and nothing written; 1 a rebase stopped at a conflict.
+docs/patching.md shows how the commands are used together.
+"""
+import argparse
+import sys
+from pathlib import Path
+from typing import List
+
+from _series import folder, pin, readme, source, verify, work
+from _series.errors import Refusal, refuse_all
+from _series.git import Repo
+from _series.patch import Patch, file_name
+
+
+class Project:
+    """What every command needs: the pin, the pinned source, the patches as they are on disk."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.root: Path = args.root
+        self.cache: Path = args.cache
+        self.folder = self.root / "patches"
+        self.pin = pin.read(self.root)
+        self.source = source.pinned(self.pin, self.cache, args.sdist)
+
+    def patches(self) -> List[Patch]:
+        return folder.patches(folder.load(self.folder))
+
+    def good(self, patches: List[Patch], python: "str | None" = None) -> verify.Verdict:
+        """The verdict on `patches`; refuses if it isn't that all is well."""
+        verdict = verify.series(patches, self.source, python)
+        refuse_all(f"the series does not hold on {self.pin.stem}:", verdict.problems)
+        return verdict
+
+
+def check(args: argparse.Namespace) -> None:
+    project = Project(args)
+    patches = project.patches()
+    verdict = verify.series(patches, project.source, args.imports)
+    problems = list(verdict.problems)
+    if verdict.made:
+        problems += [f"{project.folder / name} is not what an export writes. Next: series.py import DIR, then export DIR"
+                     for name in folder.differences(project.folder, verdict.made)]
+    refuse_all(f"the series does not hold on {project.pin.stem}:", problems)
+    print(f"{project.pin.stem}: {len(patches)} patches apply with no fuzz, alone where they say so, and compile after "
+          f"each{'; their modules import' if args.imports else ''}; checksums, table and bytes are up to date")
+
+
+def import_(args: argparse.Namespace) -> None:
+    project = Project(args)
+    patches = project.patches()
+    repo = work.create(patches, project.source, args.dir)
+    print(f"{repo.path}: {project.pin.stem} (tag {work.UPSTREAM_TAG}) and {len(patches)} commits, one per patch.\n"
+          f"Edit, commit, then: {sys.argv[0]} export {args.dir}")
+
+
+def export(args: argparse.Namespace) -> None:
+    project = Project(args)
+    repo = Repo(args.dir)
+    patches = work.commits(repo)
+    work.same_base(repo, patches, project.source)
+    written(project, project.good(patches))
+
+
+def written(project: Project, verdict: verify.Verdict) -> None:
+    """Write what a verdict has made, and say so."""
+    changed = folder.write(project.folder, verdict.made)
+    for name in changed:
+        print(f"{'wrote' if name in verdict.made else 'removed'} {project.folder / name}")
+    if not changed:
+        print(f"{project.folder}: was up to date, nothing written")
+
+
+def diff(args: argparse.Namespace) -> None:
+    project = Project(args)
+    sys.stdout.write(project.good(project.patches()).whole)
+
+
+def table(args: argparse.Namespace) -> None:
+    project = Project(args)
+    patches = project.patches()
+    whole = project.good(patches).whole
+    print(readme.table(patches) + "\n" + readme.totals(patches, whole))
+
+
+def new(args: argparse.Namespace) -> None:
+    repo = Repo(args.tree)
+    message = work.begin(repo, args.subject)
+    print(f"{repo.path}: committed what had changed as {file_name(args.subject)}:\n\n{message}\n"
+          f"Write the message: git -C {repo.path} commit --amend\nThen: {sys.argv[0]} export {args.tree}")
+
+
+def drop(args: argparse.Namespace) -> None:
+    project = Project(args)
+    patches = project.patches()
+    kept = [patch for patch in patches if patch.name != args.name]
+    if len(kept) == len(patches):
+        raise Refusal(f"{args.name} is not in the series; it has {', '.join(patch.name for patch in patches) or 'no patch'}")
+    verdict = verify.series(kept, project.source)
+    refuse_all(f"{args.name} cannot be dropped, the rest does not hold without it:", verdict.problems)
+    written(project, verdict)
+
+
+def main() -> int:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--root", type=Path, metavar="DIR", default=Path(__file__).resolve().parent.parent,
+                        help="the project, with UPSTREAM_VERSION and patches/ in it (default: this one)")
+    common.add_argument("--cache", type=Path, metavar="DIR", default=source.default_cache(),
+                        help="where sdists are kept (default: $VLLM_PD_CACHE or ~/.cache/vllm-pd)")
+    common.add_argument("--sdist", type=Path, metavar="FILE", help="the pinned sdist, if the index cannot be reached")
+    parser = argparse.ArgumentParser(description=__doc__, parents=[common],
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(run=check, imports=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+
+    def add(run, name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
+
+    add(check, "check", "see that everything about the series holds; writes nothing (the default)").add_argument(
+        "--imports", metavar="PYTHON", help="an interpreter with vLLM's requirements: import touched modules as well")
+    add(import_, "import", "make a git work tree of upstream, with a commit per patch").add_argument(
+        "dir", type=Path, metavar="DIR")
+    add(export, "export", "write patches/ from the commits of a work tree").add_argument("dir", type=Path, metavar="DIR")
+    add(diff, "diff", "print the whole upstream diff")
+    add(table, "table", "print the table of the patches and their size")
+    command = add(new, "new", "commit what has changed in a work tree as a new patch")
+    command.add_argument("subject", metavar="'AREA: SUBJECT'")
+    command.add_argument("--tree", type=Path, metavar="DIR", required=True)
+    add(drop, "drop", "take a patch out of the series").add_argument("name", metavar="NAME.patch")
+    args = parser.parse_args()
+    try:
+        args.run(args)
+    except Refusal as refusal:
+        print(f"series.py: {refusal}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
