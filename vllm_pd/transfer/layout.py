@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the bytes of a KV cache lie.
+
+A peer writes KV blocks straight into our memory, so both sides must agree on what lies at which address. A
+`CacheDescription` says that for one rank: it is made once, after the cache tensors exist, and travels to peers
+inside the transport's metadata. It holds numbers only; the tensors stay with the worker.
+
+The address of a block is always
+
+    planes[plane] + block * block_stride_bytes            plane = 2 * layer + (0 for keys, 1 for values)
+
+and a block is one run of `block_bytes`, in each layout known here. Layouts differ in the order *inside* a block:
+
+    HEADS_FIRST     [head, token, channel]                  IPEX on the CPU; CUDA with an HND stride order
+    TOKENS_FIRST    [token, head, channel]                  CUDA FlashAttention and FlashInfer by default (NHD)
+    PACKED          K [head, channel/x, token, x]           paged attention kernels (CPU without IPEX, xFormers)
+                    V [head, channel, token]
+"""
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+KEY, VALUE = 0, 1
+
+
+class Layout(Enum):
+    """Order of the dimensions inside one block of one layer's keys or values."""
+    HEADS_FIRST = "heads-first"
+    TOKENS_FIRST = "tokens-first"
+    PACKED = "packed"
+
+    @property
+    def heads_are_runs(self) -> bool:
+        """Whether neighbouring heads of a block form one contiguous run, so that a head range is one transfer."""
+        return self is not Layout.TOKENS_FIRST
+
+
+class Memory(Enum):
+    """Memory type, in NIXL's words."""
+    DRAM = "DRAM"
+    VRAM = "VRAM"
+
+
+class Backend(Enum):
+    """Attention back ends whose cache layout is known. Values are what `describe` takes."""
+    IPEX = "IPEX"
+    TORCH_SDPA = "TORCH_SDPA"
+    XFORMERS = "XFORMERS"
+    FLASH_ATTN = "FLASH_ATTN"
+    FLASHINFER = "FLASHINFER"
+
+
+_FLAT = {Backend.IPEX: Layout.HEADS_FIRST, Backend.TORCH_SDPA: Layout.PACKED, Backend.XFORMERS: Layout.PACKED}
+_MEMORY = {"cpu": Memory.DRAM, "cuda": Memory.VRAM}
+
+
+class CacheDescription(msgspec.Struct, frozen=True):
+    """The KV cache of one rank: addresses and shape, everything a peer needs to write into it."""
+    layout: Layout
+    memory: Memory
+    device_id: int
+    dtype: str
+    num_blocks: int
+    block_size: int  # tokens per block
+    head_size: int
+    first_head: int  # global index of this rank's first KV head
+    kv_heads: int  # KV heads on this rank
+    first_layer: int  # global index of this rank's first layer
+    layers: int
+    block_bytes: int  # one block of one plane
+    block_stride_bytes: int
+    planes: tuple[int, ...]  # base addresses: layer 0 keys, layer 0 values, layer 1 keys, ...
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in one block of one plane."""
+        return self.block_bytes // self.kv_heads
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return self.block_bytes * len(self.planes)
+
+
+def block_address(cache: CacheDescription, layer: int, kv: int, block: int, head: int = 0) -> int:
+    """Address of the first byte of `head` (counted on this rank) in `block` of this rank's `layer`.
+
+    With TOKENS_FIRST that byte starts a run of one token only; the others follow at the stride of a token.
+    """
+    for name, value, end in (("layer", layer, cache.layers), ("kv", kv, 2), ("block", block, cache.num_blocks),
+                             ("head", head, cache.kv_heads)):
+        if not 0 <= value < end:
+            raise IndexError(f"{name} {value} is outside 0..{end - 1}")
+    head_stride = cache.head_bytes if cache.layout.heads_are_runs else cache.head_bytes // cache.block_size
+    return cache.planes[2 * layer + kv] + block * cache.block_stride_bytes + head * head_stride
+
+
+def describe(kv_caches: list[torch.Tensor],
+             *,
+             num_blocks: int,
+             block_size: int,
+             kv_heads: int,
+             head_size: int,
+             platform: str,
+             backend: str,
+             first_head: int = 0,
+             first_layer: int = 0) -> CacheDescription:
+    """Describe the cache tensors of a worker, one per layer in layer order.
+
+    `platform` is "cpu" or "cuda"; `backend` a value of `Backend` (on the CPU: "IPEX" where IPEX is used, else
+    "TORCH_SDPA"). The tensors must stay alive, and where they are, as long as a transport uses the description.
+    Raises ConfigError when the layout is not one that can be transferred.
+    """
+    kind = _known_backend(backend)
+    if platform not in _MEMORY:
+        raise ConfigError("platform", platform, f"use one of {sorted(_MEMORY)}")
+    if not kv_caches:
+        raise ConfigError("kv_cache", "no layers", "a model without attention has no KV to transfer")
+    first = kv_caches[0]
+    element_bytes = first.element_size()
+    block_bytes = block_size * kv_heads * head_size * element_bytes
+    planes: list[int] = []
+    for number, tensor in enumerate(kv_caches):
+        if tensor.shape != first.shape or tensor.stride() != first.stride() or tensor.dtype != first.dtype:
+            raise ConfigError("kv_cache", f"layer {number} of shape {tuple(tensor.shape)}",
+                              f"every layer must have the shape {tuple(first.shape)} of layer 0")
+        planes += [_plane(tensor, kind, kv).data_ptr() for kv in (KEY, VALUE)]
+    plane = _plane(first, kind, KEY)
+    if plane.shape[0] != num_blocks or plane[0].numel() * element_bytes != block_bytes:
+        raise ConfigError("kv_cache", f"shape {tuple(first.shape)}",
+                          f"expected {num_blocks} blocks of {block_size} tokens, {kv_heads} heads of {head_size}")
+    return CacheDescription(layout=_order(plane, kind, block_size, kv_heads, head_size),
+                            memory=_MEMORY[platform],
+                            device_id=max(0, first.get_device()),
+                            dtype=str(first.dtype).removeprefix("torch."),
+                            num_blocks=num_blocks,
+                            block_size=block_size,
+                            head_size=head_size,
+                            first_head=first_head,
+                            kv_heads=kv_heads,
+                            first_layer=first_layer,
+                            layers=len(kv_caches),
+                            block_bytes=block_bytes,
+                            block_stride_bytes=plane.stride(0) * element_bytes,
+                            planes=tuple(planes))
+
+
+def _known_backend(name: str) -> Backend:
+    try:
+        return Backend(name)
+    except ValueError:
+        raise ConfigError("attention backend", name,
+                          f"its KV layout is not known; use one of {[b.value for b in Backend]}") from None
+
+
+def _plane(tensor: torch.Tensor, backend: Backend, kv: int) -> torch.Tensor:
+    """Keys or values of one layer, blocks first."""
+    return tensor.select(1 if backend is Backend.FLASHINFER else 0, kv)
+
+
+def _order(plane: torch.Tensor, backend: Backend, block_size: int, kv_heads: int, head_size: int) -> Layout:
+    """Layout of a plane: flat caches by their back end, the others by their strides."""
+    if backend in _FLAT:
+        if plane.stride()[1:] == (1, ):
+            return _FLAT[backend]
+    elif plane.shape[1:] == (block_size, kv_heads, head_size):
+        strides = plane.stride()[1:]
+        if strides == (kv_heads * head_size, head_size, 1):
+            return Layout.TOKENS_FIRST
+        if strides == (head_size, block_size * head_size, 1):
+            return Layout.HEADS_FIRST
+    raise ConfigError("kv_cache", f"shape {tuple(plane.shape)}, strides {plane.stride()}",
+                      f"not a layout of {backend.value} that is known here")

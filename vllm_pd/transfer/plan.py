@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bytes of which block go from one rank to another.
+
+A plan is made once per peer from the two cache descriptions; it is a list of lanes. A lane is a part of one plane
+(a layer's keys or values) that is contiguous in every block on both sides: with equal ranks the whole block, with
+different head ranges the heads that both hold. A write then takes pairs of block ids, and moves every lane of every
+pair. What cannot be mapped is refused when the peer is added, never in the middle of a request.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm_pd.errors import PeerMismatch
+from vllm_pd.transfer.layout import CacheDescription
+
+
+class Lane(NamedTuple):
+    """One run of `bytes` in each block: base addresses on both sides, the block's stride is the cache's."""
+    local: int
+    remote: int
+    bytes: int
+
+
+class Run(NamedTuple):
+    """`count` neighbouring blocks that are neighbours on both sides."""
+    local: int
+    remote: int
+    count: int
+
+
+def plan(ours: CacheDescription, theirs: CacheDescription) -> list[Lane]:
+    """Lanes for writing from our cache into theirs: every layer and head that both ranks hold.
+
+    Raises PeerMismatch naming both values when blocks differ in kind, or when nothing, or no run, is shared.
+    """
+    for key in ("dtype", "block_size", "head_size", "layout"):
+        mine, other = getattr(ours, key), getattr(theirs, key)
+        if mine != other:
+            raise PeerMismatch(key, mine, other)
+    layers = _shared(ours.first_layer, ours.layers, theirs.first_layer, theirs.layers)
+    heads = _shared(ours.first_head, ours.kv_heads, theirs.first_head, theirs.kv_heads)
+    if not layers:
+        raise PeerMismatch("layers", _span(ours.first_layer, ours.layers), _span(theirs.first_layer, theirs.layers))
+    our_heads, their_heads = _span(ours.first_head, ours.kv_heads), _span(theirs.first_head, theirs.kv_heads)
+    if not heads or (our_heads != their_heads and not ours.layout.heads_are_runs):
+        raise PeerMismatch("kv_heads", our_heads, their_heads)
+    local_offset = (heads.start - ours.first_head) * ours.head_bytes
+    remote_offset = (heads.start - theirs.first_head) * theirs.head_bytes
+    return [
+        Lane(ours.planes[2 * (layer - ours.first_layer) + kv] + local_offset,
+             theirs.planes[2 * (layer - theirs.first_layer) + kv] + remote_offset,
+             len(heads) * ours.head_bytes) for layer in layers for kv in (0, 1)
+    ]
+
+
+def pair_blocks(local_ids: list[int], remote_ids: list[int], local_blocks: int,
+                remote_blocks: int) -> tuple[list[int], list[int]]:
+    """Check the block pairs of a write and put them into ascending order of the local ids.
+
+    The order of pairs does not matter to the bytes; allocators hand out descending ids as often as ascending ones, and
+    only ascending neighbours can be merged. Raises ValueError for pairs that must not be written.
+    """
+    if len(local_ids) != len(remote_ids):
+        raise ValueError(f"{len(local_ids)} local blocks against {len(remote_ids)} remote blocks")
+    for side, ids, end in (("local", local_ids, local_blocks), ("remote", remote_ids, remote_blocks)):
+        if ids and not (0 <= min(ids) and max(ids) < end):
+            raise ValueError(f"{side} block ids {min(ids)}..{max(ids)} are outside 0..{end - 1}")
+    if len(set(remote_ids)) != len(remote_ids):
+        raise ValueError("a remote block is named twice")
+    order = sorted(range(len(local_ids)), key=local_ids.__getitem__)
+    return [local_ids[i] for i in order], [remote_ids[i] for i in order]
+
+
+def merge_runs(local_ids: list[int], remote_ids: list[int]) -> list[Run]:
+    """Merge block pairs into the fewest runs: neighbours on both sides, in whatever order they were listed."""
+    runs: list[Run] = []
+    for local, remote in sorted(zip(local_ids, remote_ids, strict=True)):
+        if runs:
+            last = runs[-1]
+            if (local, remote) == (last.local + last.count, last.remote + last.count):
+                runs[-1] = last._replace(count=last.count + 1)
+                continue
+        runs.append(Run(local, remote, 1))
+    return runs
+
+
+def _shared(first: int, count: int, other_first: int, other_count: int) -> range:
+    start = max(first, other_first)
+    return range(start, max(start, min(first + count, other_first + other_count)))
+
+
+def _span(first: int, count: int) -> str:
+    return f"{first}..{first + count - 1}"

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine asks of its workers' transports, and what comes back.
+
+Requests ride down to the worker inside a step's execute-model request, in order, and are run before the step; the
+progress rides back in a side field. A `Write` is answered by exactly one `Finished` with its key, whatever happens.
+The worker owns nothing of what a request names: the engine keeps the local blocks untouched and allocated until
+`Finished`, the peer keeps the remote ones until the notice or our word that no more bytes will land.
+"""
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+
+class AddPeer(msgspec.Struct, frozen=True, tag=True):
+    """Make a peer known. `name` is the transport name of the peer, `metadata` what its transport gave."""
+    name: str
+    metadata: bytes
+
+
+class DropPeer(msgspec.Struct, frozen=True, tag=True):
+    """Forget a peer. Its open writes end as not ok; an unknown name is no error."""
+    name: str
+
+
+class Write(msgspec.Struct, frozen=True, tag=True):
+    """Copy our blocks to the peer's, pairwise, then deliver `notice` there."""
+    key: str
+    peer: str
+    local_block_ids: list[int]
+    remote_block_ids: list[int]
+    notice: bytes
+
+
+class CancelWrite(msgspec.Struct, frozen=True, tag=True):
+    """Give a write up. It still ends with one `Finished`, and only once no byte of it can land any more."""
+    key: str
+
+
+class Poll(msgspec.Struct, frozen=True, tag=True):
+    """Nothing but progress, for a step without other work."""
+
+
+TransferRequest = Union[AddPeer, DropPeer, Write, CancelWrite, Poll]
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The one end of a write. When it is reported no byte of that write can land any more."""
+    key: str
+    ok: bool
+    bytes: int = 0  # data written, without the notice
+    seconds: float = 0.0  # from the post to the moment the end was seen
+    error: str = ""
+
+
+class Notice(msgspec.Struct, frozen=True, array_like=True):
+    """A notice that arrived, with the transport name of its sender. The data it speaks of has landed."""
+    peer: str
+    payload: bytes
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A peer that could not be added, and why."""
+    peer: str
+    reason: str
+
+
+class TransferProgress(msgspec.Struct):
+    """What happened at one worker since it was last asked."""
+    finished: list[Finished] = []
+    notices: list[Notice] = []
+    refused: list[Refusal] = []

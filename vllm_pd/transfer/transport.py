@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transport does: move KV blocks into a peer's cache and tell the peer when they are there.
+
+A transport belongs to one worker and is used by one thread. Nothing blocks for longer than handing the work to the
+hardware takes. Life of a write: `write` posts it; `poll` reports its one `Finished`; from then on the key is free
+again and the handle released. `cancel` and `drop_peer` hurry a write to its end, but the end is reported only when no
+byte of it can land any more: the peer reuses its blocks on that word.
+"""
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from vllm_pd.errors import PDError
+from vllm_pd.transfer.requests import Finished, Notice
+
+
+class TransferError(PDError):
+    """A peer or a write that cannot be served. Ends that peer or that write, nothing else."""
+
+
+class Progress(msgspec.Struct):
+    """What happened at a transport since it was last polled."""
+    finished: list[Finished]
+    notices: list[Notice]
+
+
+class Transport(Protocol):
+    """One rank's end of the KV transfer."""
+
+    def metadata(self) -> bytes:
+        """What a peer must be given to write into our cache."""
+
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        """Get ready to write to the peer called `name`. Again with the same metadata: nothing happens.
+
+        Raises TransferError or PeerMismatch; the transport is then as before.
+        """
+
+    def drop_peer(self, name: str) -> None:
+        """Forget a peer. Its open writes end as not ok, when they end. An unknown name is no error."""
+
+    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
+              notice: bytes) -> None:
+        """Post a write of our blocks into the peer's, pairwise. `notice` reaches the peer after the data.
+
+        Without blocks only the notice is sent. Raises TransferError, with nothing written, when the peer is not known,
+        the key is in use or a block id is out of range.
+        """
+
+    def cancel(self, key: str) -> None:
+        """Ask for an early end of a write. An unknown key is no error: it has ended already."""
+
+    def poll(self) -> Progress:
+        """Make progress and take what has finished and arrived. Never raises for a peer."""
+
+    def live_handles(self) -> int:
+        """Transfers that are not released yet."""
+
+    def close(self) -> None:
+        """End everything and release it. The transport is of no use afterwards."""

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side of the transfer requests: runs them on a transport and gathers the progress.
+
+Lives in the worker process, is called from the step loop only. No peer and no transfer can make it raise: what goes
+wrong with a write becomes its `Finished`, what goes wrong with a peer a `Refusal`.
+"""
+from __future__ import annotations
+
+import logging
+from typing import Callable
+
+from vllm_pd.errors import PDError
+from vllm_pd.transfer.requests import (AddPeer, CancelWrite, DropPeer, Finished, Poll, Refusal, TransferProgress,
+                                       TransferRequest, Write)
+from vllm_pd.transfer.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    """The CPU has no queued work to wait for."""
+
+
+class TransferWorker:
+    """Runs transfer requests. `synchronize` waits for the device work that fills the blocks to be written."""
+
+    def __init__(self, transport: Transport, synchronize: Callable[[], None] = _nothing) -> None:
+        self._transport = transport
+        self._synchronize = synchronize
+        self._writing: set[str] = set()
+        self._finished: list[Finished] = []
+        self._refused: list[Refusal] = []
+
+    def execute(self, requests: list[TransferRequest]) -> None:
+        """Run the requests in order. Called before a step, with the requests that the engine sent along."""
+        if any(isinstance(request, Write) for request in requests):
+            self._synchronize()
+        for request in requests:
+            if isinstance(request, Write):
+                self._write(request)
+            elif isinstance(request, CancelWrite):
+                self._transport.cancel(request.key)
+            elif isinstance(request, AddPeer):
+                self._add_peer(request)
+            elif isinstance(request, DropPeer):
+                self._transport.drop_peer(request.name)
+            elif not isinstance(request, Poll):
+                raise TypeError(f"not a transfer request: {request!r}")
+
+    def take_progress(self) -> TransferProgress:
+        """Poll the transport and hand out everything that is new since the last call."""
+        progress = self._transport.poll()
+        finished, self._finished = self._finished + progress.finished, []
+        refused, self._refused = self._refused, []
+        self._writing.difference_update(end.key for end in progress.finished)
+        return TransferProgress(finished=finished, notices=progress.notices, refused=refused)
+
+    def live_handles(self) -> int:
+        """Transfers that are not released yet."""
+        return self._transport.live_handles()
+
+    def close(self) -> None:
+        """Release everything."""
+        self._transport.close()
+
+    def _write(self, request: Write) -> None:
+        if request.key in self._writing:
+            # The first write under this key is still open and its end is what the engine waits for.
+            logger.error("Write %s is already under way; the second request is ignored", request.key)
+            return
+        try:
+            self._transport.write(request.key, request.peer, request.local_block_ids, request.remote_block_ids,
+                                  request.notice)
+        except PDError as error:
+            logger.warning("Write %s to %s failed: %s", request.key, request.peer, error)
+            self._finished.append(Finished(key=request.key, ok=False, error=str(error)))
+        else:
+            self._writing.add(request.key)
+
+    def _add_peer(self, request: AddPeer) -> None:
+        try:
+            self._transport.add_peer(request.name, request.metadata)
+        except PDError as error:
+            logger.warning("Peer %s is refused: %s", request.name, error)
+            self._refused.append(Refusal(peer=request.name, reason=str(error)))
