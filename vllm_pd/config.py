@@ -17,7 +17,7 @@ from typing import Any, Optional
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 
-KV_ROLES = {"kv_consumer": Role.DECODE, "kv_producer": Role.PREFILL, "kv_both": Role.BOTH}
+KV_ROLES = {role.value: role for role in Role}
 EXAMPLE_BROKER = "tcp://127.0.0.1:5700"
 
 
@@ -86,7 +86,7 @@ class PDConfig:
             if name not in known:
                 raise ConfigError(name, values[name], _cure_unknown(name, list(known)))
         if "broker" not in values:
-            raise ConfigError("broker", None, f'it is missing; start `vllm-pd broker` and write "broker": '
+            raise ConfigError("broker", None, f'it is missing: start vllm-pd broker and write "broker": '
                               f'"{EXAMPLE_BROKER}"')
         config = cls(role=KV_ROLES[kv_role], **{name: _checked(known[name], value) for name, value in values.items()})
         config._check_pairs()

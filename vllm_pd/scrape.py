@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading an engine's /metrics page: one snapshot, sums over labels, differences between two snapshots."""
 
-import urllib.request
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_pd.client import fetch
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 
@@ -45,5 +46,7 @@ def parse(text: str) -> Snapshot:
 
 def scrape(url: str, timeout_s: float = 10.0) -> Snapshot:
     """The page of the server at `url` (its base, without /metrics). Raises OSError when it does not answer."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as reply:
-        return parse(reply.read().decode())
+    status, page = fetch(url, "/metrics", timeout_s)
+    if status != 200:
+        raise ConnectionError(f"{url}/metrics: {status}")
+    return parse(page)

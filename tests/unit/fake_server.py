@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands in for `vllm serve` and for the broker in tests of `vllm-pd up`: listens at once, obeys a few words.
+
+The words are the model's name, joined by "+": `grandchild` starts a process of its own, `stubborn` ignores SIGTERM,
+`dies` ends before it listens, `dies-late` ends 0.5 s after it listens, `slow` never listens.
+"""
+
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+
+class Health(http.server.BaseHTTPRequestHandler):
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def value_of(flag: str) -> str:
+    return sys.argv[sys.argv.index(flag) + 1]
+
+
+def main() -> None:
+    if sys.argv[1] == "broker":
+        words, port = set(), int(value_of("--bind").rpartition(":")[2])
+    else:
+        words, port = set(sys.argv[2].split("+")), int(value_of("--port"))
+    print("arguments", sys.argv[1:], flush=True)
+    print("cores", sorted(os.sched_getaffinity(0)), os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
+          os.environ.get("OMP_NUM_THREADS"), flush=True)
+    if "grandchild" in words:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("grandchild", child.pid, flush=True)
+    if "stubborn" in words:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "dies" in words:
+        print("my last words", flush=True)
+        sys.exit(7)
+    if "slow" in words:
+        time.sleep(600)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Health)
+    if "dies-late" in words and "kv_producer" in value_of("--kv-transfer-config"):
+        print("my late last words", flush=True)
+        threading.Timer(0.5, os._exit, [9]).start()
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pd up`: the plan is checked before anything starts (B80), and whatever starts also ends (B20)."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_pd.core.messages import Role
+from vllm_pd.errors import ConfigError
+from vllm_pd.fleet import UpOptions, parse_setting, plan_fleet, split_cores
+from vllm_pd.ports import is_free, take_free
+
+ROOT = Path(__file__).parents[2]
+FAKE = [sys.executable, str(ROOT / "tests" / "unit" / "fake_server.py")]
+PROGRAM = """
+import sys
+from pathlib import Path
+from vllm_pd.fleet import UpOptions, plan_fleet
+from vllm_pd.up import Fleet
+fake, model, port, state, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), eval(sys.argv[5])
+command = [sys.executable, fake]
+plan = plan_fleet(UpOptions(model, 1, 1, port), [], serve=[*command, "serve"], broker=[*command, "broker"])
+sys.exit(Fleet(plan, state=state, **options).run())
+"""
+
+
+def free_run(count: int) -> int:
+    """The first of `count` free ports in a row."""
+    while True:
+        port = take_free("127.0.0.1")
+        if port + count < 65536 and all(is_free("127.0.0.1", port + i) for i in range(count)):
+            return port
+
+
+def plan(cores=(), **options):
+    options = {"model": "m", "prefill": 1, "decode": 1, "port": free_run(4), **options}
+    return plan_fleet(UpOptions(**options), cores)
+
+
+class TestPlan:
+
+    def test_commands_ports_and_roles(self):
+        made = plan(prefill=2, decode=2, pd={"lease_s": 9}, serve_args=("--dtype", "float32"))
+        first = made.engines[0].port
+        assert [(e.name, e.role, e.port - first) for e in made.engines] == [
+            ("decode 0", Role.DECODE, 0), ("decode 1", Role.DECODE, 1), ("prefill 0", Role.PREFILL, 2),
+            ("prefill 1", Role.PREFILL, 3)]
+        for engine, kv_role in zip(made.engines, ["kv_consumer"] * 2 + ["kv_producer"] * 2):
+            command = list(engine.command)
+            assert command[command.index("serve"):][:2] == ["serve", "m"]
+            assert command[-2:] == ["--dtype", "float32"]
+            assert command[command.index("--port") + 1] == str(engine.port)
+            config = json.loads(command[command.index("--kv-transfer-config") + 1])
+            assert config == {"kv_connector": "PDConnector", "kv_role": kv_role,
+                              "kv_connector_extra_config": {"broker": made.broker_url, "lease_s": 9}}
+        assert made.broker_command[-2:] == ("--bind", made.broker_url)
+
+    def test_each_engine_gets_cores_of_its_own(self):
+        made = plan(cores=[4, 5, 6])
+        assert [engine.cores for engine in made.engines] == [(4, ), (5, 6)]
+        assert made.engines[1].env == {"VLLM_CPU_OMP_THREADS_BIND": "5,6", "OMP_NUM_THREADS": "2"}
+
+    def test_fewer_cores_than_engines_pins_nothing(self):
+        made = plan(cores=[0], prefill=1, decode=1)
+        assert [(engine.cores, engine.env) for engine in made.engines] == [((), {})] * 2
+
+    @pytest.mark.parametrize("cores, count", [(7, 3), (2, 2), (64, 5)])
+    def test_shares_are_disjoint_complete_and_even(self, cores, count):
+        shares = split_cores(range(cores), count)
+        assert sorted(core for share in shares for core in share) == list(range(cores))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+    @pytest.mark.parametrize("options, key", [
+        ({"prefill": 0}, "--prefill"), ({"decode": 0}, "--decode"), ({"decode": -1}, "--decode"),
+        ({"port": 0}, "--port"), ({"port": 65535}, "--port"), ({"broker_port": 65536}, "--broker-port"),
+        ({"port": 18000, "broker_port": 18001}, "--broker-port"), ({"pd": {"broker": "x"}}, "--pd broker"),
+        ({"pd": {"lease": 3}}, "lease"), ({"pd": {"lease_s": "long"}}, "lease_s"),
+        ({"serve_args": ["--port", "1"]}, "-- --port"), ({"serve_args": ["--kv-transfer-config={}"]}, "-- --kv"),
+        ({"serve_args": ["--kv_transfer_config", "{}"]}, "-- --kv"), ({"serve_args": ["--host=0.0.0.0"]}, "-- --host"),
+    ])
+    def test_b80_impossible_options(self, options, key):
+        with pytest.raises(ConfigError) as caught:
+            plan(**options)
+        assert caught.value.key.startswith(key)
+        assert caught.value.cure
+
+    @pytest.mark.parametrize("key", ["--port", "--broker-port"])
+    def test_b80_port_in_use(self, key):
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            taken = other.getsockname()[1]
+            with pytest.raises(ConfigError, match="in use") as caught:
+                plan(**({"port": taken - 1} if key == "--port" else {"broker_port": taken}))
+            assert caught.value.key == key and str(taken) in str(caught.value)
+
+    def test_settings_are_json_where_they_can_be(self):
+        assert parse_setting("lease_s=30") == ("lease_s", 30)
+        assert parse_setting("bind=tcp://127.0.0.1:0") == ("bind", "tcp://127.0.0.1:0")
+        assert parse_setting("a=b=c") == ("a", "b=c")
+        for wrong in ("lease_s", "=3", ""):
+            with pytest.raises(ConfigError, match="key=value"):
+                parse_setting(wrong)
+
+
+class Running:
+    """One `up` over fake servers, heard through its output."""
+
+    def __init__(self, process: subprocess.Popen, state: Path, port: int) -> None:
+        self.process, self.state_file, self.port = process, state, port
+        self.lines: list[str] = []
+
+    def read_until(self, text: str) -> str:
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if text in line:
+                return line
+        raise AssertionError(f"{text!r} never came:\n" + "\n".join(self.lines))
+
+    def finish(self, timeout_s: float = 20.0) -> int:
+        rest, _ = self.process.communicate(timeout=timeout_s)
+        self.lines += rest.splitlines()
+        return self.process.returncode
+
+    def state(self) -> dict:
+        return json.loads(self.state_file.read_text())
+
+    def pids(self) -> list[int]:
+        state = self.state()
+        return [state["broker"]["pid"], *(engine["pid"] for engine in state["engines"])]
+
+    def grandchildren(self) -> list[int]:
+        return [int(m[1]) for line in self.lines if (m := re.search(r"grandchild (\d+)", line))]
+
+
+@contextlib.contextmanager
+def running(tmp_path: Path, model: str, **options) -> Iterator[Running]:
+    port, state = free_run(2), tmp_path / "state.json"
+    state.write_text("stale")
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, FAKE[1], model, str(port), str(state), repr(options)],
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                               env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+    try:
+        yield Running(process, state, port)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def ended(pid: int) -> bool:
+    """Whether the process is gone or a zombie that somebody else has to reap."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def all_end(pids: list[int], within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if all(map(ended, pids)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_b20_a_signal_takes_everything_down(tmp_path, number):
+    with running(tmp_path, "grandchild") as up:
+        up.read_until("everything is up")
+        state = up.state()
+        assert [(e["role"], e["url"]) for e in state["engines"]] == [
+            ("decode", f"http://127.0.0.1:{up.port}"), ("prefill", f"http://127.0.0.1:{up.port + 1}")]
+        assert state["broker"]["url"].startswith("tcp://127.0.0.1:")
+        pids = up.pids() + up.grandchildren()
+        assert len(pids) == 5 and not any(map(ended, pids))
+        up.process.send_signal(number)
+        assert up.finish() == 0
+        assert all_end(pids)
+
+
+def test_b20_what_does_not_end_by_itself_is_killed(tmp_path):
+    with running(tmp_path, "stubborn", stop_timeout_s=0.5) as up:
+        up.read_until("everything is up")
+        pids = up.pids()
+        os.kill(pids[1], signal.SIGSTOP)
+        begin = time.monotonic()
+        up.process.send_signal(signal.SIGTERM)
+        assert up.finish() == 0
+        assert time.monotonic() - begin < 8
+        assert all_end(pids)
+        assert sum("killed" in line for line in up.lines) == 2
+
+
+def test_b20_nothing_outlives_a_killed_up(tmp_path):
+    with running(tmp_path, "plain") as up:
+        up.read_until("everything is up")
+        pids = up.pids()
+        up.process.kill()
+        up.process.wait()
+        assert all_end(pids)
+
+
+def test_child_that_dies_while_starting_ends_all(tmp_path):
+    with running(tmp_path, "dies") as up:
+        assert up.finish() == 1
+        assert "[up]     my last words" in up.lines
+        assert any("ended with 7" in line for line in up.lines)
+        assert not up.state_file.exists(), "a state file from before must not be taken for ours"
+
+
+def test_child_that_dies_later_is_reported_and_the_others_go_on(tmp_path):
+    with running(tmp_path, "dies-late") as up:
+        up.read_until("everything is up")
+        up.read_until("prefill 0 ended with 9")
+        up.read_until("[up]     my late last words")
+        broker, decode, prefill = up.pids()
+        assert ended(prefill) and not ended(decode) and not ended(broker)
+        up.process.send_signal(signal.SIGTERM)
+        assert up.finish() == 1
+        assert all_end([broker, decode])
+
+
+def test_child_that_dies_later_ends_all_when_asked(tmp_path):
+    with running(tmp_path, "dies-late", stop_on_death=True) as up:
+        up.read_until("everything is up")
+        pids = up.pids()
+        assert up.finish() == 1
+        assert all_end(pids)
+
+
+def test_engine_that_never_becomes_healthy(tmp_path):
+    with running(tmp_path, "slow", timeout_s=1.5) as up:
+        assert up.finish() == 1
+        assert any("not healthy after 1.5 s: decode 0, prefill 0" in line for line in up.lines)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One child process of `vllm-pd up`: started in a group of its own, heard line by line, ended for certain.
+
+Life: `Child(...)` -> `start()` -> lines go out with the child's name in front, the last ones are kept -> an `Exited`
+is put into the given queue when the process ends, and its whole group is killed then, because an engine whose front
+end is gone is of no use to anybody -> `stop()` asks, `kill()` makes sure.
+"""
+
+import collections
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Optional, TextIO
+
+LAST_LINES = 30
+
+
+@dataclass(frozen=True)
+class Exited:
+    """`child` has ended with `code`: its exit status, or minus the signal's number."""
+    child: "Child"
+    code: int
+
+
+class Child:
+    """A process with a name. All methods are called from the main thread, which must outlive the process."""
+
+    def __init__(self, name: str, command: Sequence[str], *, env: Optional[Mapping[str, str]] = None,
+                 cores: Sequence[int] = (), out: TextIO = sys.stdout) -> None:
+        self.name = name
+        self._command = list(command)
+        self._env = {**os.environ, **(env or {}), "VLLM_PD_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        self._cores = list(cores)
+        self._out = out
+        self._lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self._process: Optional[subprocess.Popen] = None
+        self._threads: list[threading.Thread] = []
+
+    def start(self, events: "queue.SimpleQueue") -> None:
+        """Starts the process. Its Exited will be put into `events` exactly once."""
+        pinned = ["--cores", ",".join(map(str, self._cores))] if self._cores else []
+        self._process = subprocess.Popen([sys.executable, "-m", "vllm_pd.launch", *pinned, "--", *self._command],
+                                         env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                         stderr=subprocess.STDOUT, start_new_session=True)
+        for work in (self._relay, lambda: self._await_end(events)):
+            thread = threading.Thread(target=work, name=f"{self.name}-watch", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    @property
+    def pid(self) -> Optional[int]:
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    def last_lines(self) -> list[str]:
+        """The end of what the process has printed, newest last. Complete once its Exited has been seen."""
+        return list(self._lines)
+
+    def stop(self) -> None:
+        """Asks the process to end (SIGTERM), also when it is stopped. Returns at once."""
+        if self.alive:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Ends the process and everything it has started (SIGKILL to its group)."""
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # The whole group has ended.
+
+    def wait(self, deadline: float) -> bool:
+        """Whether the process has ended by `deadline` (time.monotonic())."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not self.alive
+
+    def _relay(self) -> None:
+        for raw in self._process.stdout:
+            line = raw.decode(errors="replace").rstrip("\n")
+            self._lines.append(line)
+            print(f"[{self.name}] {line}", file=self._out, flush=True)
+
+    def _await_end(self, events: "queue.SimpleQueue") -> None:
+        code = self._process.wait()
+        self.kill()
+        self._threads[0].join(timeout=2.0)
+        events.put(Exited(self, code))

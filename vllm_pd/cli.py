@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm-pd` command: the broker, a whole fleet on one machine, a check-up, and a benchmark.
+
+Each command imports what it needs by itself, so that the broker starts without an HTTP client and `--help` without
+anything.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from vllm_pd.errors import PDError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Prefill on one vLLM engine, decode on another.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure a running fleet.")
+app.add_typer(bench_app, name="bench")
+
+Bind = Annotated[str, typer.Option(help="Where to listen: tcp://127.0.0.1:PORT.")]
+StateFile = Annotated[Optional[Path], typer.Option(help="Where to write the addresses and process ids as JSON, "
+                                                        "once all engines are healthy.")]
+Settings = Annotated[Optional[list[str]], typer.Option("--pd", metavar="KEY=VALUE", help="A setting of every engine, "
+                                                       "like max_local_prefill_tokens=500; may be repeated.")]
+Urls = Annotated[list[str], typer.Option(help="Its base URL, like http://127.0.0.1:8000.")]
+
+
+@app.command()
+def broker(bind: Bind = "tcp://127.0.0.1:5700") -> None:
+    """Run the broker: the queue of prefill jobs and the list of engines. Ctrl-C ends it."""
+    from vllm_pd.config import parse_endpoint
+    from vllm_pd.control.broker import Broker
+    from vllm_pd.ports import require_free
+    host, port = parse_endpoint("--bind", bind)
+    require_free("--bind", host, [port])
+    Broker(f"tcp://{host}:{port}").run()
+
+
+@app.command()
+def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` takes it.")],
+       serve_args: Annotated[Optional[list[str]], typer.Argument(
+           metavar="[-- ARGS...]", help="What follows -- goes to every `vllm serve`.")] = None,
+       prefill: Annotated[int, typer.Option(help="How many prefill engines.")] = 1,
+       decode: Annotated[int, typer.Option(help="How many decode engines.")] = 1,
+       port: Annotated[int, typer.Option(help="Port of the first engine; the decode engines come first, the others "
+                                              "take the next ports.")] = 8000,
+       broker_port: Annotated[int, typer.Option(help="Port of the broker; 0 takes a free one.")] = 0,
+       state: StateFile = None,
+       timeout_s: Annotated[float, typer.Option(help="How long all engines may take to become healthy.")] = 600.0,
+       stop_timeout_s: Annotated[float, typer.Option(help="How long engines may take to end before they are killed.")]
+       = 10.0,
+       stop_on_death: Annotated[bool, typer.Option("--stop-on-death", help="End everything when one engine or the "
+                                                   "broker dies; else the others go on.")] = False,
+       pin: Annotated[Optional[bool], typer.Option("--pin/--no-pin", help="Give each engine cores of its own; by "
+                                                   "default where vllm runs on the CPU.")] = None,
+       pd: Settings = None) -> None:
+    """Start a broker, prefill engines and decode engines; print their addresses; end them all together."""
+    from vllm_pd.fleet import UpOptions, engines_run_on_cpu, parse_setting, plan_fleet
+    from vllm_pd.up import Fleet
+    options = UpOptions(model=model, prefill=prefill, decode=decode, port=port, broker_port=broker_port,
+                        pd=dict(map(parse_setting, pd or ())), serve_args=tuple(serve_args or ()))
+    pinned = engines_run_on_cpu() if pin is None else pin
+    plan = plan_fleet(options, sorted(os.sched_getaffinity(0)) if pinned else ())
+    fleet = Fleet(plan, state=state, timeout_s=timeout_s, stop_timeout_s=stop_timeout_s, stop_on_death=stop_on_death)
+    raise typer.Exit(fleet.run())
+
+
+@app.command()
+def doctor(broker: Annotated[Optional[str], typer.Option(help="Also ask this broker for its engines.")] = None,
+           port: Annotated[Optional[list[int]], typer.Option(help="Also try whether this port is free.")] = None
+           ) -> None:
+    """Check the installation, NIXL, the ports and the engines; say what to do about each fault."""
+    from vllm_pd.doctor import examine
+    findings = examine(broker, port or [5700, 8000])
+    for finding in findings:
+        typer.echo(str(finding))
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+@bench_app.command()
+def handover(decode: Urls, prefill: Urls,
+             requests: Annotated[int, typer.Option(help="How many remote requests to measure, one at a time.")] = 50,
+             prompt_tokens: Annotated[int, typer.Option(help="Their length; it must be above the decode engine's "
+                                                             "max_local_prefill_tokens.")] = 256,
+             max_tokens: Annotated[int, typer.Option(help="How many tokens each answer has.")] = 8,
+             warm_up: Annotated[int, typer.Option(help="How many requests before the first that counts.")] = 3,
+             seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+             output: Annotated[Optional[Path], typer.Option(help="Also write the JSON here.")] = None) -> None:
+    """Measure what a remote prefill costs beside the prefill, the transfer and one decode step."""
+    from vllm_pd.bench import HandoverBench, measure_handover
+    report = measure_handover(HandoverBench(decode=decode[0], prefill=tuple(prefill), requests=requests,
+                                            prompt_tokens=prompt_tokens, max_tokens=max_tokens, warm_up=warm_up,
+                                            seed=seed))
+    text = json.dumps(report, indent=2)
+    typer.echo(text)
+    if output is not None:
+        output.write_text(text + "\n")
+
+
+def main() -> None:
+    """The console script. Our own errors are one line and exit status 2."""
+    try:
+        app(prog_name="vllm-pd")
+    except PDError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

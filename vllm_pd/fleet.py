@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `vllm-pd up` is going to start: one broker and N + M engines, as commands. Nothing is started here.
+
+The plan is made and checked as a whole first, because an engine needs half a minute to find out that its port is
+taken or that a setting is misspelt.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, Optional
+
+from vllm_pd.config import PDConfig
+from vllm_pd.core.messages import Role
+from vllm_pd.errors import ConfigError
+from vllm_pd.ports import require_free, take_free
+
+SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+BROKER = (sys.executable, "-m", "vllm_pd.cli", "broker")
+HOST = "127.0.0.1"
+OURS = {"--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
+ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """The command line of `vllm-pd up`. `pd` holds settings of PDConfig, `serve_args` goes to every `vllm serve`."""
+    model: str
+    prefill: int
+    decode: int
+    port: int = 8000
+    broker_port: int = 0
+    pd: Mapping[str, Any] = field(default_factory=dict)
+    serve_args: Sequence[str] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class EnginePlan:
+    """One `vllm serve`. `cores` is empty where the engine is not pinned."""
+    name: str
+    role: Role
+    port: int
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    cores: tuple[int, ...]
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """Everything that `up` starts; the decode engines come first, for they are what clients talk to."""
+    broker_port: int
+    broker_command: tuple[str, ...]
+    engines: tuple[EnginePlan, ...]
+
+    @property
+    def broker_url(self) -> str:
+        return f"tcp://{HOST}:{self.broker_port}"
+
+
+def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str] = SERVE,
+               broker: Sequence[str] = BROKER) -> FleetPlan:
+    """The plan for `options`, the engines pinned to shares of `cores` where each can have one.
+
+    Raises ConfigError, before anything is started, for impossible options, settings and ports.
+    """
+    for key, value in (("--prefill", options.prefill), ("--decode", options.decode)):
+        if value < 1:
+            raise ConfigError(key, value, "a prompt is handed from one engine to another: write 1 or more")
+    _refuse_ours(options.serve_args)
+    count = options.prefill + options.decode
+    if not 1 <= options.port <= 65536 - count:
+        raise ConfigError("--port", options.port, f"the {count} engines take that port and the next ones: write "
+                          f"1 to {65536 - count}")
+    if not 0 <= options.broker_port <= 65535:
+        raise ConfigError("--broker-port", options.broker_port, "write 1 to 65535, or 0 for a free one")
+    ports = range(options.port, options.port + count)
+    if options.broker_port in ports:
+        raise ConfigError("--broker-port", options.broker_port, f"an engine gets that port: write one outside "
+                          f"{ports.start}..{ports.stop - 1}, or 0 for a free one")
+    if "broker" in options.pd:
+        raise ConfigError("--pd broker", options.pd["broker"], "`up` starts the broker itself: use --broker-port")
+    for role in ROLE_NAMES:
+        PDConfig.parse(role.value, {**options.pd, "broker": f"tcp://{HOST}:1"})
+    require_free("--port", HOST, ports)
+    if options.broker_port:
+        require_free("--broker-port", HOST, [options.broker_port])
+    broker_port = options.broker_port or take_free(HOST)
+    broker_url = f"tcp://{HOST}:{broker_port}"
+    roles = [Role.DECODE] * options.decode + [Role.PREFILL] * options.prefill
+    shares = split_cores(cores, count)
+    numbers = [*range(options.decode), *range(options.prefill)]
+    engines = tuple(
+        EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share, env=_omp_env(share),
+                   command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
+                            transfer_config(role, broker_url, options.pd), *options.serve_args))
+        for role, number, port, share in zip(roles, numbers, ports, shares))
+    return FleetPlan(broker_port, (*broker, "--bind", broker_url), engines)
+
+
+def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:
+    """The value of --kv-transfer-config for an engine of this role."""
+    return json.dumps({"kv_connector": "PDConnector", "kv_role": role.value,
+                       "kv_connector_extra_config": {"broker": broker_url, **pd}})
+
+
+def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """`count` disjoint shares of `cores`, as even as they go; empty ones where there are fewer cores than engines."""
+    if len(cores) < count:
+        return [()] * count
+    ordered = sorted(cores)
+    edges = [len(ordered) * i // count for i in range(count + 1)]
+    return [tuple(ordered[a:b]) for a, b in zip(edges, edges[1:])]
+
+
+def engines_run_on_cpu() -> bool:
+    """Whether the installed vllm is the CPU one; engines on accelerators are not pinned."""
+    try:
+        return "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`key=value` of --pd. The value is read as JSON where it is JSON, else as it stands."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError("--pd", text, "write it as key=value, like lease_s=30")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _refuse_ours(serve_args: Sequence[str]) -> None:
+    for argument in serve_args:
+        flag: Optional[str] = OURS.get(argument.partition("=")[0].replace("_", "-"))
+        if flag is not None:
+            raise ConfigError(f"-- {argument}", None, f"`up` sets this for each engine: use {flag}")
+
+
+def _omp_env(cores: Sequence[int]) -> dict[str, str]:
+    if not cores:
+        return {}
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "OMP_NUM_THREADS": str(len(cores))}

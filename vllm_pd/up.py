@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pd up`: a broker and some engines on this machine, started together and ended together.
+
+Life: the broker, then the engines, at most two of them starting at a time because starting is mostly work for the
+CPU; each is waited for until it is healthy; then the addresses are printed and the state file is written. Until then
+a child that dies takes the rest down. Afterwards it is reported, the others go on without it (a decode engine that
+loses its peers prefills by itself), and `up` ends with a failure in the end. A signal takes everything down: engines
+first, asked, then killed, then the broker; a second signal kills at once.
+"""
+
+import collections
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional, TextIO, Union
+
+from vllm_pd.children import Child, Exited
+from vllm_pd.client import is_healthy
+from vllm_pd.errors import PDError
+from vllm_pd.fleet import HOST, ROLE_NAMES, EnginePlan, FleetPlan
+
+STARTING_AT_ONCE = 2
+CHECK_PERIOD_S = 0.25
+BROKER_START_S = 30.0
+BROKER_STOP_S = 3.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StartError(PDError):
+    """The fleet did not come up; everything that was started has been ended again."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A signal told us to end."""
+    number: int
+
+
+class Fleet:
+    """The running processes of one plan. Used from the main thread only, by `run` or as a context manager:
+    inside the `with` block every engine is healthy, and after it every process has ended."""
+
+    def __init__(self, plan: FleetPlan, *, state: Optional[Path] = None, timeout_s: float = 600.0,
+                 stop_timeout_s: float = 10.0, stop_on_death: bool = False, out: TextIO = sys.stdout) -> None:
+        self.plan = plan
+        self._state = state
+        self._timeout_s = timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._stop_on_death = stop_on_death
+        self._out = out
+        self._events: "queue.SimpleQueue[Union[Asked, Exited]]" = queue.SimpleQueue()
+        self._broker = Child("broker", plan.broker_command, out=out)
+        self._engines = {engine: Child(engine.name, engine.command, env=engine.env, cores=engine.cores, out=out)
+                         for engine in plan.engines}
+        self._dead: list[Child] = []
+
+    def run(self) -> int:
+        """Brings the fleet up, keeps it until a signal comes, takes it down. Returns the exit status."""
+        handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            try:
+                self.start()
+                self._say("everything is up; Ctrl-C takes it down")
+                self._watch()
+            except KeyboardInterrupt:
+                self._say("taking everything down")
+            except StartError as error:
+                self._say(f"error: {error}")
+                return 1
+            finally:
+                self.stop()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return 1 if self._dead else 0
+
+    def __enter__(self) -> "Fleet":
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Returns when every engine is healthy. Raises StartError, or KeyboardInterrupt upon a signal; either way
+        the caller calls `stop` afterwards."""
+        if self._state is not None:
+            self._state.unlink(missing_ok=True)
+        deadline = time.monotonic() + self._timeout_s
+        self._broker.start(self._events)
+        self._await_broker(min(deadline, time.monotonic() + BROKER_START_S))
+        waiting = collections.deque(self._engines)
+        starting: list[EnginePlan] = []
+        while waiting or starting:
+            while waiting and len(starting) < STARTING_AT_ONCE:
+                engine = waiting.popleft()
+                self._say(f"starting {engine.name} at {engine.url}"
+                          + (f" on core {','.join(map(str, engine.cores))}" if engine.cores else ""))
+                self._engines[engine].start(self._events)
+                starting.append(engine)
+            self._raise_on_event(CHECK_PERIOD_S)
+            starting = [engine for engine in starting if not is_healthy(engine.url)]
+            if time.monotonic() > deadline:
+                raise StartError(f"not healthy after {self._timeout_s:g} s: {', '.join(e.name for e in starting)}; "
+                                 "see the lines above, or allow more time with --timeout-s")
+        self._announce()
+
+    def stop(self) -> None:
+        """Ends every process. Bounded: the engines have `stop_timeout_s`, the broker 3 s, then they are killed."""
+        engines = list(self._engines.values())
+        self._end(engines, self._stop_timeout_s)
+        self._end([self._broker], BROKER_STOP_S)
+
+    def state(self) -> dict:
+        """What the state file holds."""
+        return {"broker": {"url": self.plan.broker_url, "pid": self._broker.pid},
+                "engines": [{"role": ROLE_NAMES[engine.role], "url": engine.url, "pid": child.pid}
+                            for engine, child in self._engines.items()]}
+
+    def _announce(self) -> None:
+        for engine in self._engines:
+            self._say(f"{engine.name:<10} {engine.url}")
+        self._say(f"{'broker':<10} {self.plan.broker_url}")
+        if self._state is not None:
+            unfinished = self._state.with_name(self._state.name + ".part")
+            unfinished.write_text(json.dumps(self.state(), indent=2) + "\n")
+            os.replace(unfinished, self._state)
+
+    def _watch(self) -> None:
+        while True:
+            event = self._events.get()
+            if isinstance(event, Asked):
+                raise KeyboardInterrupt
+            self._report(event)
+            if self._stop_on_death or not any(child.alive for child in self._engines.values()):
+                return
+
+    def _await_broker(self, deadline: float) -> None:
+        while True:
+            try:
+                socket.create_connection((HOST, self.plan.broker_port), timeout=1.0).close()
+                return
+            except OSError:
+                self._raise_on_event(CHECK_PERIOD_S / 5)
+            if time.monotonic() > deadline:
+                raise StartError(f"the broker does not listen at {self.plan.broker_url}")
+
+    def _raise_on_event(self, timeout_s: float) -> None:
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        if isinstance(event, Asked):
+            raise KeyboardInterrupt
+        self._report(event)
+        raise StartError(f"{event.child.name} ended while the engines were starting")
+
+    def _report(self, event: Exited) -> None:
+        self._dead.append(event.child)
+        how = f"was ended by {signal.Signals(-event.code).name}" if event.code < 0 else f"ended with {event.code}"
+        self._say(f"{event.child.name} {how}; its last lines:")
+        for line in event.child.last_lines():
+            self._say(f"    {line}")
+
+    def _end(self, children: list[Child], timeout_s: float) -> None:
+        for child in children:
+            child.stop()
+        deadline = time.monotonic() + timeout_s
+        while any(child.alive for child in children):
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                event = None
+            if event is None or isinstance(event, Asked):
+                break
+        for child in children:
+            if child.alive:
+                self._say(f"{child.name} does not end by itself: killed")
+            child.kill()
+            child.wait(time.monotonic() + 5.0)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._events.put(Asked(number))
+
+    def _say(self, text: str) -> None:
+        print(f"[up] {text}", file=self._out, flush=True)
