@@ -7,10 +7,11 @@ docs/patching.md shows how the commands are used together.
 """
 import argparse
 import sys
+import tempfile
 from pathlib import Path
-from typing import List
+from typing import List, Optional
 
-from _series import folder, pin, readme, source, verify, work
+from _series import folder, pin, readme, rebase, source, verify, work
 from _series.errors import Refusal, refuse_all
 from _series.git import Repo
 from _series.patch import Patch, file_name
@@ -19,17 +20,18 @@ from _series.patch import Patch, file_name
 class Project:
     """What every command needs: the pin, the pinned source, the patches as they are on disk."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, other: Optional[pin.Pin] = None) -> None:
+        """`other` is a pin to use instead of the project's own."""
         self.root: Path = args.root
         self.cache: Path = args.cache
         self.folder = self.root / "patches"
-        self.pin = pin.read(self.root)
+        self.pin = other or pin.read(self.root)
         self.source = source.pinned(self.pin, self.cache, args.sdist)
 
     def patches(self) -> List[Patch]:
         return folder.patches(folder.load(self.folder))
 
-    def good(self, patches: List[Patch], python: "str | None" = None) -> verify.Verdict:
+    def good(self, patches: List[Patch], python: Optional[str] = None) -> verify.Verdict:
         """The verdict on `patches`; refuses if it isn't that all is well."""
         verdict = verify.series(patches, self.source, python)
         refuse_all(f"the series does not hold on {self.pin.stem}:", verdict.problems)
@@ -58,11 +60,15 @@ def import_(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    project = Project(args)
     repo = Repo(args.dir)
+    moved = work.next_pin(repo)
+    project = Project(args, moved)
     patches = work.commits(repo)
     work.same_base(repo, patches, project.source)
     written(project, project.good(patches))
+    if moved and moved != pin.read(project.root):
+        source.store(project.root / pin.FILE, moved.text().encode())
+        print(f"wrote {project.root / pin.FILE}: the pin is {moved.stem} now")
 
 
 def written(project: Project, verdict: verify.Verdict) -> None:
@@ -104,6 +110,33 @@ def drop(args: argparse.Namespace) -> None:
     written(project, verdict)
 
 
+def rebase_(args: argparse.Namespace) -> int:
+    project = Project(args)
+    patches = project.patches()
+    target = source.release(args.version, project.cache, args.sha256, args.commit)
+    print(f"{target.pin.stem}: sha256 {target.pin.sha256}{'' if args.sha256 else ' (nobody has vouched for it: --sha256)'}")
+    if args.try_:
+        with tempfile.TemporaryDirectory(prefix="vllm-pd-rebase-") as temporary:
+            repo = rebase.begin(patches, project.source, target, Path(temporary, "tree"))
+            print(rebase.table(rebase.fates(repo, patches, project.pin.version)))
+        return 0
+    if args.dir is None:
+        raise Refusal("rebase needs --dir DIR for its work tree (or --try to see only what would happen)")
+    if args.dir.exists() and any(args.dir.iterdir()):
+        repo = rebase.resume(args.dir, args.version)
+    else:
+        repo = rebase.begin(patches, project.source, target, args.dir)
+    stuck = rebase.advance(repo, project.pin.version)
+    if stuck:
+        print(f"conflict in {rebase.current(repo)!r}:" + "".join(f"\n  - {line}" for line in stuck), file=sys.stderr)
+        print(f"Next: mend the files in {repo.path}, then `git -C {repo.path} add` them (or give the patch up with\n"
+              f"`git -C {repo.path} cherry-pick --skip`), then run this command again.", file=sys.stderr)
+        return 1
+    print(f"{repo.path}: all patches are on {target.pin.stem}.\nNext: {sys.argv[0]} export {args.dir}   "
+          "(writes patches/ and the pin, if the series holds)")
+    return 0
+
+
 def main() -> int:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--root", type=Path, metavar="DIR", default=Path(__file__).resolve().parent.parent,
@@ -132,13 +165,18 @@ def main() -> int:
     command.add_argument("subject", metavar="'AREA: SUBJECT'")
     command.add_argument("--tree", type=Path, metavar="DIR", required=True)
     add(drop, "drop", "take a patch out of the series").add_argument("name", metavar="NAME.patch")
+    command = add(rebase_, "rebase", "move the series to another release, in a work tree; the same command resumes")
+    command.add_argument("version", metavar="NEW_VERSION")
+    command.add_argument("--dir", type=Path, metavar="DIR", help="the work tree: new, or that of a rebase to resume")
+    command.add_argument("--sha256", help="of the new sdist; without it the index is trusted and the sum is shown")
+    command.add_argument("--commit", default="unknown", help="of the new release's tag, for upstream.py --from")
+    command.add_argument("--try", dest="try_", action="store_true", help="only report what would become of each patch")
     args = parser.parse_args()
     try:
-        args.run(args)
+        return args.run(args) or 0
     except Refusal as refusal:
         print(f"series.py: {refusal}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder patches/: `series` (the order), the patch files, and two files made from them, README.md and SHA256SUMS."""
-import os
-import tempfile
 from pathlib import Path
 from typing import Dict, List
 
@@ -9,6 +7,7 @@ from . import readme
 from .errors import Refusal, refuse_all
 from .git import raw_bytes, text
 from .patch import Patch, parse
+from .source import store
 
 SERIES = "series"
 SUMS = "SHA256SUMS"
@@ -67,12 +66,8 @@ def write(folder: Path, made: Dict[str, str]) -> List[str]:
     changed = differences(folder, made)
     folder.mkdir(parents=True, exist_ok=True)
     for name in sorted(changed, key=lambda name: (name == SERIES, name)):
-        if name not in made:
+        if name in made:
+            store(folder / name, raw_bytes(made[name]))
+        else:
             (folder / name).unlink()
-            continue
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
-        with os.fdopen(handle, "wb") as sink:
-            sink.write(raw_bytes(made[name]))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, folder / name)
     return changed

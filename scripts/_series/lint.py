@@ -60,7 +60,7 @@ def _trailers(patch: Patch, earlier: List[str]) -> Iterator[str]:
         yield f"Kind: must be one of {', '.join(KINDS)}; found {found['Kind']!r}"
     for name in patch.depends_on:
         if name not in earlier:
-            yield f"Depends-On: must be `none` or earlier patches of the series, with commas; found {name!r}"
+            yield f"Depends-On: must be `none` or earlier patches of the series, separated by `;`; found {name!r}"
 
 
 def _diff(patch: Patch) -> Iterator[str]:

@@ -66,7 +66,7 @@ class Patch:
     def depends_on(self) -> List[str]:
         """File names of the patches that this one says it needs; it may name them by subject or by file."""
         value = self.trailers.get("Depends-On", "none")
-        named = [] if value == "none" else [name.strip() for name in value.split(",")]
+        named = [] if value == "none" else [name.strip() for name in re.split("[,;]", value)]
         return [name if name.endswith(".patch") else file_name(name) for name in named]
 
     @property
@@ -99,6 +99,24 @@ class Patch:
             if found:
                 number += 1
                 yield Hunk(path, number, int(found.group(1)), found.group(0))
+
+    def only(self, wanted: Hunk) -> "Patch":
+        """The patch with nothing but one of its hunks."""
+        kept: List[str] = []
+        path, number, inside = "", 0, False
+        for line in lines(self.diff):
+            if line.startswith("--- a/"):
+                path, number, inside = line[6:].split("\t")[0], 0, False
+                if path == wanted.path:
+                    kept += [f"diff --git a/{path} b/{path}", line, f"+++ b/{path}"]
+            elif line.startswith("@@ "):
+                number += 1
+                inside = (path, number) == (wanted.path, wanted.number)
+            elif line.startswith("diff --git "):
+                inside = False
+            if inside:
+                kept.append(line)
+        return Patch(self.author, self.subject, self.body, "".join(line + "\n" for line in kept))
 
     def _split(self) -> Tuple[List[str], List[Tuple[str, str]]]:
         paragraphs = self.body.split("\n\n")

@@ -43,24 +43,28 @@ class Pin:
 
 
 def read(root: Path) -> Pin:
-    """The pin of the project at `root`; every key must be there once and well-formed."""
+    """The pin of the project at `root`."""
     path = root / FILE
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise Refusal(f"{path}: cannot read the pin: {error.strerror}") from error
+
+
+def parse(content: str, name: str) -> Pin:
+    """A pin from its text; every key must be there once and well-formed. `name` is for the error."""
     found: Dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(content.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         key, equals, value = (part.strip() for part in line.partition("="))
         if not equals or key not in _SHAPES or key in found:
-            raise Refusal(f"{path}:{number}: expected one line `key = value` for each of {', '.join(_SHAPES)}; "
+            raise Refusal(f"{name}:{number}: expected one line `key = value` for each of {', '.join(_SHAPES)}; "
                           f"found {line!r}")
         if not _SHAPES[key].fullmatch(value):
-            raise Refusal(f"{path}:{number}: {key} must match {_SHAPES[key].pattern}; found {value!r}")
+            raise Refusal(f"{name}:{number}: {key} must match {_SHAPES[key].pattern}; found {value!r}")
         found[key] = value
     missing = [key for key in _SHAPES if key not in found]
     if missing:
-        raise Refusal(f"{path}: expected the keys {', '.join(_SHAPES)}; {', '.join(missing)} missing")
+        raise Refusal(f"{name}: expected the keys {', '.join(_SHAPES)}; {', '.join(missing)} missing")
     return Pin(**found)

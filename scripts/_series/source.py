@@ -106,6 +106,25 @@ def pinned(pin: Pin, cache: Path, sdist: Optional[Path] = None) -> Source:
     return Source(pin, data, pin.stem, str(path))
 
 
+def release(version: str, cache: Path, sha256: Optional[str], commit: str) -> Source:
+    """The sdist of any release, as the pin it could become. It must have `sha256` if that is given, else the sha256
+    that the index states."""
+    path = cache / f"{PROJECT}-{version}.tar.gz"
+    if path.exists():
+        data, expected = path.read_bytes(), sha256
+    else:
+        got = download(version)
+        data, expected = got.data, sha256 or got.index_sha256
+    found = hashlib.sha256(data).hexdigest()
+    if expected not in (None, found):
+        raise Refusal(f"{path.name}: expected sha256 {expected}, found {found}")
+    if not path.exists():
+        store(path, data)
+    digest = tree_digest(members(data, f"{PROJECT}-{version}"))
+    pin = Pin(version, commit, found, digest)
+    return Source(pin, data, pin.stem, str(path))
+
+
 def verify_sdist(pin: Pin, data: bytes, origin: str) -> None:
     found = hashlib.sha256(data).hexdigest()
     if found != pin.sha256:

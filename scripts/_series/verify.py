@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
@@ -84,7 +83,7 @@ def _apply_all(patches: List[Patch], repo: Repo, python: Optional[str], verdict:
         before = repo.head()
         after = repo.commit(patch.message, patch.author)
         written.append(from_message(patch.author, patch.message, diff.between(repo, before, after)))
-        verdict.problems.extend(f"{patch.name}: after it {problem}" for problem in _compile(repo.path, patch.paths))
+        verdict.problems.extend(f"{patch.name}: after it {problem}" for problem in compile_all(repo.path, patch.paths))
         if python:
             verdict.problems.extend(f"{patch.name}: after it {problem}"
                                     for problem in _import(repo.path, patch.paths, python))
@@ -115,7 +114,7 @@ def _alone(patches: List[Patch], repo: Repo, base: str) -> List[str]:
     return found
 
 
-def _compile(root: Path, paths: List[str]) -> List[str]:
+def compile_all(root: Path, paths: List[str]) -> List[str]:
     """Touched Python files that don't compile."""
     found = []
     for path in paths:
@@ -131,15 +130,26 @@ def _import(root: Path, paths: List[str], python: str) -> List[str]:
     """Touched modules that `python` can't import from the tree. Nothing is written into the tree."""
     modules = [path[:-3].replace("/", ".").replace(".__init__", "") for path in paths
                if path.endswith(".py") and path.startswith("vllm/")]
-    found = []
-    for module in modules:
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(root), str(_PROJECT)]),
-                           PYTHONDONTWRITEBYTECODE="1")
-        done = subprocess.run([shutil.which(python) or python, "-c", f"import {module}"], cwd=root, env=environment,
-                              capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            found.append(f"{module} cannot be imported: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(root), str(_PROJECT)]), PYTHONDONTWRITEBYTECODE="1")
+    done = subprocess.run([python, "-c", _IMPORTS, *modules], cwd=root, env=environment, capture_output=True,
+                          text=True, check=False)
+    found = [line[len(_MARK):] for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if done.returncode != 0 and not found:
+        found = [f"the imports of {', '.join(modules)} end with status {done.returncode}: {done.stderr.strip()[-300:]}"]
     return found
 
 
 _PROJECT = Path(__file__).resolve().parent.parent.parent
+_MARK = "cannot import: "
+_IMPORTS = f"""\
+import importlib, sys
+failed = []
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        failed.append(f"{{name}} cannot be imported: {{type(error).__name__}}: {{str(error).splitlines()[:1]}}")
+for line in failed:
+    print("{_MARK}" + line)
+sys.exit(bool(failed))
+"""

@@ -4,16 +4,19 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import List
+from typing import List, Optional
 
 from . import diff, verify
 from .errors import Refusal, refuse_all
 from .git import Repo
 from .patch import TRAILERS, Patch, from_message
+from .pin import Pin
+from .pin import parse as parse_pin
 from .source import Source
 
 UPSTREAM_TAG = "upstream"
-_HINTS = {"Kind": "seam|hook|backport|fix|queue", "Depends-On": "none, or subjects of earlier patches",
+NEXT_PIN = "vllm-pd-pin"
+_HINTS = {"Kind": "seam|hook|backport|fix|queue", "Depends-On": "none, or subjects of earlier patches; separated like this",
           "Forwarded": "url, or no/not-needed with the reason"}
 
 
@@ -44,6 +47,12 @@ def replay(repo: Repo, patches: List[Patch]) -> None:
     for patch in patches:
         refuse_all(f"{patch.name}:", verify.apply(repo, patch, None, "--index"))
         repo.commit(patch.message, patch.author)
+
+
+def next_pin(repo: Repo) -> Optional[Pin]:
+    """The release onto which `series.py rebase` has moved this work tree, None if it hasn't."""
+    path = repo.path / ".git" / NEXT_PIN
+    return parse_pin(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
 
 
 def base(repo: Repo) -> str:
