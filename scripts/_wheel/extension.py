@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled CPU extension, ``vllm/_C.abi3.so``: eight of upstream's sources against the installed torch.
+
+Upstream's CMake is not used: its ``find_package(Torch)`` refuses a CUDA build of torch on a machine without CUDA. The code is
+built for AVX2 also where the host has AVX-512, since the AVX-512 sources want oneDNN from the network and a wheel built on
+one host should run on another. ``VLLM_PD_CXXFLAGS`` adds flags (they are part of the cache key).
+"""
+
+import json
+import os
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import cache
+from .process import BuildError, run
+
+SOURCES = "activation attention cache utils layernorm mla_decode pos_encoding torch_bindings".split()
+FLAGS = [
+    "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-mavx2", "-mf16c", "-mfma",
+    "-DVLLM_CPU_EXTENSION", "-DTORCH_EXTENSION_NAME=_C", "-DPy_LIMITED_API=0x030b0000",
+]  # fmt: skip
+LIBRARIES = ["-lc10", "-ltorch_cpu", "-ltorch", "-lnuma", "-lgomp"]
+FILE = "_C.abi3.so"
+TAG = "cp311-abi3-linux_x86_64"
+
+_FACTS = """
+import json, sysconfig, torch
+from torch.utils import cpp_extension
+include = cpp_extension.include_paths() + [sysconfig.get_paths()["include"]]
+print(json.dumps({"abi": int(torch._C._GLIBCXX_USE_CXX11_ABI), "include": include, "library": cpp_extension.TORCH_LIB_PATH}))
+"""
+
+
+def sources(upstream: Path) -> list[Path]:
+    """All that is compiled or included, for the cache key."""
+    csrc = upstream / "csrc"
+    return sorted([*(csrc / "cpu").glob("*"), *(csrc / "core").glob("*"), *csrc.glob("*.h")])
+
+
+def torch_version(python: str) -> str:
+    """Version of the torch that python has, as its distribution says. BuildError without one."""
+    code = "from importlib.metadata import version; print(version('torch'))"
+    try:
+        return run([python, "-c", code]).strip()
+    except BuildError as error:
+        raise BuildError(
+            f"{python} has no torch to compile against: build inside the environment of scripts/env.sh "
+            "(`. scripts/env.sh`), or install the torch that pyproject.toml pins and turn build isolation off"
+        ) from error
+
+
+def key(upstream: Path, torch: str) -> str:
+    files = cache.tree_key(upstream, (f for f in sources(upstream) if f.is_file()))
+    extra = os.environ.get("VLLM_PD_CXXFLAGS", "")
+    return cache.key(files, torch, *FLAGS, *LIBRARIES, extra)
+
+
+def extension(upstream: Path, python: str) -> Path:
+    """Path of the compiled file in the cache, compiled first if it is not there (1 to 3 minutes on two cores)."""
+    torch = torch_version(python)
+    name = key(upstream, torch)
+    built = cache.piece(
+        "extension", name, lambda folder: compile_into(folder, upstream, python), f"compiling the CPU extension for torch {torch}"
+    )
+    return built / FILE
+
+
+def compile_into(folder: Path, upstream: Path, python: str) -> None:
+    """Compile and link into folder/FILE, as many compilers at once as there are cores (at most MAX_JOBS)."""
+    facts = json.loads(run([python, "-c", _FACTS]).splitlines()[-1])
+    csrc = upstream / "csrc"
+    compiler = os.environ.get("CXX", "g++")
+    flags = [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={facts['abi']}", *shlex.split(os.environ.get("VLLM_PD_CXXFLAGS", ""))]
+    flags += [f"-I{csrc}", *(part for path in facts["include"] for part in ("-isystem", path))]
+
+    def compile_one(name: str) -> str:
+        target = folder / f"{name}.o"
+        run([compiler, *flags, "-c", str(csrc / "cpu" / f"{name}.cpp"), "-o", str(target)])
+        return str(target)
+
+    jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(jobs) as pool:
+        objects = list(pool.map(compile_one, SOURCES))
+    run([compiler, "-shared", "-s", *objects, f"-L{facts['library']}", *LIBRARIES, "-o", str(folder / FILE)])
+    for target in objects:
+        os.remove(target)

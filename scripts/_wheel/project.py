@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This repository's own settings: ``[tool.vllm-pd]`` of pyproject.toml, the files of ``vllm_pd``, the version of our wheels."""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = ("cpu", "cuda")
+
+
+@cache
+def settings() -> dict:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        return tomllib.load(file)["tool"]["vllm-pd"]
+
+
+def check_target(target: str) -> str:
+    """target itself; ValueError that names the choices otherwise."""
+    if target not in TARGETS:
+        raise ValueError(f"target {target!r}: must be one of {', '.join(TARGETS)}")
+    return target
+
+
+def version(upstream: str, target: str) -> str:
+    """Version of our wheel: pin, number of the series' release, target. vLLM chooses the CPU platform by "cpu" in it."""
+    return f"{upstream}+pd.{settings()['release']}.{check_target(target)}"
+
+
+def overrides(target: str) -> dict[str, str | bool]:
+    """Requirement name -> version specifier that replaces upstream's, or False to leave the requirement out."""
+    requires = settings()["requires"]
+    return requires["common"] | requires[check_target(target)]
+
+
+def package_files() -> list[Path]:
+    """Every file of ``vllm_pd`` that goes into the wheel."""
+    found = (ROOT / "vllm_pd").rglob("*")
+    return sorted(f for f in found if f.is_file() and "__pycache__" not in f.parts and f.suffix != ".pyc")
+
+
+def recipe_files() -> list[Path]:
+    """What shapes a wheel besides its contents: these modules and the settings."""
+    return [ROOT / "pyproject.toml", *sorted((ROOT / "scripts" / "_wheel").glob("*.py"))]

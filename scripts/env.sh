@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# Source this file:   . scripts/env.sh
+#
+# Builds what is missing of the environment (system packages if you are root on Debian, Python packages, the patched CPU wheel,
+# the small model) in one cache folder, ${VLLM_PD_CACHE:-${XDG_CACHE_HOME:-~/.cache}/vllm-pd}, then puts its `python`, `vllm` and
+# `vllm-pd` on the PATH and sets
+#   VLLM_PD_MODEL        folder of the real small model (SmolLM2-135M-Instruct)
+#   VLLM_PD_TINY_MODEL   folder of a tiny random Llama with the same tokenizer
+# and, where they are not set, VLLM_CPU_KVCACHE_SPACE=1 (GiB), VLLM_CPU_CI_ENV=1, VLLM_NO_USAGE_STATS=1, HF_HUB_OFFLINE=1 and
+# TOKENIZERS_PARALLELISM=false.
+# The first time takes a few minutes, afterwards about a second. Interrupted, it can simply be sourced again. On failure it says
+# why and returns non-zero; your shell lives. Removing the cache folder undoes everything but the system packages.
+# VLLM_PD_PYTHON names another Python 3.11 than the `python3.11` on the PATH.
+
+_vllm_pd_missing_packages() { # prints the Debian packages that are missing
+    local python=${VLLM_PD_PYTHON:-python3.11}
+    if ! command -v "$python" >/dev/null; then
+        echo python3.11 python3.11-venv python3.11-dev
+    else
+        "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3.11-venv
+        "$python" -c 'import os, sysconfig as s; os.stat(s.get_paths()["include"] + "/Python.h")' 2>/dev/null || echo python3.11-dev
+    fi
+    command -v g++ >/dev/null || echo g++
+    command -v git >/dev/null || echo git
+    [ -e /etc/ssl/certs/ca-certificates.crt ] || [ -n "${SSL_CERT_FILE:-}" ] || echo ca-certificates
+    [ -e /usr/include/numa.h ] || echo libnuma-dev
+}
+
+_vllm_pd_system() {
+    local missing
+    missing=$(_vllm_pd_missing_packages | tr '\n' ' ')
+    [ -n "${missing// /}" ] || return 0
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        echo "vllm-pd: missing system packages; as root: apt-get install -y $missing" >&2
+        return 1
+    fi
+    echo "vllm-pd: installing system packages: $missing..." >&2
+    # shellcheck disable=SC2086  # one word for each package
+    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $missing; } >&2 || {
+        echo "vllm-pd: apt-get failed" >&2
+        return 1
+    }
+}
+
+_vllm_pd_enter() {
+    local here commands
+    here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd) || return 1
+    _vllm_pd_system || return 1
+    commands=$("${VLLM_PD_PYTHON:-python3.11}" "$here/environment.py") || return 1
+    eval "$commands"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    echo "env.sh: source it (\`. scripts/env.sh\`); run as a program it cannot change your shell" >&2
+    exit 2
+fi
+if _vllm_pd_enter; then
+    unset -f _vllm_pd_missing_packages _vllm_pd_system _vllm_pd_enter
+else
+    unset -f _vllm_pd_missing_packages _vllm_pd_system _vllm_pd_enter
+    echo "vllm-pd: no environment (the reason is above)" >&2
+    return 1
+fi

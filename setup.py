@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the patched ``vllm`` wheel: ``pip wheel . --no-deps`` or ``python setup.py bdist_wheel``.
+
+$VLLM_PD_TARGET chooses ``cpu`` (default) or ``cuda``. The CPU extension is compiled against an installed torch: inside the
+environment of scripts/env.sh add ``--no-build-isolation``; with isolation, pip fetches that torch first (only for cpu, and only
+while the compiled extension is not in the cache). The work is done by scripts/_wheel; setuptools only asks for it.
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from setuptools import Command, setup
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
+from _wheel import cache, metadata, project, targets  # noqa: E402
+
+TARGET = project.check_target(os.environ.get("VLLM_PD_TARGET", "cpu"))
+
+
+class PatchedWheel(Command):
+    """Stands in for setuptools' ``bdist_wheel``: same name, same options that build front ends use."""
+
+    description = "build the patched vllm wheel"
+    user_options = [("dist-dir=", "d", "folder for the wheel"), ("bdist-dir=", "b", "ignored"), ("keep-temp", "k", "ignored")]
+
+    def initialize_options(self) -> None:
+        self.dist_dir = self.bdist_dir = self.dist_info_dir = None
+        self.keep_temp = False
+
+    def finalize_options(self) -> None:
+        self.dist_dir = self.dist_dir or "dist"
+
+    def run(self) -> None:
+        with cache.lock():
+            path = targets.build(TARGET, Path(self.dist_dir))
+        self.distribution.dist_files.append(("bdist_wheel", "any", str(path)))
+
+
+def needed_to_build() -> list[str]:
+    """torch, if the extension has to be compiled against it and this interpreter has none."""
+    if TARGET != "cpu" or find_spec("torch"):
+        return []
+    return [f"torch{project.overrides('cpu')['torch']}", "numpy<2.3"]
+
+
+setup(
+    name="vllm",
+    version=targets.version(TARGET),
+    python_requires=targets.REQUIRES_PYTHON,
+    packages=[],
+    py_modules=[],
+    setup_requires=needed_to_build(),
+    entry_points={"console_scripts": [metadata.ENTRY_POINT]},
+    cmdclass={"bdist_wheel": PatchedWheel},
+)
