@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 KEY, VALUE = 0, 1
+MAX_DESCRIPTORS = 2**31 - 1  # a descriptor's index is an int32
 
 
 class Layout(Enum):
@@ -78,6 +79,23 @@ class CacheDescription(msgspec.Struct, frozen=True):
     block_bytes: int  # one block of one plane
     block_stride_bytes: int
     planes: tuple[int, ...]  # base addresses: layer 0 keys, layer 0 values, layer 1 keys, ...
+
+    def __post_init__(self) -> None:
+        """Refuse what no cache can look like: a description comes from a peer, and addresses are made from it."""
+        for name in ("num_blocks", "block_size", "head_size", "kv_heads", "layers", "block_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if min(self.device_id, self.first_head, self.first_layer) < 0:
+            raise ValueError("device_id, first_head and first_layer must not be negative")
+        if len(self.planes) != 2 * self.layers:
+            raise ValueError(f"{self.layers} layers need {2 * self.layers} planes, not {len(self.planes)}")
+        if len(self.planes) * self.num_blocks > MAX_DESCRIPTORS:
+            raise ValueError(f"{self.num_blocks} blocks of {self.layers} layers are more than can be addressed")
+        if self.block_bytes % (self.block_size * self.kv_heads * self.head_size):
+            raise ValueError(f"block_bytes {self.block_bytes} is no multiple of the elements in a block")
+        span = (self.num_blocks - 1) * self.block_stride_bytes + self.block_bytes
+        if self.block_stride_bytes < self.block_bytes or min(self.planes) < 1 or max(self.planes) + span >= 2**63:
+            raise ValueError("blocks overlap or lie outside the address space")
 
     @property
     def head_bytes(self) -> int:

@@ -22,15 +22,13 @@ import logging
 import os
 import time
 from types import ModuleType
-from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Callable, NamedTuple
 
-import msgspec
-import numpy as np
-
+from vllm_pd.errors import TransferError
 from vllm_pd.transfer.layout import CacheDescription
-from vllm_pd.transfer.plan import Lane, pair_blocks, plan
+from vllm_pd.transfer.plan import Lane, descriptor_indices, descriptor_rows, pair_blocks, plan
 from vllm_pd.transfer.requests import Finished, Notice
-from vllm_pd.transfer.transport import Progress, TransferError
+from vllm_pd.transfer.transport import PeerMetadata, Progress
 
 if TYPE_CHECKING:
     import torch
@@ -40,18 +38,10 @@ logger = logging.getLogger(__name__)
 _LOCAL = "NIXL_INIT_AGENT"
 
 
-class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """What travels to a peer: the agent's own metadata and what its memory means."""
-    name: str
-    agent: bytes
-    cache: CacheDescription
-
-
 class _Peer(NamedTuple):
     metadata: bytes
-    num_blocks: int
-    lanes: int
-    bytes_per_block: int
+    cache: CacheDescription
+    lanes: list[Lane]
     local_list: object  # prepared descriptors of our cache, lane by lane, block by block
     remote_list: object
 
@@ -81,11 +71,10 @@ class NixlTransport:
         self._registered = self._agent.register_memory(
             [(tensor.data_ptr(), tensor.numel() * tensor.element_size(), description.device_id, "")
              for tensor in caches], description.memory.value)
-        self._metadata = msgspec.msgpack.encode(
-            PeerMetadata(name, self._agent.get_agent_metadata(), description))
+        self._metadata = PeerMetadata(name, self._agent.get_agent_metadata(), description).encode()
         self._peers: dict[str, _Peer] = {}
         self._dropped: set[str] = set()  # peers to be removed when their last write has ended
-        self._local_lists: dict[tuple, object] = {}  # shared by all peers with the same lanes
+        self._local_lists: dict[bytes, object] = {}  # by their rows: shared by all peers with the same lanes
         self._open: dict[str, _Open] = {}
         self._finished: list[Finished] = []
 
@@ -99,23 +88,19 @@ class NixlTransport:
                 raise TransferError(f"peer {name} is known with other metadata; a new life needs a new name")
             self._dropped.discard(name)
             return
-        try:
-            theirs = msgspec.msgpack.decode(metadata, type=PeerMetadata)
-        except msgspec.MsgspecError as error:
-            raise TransferError(f"metadata of peer {name} can't be read: {error}") from error
-        if theirs.name != name:
-            raise TransferError(f"metadata of peer {name} belongs to {theirs.name}")
+        theirs = PeerMetadata.decode(name, metadata)
         lanes = plan(self._cache, theirs.cache)
         try:
-            loaded = self._agent.add_remote_agent(theirs.agent)
+            loaded = _text(self._agent.add_remote_agent(theirs.agent))
         except self._errors as error:
             raise TransferError(f"peer {name} can't be added: {error}") from error
         try:
-            if loaded not in (name, name.encode()):
+            if loaded != name:
                 raise TransferError(f"the agent of peer {name} calls itself {loaded}")
             self._peers[name] = self._prepare(name, metadata, theirs.cache, lanes)
-        except BaseException:
-            self._agent.remove_remote_agent(loaded)
+        except TransferError:
+            if loaded not in self._peers:
+                self._quietly(lambda: self._agent.remove_remote_agent(loaded))
             raise
 
     def drop_peer(self, name: str) -> None:
@@ -135,7 +120,7 @@ class NixlTransport:
             raise TransferError(f"peer {peer} is not known")
         target = self._peers[peer]
         try:
-            local, remote = pair_blocks(local_block_ids, remote_block_ids, self._cache.num_blocks, target.num_blocks)
+            local, remote = pair_blocks(local_block_ids, remote_block_ids, self._cache, target.cache)
         except ValueError as error:
             raise TransferError(f"write {key}: {error}") from error
         started_s = time.monotonic()
@@ -144,17 +129,17 @@ class NixlTransport:
             return
         try:
             handle = self._agent.make_prepped_xfer("WRITE", target.local_list,
-                                                   _indices(local, target.lanes, self._cache.num_blocks),
+                                                   descriptor_indices(local, target.lanes, self._cache),
                                                    target.remote_list,
-                                                   _indices(remote, target.lanes, target.num_blocks), notice)
+                                                   descriptor_indices(remote, target.lanes, target.cache), notice)
         except self._errors as error:
             raise TransferError(f"write {key} to {peer} can't be made: {error}") from error
-        nbytes = len(local) * target.bytes_per_block
+        nbytes = len(local) * sum(lane.bytes for lane in target.lanes)
         self._open[key] = _Open(handle, peer, nbytes, started_s, "")
         self._settle(key, lambda: self._agent.transfer(handle))
 
     def cancel(self, key: str) -> None:
-        if key in self._open:
+        if key in self._open and not self._open[key].cancelled:
             self._open[key] = self._open[key]._replace(cancelled="cancelled")
 
     def poll(self) -> Progress:
@@ -225,17 +210,16 @@ class NixlTransport:
         return [Notice(peer, payload) for peer, payloads in arrived.items() for payload in payloads]
 
     def _prepare(self, name: str, metadata: bytes, theirs: CacheDescription, lanes: list[Lane]) -> _Peer:
-        local = tuple((lane.local, lane.bytes) for lane in lanes)
+        ours = descriptor_rows([(lane.local, lane.bytes) for lane in lanes], self._cache)
+        shape = ours.tobytes()
         try:
-            if local not in self._local_lists:
-                self._local_lists[local] = self._agent.prep_xfer_dlist(
-                    _LOCAL, _descriptors(local, self._cache), self._cache.memory.value)
+            if shape not in self._local_lists:
+                self._local_lists[shape] = self._agent.prep_xfer_dlist(_LOCAL, ours, self._cache.memory.value)
             remote_list = self._agent.prep_xfer_dlist(
-                name, _descriptors([(lane.remote, lane.bytes) for lane in lanes], theirs), theirs.memory.value)
+                name, descriptor_rows([(lane.remote, lane.bytes) for lane in lanes], theirs), theirs.memory.value)
         except self._errors as error:
             raise TransferError(f"the cache of peer {name} can't be addressed: {error}") from error
-        return _Peer(metadata, theirs.num_blocks, len(lanes), lanes[0].bytes * len(lanes), self._local_lists[local],
-                     remote_list)
+        return _Peer(metadata, theirs, lanes, self._local_lists[shape], remote_list)
 
     def _remove_dropped(self) -> None:
         busy = {write.peer for write in self._open.values()}
@@ -248,28 +232,16 @@ class NixlTransport:
         self._quietly(lambda: self._agent.remove_remote_agent(name))
 
     def _quietly(self, release: Callable[[], None]) -> None:
-        """Release something whose owner may be dead: a failure is worth a line in the log, no more."""
+        """Release something whose owner may be dead: a failure changes nothing for us."""
         try:
             release()
         except self._errors as error:
-            logger.warning("Release failed: %s: %s", type(error).__name__, error)
+            logger.debug("Release failed: %s: %s", type(error).__name__, error)
 
 
-def _descriptors(lanes: Sequence[tuple[int, int]], cache: CacheDescription) -> np.ndarray:
-    """Rows of (address, bytes, device) for lanes of (base address, bytes): lane by lane, block by block."""
-    rows = np.empty((len(lanes), cache.num_blocks, 3), dtype=np.uint64)
-    bases = np.array([base for base, _ in lanes], dtype=np.uint64)
-    blocks = np.arange(cache.num_blocks, dtype=np.uint64) * np.uint64(cache.block_stride_bytes)
-    rows[:, :, 0] = bases[:, None] + blocks[None, :]
-    rows[:, :, 1] = np.array([nbytes for _, nbytes in lanes], dtype=np.uint64)[:, None]
-    rows[:, :, 2] = cache.device_id
-    return rows.reshape(-1, 3)
-
-
-def _indices(block_ids: list[int], lanes: int, num_blocks: int) -> np.ndarray:
-    """Indices of the blocks in a list made by `_descriptors`, lane by lane."""
-    first = np.arange(lanes, dtype=np.int32)[:, None] * np.int32(num_blocks)
-    return (first + np.array(block_ids, dtype=np.int32)[None, :]).ravel()
+def _text(name: bytes | str) -> str:
+    """An agent's name: annotated as str by the library, and given as bytes."""
+    return name.decode() if isinstance(name, bytes) else name
 
 
 def _error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:

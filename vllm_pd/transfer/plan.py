@@ -8,9 +8,12 @@ pair. What cannot be mapped is refused when the peer is added, never in the midd
 """
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
-from vllm_pd.errors import PeerMismatch
+import numpy as np
+
+from vllm_pd.errors import PeerMismatch, UnmappableSplit
 from vllm_pd.transfer.layout import CacheDescription
 
 
@@ -31,19 +34,21 @@ class Run(NamedTuple):
 def plan(ours: CacheDescription, theirs: CacheDescription) -> list[Lane]:
     """Lanes for writing from our cache into theirs: every layer and head that both ranks hold.
 
-    Raises PeerMismatch naming both values when blocks differ in kind, or when nothing, or no run, is shared.
+    Raises PeerMismatch when blocks differ in kind, UnmappableSplit when nothing, or no run, is shared. Both name both
+    values.
     """
     for key in ("dtype", "block_size", "head_size", "layout"):
         mine, other = getattr(ours, key), getattr(theirs, key)
         if mine != other:
-            raise PeerMismatch(key, mine, other)
+            raise PeerMismatch(key, _word(mine), _word(other))
     layers = _shared(ours.first_layer, ours.layers, theirs.first_layer, theirs.layers)
     heads = _shared(ours.first_head, ours.kv_heads, theirs.first_head, theirs.kv_heads)
-    if not layers:
-        raise PeerMismatch("layers", _span(ours.first_layer, ours.layers), _span(theirs.first_layer, theirs.layers))
-    our_heads, their_heads = _span(ours.first_head, ours.kv_heads), _span(theirs.first_head, theirs.kv_heads)
-    if not heads or (our_heads != their_heads and not ours.layout.heads_are_runs):
-        raise PeerMismatch("kv_heads", our_heads, their_heads)
+    if not layers or not heads:
+        raise UnmappableSplit(f"nothing is shared: ours is {_share(ours)}, theirs is {_share(theirs)}")
+    same_heads = (ours.first_head, ours.kv_heads) == (theirs.first_head, theirs.kv_heads)
+    if not same_heads and not ours.layout.heads_are_runs:
+        raise UnmappableSplit(f"layout {ours.layout.value} keeps no head range in one run, so the heads must be equal: "
+                              f"ours is {_share(ours)}, theirs is {_share(theirs)}")
     local_offset = (heads.start - ours.first_head) * ours.head_bytes
     remote_offset = (heads.start - theirs.first_head) * theirs.head_bytes
     return [
@@ -53,8 +58,8 @@ def plan(ours: CacheDescription, theirs: CacheDescription) -> list[Lane]:
     ]
 
 
-def pair_blocks(local_ids: list[int], remote_ids: list[int], local_blocks: int,
-                remote_blocks: int) -> tuple[list[int], list[int]]:
+def pair_blocks(local_ids: list[int], remote_ids: list[int], ours: CacheDescription,
+                theirs: CacheDescription) -> tuple[list[int], list[int]]:
     """Check the block pairs of a write and put them into ascending order of the local ids.
 
     The order of pairs does not matter to the bytes; allocators hand out descending ids as often as ascending ones, and
@@ -62,7 +67,7 @@ def pair_blocks(local_ids: list[int], remote_ids: list[int], local_blocks: int,
     """
     if len(local_ids) != len(remote_ids):
         raise ValueError(f"{len(local_ids)} local blocks against {len(remote_ids)} remote blocks")
-    for side, ids, end in (("local", local_ids, local_blocks), ("remote", remote_ids, remote_blocks)):
+    for side, ids, end in (("local", local_ids, ours.num_blocks), ("remote", remote_ids, theirs.num_blocks)):
         if ids and not (0 <= min(ids) and max(ids) < end):
             raise ValueError(f"{side} block ids {min(ids)}..{max(ids)} are outside 0..{end - 1}")
     if len(set(remote_ids)) != len(remote_ids):
@@ -84,10 +89,31 @@ def merge_runs(local_ids: list[int], remote_ids: list[int]) -> list[Run]:
     return runs
 
 
+def descriptor_rows(lanes: list[tuple[int, int]], cache: CacheDescription) -> np.ndarray:
+    """Every block of every lane of (base address, bytes), as NIXL's strided rows.
+
+    One row per lane, of (address, bytes, device, stride, count): it stands for one descriptor per block of the cache.
+    """
+    return np.array([(base, nbytes, cache.device_id, cache.block_stride_bytes, cache.num_blocks)
+                     for base, nbytes in lanes],
+                    dtype=np.uint64)
+
+
+def descriptor_indices(block_ids: list[int], lanes: list[Lane], cache: CacheDescription) -> np.ndarray:
+    """Indices of these blocks in all lanes of a list made of `descriptor_rows`, lane by lane."""
+    first = np.arange(len(lanes), dtype=np.int32)[:, None] * np.int32(cache.num_blocks)
+    return (first + np.array(block_ids, dtype=np.int32)[None, :]).ravel()
+
+
 def _shared(first: int, count: int, other_first: int, other_count: int) -> range:
     start = max(first, other_first)
     return range(start, max(start, min(first + count, other_first + other_count)))
 
 
-def _span(first: int, count: int) -> str:
-    return f"{first}..{first + count - 1}"
+def _share(cache: CacheDescription) -> str:
+    return (f"layers {cache.first_layer}..{cache.first_layer + cache.layers - 1}, "
+            f"KV heads {cache.first_head}..{cache.first_head + cache.kv_heads - 1}")
+
+
+def _word(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value

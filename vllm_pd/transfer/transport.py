@@ -8,16 +8,39 @@ byte of it can land any more: the peer reuses its blocks on that word.
 """
 from __future__ import annotations
 
+import zlib
 from typing import Protocol
 
 import msgspec
 
-from vllm_pd.errors import PDError
+from vllm_pd.errors import TransferError
+from vllm_pd.transfer.layout import CacheDescription
 from vllm_pd.transfer.requests import Finished, Notice
 
 
-class TransferError(PDError):
-    """A peer or a write that cannot be served. Ends that peer or that write, nothing else."""
+class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """What travels to a peer: who we are, how to reach our memory, and what lies where in it."""
+    name: str
+    agent: bytes  # the library's own metadata
+    cache: CacheDescription
+    # NIXL loads the intact head of damaged metadata, and refuses the right one under that name ever after.
+    checksum: int = 0
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, checksum=zlib.crc32(self.agent)))
+
+    @classmethod
+    def decode(cls, name: str, metadata: bytes) -> PeerMetadata:
+        """Read what the peer called `name` sent. Raises TransferError."""
+        try:
+            peer = msgspec.msgpack.decode(metadata, type=cls)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"metadata of peer {name} can't be read: {error}") from error
+        if peer.checksum != zlib.crc32(peer.agent):
+            raise TransferError(f"metadata of peer {name} is damaged")
+        if peer.name != name:
+            raise TransferError(f"metadata of peer {name} belongs to {peer.name}")
+        return peer
 
 
 class Progress(msgspec.Struct):
