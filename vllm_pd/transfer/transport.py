@@ -23,21 +23,26 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
     name: str
     agent: bytes  # the library's own metadata
     cache: CacheDescription
-    # NIXL loads the intact head of damaged metadata, and refuses the right one under that name ever after.
-    checksum: int = 0
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(msgspec.structs.replace(self, checksum=zlib.crc32(self.agent)))
+        """The message, behind a checksum.
+
+        Addresses are made from it, and NIXL loads the intact head of damaged metadata and then refuses the right one
+        under that name, so damage must be seen before anything is used.
+        """
+        body = msgspec.msgpack.encode(self)
+        return zlib.crc32(body).to_bytes(4, "big") + body
 
     @classmethod
     def decode(cls, name: str, metadata: bytes) -> PeerMetadata:
         """Read what the peer called `name` sent. Raises TransferError."""
+        body = metadata[4:]
+        if metadata[:4] != zlib.crc32(body).to_bytes(4, "big"):
+            raise TransferError(f"metadata of peer {name} is damaged")
         try:
-            peer = msgspec.msgpack.decode(metadata, type=cls)
+            peer = msgspec.msgpack.decode(body, type=cls)
         except msgspec.MsgspecError as error:
             raise TransferError(f"metadata of peer {name} can't be read: {error}") from error
-        if peer.checksum != zlib.crc32(peer.agent):
-            raise TransferError(f"metadata of peer {name} is damaged")
         if peer.name != name:
             raise TransferError(f"metadata of peer {name} belongs to {peer.name}")
         return peer

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B20, B27, B29, B42, B81: the worker answers each write once, and nothing a peer does makes it raise."""
+import ctypes
+import pickle
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pd.transfer.fake import FakeFabric, Faults, FakeTransport
+from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
+from vllm_pd.transfer.requests import (AddPeer, CancelWrite, DropPeer, Finished, Notice, Poll, Refusal,
+                                       TransferProgress, TransferRequest, Write)
+from vllm_pd.transfer.transport import PeerMetadata
+from vllm_pd.transfer.worker import TransferWorker
+
+BLOCKS = 6
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def member(fabric, name, synchronize=lambda: None, **other):
+    memory = bytearray(2 * BLOCKS * 64)
+    base = _address(memory)
+    cache = CacheDescription(**{**dict(layout=Layout.HEADS_FIRST, memory=Memory.DRAM, device_id=0, dtype="float32",
+                                       num_blocks=BLOCKS, block_size=4, head_size=2, first_head=0, kv_heads=2,
+                                       first_layer=0, layers=1, block_bytes=64, block_stride_bytes=64,
+                                       planes=(base, base + BLOCKS * 64)), **other})
+    transport = FakeTransport(fabric, name, [memory], cache)
+    return TransferWorker(transport, synchronize), transport
+
+
+def _address(memory: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def pair(faults=Faults(), **other):
+    clock = Clock()
+    fabric = FakeFabric(0, faults, clock)
+    p, _ = member(fabric, "p")
+    d, transport = member(fabric, "d", **other)
+    return clock, fabric, p, d, AddPeer("d", transport.metadata())
+
+
+def test_b20_a_write_is_answered_once_and_its_notice_arrives():
+    _, _, p, d, add = pair()
+    p.execute([add, Write("k", "d", [1], [2], b"here")])
+    assert [(end.key, end.ok) for end in p.take_progress().finished] == [("k", True)]
+    assert d.take_progress().notices == [Notice("p", b"here")]
+    assert p.take_progress() == TransferProgress() and p.live_handles() == 0
+
+
+@pytest.mark.parametrize("write,word", [
+    (Write("k", "nobody", [1], [1], b""), "not known"),
+    (Write("k", "d", [1, 2], [1], b""), "against"),
+    (Write("k", "d", [BLOCKS], [1], b""), "outside"),
+    (Write("k", "d", [1], [-1], b""), "outside"),
+])
+def test_b27_a_write_that_cant_be_made_ends_as_not_ok(write, word):
+    _, _, p, d, add = pair()
+    p.execute([add, write, Write("next", "d", [1], [1], b"")])
+    ends = {end.key: end for end in p.take_progress().finished}
+    assert not ends["k"].ok and word in ends["k"].error
+    assert ends["next"].ok, "one bad write must not touch the others"
+
+
+def test_b42_a_peer_with_another_cache_is_refused_with_both_values():
+    _, _, p, _, add = pair(dtype="bfloat16")
+    p.execute([add, Write("k", "d", [1], [1], b"")])
+    progress = p.take_progress()
+    refusal, = progress.refused
+    assert refusal.peer == "d" and "float32" in refusal.reason and "bfloat16" in refusal.reason
+    assert [(end.key, end.ok) for end in progress.finished] == [("k", False)]
+    assert p.take_progress().refused == []
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_b81_random_metadata_is_refused(metadata):
+    _, _, p, _, _ = pair()
+    p.execute([AddPeer("d", metadata)])
+    assert [refusal.peer for refusal in p.take_progress().refused] == ["d"]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_b81_damaged_metadata_is_refused(data):
+    _, _, p, _, add = pair()
+    damaged = bytearray(add.metadata)
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    p.execute([AddPeer("d", bytes(damaged))])
+    refusal, = p.take_progress().refused
+    assert "damaged" in refusal.reason
+
+
+@pytest.mark.parametrize("change,word", [(dict(name="e"), "belongs to e"), (dict(cache=None), "can't be read")])
+def test_b24_metadata_of_another_life_or_kind_is_refused(change, word):
+    _, _, p, _, add = pair()
+    other = msgspec.structs.replace(PeerMetadata.decode("d", add.metadata), **change)
+    p.execute([AddPeer("d", other.encode())])
+    refusal, = p.take_progress().refused
+    assert word in refusal.reason
+
+
+def test_b29_a_second_write_under_an_open_key_is_ignored():
+    clock, _, p, d, add = pair(Faults(delay_s=1.0))
+    p.execute([add, Write("k", "d", [1], [1], b"first"), Write("k", "d", [2], [2], b"second")])
+    clock.now_s = 5.0
+    assert len(p.take_progress().finished) == 1
+    clock.now_s = 9.0
+    assert [notice.payload for notice in d.take_progress().notices] == [b"first"]
+    p.execute([Write("k", "d", [2], [2], b"third")])
+    clock.now_s = 19.0
+    assert [end.ok for end in p.take_progress().finished] == [True], "an ended key is free again"
+
+
+def test_b25_cancelling_what_is_not_there_changes_nothing():
+    _, _, p, _, add = pair()
+    p.execute([CancelWrite("k"), DropPeer("d"), add, Write("k", "d", [1], [1], b"")])
+    assert p.take_progress().finished[0].ok
+    p.execute([CancelWrite("k"), Poll()])
+    assert p.take_progress() == TransferProgress()
+
+
+def test_b20_closing_ends_open_writes():
+    _, _, p, _, add = pair(Faults(delay_s=1.0))
+    p.execute([add, Write("k", "d", [1], [1], b"")])
+    assert p.live_handles() == 1
+    p.close()
+    assert p.live_handles() == 0
+
+
+def test_device_work_is_waited_for_before_writes_only():
+    events = []
+    fabric = FakeFabric()
+    p, _ = member(fabric, "p", lambda: events.append("waited"))
+    _, transport = member(fabric, "d")
+    p.execute([AddPeer("d", transport.metadata()), CancelWrite("k"), Poll()])
+    assert events == []
+    p.execute([Write("a", "d", [1], [1], b""), Write("b", "d", [2], [2], b"")])
+    assert events == ["waited"]
+
+
+def test_what_is_not_a_request_is_our_own_bug():
+    _, _, p, _, _ = pair()
+    with pytest.raises(TypeError):
+        p.execute(["write"])
+
+
+@pytest.mark.parametrize("request_", [
+    AddPeer("d", b"m"), DropPeer("d"), Write("k", "d", [1, 2], [3, 4], b"n"), CancelWrite("k"), Poll()])
+def test_requests_survive_both_ways_to_a_worker(request_):
+    assert pickle.loads(pickle.dumps(request_)) == request_
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request_), type=TransferRequest) == request_
+
+
+def test_progress_survives_the_way_back():
+    progress = TransferProgress([Finished("k", True, 64, 0.5)], [Notice("p", b"n")], [Refusal("d", "why")])
+    assert pickle.loads(pickle.dumps(progress)) == progress
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(progress), type=TransferProgress) == progress
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 7), st.integers(-1, BLOCKS)), max_size=60),
+       st.integers(0, 2**32))
+def test_b20_any_order_of_requests_ends_each_write_once_and_leaves_nothing(steps, seed):
+    clock = Clock()
+    fabric = FakeFabric(seed, Faults(error=0.2, notice_lost=0.2, notice_twice=0.2, delay_s=2.0), clock)
+    p, sender = member(fabric, "p")
+    _, receiver = member(fabric, "d")
+    add = AddPeer("d", receiver.metadata())
+    open_keys, ended = set(), []
+    for what, key, block in steps:
+        clock.now_s += 0.3
+        name = f"{key}"
+        if what == 0:
+            p.execute([add])
+        elif what == 1:
+            p.execute([DropPeer("d")])
+        elif what == 2:
+            p.execute([CancelWrite(name)])
+        elif what == 3 and block == 0:
+            fabric.kill("d")
+        elif name not in open_keys:
+            p.execute([Write(name, "d", [block], [block], b"n")])
+            open_keys.add(name)
+        now = [end.key for end in p.take_progress().finished]
+        assert len(now) == len(set(now)) and set(now) <= open_keys
+        open_keys -= set(now)
+    clock.now_s += 10.0
+    assert {end.key for end in p.take_progress().finished} == open_keys
+    assert p.live_handles() == 0 and sender.poll().finished == ended
