@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that speaks for an engine.
+
+The engine calls in (`submit`, `abort`, `sent`, ...) and fetches events; the thread owns the sockets and the clock's
+deadlines. One lock guards the two pure sides; it is held for dictionary work only, never for I/O, so neither ever waits
+long for the other, and nothing waits for a peer. `wake` is called from the thread, without the lock, when there are new
+events, and now and then while a transfer's notice is due, which only the engine can see.
+"""
+import collections
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Callable, Deque, Dict, List, Optional
+
+import msgspec
+import zmq
+
+from vllm_pd.control import process
+from vllm_pd.control.links import Links, Source
+from vllm_pd.control.outlook import Outlook, QueueView
+from vllm_pd.core import messages as m
+from vllm_pd.core.decode import DecodeLimits, DecodeSide, State
+from vllm_pd.core.events import (EVENTS, Action, Connect, Disconnect, Event, Fallback, FallbackReason, Outcome, Prefill,
+                                 Released, ToBroker, ToDecode, ToPrefill)
+from vllm_pd.core.prefill import PrefillLimits, PrefillSide
+from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.sockets import SendResult
+
+if TYPE_CHECKING:
+    from vllm_pd.config import PDConfig
+
+logger = logging.getLogger(__name__)
+
+LIVENESS_S = 0.25
+NOTICE_POLL_FIRST_S = 0.001
+NOTICE_POLL_LAST_S = 0.020
+WORKING_POLL_S = 0.100  # while P is still at work: only in case its word gets lost
+RECONNECT_POLL_S = 0.1  # while the broker is away
+LINGER_MS = 100
+
+
+class ControlAgent:
+    """Built with the engine, `start`ed before its first step, `close`d after its last. All methods but these two may be
+    called from any thread and don't block. After the thread has died (`error`) every request is told to stay local."""
+
+    def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, wake: Callable[[], None],
+                 clock: Callable[[], float] = time.monotonic,
+                 is_gone: Callable[[m.Member], bool] = process.is_gone):
+        self.config = config
+        self.member = member
+        self.error: Optional[BaseException] = None
+        self._metadata = transfer_metadata
+        self._wake = wake
+        self._clock = clock
+        self._is_gone = is_gone
+        self._lock = threading.Lock()
+        self._events: List[Event] = []
+        self._outbox: Deque[Action] = collections.deque()
+        self._announced = True
+        self._stopping = False
+        self._last_number = -1
+        self._room = 0
+        self._told_room = -1
+        self._serial = 0
+        self._next_liveness = 0.0
+        self._notice_poll_s = NOTICE_POLL_FIRST_S
+        self._next_notice_poll: Optional[float] = None
+        self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
+        self._links: Optional[Links] = None
+        self._build(member)
+
+    def _build(self, member: m.Member) -> None:
+        config = self.config
+        self.member = member
+        self._decode = DecodeSide(member, self._metadata, DecodeLimits(
+            lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
+            ttl_s=config.ttl_s))
+        self._prefill = PrefillSide(member, self._metadata, PrefillLimits(ttl_s=config.ttl_s))
+        self._outlook = Outlook(member, config.heartbeat_s, config.ttl_s)
+        self._decode.broker_is(self._clock(), False)
+
+    # Life.
+
+    def start(self) -> None:
+        """Bind, fill in `member.address`, and run. ConfigError where `bind` or `broker` can't be used."""
+        config = self.config
+        try:
+            self._links = Links(self.member.incarnation, config.bind, config.broker)
+        except zmq.ZMQError as error:
+            raise ConfigError("bind", config.bind, f"{error} (broker={config.broker!r}); name a free address, like "
+                              "tcp://127.0.0.1:0, and a broker, like tcp://127.0.0.1:5700") from error
+        self._build(msgspec.structs.replace(self.member, address=self._links.address))
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Leave the registry and end the thread. Open attempts are not waited for."""
+        self._stopping = True
+        if self._links is None or not self._thread.is_alive():
+            return
+        self._links.waker.set()
+        self._thread.join(timeout_s)
+
+    # For the engine, either role.
+
+    def take_events(self) -> List[Event]:
+        """All events since the last call, in order."""
+        with self._lock:
+            events, self._events = self._events, []
+            self._announced = True
+            self._room = max(0, self._room - sum(isinstance(event, Prefill) for event in events))
+        return events
+
+    def view(self) -> QueueView:
+        """What the policy wants to know of the world."""
+        with self._lock:
+            return self._outlook.view(self._decode.queued(), self._decode.mismatch or self._prefill.mismatch)
+
+    def open_attempts(self) -> List[m.Attempt]:
+        """Every attempt with a record, on either side: empty when all has ended and all fences are down."""
+        with self._lock:
+            return [*self._decode.states(), *self._prefill.states()]
+
+    def counts(self) -> Dict[str, int]:
+        """Gauges (`decode_queued`, `decode_granted`, `decode_fenced`, `prefill_jobs`, `peers`, `sockets`) and counters."""
+        with self._lock:
+            states = collections.Counter(self._decode.states().values())
+            counts: Dict[str, int] = {
+                "decode_queued": states[State.QUEUED],
+                "decode_granted": states[State.GRANTED],
+                "decode_fenced": len(self._decode.fenced()),
+                "prefill_jobs": len(self._prefill.states()),
+                "peers": len(self._prefill.peers()) + len(self._decode.peers),
+                "sockets": self._links.count() if self._links else 0,
+            }
+            counters = [("decode_", self._decode.counters), ("prefill_", self._prefill.counters)]
+            if self._links is not None:
+                counters.append(("", self._links.counters))
+            for prefix, counter in counters:
+                for name, count in counter.items():
+                    counts[f"{prefix}{name}_total"] = count
+        return counts
+
+    # For a decode engine.
+
+    def next_attempt(self, request_id: str) -> m.Attempt:
+        """A new attempt for this request; its number is larger than that of any before it."""
+        with self._lock:
+            self._last_number += 1
+            return m.Attempt(self.member.incarnation, request_id, self._last_number)
+
+    def submit(self, attempt: m.Attempt, token_ids: List[int], block_ids: List[int], cached_blocks: int) -> None:
+        """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`. The blocks stay the caller's to keep
+        until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the caller's own `abort` ends it."""
+        with self._lock:
+            if self.error is not None:
+                self._do([Fallback(attempt, FallbackReason.CONTROL, Outcome.FAILED, str(self.error)),
+                          Released(attempt)])
+                return
+            self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks))
+
+    def abort(self, attempt: m.Attempt) -> None:
+        """The request is gone; `Released` follows. No effect on an attempt that has ended."""
+        with self._lock:
+            self._do(self._decode.abort(self._clock(), attempt))
+
+    def arrived(self, attempt: m.Attempt, rank: int) -> None:
+        """The transfer's notice: all of this rank's data is in our blocks."""
+        with self._lock:
+            self._do(self._decode.arrived(self._clock(), attempt, rank))
+
+    # For a prefill engine.
+
+    def set_room(self, jobs: int) -> None:
+        """How many jobs the engine could take beyond those that it has taken from `take_events`."""
+        with self._lock:
+            self._room = max(0, jobs)
+            if self._free_room() != self._told_room:
+                self._rouse()
+
+    def may_write(self, attempt: m.Attempt) -> bool:
+        """Whether the lease stands. To be asked right before each post of a write."""
+        with self._lock:
+            return self._prefill.may_write(self._clock(), attempt)
+
+    def sent(self, attempt: m.Attempt, timings: m.Timings) -> None:
+        """All handles of all ranks are done and released."""
+        with self._lock:
+            self._do(self._prefill.sent(self._clock(), attempt, timings))
+
+    def failed(self, attempt: m.Attempt, reason: str) -> None:
+        """The engine gave it up; no handle of it exists any more."""
+        with self._lock:
+            self._do(self._prefill.failed(self._clock(), attempt, reason))
+
+    def ended(self, attempt: m.Attempt) -> None:
+        """The answer to `Cancelled`: no handle of it exists any more."""
+        with self._lock:
+            self._do(self._prefill.ended(self._clock(), attempt))
+
+    # Between the two threads; the lock is held.
+
+    def _do(self, actions: List[Action]) -> None:
+        """Sort what a side answered: events for the engine, the rest for the thread."""
+        for action in actions:
+            if isinstance(action, EVENTS):
+                self._events.append(action)
+                self._announced = False
+            else:
+                self._outbox.append(action)
+        if actions:
+            self._rouse()
+
+    def _rouse(self) -> None:
+        if self._links is not None and threading.current_thread() is not self._thread and self.error is None:
+            self._links.waker.set()
+
+    def _free_room(self) -> int:
+        coming = self._prefill.waiting() + sum(isinstance(event, Prefill) for event in self._events)
+        return max(0, self._room - coming)
+
+    # The thread.
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            self._links.to_broker(m.Leave())
+        except BaseException as error:  # whatever it is, the engine must learn of it and go on alone
+            logger.exception("the control thread ended; all prefills stay local from now on")
+            with self._lock:
+                self.error = error
+                self._outlook.up = False
+                self._do(self._decode.shut(self._clock(), f"the control thread ended: {error!r}"))
+                self._do(self._prefill.shut(self._clock()))
+                self._outbox.clear()
+            self._wake()
+        finally:
+            with self._lock:
+                links, self._links = self._links, None
+            links.close(LINGER_MS)
+
+    def _turn(self) -> None:
+        """Wait, receive, do what is due, send, tell the engine."""
+        for source, sender, message in self._links.receive(self._links.poll(self._patience_s())):
+            with self._lock:
+                self._on_message(self._clock(), source, sender, message)
+        self._heartbeat()
+        self._liveness()
+        with self._lock:
+            now = self._clock()
+            self._decode.peers_are(now, bool(self._outlook.prefills()))
+            self._do(self._decode.tick(now))
+            self._do(self._prefill.tick(now))
+        self._send()
+        self._tell()
+
+    def _patience_s(self) -> Optional[float]:
+        with self._lock:
+            if self._outbox or not self._announced:
+                return 0.0
+            due = [self._decode.next_deadline(), self._prefill.next_deadline(), self._outlook.next_deadline(),
+                   self._next_notice_poll, self._next_liveness if self._watched() else None]
+            return max(0.0, min(when for when in due if when is not None) - self._clock())
+
+    def _on_message(self, now: float, source: Source, sender: str, message: m.Message) -> None:
+        if source is Source.PREFILL:
+            self._do(self._decode.receive(now, sender, message))
+            if isinstance(message, m.Sent):
+                self._announced = False
+                self._notice_poll_s = NOTICE_POLL_FIRST_S
+        elif source is Source.DECODE:
+            self._do(self._prefill.receive(now, sender, message))
+        elif isinstance(message, m.Refused):
+            self._decode.mismatch = f"{message.key} differs: the broker's is {message.ours}, ours is {message.theirs}"
+        else:
+            self._on_broker(now, sender, message)
+
+    def _on_broker(self, now: float, sender: str, message: m.Message) -> None:
+        length = self._outlook.queue_length if isinstance(message, m.Offer) else message.queue_length
+        if self._outlook.heard(now, sender, length):
+            self._serial, self._told_room = 0, -1
+            if not isinstance(message, m.PutReply):
+                self._do(self._decode.requeue(now))
+        self._do(self._decode.broker_is(now, True))
+        if isinstance(message, m.Peers):
+            self._outlook.peers(message)
+            if self.member.role.prefills:
+                self._do(self._prefill.members_are(now, self._outlook.members()))
+        elif isinstance(message, m.PutReply):
+            if message.refusal is m.PutRefusal.UNREGISTERED:
+                self._outlook.next_heartbeat = now
+            self._do(self._decode.put_reply(now, message))
+        elif isinstance(message, m.Offer):
+            self._serial = message.serial
+            if self.member.role.prefills:
+                self._do(self._prefill.offer(now, message.job))
+
+    def _heartbeat(self) -> None:
+        now = self._clock()
+        if now < self._outlook.next_heartbeat:
+            with self._lock:
+                self._check_broker(now)
+            return
+        outlook = self._outlook
+        result = self._links.to_broker(m.Register(self.member, outlook.broker, outlook.version))
+        sent = result is SendResult.SENT
+        outlook.next_heartbeat = now + (outlook.heartbeat_s if sent else min(RECONNECT_POLL_S, outlook.heartbeat_s))
+        self._told_room = -1
+        with self._lock:
+            if not sent:
+                outlook.up = False
+            self._check_broker(now)
+
+    def _check_broker(self, now: float) -> None:
+        self._outlook.check(now)
+        if not self._outlook.up:
+            self._do(self._decode.broker_is(max(self._outlook.heard_at, now - self.config.ttl_s), False))
+
+    def _watched(self) -> bool:
+        return bool(self._decode.states() or self._prefill.busy_peers())
+
+    def _liveness(self) -> None:
+        """See whether the processes that matter now still exist."""
+        now = self._clock()
+        if now < self._next_liveness:
+            return
+        self._next_liveness = now + LIVENESS_S
+        with self._lock:
+            candidates = {member.incarnation: member for member in (
+                *self._outlook.members(), *self._decode.peers.values(), *self._prefill.peers().values())}
+        gone = self._outlook.gone(list(candidates.values()), self._is_gone)
+        with self._lock:
+            for incarnation in gone:
+                self._outlook.dead(incarnation)
+                self._do(self._decode.peer_dead(now, incarnation))
+                self._do(self._prefill.peer_lost(now, incarnation))
+
+    def _send(self) -> None:
+        with self._lock:
+            outbox, self._outbox = self._outbox, collections.deque()
+            room = self._free_room()
+        for action in outbox:
+            if isinstance(action, ToBroker):
+                self._to_broker(action.message)
+            elif isinstance(action, ToDecode):
+                self._links.to_decode(action.peer, action.message)
+            elif isinstance(action, ToPrefill):
+                self._links.to_prefill(action.peer, action.message)
+            elif isinstance(action, Connect):
+                self._links.connect(action.peer, action.address)
+            elif isinstance(action, Disconnect):
+                self._links.disconnect(action.peer)
+        if room != self._told_room and self.member.role.prefills and self._outlook.up:
+            if self._links.to_broker(m.Take(room, self._serial)) is SendResult.SENT:
+                self._told_room = room
+
+    def _to_broker(self, message: m.Message) -> None:
+        if self._links.to_broker(message) is SendResult.SENT:
+            return
+        with self._lock:
+            self._outlook.up = False
+            if isinstance(message, m.Put):
+                self._do(self._decode.put_failed(self._clock(), message.job.attempt))
+
+    def _tell(self) -> None:
+        """Wake the engine if there is something for it to see."""
+        now = self._clock()
+        with self._lock:
+            waiting = self._decode.waiting_notice()
+            if waiting is None:
+                self._next_notice_poll = None
+                self._notice_poll_s = NOTICE_POLL_FIRST_S
+            elif self._next_notice_poll is None or now >= self._next_notice_poll:
+                if self._next_notice_poll is not None:
+                    self._announced = False
+                self._notice_poll_s = min(NOTICE_POLL_LAST_S, 2 * self._notice_poll_s) if waiting else WORKING_POLL_S
+                self._next_notice_poll = now + self._notice_poll_s
+            elif waiting:
+                self._next_notice_poll = min(self._next_notice_poll, now + self._notice_poll_s)
+            announce, self._announced = not self._announced, True
+        if announce:
+            self._wake()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The broker's process: one socket in front of a `Registry`.
+
+It may be killed and restarted at any moment: engines register again with their next heartbeat, put their unclaimed jobs
+again, and say anew how much room they have.
+"""
+import collections
+import logging
+import time
+import uuid
+from typing import Callable, Dict, List, Sequence
+
+import zmq
+
+from vllm_pd.control.registry import Letter, QueueLimits, Registry
+from vllm_pd.core import messages as m
+from vllm_pd.errors import ConfigError
+from vllm_pd.rpc import codec, sockets
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+BATCH_MESSAGES = 256
+
+
+class Broker:
+    """Binds at once (ConfigError where it can't); `run` serves until `stop`."""
+
+    def __init__(self, bind: str, *, ttl_s: float = 5.0, limits: "QueueLimits | None" = None,
+                 clock: Callable[[], float] = time.monotonic):
+        if not sockets.is_local(bind):
+            raise ConfigError("bind", bind, "bind to loopback, like tcp://127.0.0.1:5700; there are no keys yet")
+        self.counters: m.Counters = collections.Counter()
+        self._clock = clock
+        self._context = zmq.Context()
+        try:
+            self._socket = sockets.server(self._context, bind)
+        except zmq.ZMQError as error:
+            self._context.term()
+            raise ConfigError("bind", bind, f"{error}; choose a free address like tcp://127.0.0.1:5700") from error
+        self.address = sockets.endpoint(self._socket)
+        self._registry = Registry(uuid.uuid4().hex, limits or QueueLimits(ttl_s=ttl_s))
+        self._routes: Dict[str, bytes] = {}
+        self._waker = sockets.Waker()
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until `stop`, then close the socket."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        next_tick = self._clock() + TICK_S
+        try:
+            while not self._stopping:
+                poller.poll(max(0, int((next_tick - self._clock()) * 1000) + 1))
+                for _ in range(BATCH_MESSAGES):
+                    frames = sockets.receive(self._socket)
+                    if frames is None:
+                        break
+                    self._on_frames(frames)
+                if self._clock() >= next_tick:
+                    next_tick = self._clock() + TICK_S
+                    self._deliver(self._registry.tick(self._clock()))
+                    self._prune_routes()
+        finally:
+            self._socket.close()
+            self._context.term()
+
+    def stop(self) -> None:
+        """End `run`. Safe from any thread and from a signal handler."""
+        self._stopping = True
+        self._waker.set()
+
+    def members(self) -> List[m.Member]:
+        """Who is registered. A glance from another thread; the list may be old when it arrives."""
+        return self._registry.members()
+
+    def queue_length(self) -> int:
+        """Jobs that wait for a P."""
+        return len(self._registry)
+
+    def counts(self) -> Dict[str, int]:
+        """Counters of bad frames and odd messages."""
+        return {**self.counters, **self._registry.counters}
+
+    def _on_frames(self, frames: Sequence[bytes]) -> None:
+        route = frames[0]
+        try:
+            sender, message = codec.decode(frames[1:])
+        except codec.BadFrame as fault:
+            self.counters["frame_" + fault.fault.value] += 1
+            if fault.theirs is not None:
+                refused = m.Refused("protocol", str(m.PROTOCOL), str(fault.theirs))
+                sockets.send(self._socket, route, codec.encode(self._registry.incarnation, refused))
+            return
+        if not isinstance(message, m.TO_BROKER):
+            self.counters["unexpected"] += 1
+            return
+        self._routes[sender] = route
+        self._deliver(self._registry.receive(self._clock(), sender, message))
+
+    def _deliver(self, letters: List[Letter]) -> None:
+        queue = collections.deque(letters)
+        while queue:
+            to, message = queue.popleft()
+            route = self._routes.get(to)
+            result = sockets.SendResult.UNREACHABLE
+            if route is not None:
+                result = sockets.send(self._socket, route, codec.encode(self._registry.incarnation, message))
+            if result is not sockets.SendResult.SENT:
+                self.counters["undeliverable"] += 1
+                gone = result is sockets.SendResult.UNREACHABLE
+                queue.extend(self._registry.undeliverable(self._clock(), to, message, gone))
+
+    def _prune_routes(self) -> None:
+        known = {member.incarnation for member in self._registry.members()}
+        for name in [name for name in self._routes if name not in known]:
+            del self._routes[name]

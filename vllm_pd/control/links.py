@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's sockets. Used by one thread only.
+
+One ROUTER, to which prefill engines connect, and where they get their answers; one DEALER to the broker; one DEALER to each
+decode engine that gives us jobs. A peer is answered on the connection that it last spoke on.
+"""
+import collections
+from enum import Enum
+from typing import Dict, Iterator, List, Optional, Tuple
+
+import zmq
+
+from vllm_pd.core import messages as m
+from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.sockets import SendResult
+
+MAX_ROUTES = 4096
+BATCH_MESSAGES = 128
+
+
+class Source(Enum):
+    """Where a message came in."""
+    BROKER = "broker"
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+
+_EXPECTED = {Source.BROKER: m.FROM_BROKER, Source.DECODE: m.TO_PREFILL, Source.PREFILL: m.TO_DECODE}
+
+
+class Links:
+    """Raises zmq.ZMQError from the constructor only, where `bind` or `broker` can't be used."""
+
+    def __init__(self, incarnation: str, bind: str, broker: str):
+        self.counters: m.Counters = collections.Counter()
+        self.other_protocol: Optional[int] = None
+        self.waker = sockets.Waker()
+        self._incarnation = incarnation
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._decode: Dict[str, zmq.Socket] = {}
+        self._peer_of: Dict[zmq.Socket, str] = {}
+        self._routes: "collections.OrderedDict[str, bytes]" = collections.OrderedDict()
+        opened: List[zmq.Socket] = []
+        try:
+            self._router = sockets.server(self._context, bind)
+            opened.append(self._router)
+            self._broker = sockets.client(self._context, broker, only_connected=True)
+        except zmq.ZMQError:
+            for socket in opened:
+                socket.close()
+            self._context.term()
+            self.waker.close()
+            raise
+        self.address = sockets.endpoint(self._router)
+        self._poller.register(self.waker.fileno(), zmq.POLLIN)
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._broker, zmq.POLLIN)
+
+    def poll(self, timeout_s: Optional[float]) -> List[zmq.Socket]:
+        """Wait for messages or for the waker, at most so long; returns the sockets that have something."""
+        # Rounded up: to wake a little late costs less than to wake early and find nothing due.
+        timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))
+        ready = self._poller.poll(timeout_ms)
+        self.waker.clear()
+        return [socket for socket, _ in ready if isinstance(socket, zmq.Socket)]
+
+    def receive(self, ready: List[zmq.Socket]) -> Iterator[Tuple[Source, str, m.Message]]:
+        """The messages that wait, a bounded batch from each socket. Bad ones are counted and skipped."""
+        for socket in ready:
+            for _ in range(BATCH_MESSAGES):
+                frames = None if socket.closed else sockets.receive(socket)
+                if frames is None:
+                    break
+                message = self._open(socket, frames)
+                if message is not None:
+                    yield message
+
+    def _open(self, socket: zmq.Socket, frames: List[bytes]) -> Optional[Tuple[Source, str, m.Message]]:
+        source = Source.PREFILL if socket is self._router else (
+            Source.BROKER if socket is self._broker else Source.DECODE)
+        try:
+            sender, message = codec.decode(frames[1:] if source is Source.PREFILL else frames)
+        except codec.BadFrame as fault:
+            self.counters["frame_" + fault.fault.value] += 1
+            self.other_protocol = fault.theirs or self.other_protocol
+            return None
+        if not isinstance(message, _EXPECTED[source]):
+            self.counters["frame_unexpected"] += 1
+            return None
+        if source is Source.DECODE and self._peer_of.get(socket) != sender:
+            self.counters["frame_other_sender"] += 1  # another process lives at that address now
+            return None
+        if source is Source.PREFILL:
+            self._routes[sender] = frames[0]
+            self._routes.move_to_end(sender)
+            if len(self._routes) > MAX_ROUTES:
+                self._routes.popitem(last=False)
+        return source, sender, message
+
+    def connect(self, peer: str, address: str) -> None:
+        """Open a connection to a decode engine. An address that is none is counted; the peer then never answers."""
+        if peer in self._decode:
+            return
+        try:
+            socket = sockets.client(self._context, address, only_connected=False)
+        except zmq.ZMQError:
+            self.counters["address_bad"] += 1
+            return
+        self._decode[peer] = socket
+        self._peer_of[socket] = peer
+        self._poller.register(socket, zmq.POLLIN)
+
+    def disconnect(self, peer: str) -> None:
+        """Close it; what has not left by now is lost."""
+        socket = self._decode.pop(peer, None)
+        if socket is not None:
+            self._poller.unregister(socket)
+            del self._peer_of[socket]
+            socket.close()
+
+    def to_broker(self, message: m.Message) -> SendResult:
+        """Send to the broker."""
+        return self._send(self._broker, None, message)
+
+    def to_decode(self, peer: str, message: m.Message) -> SendResult:
+        """Send to a decode engine."""
+        return self._send(self._decode.get(peer), None, message)
+
+    def to_prefill(self, peer: str, message: m.Message) -> SendResult:
+        """Send to a prefill engine that has spoken to us."""
+        route = self._routes.get(peer)
+        return self._send(None if route is None else self._router, route, message)
+
+    def _send(self, socket: Optional[zmq.Socket], route: Optional[bytes], message: m.Message) -> SendResult:
+        result = SendResult.UNREACHABLE
+        if socket is not None:
+            try:
+                frame = codec.encode(self._incarnation, message)
+                result = sockets.send(socket, frame) if route is None else sockets.send(socket, route, frame)
+            except codec.BadFrame:
+                self.counters["frame_too_large"] += 1
+        if result is not SendResult.SENT:
+            self.counters["unsent"] += 1
+        return result
+
+    def count(self) -> int:
+        """Open sockets."""
+        return 2 + len(self._decode)
+
+    def close(self, linger_ms: int) -> None:
+        """Close all; last words get so long to leave."""
+        for socket in [self._router, self._broker, *self._decode.values()]:
+            socket.close(linger=linger_ms)
+        self._decode.clear()
+        self._peer_of.clear()
+        self._context.term()
+        self.waker.close()

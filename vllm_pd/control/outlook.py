@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine knows of the broker and, through it, of the others. Pure; the caller holds the lock."""
+import collections
+from typing import Callable, Dict, List, Optional
+
+import msgspec
+
+from vllm_pd.core import messages as m
+from vllm_pd.errors import PeerMismatch
+
+SILENT_HEARTBEATS = 3
+MAX_DEAD = 4096
+
+
+class QueueView(msgspec.Struct, frozen=True):
+    """For the policy. `prefill_peers` are alive as far as is known, and fit; `mismatch` says why another does not."""
+    broker_up: bool
+    queue_length: int
+    prefill_peers: int
+    mismatch: Optional[str]
+
+
+class Outlook:
+    """Heartbeats, the registry's last word, and who is dead by fact."""
+
+    def __init__(self, member: m.Member, heartbeat_s: float, ttl_s: float):
+        self.member = member
+        self.heartbeat_s = heartbeat_s
+        self.silent_s = min(ttl_s, SILENT_HEARTBEATS * heartbeat_s)
+        self.broker = ""
+        self.version = 0
+        self.queue_length = 0
+        self.up = False
+        self.heard_at = 0.0
+        self.next_heartbeat = 0.0
+        self.mismatch: Optional[str] = None
+        self._members: Dict[str, m.Member] = {}
+        self._dead: "collections.OrderedDict[str, None]" = collections.OrderedDict()
+        self._prefills: List[m.Member] = []
+
+    def heard(self, now: float, broker: str, queue_length: int) -> bool:
+        """The broker spoke. Returns whether it is another process than the last one that did."""
+        self.heard_at = now
+        self.up = True
+        self.queue_length = queue_length
+        new, self.broker = broker != self.broker, broker
+        if new:
+            self.version = 0
+        return new
+
+    def peers(self, message: m.Peers) -> None:
+        """The registry, whole."""
+        self.version = message.version
+        self._members = {member.incarnation: member for member in message.members}
+        self._judge()
+
+    def dead(self, incarnation: str) -> None:
+        """That process is gone."""
+        self._dead[incarnation] = None
+        if len(self._dead) > MAX_DEAD:
+            self._dead.popitem(last=False)
+        self._judge()
+
+    def check(self, now: float) -> None:
+        """A broker that has been silent for too long is away."""
+        if self.up and now - self.heard_at >= self.silent_s:
+            self.up = False
+
+    def next_deadline(self) -> float:
+        """When a heartbeat or `check` is due."""
+        return min(self.next_heartbeat, self.heard_at + self.silent_s) if self.up else self.next_heartbeat
+
+    def members(self) -> List[m.Member]:
+        """The registry without ourselves and the dead."""
+        return [member for name, member in self._members.items()
+                if name != self.member.incarnation and name not in self._dead]
+
+    def prefills(self) -> List[m.Member]:
+        """Prefill engines among them that fit."""
+        return self._prefills
+
+    def view(self, own_queued: int, other_mismatch: Optional[str]) -> QueueView:
+        """For the policy. The broker's queue length is up to a heartbeat old, our own part of it is not."""
+        return QueueView(self.up, max(self.queue_length, own_queued), len(self._prefills),
+                         self.mismatch or other_mismatch)
+
+    def gone(self, candidates: List[m.Member], is_gone: Callable[[m.Member], bool]) -> List[str]:
+        """Which of these are newly known to be dead."""
+        return [member.incarnation for member in candidates
+                if member.incarnation not in self._dead and is_gone(member)]
+
+    def _judge(self) -> None:
+        """Sort the members into those that fit and those that don't."""
+        ours = self.member.fingerprint
+        self._prefills = []
+        self.mismatch = None
+        for member in self.members():
+            difference = ours.first_difference(member.fingerprint)
+            if difference is not None:
+                self.mismatch = str(PeerMismatch(*difference))
+            elif member.role.prefills:
+                self._prefills.append(member)

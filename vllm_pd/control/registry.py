@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the broker knows, pure: who is there, who has room, which jobs wait.
+
+The queue is first in, first out, and holds promises only: a job lost with it is put again by its D, a job offered twice
+is denied there. So nothing here has to survive the process.
+"""
+import collections
+from typing import Deque, Dict, List, Optional, Tuple
+
+import msgspec
+
+from vllm_pd.core import messages as m
+
+Letter = Tuple[str, m.Message]
+
+
+class QueueLimits(msgspec.Struct, frozen=True):
+    """Bounds of the queue and the registry."""
+    ttl_s: float = 5.0
+    max_jobs: int = 4096
+    max_tokens: int = 16_000_000
+    max_members: int = 1024
+
+
+class _Entry:
+    """One member. `room` is what it said it can take beyond offer number `seen`; `offered` offers went to it."""
+
+    def __init__(self, member: m.Member):
+        self.member = member
+        self.heard_at = self.offered_at = 0.0
+        self.room = self.seen = self.offered = 0
+
+    def free(self) -> int:
+        return self.room - max(0, self.offered - self.seen)
+
+
+class Registry:
+    """Members and queue of one broker process. Methods return letters (to whom, what)."""
+
+    def __init__(self, incarnation: str, limits: QueueLimits):
+        self.incarnation = incarnation
+        self.limits = limits
+        self.version = 1
+        self.counters: m.Counters = collections.Counter()
+        self._entries: Dict[str, _Entry] = {}
+        self._jobs: Dict[m.Attempt, Tuple[m.Job, float]] = {}  # insertion order is the queue's
+        self._front: Deque[Tuple[m.Job, float]] = collections.deque()  # offers that came back, served first
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs) + len(self._front)
+
+    def members(self) -> List[m.Member]:
+        """Everybody who is registered."""
+        return [entry.member for entry in self._entries.values()]
+
+    def receive(self, now: float, sender: str, message: m.Message) -> List[Letter]:
+        """A message from an engine."""
+        if isinstance(message, m.Register):
+            return self._register(now, sender, message)
+        if isinstance(message, m.Put):
+            return self._put(now, sender, message.job)
+        if isinstance(message, m.Take):
+            return self._take(now, sender, message)
+        if isinstance(message, m.Withdraw):
+            if message.attempt.incarnation == sender:
+                self._remove(message.attempt)
+            return []
+        if isinstance(message, m.Leave):
+            return self._drop_members([sender])
+        self.counters["unexpected"] += 1
+        return []
+
+    def tick(self, now: float) -> List[Letter]:
+        """Forget members that fell silent, and jobs whose time is over."""
+        for attempt in [a for a, (_, until) in self._jobs.items() if until <= now]:
+            self._remove(attempt)
+            self.counters["job_expired"] += 1
+        silent = [name for name, entry in self._entries.items() if now - entry.heard_at >= self.limits.ttl_s]
+        self.counters["member_silent"] += len(silent)
+        return self._drop_members(silent) + self._offers(now)
+
+    def undeliverable(self, now: float, to: str, message: m.Message, gone: bool) -> List[Letter]:
+        """A letter that the socket did not take. `gone`: nobody is connected under that name."""
+        entry = self._entries.get(to)
+        if isinstance(message, m.Offer):
+            self._front.append((message.job, now + message.job.deadline_s))
+            self._tokens += len(message.job.token_ids)
+        if entry is not None:
+            entry.room = 0
+        return (self._drop_members([to]) if gone else []) + self._offers(now)
+
+    # Messages, one by one.
+
+    def _register(self, now: float, sender: str, message: m.Register) -> List[Letter]:
+        member = message.member
+        if member.incarnation != sender:
+            self.counters["foreign"] += 1
+            return []
+        entry = self._entries.get(sender)
+        if entry is None:
+            if len(self._entries) >= self.limits.max_members:
+                self.counters["too_many_members"] += 1
+                return []
+            entry = self._entries[sender] = _Entry(member)
+            entry.heard_at = now
+            return self._changed()
+        changed = (member.address, member.role, member.fingerprint) != (
+            entry.member.address, entry.member.role, entry.member.fingerprint)
+        entry.member = member
+        entry.heard_at = now
+        if changed:
+            return self._changed()
+        if (message.broker, message.version) != (self.incarnation, self.version):
+            return [(sender, self._peers())]
+        return [(sender, m.Heard(self.incarnation, len(self)))]
+
+    def _put(self, now: float, sender: str, job: m.Job) -> List[Letter]:
+        attempt = job.attempt
+        if attempt.incarnation != sender:
+            self.counters["foreign"] += 1
+            return []
+        refusal = self._refusal(sender, job)
+        if refusal is None and attempt not in self._jobs:
+            self._jobs[attempt] = (job, now + job.deadline_s)
+            self._tokens += len(job.token_ids)
+        offers = self._offers(now)
+        return [*offers, (sender, m.PutReply(attempt, refusal, len(self)))]
+
+    def _refusal(self, sender: str, job: m.Job) -> Optional[m.PutRefusal]:
+        if sender not in self._entries:
+            return m.PutRefusal.UNREGISTERED
+        if job.attempt in self._jobs:
+            return None
+        if len(self) >= self.limits.max_jobs or self._tokens + len(job.token_ids) > self.limits.max_tokens:
+            return m.PutRefusal.FULL
+        if not any(self._fits(entry, sender) for entry in self._entries.values()):
+            return m.PutRefusal.NO_PEER
+        return None
+
+    def _take(self, now: float, sender: str, message: m.Take) -> List[Letter]:
+        entry = self._entries.get(sender)
+        if entry is None:
+            self.counters["unregistered"] += 1
+            return []
+        entry.room, entry.seen = message.room, message.serial
+        if now - entry.offered_at >= self.limits.ttl_s:
+            entry.seen = entry.offered  # an offer unseen for so long was lost with its connection
+        return self._offers(now)
+
+    # Moves.
+
+    def _offers(self, now: float) -> List[Letter]:
+        """Jobs to whoever has room, oldest job first, most room first."""
+        letters: List[Letter] = []
+        open_to = [entry for entry in self._entries.values() if entry.free() > 0]
+        for from_front, job, until in self._in_order() if open_to else ():
+            fitting = [entry for entry in open_to if self._fits(entry, job.attempt.incarnation)]
+            if not fitting:
+                continue
+            entry = max(fitting, key=lambda e: (e.free(), -e.offered_at))
+            entry.offered += 1
+            entry.offered_at = now
+            if from_front:
+                self._front.remove((job, until))
+                self._tokens -= len(job.token_ids)
+            else:
+                self._remove(job.attempt)
+            offer = m.Offer(msgspec.structs.replace(job, deadline_s=max(0.0, until - now)), entry.offered)
+            letters.append((entry.member.incarnation, offer))
+            if entry.free() <= 0:
+                open_to.remove(entry)
+                if not open_to:
+                    break
+        return letters
+
+    def _in_order(self) -> List[Tuple[bool, m.Job, float]]:
+        return [(True, job, until) for job, until in self._front] + [
+            (False, job, until) for job, until in self._jobs.values()]
+
+    def _fits(self, entry: _Entry, decode: str) -> bool:
+        """Whether this member may take jobs of that decode engine."""
+        theirs = self._entries.get(decode)
+        return (theirs is not None and theirs is not entry and entry.member.role.prefills
+                and entry.member.fingerprint.first_difference(theirs.member.fingerprint) is None)
+
+    def _drop_members(self, names: List[str]) -> List[Letter]:
+        dropped = [name for name in names if self._entries.pop(name, None) is not None]
+        if not dropped:
+            return []
+        for attempt in [a for a in self._jobs if a.incarnation in dropped]:
+            self._remove(attempt)
+        for item in [i for i in self._front if i[0].attempt.incarnation in dropped]:
+            self._front.remove(item)
+            self._tokens -= len(item[0].token_ids)
+        return self._changed()
+
+    def _remove(self, attempt: m.Attempt) -> None:
+        item = self._jobs.pop(attempt, None)
+        if item is not None:
+            self._tokens -= len(item[0].token_ids)
+
+    def _changed(self) -> List[Letter]:
+        self.version += 1
+        peers = self._peers()
+        return [(name, peers) for name in self._entries]
+
+    def _peers(self) -> m.Peers:
+        return m.Peers(self.incarnation, self.version, self.members(), len(self))

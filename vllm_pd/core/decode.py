@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode engine's side of every attempt that it has open.
+
+Life of an attempt: `submit` puts a job on the queue (QUEUED); the first claim gets its blocks (GRANTED); the last rank's
+notice ends it (DONE). Or it ends as FAILED (P's word, P's death, no queue, no P), CANCELLED (`abort`) or EXPIRED (lease
+or deadline). Ends are final and come once.
+
+The *fence* is a second matter: from the grant on, P may write the blocks. They are free again only by P's word (failed,
+stopped, every rank's notice) or by P's death as a fact, never by time. An attempt that has ended with its fence open is
+kept, and P is told to stop again and again, until one of these comes. Then the record goes; a message about an attempt
+without a record changes nothing but a counter.
+"""
+import collections
+from enum import Enum
+from typing import Callable, Deque, Dict, List, Optional, Set
+
+import msgspec
+
+from vllm_pd.core import messages as m
+from vllm_pd.core.events import (Action, Fallback, FallbackReason, Outcome, Prefilled, Released, Timed, ToBroker,
+                                 ToPrefill)
+from vllm_pd.errors import PeerMismatch
+
+KEPT_DONE = 256  # attempts whose Sent may still come after their end
+
+
+class State(Enum):
+    """Where an attempt is on D."""
+    QUEUED = "queued"
+    GRANTED = "granted"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has been told its end."""
+        return self not in (State.QUEUED, State.GRANTED)
+
+
+class DecodeLimits(msgspec.Struct, frozen=True):
+    """Durations that bound an attempt, and how many Ps are remembered."""
+    lease_s: float = 30.0
+    deadline_s: float = 120.0
+    claim_retry_s: float = 2.0
+    ttl_s: float = 5.0
+    cancel_retry_max_s: float = 10.0
+    max_peers: int = 1024
+
+
+class _Record:
+    """One open attempt. Deadlines are in the caller's clock."""
+
+    def __init__(self, attempt: m.Attempt, token_ids: List[int], block_ids: List[int], cached_blocks: int):
+        self.attempt = attempt
+        self.token_ids = token_ids
+        self.block_ids = block_ids
+        self.cached_blocks = cached_blocks
+        self.state = State.QUEUED
+        self.fenced = False
+        self.submitted = self.deadline = self.next_put = 0.0
+        self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
+        self.peer = ""
+        self.claim = -1
+        self.ranks = 1
+        self.arrived: Set[int] = set()
+        self.timings = m.Timings()
+
+
+class DecodeSide:
+    """All attempts of one decode engine. No method blocks, raises for a peer's doing, or reads a clock."""
+
+    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits):
+        self.member = member
+        self.limits = limits
+        self.mismatch: Optional[str] = None
+        self._hello_reply = m.HelloReply(member, transfer_metadata)
+        self.counters: m.Counters = collections.Counter()
+        self.peers: Dict[str, m.Member] = {}
+        self._records: Dict[m.Attempt, _Record] = {}
+        self._done: Dict[m.Attempt, _Record] = {}
+        self._done_order: Deque[m.Attempt] = collections.deque()
+        self._last_number = -1
+        self._broker_lost_at: Optional[float] = None
+        self._peers_lost_at: Optional[float] = None
+        self._handlers: Dict[type, Callable[[float, str, m.Message], List[Action]]] = {
+            m.Hello: self._on_hello,
+            m.Claim: self._on_claim,
+            m.Renew: self._on_renew,
+            m.Sent: self._on_sent,
+            m.Failed: self._on_failed,
+            m.Stopped: self._on_stopped,
+        }
+
+    # What the engine does.
+
+    def submit(self, now: float, attempt: m.Attempt, token_ids: List[int], block_ids: List[int],
+               cached_blocks: int) -> List[Action]:
+        """Queue a job. The caller keeps the blocks set aside until `Prefilled` or `Released`. Attempt numbers must
+        grow from call to call (ValueError), or a late notice could be taken for another attempt's."""
+        if attempt.number <= self._last_number or attempt.incarnation != self.member.incarnation:
+            raise ValueError(f"attempt {attempt} is not newer than number {self._last_number} of this engine")
+        self._last_number = attempt.number
+        record = _Record(attempt, list(token_ids), list(block_ids), cached_blocks)
+        self._records[attempt] = record
+        record.submitted = now
+        record.deadline = now + self.limits.deadline_s
+        if len(attempt.request_id) > m.MAX_ID_CHARS:
+            return self._end(now, record, Outcome.FAILED, FallbackReason.FEATURE, "the request id is too long")
+        if self._broker_lost_at is not None:
+            return self._end(now, record, Outcome.FAILED, FallbackReason.BROKER, "no answer from the broker")
+        return self._put(now, record)
+
+    def abort(self, now: float, attempt: m.Attempt) -> List[Action]:
+        """The request is no longer wanted. Its end is this call; `Released` follows when the blocks may be reused."""
+        record = self._records.get(attempt)
+        if record is None or record.state.ended:
+            return []
+        return self._end(now, record, Outcome.CANCELLED, None)
+
+    def arrived(self, now: float, attempt: m.Attempt, rank: int) -> List[Action]:
+        """The transfer's notice: all of this rank's data is in our blocks."""
+        record = self._records.get(attempt)
+        if record is None or not record.fenced or not 0 <= rank < record.ranks:
+            return self._count("notice_unknown")
+        if rank in record.arrived:
+            return self._count("notice_duplicate")
+        record.arrived.add(rank)
+        if len(record.arrived) < record.ranks:
+            return []
+        if record.state.ended:
+            return self._release(record)
+        record.state = State.DONE
+        self.counters["done"] += 1
+        del self._records[attempt]
+        if not record.timings.measured:
+            self._remember(record)
+        return [Prefilled(attempt, record.timings)]
+
+    # What others do.
+
+    def receive(self, now: float, sender: str, message: m.Message) -> List[Action]:
+        """A message from a P."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            return self._count("unexpected")
+        return handler(now, sender, message)
+
+    def put_reply(self, now: float, reply: m.PutReply) -> List[Action]:
+        """The broker's answer to a put."""
+        record = self._records.get(reply.attempt)
+        if record is None or record.state is not State.QUEUED:
+            return [] if reply.refusal is None else self._count("put_reply_unknown")
+        if reply.refusal is m.PutRefusal.FULL:
+            return self._end(now, record, Outcome.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
+        if reply.refusal is m.PutRefusal.NO_PEER:
+            return self._end(now, record, Outcome.FAILED, FallbackReason.PEER, "no prefill engine is registered")
+        if reply.refusal is m.PutRefusal.UNREGISTERED:
+            record.next_put = min(record.next_put, now + self.limits.claim_retry_s / 10)
+        return []
+
+    def put_failed(self, now: float, attempt: m.Attempt) -> List[Action]:
+        """The broker could not be reached when the first put of this attempt was to leave."""
+        record = self._records.get(attempt)
+        if record is None or record.state is not State.QUEUED or now - record.submitted >= self.limits.claim_retry_s:
+            return []
+        return self._end(now, record, Outcome.FAILED, FallbackReason.BROKER, "the broker can't be reached")
+
+    def broker_is(self, now: float, up: bool) -> List[Action]:
+        """Whether the broker answers. Jobs wait for its return for `ttl_s`, and are queued anew when it is back."""
+        if not up:
+            if self._broker_lost_at is None:
+                self._broker_lost_at = now
+            return []
+        if self._broker_lost_at is None:
+            return []
+        self._broker_lost_at = None
+        return self.requeue(now)
+
+    def requeue(self, now: float) -> List[Action]:
+        """Put every unclaimed job again: the broker that had them is gone."""
+        actions: List[Action] = []
+        for record in list(self._records.values()):
+            if record.state is State.QUEUED:
+                actions += self._put(now, record)
+        return actions
+
+    def peers_are(self, now: float, any_live: bool) -> None:
+        """Whether any compatible P is known. Jobs wait for one for `ttl_s`."""
+        if any_live:
+            self._peers_lost_at = None
+        elif self._peers_lost_at is None:
+            self._peers_lost_at = now
+
+    def peer_dead(self, now: float, incarnation: str) -> List[Action]:
+        """The process of a P is gone, as a fact: it will never write again."""
+        self.peers.pop(incarnation, None)
+        actions: List[Action] = []
+        for record in [r for r in self._records.values() if r.fenced and r.peer == incarnation]:
+            actions += self._p_is_out(now, record, FallbackReason.PEER, "the prefill engine died")
+        return actions
+
+    def shut(self, now: float, detail: str) -> List[Action]:
+        """The control thread ends: every open attempt falls back. Open fences stay, for nobody hears P any more."""
+        actions: List[Action] = []
+        for record in list(self._records.values()):
+            if not record.state.ended:
+                actions += self._end(now, record, Outcome.FAILED, FallbackReason.CONTROL, detail)
+        self._broker_lost_at = now
+        return actions
+
+    # Time.
+
+    def tick(self, now: float) -> List[Action]:
+        """Do what is due."""
+        actions: List[Action] = []
+        for record in list(self._records.values()):
+            if self._due(record) <= now:
+                actions += self._on_due(now, record)
+        return actions
+
+    def next_deadline(self) -> Optional[float]:
+        """When `tick` is next due; None where nothing is."""
+        return min((self._due(record) for record in self._records.values()), default=None)
+
+    # What the engine and the tests look at.
+
+    def states(self) -> Dict[m.Attempt, State]:
+        """All attempts that still have a record."""
+        return {attempt: record.state for attempt, record in self._records.items()}
+
+    def fenced(self) -> Dict[m.Attempt, str]:
+        """Attempts whose blocks a P may write, and which P."""
+        return {attempt: record.peer for attempt, record in self._records.items() if record.fenced}
+
+    def busy_peers(self) -> Set[str]:
+        """Ps that may write."""
+        return {record.peer for record in self._records.values() if record.fenced}
+
+    def waiting_notice(self) -> Optional[bool]:
+        """True where a P has sent and its notice is due, False where one is at work, None where nothing is granted."""
+        granted = [record for record in self._records.values() if record.fenced]
+        return any(record.timings.measured for record in granted) if granted else None
+
+    def queued(self) -> int:
+        """Jobs nobody has claimed yet."""
+        return sum(record.state is State.QUEUED for record in self._records.values())
+
+    # Messages, one by one.
+
+    def _on_hello(self, now: float, sender: str, message: m.Hello) -> List[Action]:
+        theirs = message.member
+        if theirs.incarnation != sender or sender == self.member.incarnation:
+            return self._count("hello_foreign")
+        difference = self.member.fingerprint.first_difference(theirs.fingerprint)
+        if difference is not None:
+            self.counters["hello_refused"] += 1
+            self.mismatch = str(PeerMismatch(*difference))
+            return [ToPrefill(sender, m.Refused(*map(str, difference)))]
+        self._forget_idle_peers()
+        self.peers[sender] = theirs
+        return [ToPrefill(sender, self._hello_reply)]
+
+    def _forget_idle_peers(self) -> None:
+        """Keep the table bounded. A P that was forgotten is told so when it claims, and says hello again."""
+        busy = self.busy_peers() if len(self.peers) >= self.limits.max_peers else set()
+        while len(self.peers) >= self.limits.max_peers + len(busy):
+            del self.peers[next(name for name in self.peers if name not in busy)]
+
+    def _on_claim(self, now: float, sender: str, message: m.Claim) -> List[Action]:
+        record = self._records.get(message.attempt)
+        if record is None:
+            return self._deny(sender, message, m.DenyReason.UNKNOWN)
+        if sender not in self.peers:
+            return self._deny(sender, message, m.DenyReason.UNPEERED)
+        if record.state.ended:
+            return self._deny(sender, message, m.DenyReason.ENDED)
+        if record.state is State.GRANTED:
+            if (record.peer, record.claim) != (sender, message.claim):
+                return self._deny(sender, message, m.DenyReason.TAKEN)
+            self.counters["claim_duplicate"] += 1
+            return [ToPrefill(sender, self._grant(record))]
+        record.state, record.fenced = State.GRANTED, True
+        record.peer, record.claim, record.ranks = sender, message.claim, message.ranks
+        record.granted_at = now
+        record.lease_until = now + self.limits.lease_s
+        record.timings = msgspec.structs.replace(record.timings, queue_s=max(0.0, now - record.submitted))
+        self.counters["granted"] += 1
+        return [ToPrefill(sender, self._grant(record))]
+
+    def _on_renew(self, now: float, sender: str, message: m.Renew) -> List[Action]:
+        record = self._held_by(sender, message)
+        if record is None or record.state.ended:
+            self.counters["renew_unknown"] += record is None
+            return [ToPrefill(sender, m.Cancel(message.attempt, message.claim))]
+        record.lease_until = now + self.limits.lease_s
+        return [ToPrefill(sender, m.Renewed(message.attempt, message.claim, message.stamp, self.limits.lease_s))]
+
+    def _on_sent(self, now: float, sender: str, message: m.Sent) -> List[Action]:
+        late = self._done.get(message.attempt)
+        if late is not None and (late.peer, late.claim) == (sender, message.claim):
+            del self._done[message.attempt]
+            return [Timed(message.attempt, self._measured(late, message.timings))]
+        record = self._held_by(sender, message)
+        if record is None or record.timings.measured:
+            return self._count("sent_unknown" if record is None else "sent_duplicate")
+        record.timings = self._measured(record, message.timings)
+        return []
+
+    def _on_failed(self, now: float, sender: str, message: m.Failed) -> List[Action]:
+        record = self._held_by(sender, message)
+        if record is None:
+            return self._count("failed_unknown")
+        return self._p_is_out(now, record, FallbackReason.FAILED, message.reason)
+
+    def _on_stopped(self, now: float, sender: str, message: m.Stopped) -> List[Action]:
+        record = self._held_by(sender, message)
+        if record is None:
+            return self._count("stopped_unknown")
+        return self._p_is_out(now, record, FallbackReason.FAILED, "the prefill engine stopped")
+
+    # Moves.
+
+    def _p_is_out(self, now: float, record: _Record, reason: FallbackReason, detail: str) -> List[Action]:
+        """P will write no more, whatever the attempt's state."""
+        record.fenced = False
+        if record.state.ended:
+            return self._release(record)
+        return self._end(now, record, Outcome.FAILED, reason, detail)
+
+    def _end(self, now: float, record: _Record, outcome: Outcome, reason: Optional[FallbackReason],
+             detail: str = "") -> List[Action]:
+        """The one place where an attempt ends other than DONE."""
+        was_queued = record.state is State.QUEUED
+        record.state = State(outcome.value)
+        self.counters[outcome.value] += 1
+        actions: List[Action] = []
+        if reason is not None:
+            actions.append(Fallback(record.attempt, reason, outcome, detail))
+        if was_queued and self._broker_lost_at is None:
+            actions.append(ToBroker(m.Withdraw(record.attempt)))
+        if not record.fenced:
+            return actions + self._release(record)
+        return actions + self._cancel(now, record)
+
+    def _release(self, record: _Record) -> List[Action]:
+        del self._records[record.attempt]
+        return [Released(record.attempt)]
+
+    def _cancel(self, now: float, record: _Record) -> List[Action]:
+        limits = self.limits
+        record.cancel_retry_s = min(limits.cancel_retry_max_s, 2 * record.cancel_retry_s or limits.claim_retry_s / 4)
+        record.next_cancel = now + record.cancel_retry_s
+        return [ToPrefill(record.peer, m.Cancel(record.attempt, record.claim))]
+
+    def _put(self, now: float, record: _Record) -> List[Action]:
+        record.next_put = now + self.limits.claim_retry_s
+        cached_tokens = record.cached_blocks * self.member.fingerprint.block_size
+        job = m.Job(record.attempt, self.member.address, record.token_ids, cached_tokens,
+                    max(0.0, record.deadline - now))
+        return [ToBroker(m.Put(job))]
+
+    def _due(self, record: _Record) -> float:
+        if record.state is State.QUEUED:
+            due = min(record.deadline, record.next_put)
+            for lost_at in (self._broker_lost_at, self._peers_lost_at):
+                if lost_at is not None:
+                    due = min(due, self._waited_from(record, lost_at) + self.limits.ttl_s)
+            return due
+        if record.state is State.GRANTED:
+            return min(record.deadline, record.lease_until)
+        return record.next_cancel
+
+    def _on_due(self, now: float, record: _Record) -> List[Action]:
+        if record.state.ended:
+            return self._cancel(now, record)
+        if now >= record.deadline:
+            return self._end(now, record, Outcome.EXPIRED, FallbackReason.DEADLINE, "the attempt took too long")
+        if record.state is State.GRANTED:
+            return self._end(now, record, Outcome.EXPIRED, FallbackReason.LEASE, "the prefill engine fell silent")
+        for lost_at, reason, detail in ((self._broker_lost_at, FallbackReason.BROKER, "the broker went away"),
+                                        (self._peers_lost_at, FallbackReason.PEER, "no prefill engine is left")):
+            if lost_at is not None and now >= self._waited_from(record, lost_at) + self.limits.ttl_s:
+                return self._end(now, record, Outcome.FAILED, reason, detail)
+        self.counters["requeued"] += 1
+        return self._put(now, record)
+
+    @staticmethod
+    def _waited_from(record: _Record, lost_at: float) -> float:
+        return max(lost_at, record.submitted)
+
+    # Small things.
+
+    def _held_by(self, sender: str, message: m.Message) -> Optional[_Record]:
+        """The record that this sender was granted with this claim, if its fence is open."""
+        record = self._records.get(message.attempt)
+        if record is None or not record.fenced or (record.peer, record.claim) != (sender, message.claim):
+            return None
+        return record
+
+    def _grant(self, record: _Record) -> m.Grant:
+        return m.Grant(record.attempt, record.claim, record.block_ids, record.cached_blocks, self.limits.lease_s)
+
+    def _deny(self, sender: str, claim: m.Claim, reason: m.DenyReason) -> List[Action]:
+        self.counters["denied_" + reason.value] += 1
+        return [ToPrefill(sender, m.Deny(claim.attempt, claim.claim, reason))]
+
+    def _remember(self, record: _Record) -> None:
+        record.token_ids = record.block_ids = []
+        self._done[record.attempt] = record
+        self._done_order.append(record.attempt)
+        if len(self._done_order) > KEPT_DONE:
+            self._done.pop(self._done_order.popleft(), None)
+
+    @staticmethod
+    def _measured(record: _Record, theirs: m.Timings) -> m.Timings:
+        return msgspec.structs.replace(theirs, queue_s=record.timings.queue_s, measured=True)
+
+    def _count(self, name: str) -> List[Action]:
+        self.counters[name] += 1
+        return []

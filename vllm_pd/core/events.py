@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two pure sides answer with: events for the engine, and messages to put on the wire.
+
+The order in which a side returns them is the order in which they are to be done.
+"""
+from enum import Enum
+from typing import List, Union
+
+import msgspec
+
+from vllm_pd.core.messages import Attempt, Message, Timings
+
+
+class Outcome(str, Enum):
+    """How an attempt ended."""
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+class FallbackReason(str, Enum):
+    """Why a prefill that was to be remote is done locally after all."""
+    BROKER = "broker"  # the queue can't be reached
+    QUEUE = "queue"  # the queue is full
+    PEER = "peer"  # no prefill engine is there, or the one that had it died
+    FAILED = "failed"  # the prefill engine gave it up
+    LEASE = "lease"  # the prefill engine fell silent
+    DEADLINE = "deadline"  # it took too long
+    FEATURE = "feature"  # the job can't be put on the wire
+    CONTROL = "control"  # the control thread has ended
+
+
+class Prefilled(msgspec.Struct, frozen=True):
+    """D: all blocks of the attempt hold their KV, and no peer will write them again. Where `timings.measured` is not
+    set, P's part follows in a `Timed`."""
+    attempt: Attempt
+    timings: Timings
+
+
+class Timed(msgspec.Struct, frozen=True):
+    """D: the timings of an attempt whose `Prefilled` came before P's word did. May never come."""
+    attempt: Attempt
+    timings: Timings
+
+
+class Fallback(msgspec.Struct, frozen=True):
+    """D: prefill locally, in fresh blocks; those of the attempt stay set aside until its `Released`."""
+    attempt: Attempt
+    reason: FallbackReason
+    outcome: Outcome
+    detail: str = ""
+
+
+class Released(msgspec.Struct, frozen=True):
+    """D: no peer will write the attempt's blocks any more; they may be reused. Follows every end but DONE."""
+    attempt: Attempt
+
+
+class Prefill(msgspec.Struct, frozen=True):
+    """P: do this one. `block_ids` are D's blocks to write, in order; `cached_blocks` whole blocks come before them in
+    D's cache, and `cached_block_ids` says where. `peer` is D's incarnation, added by an earlier `AddPeer`."""
+    attempt: Attempt
+    token_ids: List[int]
+    block_ids: List[int]
+    cached_blocks: int
+    cached_block_ids: List[int]
+    peer: str
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    """P: stop this one; answer `ended` when no handle of it can write any more."""
+    attempt: Attempt
+
+
+class AddPeer(msgspec.Struct, frozen=True):
+    """P: a decode engine to which writes may go from now on. Comes before any `Prefill` for it."""
+    incarnation: str
+    metadata: bytes
+
+
+class DropPeer(msgspec.Struct, frozen=True):
+    """P: that decode engine is gone, and nothing of its attempts is open any more."""
+    incarnation: str
+
+
+Event = Union[Prefilled, Timed, Fallback, Released, Prefill, Cancelled, AddPeer, DropPeer]
+
+
+class ToBroker(msgspec.Struct, frozen=True):
+    """Send to the broker."""
+    message: Message
+
+
+class ToPrefill(msgspec.Struct, frozen=True):
+    """Send to a prefill engine, over the connection that it opened."""
+    peer: str
+    message: Message
+
+
+class ToDecode(msgspec.Struct, frozen=True):
+    """Send to a decode engine, over the connection that `Connect` opened."""
+    peer: str
+    message: Message
+
+
+class Connect(msgspec.Struct, frozen=True):
+    """Open a connection to a decode engine."""
+    peer: str
+    address: str
+
+
+class Disconnect(msgspec.Struct, frozen=True):
+    """Close it."""
+    peer: str
+
+
+Action = Union[Event, ToBroker, ToPrefill, ToDecode, Connect, Disconnect]
+EVENTS = (Prefilled, Timed, Fallback, Released, Prefill, Cancelled, AddPeer, DropPeer)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that travels between engines and the broker, as structs.
+
+An *incarnation* is one process life of an engine (a random id). An *attempt* is one try at having one request prefilled
+remotely; all state on both sides is keyed by it. A *claim number* is drawn anew by P for every claim that it makes and
+rides in every later message between P and D about it, so that a late word about an earlier claim of the same attempt
+can never be taken for one about the present claim.
+
+Durations are relative (seconds left), never absolute: two machines share no clock.
+"""
+from enum import Enum
+from typing import Annotated, Dict, List, Optional, Tuple, Type, Union
+
+import msgspec
+
+PROTOCOL = 1
+
+MAX_ID_CHARS = 1024
+MAX_TOKENS = 4_000_000
+MAX_BLOCKS = 1_000_000
+MAX_METADATA_BYTES = 8 << 20
+MAX_MEMBERS = 4096
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+TokenIds = Annotated[List[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
+                     msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
+BlockIds = Annotated[List[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=MAX_BLOCKS)]
+Metadata = Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
+
+
+class Role(str, Enum):
+    """What an engine does for others. Values are vLLM's `kv_role`."""
+    DECODE = "kv_consumer"
+    PREFILL = "kv_producer"
+    BOTH = "kv_both"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the engine hands prefills over."""
+        return self is not Role.PREFILL
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the engine takes jobs."""
+        return self is not Role.DECODE
+
+
+class Attempt(msgspec.Struct, frozen=True, array_like=True):
+    """One try of one request. `number` grows with every attempt that its decode engine makes, over all requests: a
+    client that reuses a request id gets a new attempt all the same."""
+    incarnation: Name
+    request_id: Name
+    number: Count
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}/{self.request_id}#{self.number}"
+
+
+class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
+    """What two engines must agree on before KV blocks may go from one to the other."""
+    protocol: int
+    model: Text
+    dtype: Text
+    kv_dtype: Text
+    block_size: int
+    layers: int
+    kv_heads: int
+    head_size: int
+    layout: Text
+    tp: int = 1
+    pp: int = 1
+
+    def first_difference(self, other: "Fingerprint") -> Optional[Tuple[str, object, object]]:
+        """(key, ours, theirs) of the first field that differs, None where KV can go between both engines."""
+        for key in self.__struct_fields__:
+            ours, theirs = getattr(self, key), getattr(other, key)
+            if ours != theirs:
+                return key, ours, theirs
+        return None
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """How busy an engine is; told to the registry with every heartbeat, for display only."""
+    running: Count = 0
+    waiting: Count = 0
+    free_blocks: Count = 0
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A registry entry. `address` is the engine's control socket; (`host_id`, `pid`, `start_time`) name its process so
+    that another process in the same process namespace of the same boot can see by fact whether it still exists."""
+    incarnation: Name
+    role: Role
+    address: Text
+    fingerprint: Fingerprint
+    load: Load = Load()
+    host_id: Text = ""
+    pid: Count = 0
+    start_time: Count = 0
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """Where the time of a hand-over went. `measured` is set once P's part (all but `queue_s`) is in."""
+    queue_s: Seconds = 0.0
+    claim_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+    bytes: Count = 0
+    measured: bool = False
+
+
+class DenyReason(str, Enum):
+    """Why D did not grant a claim."""
+    UNKNOWN = "unknown"
+    TAKEN = "taken"
+    ENDED = "ended"
+    UNPEERED = "unpeered"
+
+
+class PutRefusal(str, Enum):
+    """Why the broker did not queue a job."""
+    UNREGISTERED = "unregistered"
+    FULL = "full"
+    NO_PEER = "no_peer"
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True):
+    """A prefill that wants a P: goes from D through the queue. It names no block; only a grant does."""
+    attempt: Attempt
+    address: Text
+    token_ids: TokenIds
+    cached_tokens: Count
+    deadline_s: Seconds
+    lora: Optional[Text] = None
+
+
+class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all wire messages."""
+
+
+# Between P (sends Hello, Claim, Renew, Sent, Failed, Stopped) and D (the others). P opens the connection.
+
+
+class Hello(Wire):
+    """P presents itself to D."""
+    member: Member
+    transfer_metadata: Metadata
+
+
+class HelloReply(Wire):
+    """D accepts P and says how its memory is reached."""
+    member: Member
+    transfer_metadata: Metadata
+
+
+class Refused(Wire):
+    """The two don't fit. `ours` is the sender's value."""
+    key: Text
+    ours: Text
+    theirs: Text
+
+
+class Claim(Wire):
+    """P wants to do this attempt; `ranks` of its processes will write and give notice each."""
+    attempt: Attempt
+    claim: Count
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+
+
+class Grant(Wire):
+    """P may write `block_ids[cached_blocks:]`, for `lease_s` counted from before its claim was sent."""
+    attempt: Attempt
+    claim: Count
+    block_ids: BlockIds
+    cached_blocks: Count
+    lease_s: Seconds
+
+
+class Deny(Wire):
+    """P must not do it."""
+    attempt: Attempt
+    claim: Count
+    reason: DenyReason
+
+
+class Renew(Wire):
+    """P is at it; `stamp` comes back in the answer."""
+    attempt: Attempt
+    claim: Count
+    stamp: Count
+
+
+class Renewed(Wire):
+    """The lease runs anew from the moment the renewal with this stamp was sent."""
+    attempt: Attempt
+    claim: Count
+    stamp: Count
+    lease_s: Seconds
+
+
+class Sent(Wire):
+    """All handles of all of P's ranks are done. A wake-up with timings; the proof of arrival is the transfer's notice."""
+    attempt: Attempt
+    claim: Count
+    timings: Timings
+
+
+class Failed(Wire):
+    """P gave the attempt up and writes no more."""
+    attempt: Attempt
+    claim: Count
+    reason: Text
+
+
+class Cancel(Wire):
+    """D wants no more of it. Repeated until P has answered."""
+    attempt: Attempt
+    claim: Count
+
+
+class Stopped(Wire):
+    """P writes no more: the answer to Cancel."""
+    attempt: Attempt
+    claim: Count
+
+
+# Between an engine and the broker.
+
+
+class Register(Wire):
+    """Heartbeat: here I am. `broker`, `version`: what was last heard from the registry, so that it can fill a gap."""
+    member: Member
+    broker: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
+    version: Count = 0
+
+
+class Heard(Wire):
+    """Answer to a heartbeat when there is nothing new."""
+    broker: Name
+    queue_length: Count
+
+
+class Peers(Wire):
+    """The registry, whole; pushed when it changes. `broker` is the incarnation of the broker's process."""
+    broker: Name
+    version: Count
+    members: Annotated[List[Member], msgspec.Meta(max_length=MAX_MEMBERS)]
+    queue_length: Count
+
+
+class Leave(Wire):
+    """The sender goes away."""
+
+
+class Put(Wire):
+    """Queue this job; a second put of a queued job changes nothing."""
+    job: Job
+
+
+class PutReply(Wire):
+    """`refusal` is None where the job is in the queue."""
+    attempt: Attempt
+    refusal: Optional[PutRefusal]
+    queue_length: Count
+
+
+class Withdraw(Wire):
+    """Take this job out of the queue."""
+    attempt: Attempt
+
+
+class Take(Wire):
+    """P can take `room` jobs beyond those whose offer it has seen; `serial` is the last offer seen."""
+    room: Count
+    serial: Count
+
+
+class Offer(Wire):
+    """A job for P, which it may claim at D. `serial` counts the offers made to this P."""
+    job: Job
+    serial: Count
+
+
+TO_DECODE: Tuple[Type[Wire], ...] = (Hello, Claim, Renew, Sent, Failed, Stopped)
+TO_PREFILL: Tuple[Type[Wire], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
+TO_BROKER: Tuple[Type[Wire], ...] = (Register, Leave, Put, Withdraw, Take)
+FROM_BROKER: Tuple[Type[Wire], ...] = (Heard, Peers, PutReply, Offer, Refused)
+
+Message = Union[Hello, HelloReply, Refused, Claim, Grant, Deny, Renew, Renewed, Sent, Failed, Cancel, Stopped,
+                Register, Heard, Peers, Leave, Put, PutReply, Withdraw, Take, Offer]
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What a frame holds after its version: who sent it, and what."""
+    sender: Name
+    body: Message
+
+
+Counters = Dict[str, int]

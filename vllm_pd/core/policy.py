@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a prompt is prefilled: a pure function of the request and the moment.
+
+The order of the checks is the order in which a reader would ask: is it worth it, may it, can it. The first "no" is the
+reason that is counted.
+"""
+from enum import Enum
+
+import msgspec
+
+
+class Reason(str, Enum):
+    """Why a prompt went where it went. LENGTH is the reason to go remote, the others are reasons to stay."""
+    LENGTH = "length"
+    THRESHOLD = "threshold"  # too short to be worth it
+    FEATURE = "feature"  # something in the request can't go remote
+    RETRY = "retry"  # it has been remote before
+    BROKER = "broker"  # the broker does not answer
+    PEER = "peer"  # no prefill engine that fits is alive
+    QUEUE = "queue"  # too many jobs wait already
+    CAP = "cap"  # too many blocks are set aside already
+
+
+class PolicyConfig(msgspec.Struct, frozen=True):
+    """The operator's bounds; see the configuration keys of the same names."""
+    max_local_prefill_tokens: int = 1000
+    max_queue_length: int = 64
+    max_parked_fraction: float = 0.5
+
+
+class PolicyInput(msgspec.Struct, frozen=True):
+    """One request, and what is known at this moment. `parked_blocks` counts quarantined ones too; `blocks` are those
+    this request would set aside beyond its prefix hit; `total_blocks` is the size of the pool."""
+    prompt_tokens: int
+    cached_tokens: int
+    blocks: int
+    can_go_remote: bool
+    been_remote: bool
+    broker_up: bool
+    prefill_peers: int
+    queue_length: int
+    parked_blocks: int
+    total_blocks: int
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What to do, and why."""
+    remote: bool
+    reason: Reason
+
+
+def decide(request: PolicyInput, config: PolicyConfig) -> Decision:
+    """Whether this prompt is prefilled by another engine."""
+    reason = _reason_to_stay(request, config)
+    return Decision(True, Reason.LENGTH) if reason is None else Decision(False, reason)
+
+
+def _reason_to_stay(request: PolicyInput, config: PolicyConfig) -> "Reason | None":
+    if request.prompt_tokens - request.cached_tokens <= config.max_local_prefill_tokens:
+        return Reason.THRESHOLD
+    if not request.can_go_remote:
+        return Reason.FEATURE
+    if request.been_remote:
+        return Reason.RETRY
+    if not request.broker_up:
+        return Reason.BROKER
+    if request.prefill_peers < 1:
+        return Reason.PEER
+    if request.queue_length >= config.max_queue_length:
+        return Reason.QUEUE
+    if request.parked_blocks + request.blocks > config.max_parked_fraction * request.total_blocks:
+        return Reason.CAP
+    return None

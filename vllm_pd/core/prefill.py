@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill engine's side of every job that it was offered.
+
+Life of a job: an offer from the queue waits until D is a peer (PEERING), is claimed at D (CLAIMING) and, once granted,
+handed to the engine (RUNNING), which reports `sent` or `failed`; then the record goes. A cancel from D, the end of the
+lease or the loss of D moves it to STOPPING: the engine is told, and its `ended` is what D is waiting for.
+
+The lease counts from before the claim was sent, on this engine's clock, so it ends here before it ends on D. A record is
+dropped only when no handle of the job can write; so a cancel for a claim that is not on record is answered at once.
+"""
+import collections
+from enum import Enum
+from typing import Callable, Dict, List, Optional, Set, Tuple
+
+import msgspec
+
+from vllm_pd.core import messages as m
+from vllm_pd.core.events import Action, AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
+from vllm_pd.errors import PeerMismatch
+
+
+class JobState(Enum):
+    """Where a job is on P."""
+    PEERING = "peering"
+    CLAIMING = "claiming"
+    RUNNING = "running"
+    STOPPING = "stopping"
+
+
+class PeerState(Enum):
+    """What D is to this engine."""
+    GREETED = "greeted"
+    PEER = "peer"
+    REFUSED = "refused"
+    LEAVING = "leaving"
+
+
+class PrefillLimits(msgspec.Struct, frozen=True):
+    """Bounds of jobs and peers."""
+    peering_s: float = 5.0
+    hello_retry_s: float = 0.5
+    claim_wait_s: float = 5.0
+    claim_retry_s: float = 0.5
+    ttl_s: float = 5.0
+    max_jobs: int = 256
+    max_peers: int = 1024
+
+
+_NEVER = float("inf")
+
+
+class _Job:
+    """One job. Deadlines are in the caller's clock."""
+
+    def __init__(self, job: m.Job, now: float):
+        self.job = job
+        self.attempt = job.attempt
+        self.state = JobState.PEERING
+        self.claim = -1
+        self.claimed_at = self.next_claim = 0.0
+        self.peering_until = now
+        self.lease_s = self.lease_until = 0.0
+        self.next_renew = self.renewed_at = 0.0
+        self.stamp = 0
+        self.claim_s = 0.0
+
+
+class _Peer:
+    """One decode engine."""
+
+    def __init__(self, incarnation: str, address: str):
+        self.incarnation = incarnation
+        self.address = address
+        self.state = PeerState.GREETED
+        self.member: Optional[m.Member] = None
+        self.next_hello = 0.0
+        self.last_heard = 0.0
+        self.missing_since: Optional[float] = None
+
+
+class PrefillSide:
+    """All jobs of one prefill engine. No method blocks, raises for a peer's doing, or reads a clock."""
+
+    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits):
+        self.member = member
+        self.limits = limits
+        self.counters: m.Counters = collections.Counter()
+        self.mismatch: Optional[str] = None
+        self._hello = m.Hello(member, transfer_metadata)
+        self._jobs: Dict[m.Attempt, _Job] = {}
+        self._peers: Dict[str, _Peer] = {}
+        self._claims = 0
+        self._handlers: Dict[type, Callable[[float, str, m.Message], List[Action]]] = {
+            m.HelloReply: self._on_hello_reply,
+            m.Refused: self._on_refused,
+            m.Grant: self._on_grant,
+            m.Deny: self._on_deny,
+            m.Renewed: self._on_renewed,
+            m.Cancel: self._on_cancel,
+        }
+
+    # What the engine does.
+
+    def may_write(self, now: float, attempt: m.Attempt) -> bool:
+        """Whether a write of this attempt may be posted now. To be asked right before each post."""
+        job = self._jobs.get(attempt)
+        return job is not None and job.state is JobState.RUNNING and now < job.lease_until
+
+    def sent(self, now: float, attempt: m.Attempt, timings: m.Timings) -> List[Action]:
+        """All handles of all ranks are done."""
+        job = self._drop(attempt)
+        if job is None:
+            return []
+        if job.state is JobState.STOPPING:
+            return self._say(job, m.Stopped(attempt, job.claim)) + self._part(attempt.incarnation)
+        timings = msgspec.structs.replace(timings, claim_s=job.claim_s)
+        self.counters["sent"] += 1
+        return self._say(job, m.Sent(attempt, job.claim, timings))
+
+    def failed(self, now: float, attempt: m.Attempt, reason: str) -> List[Action]:
+        """The engine gave the attempt up; no handle of it can write any more."""
+        job = self._drop(attempt)
+        if job is None:
+            return []
+        self.counters["failed"] += 1
+        return self._say(job, m.Failed(attempt, job.claim, reason[:1000])) + self._part(attempt.incarnation)
+
+    def ended(self, now: float, attempt: m.Attempt) -> List[Action]:
+        """The engine's answer to `Cancelled`: no handle of it can write any more."""
+        job = self._drop(attempt)
+        if job is None:
+            return []
+        return self._say(job, m.Stopped(attempt, job.claim)) + self._part(attempt.incarnation)
+
+    # What others do.
+
+    def offer(self, now: float, job: m.Job) -> List[Action]:
+        """The queue has a job for us."""
+        attempt = job.attempt
+        if attempt.incarnation == self.member.incarnation:
+            return self._count("offer_own")
+        if attempt in self._jobs:
+            return self._count("offer_duplicate")
+        if len(self._jobs) >= self.limits.max_jobs:
+            return self._count("offer_too_many")
+        peer, actions = self._greet(now, attempt.incarnation, job.address)
+        if peer is None or peer.state is PeerState.REFUSED:
+            return self._count("offer_refused_peer")
+        record = self._jobs[attempt] = _Job(job, now)
+        record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
+        if peer.state is PeerState.PEER:
+            actions += self._claim(now, record)
+        return actions
+
+    def members_are(self, now: float, members: List[m.Member]) -> List[Action]:
+        """The registry. Fitting decode engines are greeted before they send their first job."""
+        actions: List[Action] = []
+        listed = {member.incarnation for member in members}
+        for member in members:
+            if (member.role.decodes and member.incarnation != self.member.incarnation
+                    and self.member.fingerprint.first_difference(member.fingerprint) is None):
+                actions += self._greet(now, member.incarnation, member.address)[1]
+        for peer in self._peers.values():
+            if peer.incarnation in listed:
+                peer.missing_since = None
+            elif peer.missing_since is None:
+                peer.missing_since = now
+        return actions
+
+    def receive(self, now: float, sender: str, message: m.Message) -> List[Action]:
+        """A message from a D."""
+        handler = self._handlers.get(type(message))
+        peer = self._peers.get(sender)
+        if handler is None or peer is None:
+            return self._count("unexpected" if handler is None else "unknown_peer")
+        peer.last_heard = now
+        return handler(now, sender, message)
+
+    def peer_lost(self, now: float, incarnation: str) -> List[Action]:
+        """A D is gone. Its running jobs are stopped; the peer is dropped when the last of them has ended."""
+        peer = self._peers.get(incarnation)
+        if peer is None:
+            return []
+        peered = peer.state is PeerState.PEER
+        actions: List[Action] = []
+        for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
+            if job.state is JobState.RUNNING:
+                actions += self._stop(job)
+            elif job.state is not JobState.STOPPING:
+                self._drop(job.attempt)
+        if peered or peer.state is PeerState.LEAVING:
+            peer.state = PeerState.LEAVING
+            return actions + self._part(incarnation)
+        del self._peers[incarnation]
+        return actions + [Disconnect(incarnation)]
+
+    def shut(self, now: float) -> List[Action]:
+        """The control thread ends: every job is to be stopped."""
+        actions: List[Action] = []
+        for job in list(self._jobs.values()):
+            if job.state is JobState.RUNNING:
+                actions += self._stop(job)
+            elif job.state is not JobState.STOPPING:
+                self._drop(job.attempt)
+        return actions
+
+    # Time.
+
+    def tick(self, now: float) -> List[Action]:
+        """Do what is due."""
+        actions: List[Action] = []
+        for job in list(self._jobs.values()):
+            if self._due(job) <= now:
+                actions += self._on_due(now, job)
+        for peer in list(self._peers.values()):
+            if self._peer_due(peer) <= now:
+                actions += self._on_peer_due(now, peer)
+        return actions
+
+    def next_deadline(self) -> Optional[float]:
+        """When `tick` is next due; None where nothing is."""
+        due = [self._due(job) for job in self._jobs.values()]
+        due += [self._peer_due(peer) for peer in self._peers.values()]
+        return min((when for when in due if when != _NEVER), default=None)
+
+    # What the engine and the tests look at.
+
+    def states(self) -> Dict[m.Attempt, JobState]:
+        """All jobs that still have a record."""
+        return {attempt: job.state for attempt, job in self._jobs.items()}
+
+    def waiting(self) -> int:
+        """Jobs that may still come to the engine."""
+        return sum(job.state in (JobState.PEERING, JobState.CLAIMING) for job in self._jobs.values())
+
+    def peers(self) -> Dict[str, m.Member]:
+        """Decode engines that have answered."""
+        return {name: peer.member for name, peer in self._peers.items() if peer.member is not None}
+
+    def busy_peers(self) -> Set[str]:
+        """Decode engines with a job here."""
+        return {attempt.incarnation for attempt in self._jobs}
+
+    # Messages, one by one.
+
+    def _on_hello_reply(self, now: float, sender: str, message: m.HelloReply) -> List[Action]:
+        peer = self._peers[sender]
+        if peer.state is not PeerState.GREETED or message.member.incarnation != sender:
+            return self._count("hello_reply_duplicate")
+        difference = self.member.fingerprint.first_difference(message.member.fingerprint)
+        if difference is not None:
+            return self._refuse(peer, *difference)
+        peer.member = message.member
+        peer.state = PeerState.PEER
+        actions: List[Action] = [AddPeer(sender, message.transfer_metadata)]
+        for job in list(self._jobs.values()):
+            if job.attempt.incarnation == sender and job.state is JobState.PEERING:
+                actions += self._claim(now, job)
+        return actions
+
+    def _on_refused(self, now: float, sender: str, message: m.Refused) -> List[Action]:
+        peer = self._peers[sender]
+        if peer.state is not PeerState.GREETED:
+            return self._count("refused_unexpected")
+        return self._refuse(peer, message.key, message.theirs, message.ours)
+
+    def _on_grant(self, now: float, sender: str, grant: m.Grant) -> List[Action]:
+        job = self._held(sender, grant, JobState.CLAIMING)
+        if job is None:
+            return self._count("grant_unknown")
+        job.lease_s = grant.lease_s
+        job.lease_until = job.claimed_at + grant.lease_s
+        job.next_renew = now + grant.lease_s / 3
+        problem = self._problem(now, job, grant)
+        if problem:
+            self.counters["grant_bad"] += 1
+            return self.failed(now, job.attempt, problem)
+        job.state = JobState.RUNNING
+        job.claim_s = max(0.0, now - job.claimed_at)
+        self.counters["granted"] += 1
+        return [Prefill(job.attempt, job.job.token_ids, grant.block_ids[grant.cached_blocks:], grant.cached_blocks,
+                        grant.block_ids[:grant.cached_blocks], sender)]
+
+    def _problem(self, now: float, job: _Job, grant: m.Grant) -> str:
+        block_size = self.member.fingerprint.block_size
+        blocks = -(-len(job.job.token_ids) // block_size)
+        if len(grant.block_ids) != blocks or len(set(grant.block_ids)) != blocks:
+            return f"{len(grant.block_ids)} blocks granted for {len(job.job.token_ids)} tokens of {block_size} a block"
+        if grant.cached_blocks >= blocks:
+            return f"{grant.cached_blocks} of {blocks} blocks are cached: nothing to do"
+        if now >= job.lease_until:
+            return "the lease was over when it came"
+        return ""
+
+    def _on_deny(self, now: float, sender: str, deny: m.Deny) -> List[Action]:
+        job = self._held(sender, deny, JobState.CLAIMING)
+        if job is None:
+            return self._count("deny_unknown")
+        self.counters["denied_" + deny.reason.value] += 1
+        if deny.reason is not m.DenyReason.UNPEERED or now >= job.peering_until:
+            self._drop(job.attempt)
+            return self._part(sender)
+        job.state = JobState.PEERING
+        job.claim = -1
+        job.next_claim = now + self.limits.claim_retry_s / 10
+        return [ToDecode(sender, self._hello)]
+
+    def _on_renewed(self, now: float, sender: str, message: m.Renewed) -> List[Action]:
+        job = self._held(sender, message, JobState.RUNNING)
+        if job is None or message.stamp != job.stamp:
+            return self._count("renewed_unknown")
+        job.lease_until = max(job.lease_until, job.renewed_at + message.lease_s)
+        return []
+
+    def _on_cancel(self, now: float, sender: str, cancel: m.Cancel) -> List[Action]:
+        job = self._jobs.get(cancel.attempt)
+        if cancel.attempt.incarnation != sender:
+            return self._count("cancel_foreign")
+        if job is None or job.claim != cancel.claim:
+            self.counters["cancel_unknown"] += 1
+            return [ToDecode(sender, m.Stopped(cancel.attempt, cancel.claim))]
+        if job.state is JobState.RUNNING:
+            self.counters["cancelled"] += 1
+            return self._stop(job)
+        if job.state is JobState.STOPPING:
+            return self._count("cancel_duplicate")
+        self._drop(job.attempt)
+        return self._say(job, m.Stopped(job.attempt, job.claim))
+
+    # Moves.
+
+    def _greet(self, now: float, incarnation: str, address: str) -> Tuple[Optional[_Peer], List[Action]]:
+        peer = self._peers.get(incarnation)
+        if peer is not None:
+            return peer, []
+        if len(self._peers) >= self.limits.max_peers:
+            self.counters["too_many_peers"] += 1
+            return None, []
+        peer = self._peers[incarnation] = _Peer(incarnation, address)
+        peer.last_heard = now
+        peer.next_hello = now + self.limits.hello_retry_s
+        return peer, [Connect(incarnation, address), ToDecode(incarnation, self._hello)]
+
+    def _refuse(self, peer: _Peer, key: str, ours: object, theirs: object) -> List[Action]:
+        self.counters["peer_refused"] += 1
+        self.mismatch = str(PeerMismatch(key, ours, theirs))
+        peer.state = PeerState.REFUSED
+        for job in [j for j in self._jobs.values() if j.attempt.incarnation == peer.incarnation]:
+            self._drop(job.attempt)
+        return [Disconnect(peer.incarnation)]
+
+    def _claim(self, now: float, job: _Job) -> List[Action]:
+        self._claims += 1
+        job.claim = self._claims
+        job.state = JobState.CLAIMING
+        job.claimed_at = now
+        job.next_claim = now + self.limits.claim_retry_s
+        return self._say(job, self._claim_of(job))
+
+    def _claim_of(self, job: _Job) -> m.Claim:
+        fingerprint = self.member.fingerprint
+        return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp)
+
+    def _stop(self, job: _Job) -> List[Action]:
+        job.state = JobState.STOPPING
+        return [Cancelled(job.attempt)]
+
+    def _part(self, incarnation: str) -> List[Action]:
+        """Drop a peer that is leaving, once nothing of it is open."""
+        peer = self._peers.get(incarnation)
+        if peer is None or peer.state is not PeerState.LEAVING or incarnation in self.busy_peers():
+            return []
+        del self._peers[incarnation]
+        return [DropPeer(incarnation), Disconnect(incarnation)]
+
+    def _due(self, job: _Job) -> float:
+        if job.state is JobState.PEERING:
+            return min(job.peering_until, job.next_claim or _NEVER)
+        if job.state is JobState.CLAIMING:
+            return min(job.next_claim, job.claimed_at + self.limits.claim_wait_s)
+        if job.state is JobState.RUNNING:
+            return min(job.lease_until, job.next_renew)
+        return _NEVER
+
+    def _on_due(self, now: float, job: _Job) -> List[Action]:
+        if job.state is JobState.PEERING:
+            if now >= job.peering_until:
+                self._drop(job.attempt)
+                return self._count("peering_timeout")
+            return self._claim(now, job)
+        if job.state is JobState.CLAIMING:
+            if now >= job.claimed_at + self.limits.claim_wait_s:
+                self.counters["claim_timeout"] += 1
+                return self.failed(now, job.attempt, "the claim was not answered in time")
+            job.next_claim = now + self.limits.claim_retry_s
+            return self._say(job, self._claim_of(job))
+        if now >= job.lease_until:
+            self.counters["lease_over"] += 1
+            return self._stop(job)
+        job.stamp += 1
+        job.renewed_at = now
+        job.next_renew = now + job.lease_s / 3
+        return self._say(job, m.Renew(job.attempt, job.claim, job.stamp))
+
+    def _peer_due(self, peer: _Peer) -> float:
+        if peer.state is PeerState.LEAVING:
+            return _NEVER
+        due = peer.next_hello if peer.state is PeerState.GREETED else _NEVER
+        if peer.missing_since is not None:
+            due = min(due, max(peer.missing_since, peer.last_heard) + self.limits.ttl_s)
+        return due
+
+    def _on_peer_due(self, now: float, peer: _Peer) -> List[Action]:
+        if peer.missing_since is not None and now >= max(peer.missing_since, peer.last_heard) + self.limits.ttl_s:
+            self.counters["peer_lost"] += 1
+            return self.peer_lost(now, peer.incarnation)
+        peer.next_hello = now + self.limits.hello_retry_s
+        return [ToDecode(peer.incarnation, self._hello)]
+
+    # Small things.
+
+    def _held(self, sender: str, message: m.Message, state: JobState) -> Optional[_Job]:
+        """The job that this answer is about, if it is in that state, by that claim, and of that sender."""
+        job = self._jobs.get(message.attempt)
+        if job is None or job.state is not state or job.claim != message.claim or job.attempt.incarnation != sender:
+            return None
+        return job
+
+    def _drop(self, attempt: m.Attempt) -> Optional[_Job]:
+        return self._jobs.pop(attempt, None)
+
+    @staticmethod
+    def _say(job: _Job, message: m.Message) -> List[Action]:
+        return [ToDecode(job.attempt.incarnation, message)]
+
+    def _count(self, name: str) -> List[Action]:
+        self.counters[name] += 1
+        return []

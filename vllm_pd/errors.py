@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors a user or an operator may see. Each message names the key, the value and what to do."""
+
+
+class PDError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class ConfigError(PDError):
+    """A setting that can't be used. Raised at start, before anything runs."""
+
+    def __init__(self, key: str, value: object, cure: str):
+        super().__init__(f"{key}={value!r} can't be used: {cure}")
+        self.key = key
+        self.value = value
+        self.cure = cure
+
+
+class PeerMismatch(PDError):
+    """Two engines whose KV caches don't fit each other."""
+
+    def __init__(self, key: str, ours: object, theirs: object):
+        super().__init__(f"{key} differs: ours is {ours!r}, theirs is {theirs!r}; start both engines with the same {key}")
+        self.key = key
+        self.ours = ours
+        self.theirs = theirs
+
+
+class UnmappableSplit(PDError):
+    """A pair of parallel layouts between which no KV block can be mapped."""
+
+
+class TransferError(PDError):
+    """A transfer, or the peer it went to, failed. Ends one attempt or one peer, never an engine."""
+
+
+class ControlError(PDError):
+    """The control thread can't start or has ended."""

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few kinds of ZMQ sockets used here, all bounded and none of them ever blocking.
+
+Servers are ROUTERs that report an unreachable peer; clients are DEALERs, of which the broker's queues only on a connection
+that stands, so that a send to a broker that is away fails at once.
+"""
+import os
+from enum import Enum
+from typing import List, Optional
+
+import zmq
+
+from vllm_pd.rpc.codec import MAX_FRAME_BYTES
+
+HIGH_WATER_MESSAGES = 1000
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 500
+HANDSHAKE_MS = 2000
+
+
+class SendResult(Enum):
+    """What became of a send."""
+    SENT = "sent"
+    FULL = "full"  # no room, or a DEALER without a connection
+    UNREACHABLE = "unreachable"
+
+
+def _bounded(context: zmq.Context, kind: int) -> zmq.Socket:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    return socket
+
+
+def server(context: zmq.Context, address: str) -> zmq.Socket:
+    """A bound ROUTER. Raises zmq.ZMQError where the address can't be had."""
+    socket = _bounded(context, zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    try:
+        socket.bind(address[:-2] + ":*" if address.endswith(":0") else address)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
+
+
+def client(context: zmq.Context, address: str, *, only_connected: bool) -> zmq.Socket:
+    """A DEALER that connects, and reconnects, in the background. With `only_connected` a send fails at once while no
+    connection stands; else a bounded number of messages waits for it. Raises zmq.ZMQError for an address that is none."""
+    socket = _bounded(context, zmq.DEALER)
+    socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach what is bound there."""
+    return address.startswith(("ipc://", "inproc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:"))
+
+
+def endpoint(socket: zmq.Socket) -> str:
+    """The address at which a server is reached."""
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def send(socket: zmq.Socket, *frames: bytes) -> SendResult:
+    """Never blocks."""
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.Again:
+        return SendResult.FULL
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            return SendResult.UNREACHABLE
+        raise
+    return SendResult.SENT
+
+
+def receive(socket: zmq.Socket) -> Optional[List[bytes]]:
+    """The frames of the next message, None where there is none."""
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+class Waker:
+    """A pipe with which other threads wake a poll. `set` is safe from any thread and never blocks."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self._read
+
+    def set(self) -> None:
+        """Wake the poll, or the next one."""
+        try:
+            os.write(self._write, b"\0")
+        except BlockingIOError:
+            pass  # as many wake-ups as fit are waiting already
+
+    def clear(self) -> None:
+        """Forget all wake-ups so far. For the polling thread."""
+        try:
+            while len(os.read(self._read, 4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Nobody may use it after."""
+        os.close(self._read)
+        os.close(self._write)
