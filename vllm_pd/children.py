@@ -7,6 +7,7 @@ end is gone is of no use to anybody -> `stop()` asks, `kill()` makes sure.
 """
 
 import collections
+import contextlib
 import os
 import queue
 import signal
@@ -14,11 +15,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional, TextIO
 
 LAST_LINES = 30
+Say = Callable[[str, str], None]
+
+
+def say_aloud(name: str, line: str) -> None:
+    """Prints a line with the name of its speaker; the default of every `say` (it gets both)."""
+    sys.stdout.write(f"[{name}] {line}\n")  # in one piece: many threads speak
+    sys.stdout.flush()
 
 
 @dataclass(frozen=True)
@@ -31,15 +38,15 @@ class Exited:
 class Child:
     """A process with a name. All methods are called from the main thread, which must outlive the process."""
 
-    def __init__(self, name: str, command: Sequence[str], *, env: Optional[Mapping[str, str]] = None,
-                 cores: Sequence[int] = (), out: TextIO = sys.stdout) -> None:
+    def __init__(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None,
+                 cores: Sequence[int] = (), say: Say = say_aloud) -> None:
         self.name = name
         self._command = list(command)
         self._env = {**os.environ, **(env or {}), "VLLM_PD_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         self._cores = list(cores)
-        self._out = out
+        self._say = say
         self._lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
-        self._process: Optional[subprocess.Popen] = None
+        self._process: subprocess.Popen | None = None
         self._threads: list[threading.Thread] = []
 
     def start(self, events: "queue.SimpleQueue") -> None:
@@ -54,7 +61,7 @@ class Child:
             self._threads.append(thread)
 
     @property
-    def pid(self) -> Optional[int]:
+    def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
     @property
@@ -74,10 +81,8 @@ class Child:
     def kill(self) -> None:
         """Ends the process and everything it has started (SIGKILL to its group)."""
         if self._process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # the whole group may have ended
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # The whole group has ended.
 
     def wait(self, deadline: float) -> bool:
         """Whether the process has ended by `deadline` (time.monotonic())."""
@@ -89,7 +94,7 @@ class Child:
         for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip("\n")
             self._lines.append(line)
-            print(f"[{self.name}] {line}", file=self._out, flush=True)
+            self._say(self.name, line)
 
     def _await_end(self, events: "queue.SimpleQueue") -> None:
         code = self._process.wait()

@@ -7,9 +7,10 @@ anything.
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -21,27 +22,32 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure a running fleet.")
 app.add_typer(bench_app, name="bench")
 
 Bind = Annotated[str, typer.Option(help="Where to listen: tcp://127.0.0.1:PORT.")]
-StateFile = Annotated[Optional[Path], typer.Option(help="Where to write the addresses and process ids as JSON, "
+StateFile = Annotated[Path | None, typer.Option(help="Where to write the addresses and process ids as JSON, "
                                                         "once all engines are healthy.")]
-Settings = Annotated[Optional[list[str]], typer.Option("--pd", metavar="KEY=VALUE", help="A setting of every engine, "
+Settings = Annotated[list[str] | None, typer.Option("--pd", metavar="KEY=VALUE", help="A setting of every engine, "
                                                        "like max_local_prefill_tokens=500; may be repeated.")]
 Urls = Annotated[list[str], typer.Option(help="Its base URL, like http://127.0.0.1:8000.")]
 
 
 @app.command()
-def broker(bind: Bind = "tcp://127.0.0.1:5700") -> None:
+def broker(bind: Bind = "tcp://127.0.0.1:5700",
+           ttl_s: Annotated[float, typer.Option(help="Forget an engine that is silent for this long.")] = 5.0) -> None:
     """Run the broker: the queue of prefill jobs and the list of engines. Ctrl-C ends it."""
     from vllm_pd.config import parse_endpoint
     from vllm_pd.control.broker import Broker
     from vllm_pd.ports import require_free
     host, port = parse_endpoint("--bind", bind)
     require_free("--bind", host, [port])
-    Broker(f"tcp://{host}:{port}").run()
+    server = Broker(f"tcp://{host}:{port}", ttl_s=ttl_s)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: server.stop())
+    typer.echo(f"broker: listening at {server.address}")
+    server.run()
 
 
 @app.command()
 def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` takes it.")],
-       serve_args: Annotated[Optional[list[str]], typer.Argument(
+       serve_args: Annotated[list[str] | None, typer.Argument(
            metavar="[-- ARGS...]", help="What follows -- goes to every `vllm serve`.")] = None,
        prefill: Annotated[int, typer.Option(help="How many prefill engines.")] = 1,
        decode: Annotated[int, typer.Option(help="How many decode engines.")] = 1,
@@ -54,7 +60,7 @@ def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` tak
        = 10.0,
        stop_on_death: Annotated[bool, typer.Option("--stop-on-death", help="End everything when one engine or the "
                                                    "broker dies; else the others go on.")] = False,
-       pin: Annotated[Optional[bool], typer.Option("--pin/--no-pin", help="Give each engine cores of its own; by "
+       pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Give each engine cores of its own; by "
                                                    "default where vllm runs on the CPU.")] = None,
        pd: Settings = None) -> None:
     """Start a broker, prefill engines and decode engines; print their addresses; end them all together."""
@@ -69,12 +75,13 @@ def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` tak
 
 
 @app.command()
-def doctor(broker: Annotated[Optional[str], typer.Option(help="Also ask this broker for its engines.")] = None,
-           port: Annotated[Optional[list[int]], typer.Option(help="Also try whether this port is free.")] = None
+def doctor(broker: Annotated[str | None, typer.Option(help="Also ask this broker for its engines.")] = None,
+           port: Annotated[list[int] | None, typer.Option(help="Also try whether this port is free; 5700 and "
+                                                              "8000 where no --broker is given.")] = None
            ) -> None:
     """Check the installation, NIXL, the ports and the engines; say what to do about each fault."""
     from vllm_pd.doctor import examine
-    findings = examine(broker, port or [5700, 8000])
+    findings = examine(broker, port or ([] if broker else [5700, 8000]))
     for finding in findings:
         typer.echo(str(finding))
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
@@ -88,7 +95,7 @@ def handover(decode: Urls, prefill: Urls,
              max_tokens: Annotated[int, typer.Option(help="How many tokens each answer has.")] = 8,
              warm_up: Annotated[int, typer.Option(help="How many requests before the first that counts.")] = 3,
              seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
-             output: Annotated[Optional[Path], typer.Option(help="Also write the JSON here.")] = None) -> None:
+             output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None) -> None:
     """Measure what a remote prefill costs beside the prefill, the transfer and one decode step."""
     from vllm_pd.bench import HandoverBench, measure_handover
     report = measure_handover(HandoverBench(decode=decode[0], prefill=tuple(prefill), requests=requests,

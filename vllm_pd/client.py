@@ -6,12 +6,13 @@ text may still be different tokens. No proxy is ever used: the engines are on th
 """
 
 import http.client
+import itertools
 import json
 import time
 import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 TOKEN_ID = "token_id:"
 TIMEOUT_S = 300.0
@@ -50,7 +51,7 @@ class Answer:
     first; an answer that was not streamed has one arrival, its end."""
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: Optional[str]
+    finish_reason: str | None
     usage: tuple[int, int]  # prompt tokens, completion tokens
     arrivals_s: tuple[float, ...]
 
@@ -61,7 +62,7 @@ class Answer:
     @property
     def gaps_s(self) -> list[float]:
         """The inter-token latencies of a streamed answer."""
-        return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:])]
+        return [later - earlier for earlier, later in itertools.pairwise(self.arrivals_s)]
 
     def same_as(self, other: "Answer") -> bool:
         """Whether a user could not tell the two apart, times aside."""

@@ -12,7 +12,7 @@ import ipaddress
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
@@ -25,9 +25,9 @@ EXAMPLE_BROKER = "tcp://127.0.0.1:5700"
 class Rule:
     """What a key's value must be. `above` is exclusive, `least` and `most` are inclusive."""
     text: str
-    least: Optional[float] = None
-    above: Optional[float] = None
-    most: Optional[float] = None
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
 
     def allows(self, value: float) -> bool:
         return ((self.least is None or value >= self.least) and (self.above is None or value > self.above)
@@ -72,7 +72,7 @@ class PDConfig:
         5.0, "The broker forgets an engine it has not heard of for this long.", least=0.02, most=3600)
 
     @classmethod
-    def parse(cls, kv_role: Optional[str], extra: Optional[Mapping[str, Any]]) -> "PDConfig":
+    def parse(cls, kv_role: str | None, extra: Mapping[str, Any] | None) -> "PDConfig":
         """The settings of an engine with this `kv_role` and `kv_connector_extra_config`.
 
         Called once per engine, before anything is started. Raises ConfigError for the first key that is unknown,
@@ -81,7 +81,7 @@ class PDConfig:
         if kv_role not in KV_ROLES:
             raise ConfigError("kv_role", kv_role, f"write one of {', '.join(KV_ROLES)}")
         values = dict(extra or {})
-        known = {key.name: key for key in cls.keys()}
+        known = {key.name: key for key in cls.settings()}
         for name in values:
             if name not in known:
                 raise ConfigError(name, values[name], _cure_unknown(name, list(known)))
@@ -93,7 +93,7 @@ class PDConfig:
         return config
 
     @classmethod
-    def keys(cls) -> list[dataclasses.Field]:
+    def settings(cls) -> list[dataclasses.Field]:
         """The fields that may be written in `kv_connector_extra_config`, in the order of the documentation."""
         return [key for key in dataclasses.fields(cls) if "rule" in key.metadata]
 

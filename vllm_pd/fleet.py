@@ -5,12 +5,13 @@ The plan is made and checked as a whole first, because an engine needs half a mi
 taken or that a setting is misspelt.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Optional
+from typing import Any
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core.messages import Role
@@ -99,7 +100,7 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
         EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share, env=_omp_env(share),
                    command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
                             transfer_config(role, broker_url, options.pd), *options.serve_args))
-        for role, number, port, share in zip(roles, numbers, ports, shares))
+        for role, number, port, share in zip(roles, numbers, ports, shares, strict=True))
     return FleetPlan(broker_port, (*broker, "--bind", broker_url), engines)
 
 
@@ -115,7 +116,7 @@ def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
         return [()] * count
     ordered = sorted(cores)
     edges = [len(ordered) * i // count for i in range(count + 1)]
-    return [tuple(ordered[a:b]) for a, b in zip(edges, edges[1:])]
+    return [tuple(ordered[a:b]) for a, b in itertools.pairwise(edges)]
 
 
 def engines_run_on_cpu() -> bool:
@@ -139,7 +140,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def _refuse_ours(serve_args: Sequence[str]) -> None:
     for argument in serve_args:
-        flag: Optional[str] = OURS.get(argument.partition("=")[0].replace("_", "-"))
+        flag: str | None = OURS.get(argument.partition("=")[0].replace("_", "-"))
         if flag is not None:
             raise ConfigError(f"-- {argument}", None, f"`up` sets this for each engine: use {flag}")
 

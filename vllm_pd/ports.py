@@ -22,7 +22,8 @@ def require_free(key: str, host: str, ports: Iterable[int]) -> None:
     """Raises ConfigError naming `key` and the first of `ports` on which something listens already."""
     for port in ports:
         if not is_free(host, port):
-            raise ConfigError(key, f"{host}:{port}", "that port is in use: stop what listens there, or write another one")
+            raise ConfigError(key, f"{host}:{port}", "that port is in use: stop what listens there, or write another "
+                              "one")
 
 
 def take_free(host: str) -> int:

@@ -14,13 +14,11 @@ import os
 import queue
 import signal
 import socket
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional, TextIO, Union
 
-from vllm_pd.children import Child, Exited
+from vllm_pd.children import Child, Exited, Say, say_aloud
 from vllm_pd.client import is_healthy
 from vllm_pd.errors import PDError
 from vllm_pd.fleet import HOST, ROLE_NAMES, EnginePlan, FleetPlan
@@ -46,17 +44,17 @@ class Fleet:
     """The running processes of one plan. Used from the main thread only, by `run` or as a context manager:
     inside the `with` block every engine is healthy, and after it every process has ended."""
 
-    def __init__(self, plan: FleetPlan, *, state: Optional[Path] = None, timeout_s: float = 600.0,
-                 stop_timeout_s: float = 10.0, stop_on_death: bool = False, out: TextIO = sys.stdout) -> None:
+    def __init__(self, plan: FleetPlan, *, state: Path | None = None, timeout_s: float = 600.0,
+                 stop_timeout_s: float = 10.0, stop_on_death: bool = False, say: Say = say_aloud) -> None:
         self.plan = plan
         self._state = state
         self._timeout_s = timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._stop_on_death = stop_on_death
-        self._out = out
-        self._events: "queue.SimpleQueue[Union[Asked, Exited]]" = queue.SimpleQueue()
-        self._broker = Child("broker", plan.broker_command, out=out)
-        self._engines = {engine: Child(engine.name, engine.command, env=engine.env, cores=engine.cores, out=out)
+        self._say_as = say
+        self._events: queue.SimpleQueue[Asked | Exited] = queue.SimpleQueue()
+        self._broker = Child("broker", plan.broker_command, say=say)
+        self._engines = {engine: Child(engine.name, engine.command, env=engine.env, cores=engine.cores, say=say)
                          for engine in plan.engines}
         self._dead: list[Child] = []
 
@@ -193,4 +191,4 @@ class Fleet:
         self._events.put(Asked(number))
 
     def _say(self, text: str) -> None:
-        print(f"[up] {text}", file=self._out, flush=True)
+        self._say_as("up", text)

@@ -35,7 +35,7 @@ def test_every_key_can_be_set():
     extra = {"broker": "tcp://127.0.0.2:5701", "bind": "tcp://127.0.0.1:5702", "max_local_prefill_tokens": 0,
              "max_queue_length": 1, "max_parked_fraction": 1, "max_prefill_jobs": 3, "lease_s": 9,
              "attempt_deadline_s": 8.5, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4}
-    assert set(extra) == {key.name for key in PDConfig.keys()}
+    assert set(extra) == {key.name for key in PDConfig.settings()}
     config = dataclasses.asdict(PDConfig.parse("kv_both", extra))
     assert {**config, **extra} == config
     assert isinstance(config["lease_s"], float) and isinstance(config["max_parked_fraction"], float)
@@ -59,7 +59,7 @@ def test_b80_unknown_key_suggests_the_nearest(name, suggestion):
 
 def test_b80_unknown_key_like_no_other_lists_all():
     error = refused("kv_consumer", {**BROKER, "zzz": 1})
-    assert all(key.name in str(error) for key in PDConfig.keys())
+    assert all(key.name in str(error) for key in PDConfig.settings())
 
 
 @pytest.mark.parametrize("extra", [{}, None])
@@ -69,7 +69,7 @@ def test_b80_missing_broker(extra):
 
 
 WRONG_TYPES = [(key.name, value)
-               for key in PDConfig.keys() for value in (None, [], {}, True, "1" if key.type is not str else 1)]
+               for key in PDConfig.settings() for value in (None, [], {}, True, "1" if key.type is not str else 1)]
 
 
 @pytest.mark.parametrize("name, value", WRONG_TYPES + [("max_queue_length", 1.5), ("max_local_prefill_tokens", 2.0)])
@@ -135,8 +135,8 @@ def documented() -> dict[str, tuple[str, str]]:
 
 def test_document_has_every_key_with_its_default_and_range():
     table = documented()
-    assert list(table) == [key.name for key in PDConfig.keys()]
-    for key in PDConfig.keys():
+    assert list(table) == [key.name for key in PDConfig.settings()]
+    for key in PDConfig.settings():
         default, allowed = table[key.name]
         assert default == ("required" if key.default is dataclasses.MISSING else str(key.default)), key.name
         assert key.metadata["rule"].range_text() in allowed, key.name
@@ -144,7 +144,7 @@ def test_document_has_every_key_with_its_default_and_range():
 
 def test_document_quotes_the_errors_as_they_are():
     quoted = re.findall(r"^\| `(\w+)`[^|]*\| `([^`]+)` \| `([^`]+)` \|$", DOCUMENT.read_text(), flags=re.MULTILINE)
-    assert {name for name, _, _ in quoted} >= {key.name for key in PDConfig.keys()}
+    assert {name for name, _, _ in quoted} >= {key.name for key in PDConfig.settings()}
     for name, setting, message in quoted:
         extra = {} if setting == "(none)" else json.loads(setting)
         assert str(refused("kv_consumer", {**BROKER, **extra} if setting != "(none)" else {})) == message, name

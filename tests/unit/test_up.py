@@ -55,7 +55,7 @@ class TestPlan:
         assert [(e.name, e.role, e.port - first) for e in made.engines] == [
             ("decode 0", Role.DECODE, 0), ("decode 1", Role.DECODE, 1), ("prefill 0", Role.PREFILL, 2),
             ("prefill 1", Role.PREFILL, 3)]
-        for engine, kv_role in zip(made.engines, ["kv_consumer"] * 2 + ["kv_producer"] * 2):
+        for engine, kv_role in zip(made.engines, ["kv_consumer"] * 2 + ["kv_producer"] * 2, strict=True):
             command = list(engine.command)
             assert command[command.index("serve"):][:2] == ["serve", "m"]
             assert command[-2:] == ["--dtype", "float32"]

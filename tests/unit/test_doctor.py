@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pd doctor` tells a good installation from a bad one, and says what to do (B42, B80)."""
+
+import base64
+import hashlib
+import socket
+import threading
+from importlib import metadata
+
+import msgspec
+import pytest
+import zmq
+
+from vllm_pd import doctor
+from vllm_pd.control.broker import Broker
+from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Register, Role
+from vllm_pd.errors import ControlError
+from vllm_pd.peers import Census, take_census
+from vllm_pd.ports import take_free
+from vllm_pd.rpc import codec, sockets
+
+FINGERPRINT = Fingerprint(PROTOCOL, "m", "float32", "auto", 16, 30, 3, 64, "ipex")
+
+
+def member(name: str, role: Role, **changes: object) -> Member:
+    return Member(name, role, f"tcp://{name}", msgspec.structs.replace(FINGERPRINT, **changes))
+
+
+@pytest.fixture
+def broker():
+    server = Broker("tcp://127.0.0.1:0")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield server
+    server.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_census_names_the_engines_and_leaves_no_trace(broker):
+    engine = member("p", Role.PREFILL)
+    with zmq.Context() as context, sockets.client(context, broker.address, only_connected=False) as its_socket:
+        sockets.send(its_socket, codec.encode("p", Register(engine)))
+        assert its_socket.poll(5000), "the broker answers a heartbeat"
+        assert take_census(broker.address) == Census((engine, ), 0)
+        assert take_census(broker.address) == Census((engine, ), 0), "the first visit must be over"
+
+
+def test_census_without_a_broker_ends():
+    with pytest.raises(ControlError, match="nobody listens"):
+        take_census(f"tcp://127.0.0.1:{take_free('127.0.0.1')}", timeout_s=0.2)
+
+
+def test_census_of_something_else_ends():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(ControlError):
+            take_census(f"tcp://127.0.0.1:{other.getsockname()[1]}", timeout_s=0.2)
+
+
+def test_b42_peers_that_differ_are_named_with_both_values():
+    found = list(doctor.judge_peers(Census((member("d", Role.DECODE), member("p", Role.PREFILL),
+                                            member("q", Role.PREFILL, block_size=32)), 0)))
+    assert [finding.ok for finding in found] == [True, False]
+    assert "block_size: 16 and 32" in found[1].fact and "tcp://q" in found[1].fact
+    assert "block_size" in found[1].cure
+
+
+def test_missing_roles_are_named():
+    found = list(doctor.judge_peers(Census((member("d", Role.DECODE), ), 0)))
+    assert [finding.ok for finding in found] == [False]
+    assert "no prefill engine" in found[0].fact and "kv_producer" in found[0].cure
+    assert not any(f.cure for f in doctor.judge_peers(Census((member("b", Role.BOTH), member("c", Role.BOTH)), 0)))
+
+
+def test_changed_and_missing_files_are_found(tmp_path):
+    def digest(text: str) -> str:
+        return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+
+    info = tmp_path / "fake-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: fake\nVersion: 1\n")
+    (info / "RECORD").write_text(f"good.py,sha256={digest('a')},1\nbad.py,sha256={digest('a')},1\n"
+                                 f"gone.py,sha256={digest('a')},1\n")
+    for name, text in (("good.py", "a"), ("bad.py", "b"), ("stray.py", "c")):
+        (tmp_path / name).write_text(text)
+    distribution = metadata.PathDistribution(info)
+    names = ["good.py", "bad.py", "gone.py", "stray.py"]
+    assert doctor.changed_files(distribution, names) == ["bad.py", "gone.py", "stray.py"]
+
+
+def test_ports():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        [taken] = doctor.check_port(other.getsockname()[1])
+    assert not taken.ok and "in use" in taken.fact
+    [free] = doctor.check_port(take_free("127.0.0.1"))
+    assert free.ok
+    [wrong] = doctor.check_port(70000)
+    assert not wrong.ok
+
+
+def test_native_checks_survive_a_crash():
+    good = doctor.run_native("x", "print('noise'); print('fact')", "cure")
+    assert (good.ok, good.fact) == (True, "fact")
+    crash = doctor.run_native("x", "import os; os.abort()", "cure")
+    assert (crash.ok, crash.cure) == (False, "cure")
+    assert "-> cure" in str(crash) and str(crash).startswith("BAD")
+    missing = doctor.run_native("x", "import no_such_module", "cure")
+    assert not missing.ok and "no_such_module" in missing.fact

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pd bench handover`: what a remote prefill costs beside the work that has to be done anyway.
+
+One request at a time goes to a decode engine, each with a prompt of its own, so that nothing waits for anything else
+and no prefix is found. Around each, the decode engine's /metrics are read; with one request in between, the
+differences of the stages' sums are that request's own stages. Then, per request,
+
+    overhead = TTFT - prefill - transfer - one decode step
+
+TTFT is the client's: from before it connects until the first token's part of the stream is read. Prefill and
+transfer are the prefill engine's own times, as it reports them to the decode engine. The decode step is the median
+gap between two tokens over all measured requests. So the overhead holds everything else: the HTTP server, both
+schedulers, queue and claim, the notices, the detokeniser and the wake-ups of every process on the way.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_pd.client import Answer, Question, ask, is_healthy, served_model
+from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.metrics import STAGES
+from vllm_pd.scrape import Snapshot, scrape
+
+FORMULA = "overhead = TTFT (client) - prefill - transfer - median gap between two tokens of this run"
+FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999
+
+
+@dataclass(frozen=True)
+class HandoverBench:
+    """The command line of `vllm-pd bench handover`."""
+    decode: str
+    prefill: tuple[str, ...]
+    requests: int = 50
+    prompt_tokens: int = 256
+    max_tokens: int = 8
+    warm_up: int = 3
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError for numbers that measure nothing, and for engines that do not answer."""
+        for key, value, least in (("--requests", self.requests, 1), ("--prompt-tokens", self.prompt_tokens, 2),
+                                  ("--max-tokens", self.max_tokens, 3), ("--warm-up", self.warm_up, 0)):
+            if value < least:
+                raise ConfigError(key, value, f"write at least {least}")
+        for key, url in (("--decode", self.decode), *(("--prefill", url) for url in self.prefill)):
+            if not is_healthy(url):
+                raise ConfigError(key, url, "no healthy engine answers there: start it, or write its URL")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured request. `stages_s` are the decode engine's figures for it, by stage."""
+    ttft_s: float
+    stages_s: dict[str, float]
+    transfer_bytes: float
+    gaps_s: tuple[float, ...]
+
+    def overhead_s(self, decode_step_s: float) -> float:
+        return self.ttft_s - self.stages_s["prefill"] - self.stages_s["transfer"] - decode_step_s
+
+
+def measure_handover(bench: HandoverBench) -> dict[str, Any]:
+    """Runs the benchmark and returns its report, ready for JSON. Raises PDError when no request went remote."""
+    bench.check()
+    model = served_model(bench.decode)
+    prompts = random.Random(bench.seed)
+    samples: list[Sample] = []
+    local: dict[str, int] = {}
+    before = scrape(bench.decode)
+    for number in range(-bench.warm_up, bench.requests):
+        prompt = [prompts.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(bench.prompt_tokens)]
+        answer = ask(bench.decode, model, Question(prompt, bench.max_tokens, stream=True, ignore_eos=True))
+        after = scrape(bench.decode)
+        if number >= 0:
+            added = after.since(before)
+            if went_remote(added):
+                samples.append(sample_of(answer, added))
+            else:
+                for (reason, ), count in added.by("vllm:pd_decisions_total", "reason").items():
+                    if count:
+                        local[reason] = local.get(reason, 0) + int(count)
+        before = after
+    if not samples:
+        why = ", ".join(f"{count} x {reason}" for reason, count in local.items()) or "the engine decided nothing"
+        raise PDError(f"no request was prefilled remotely ({why}); start the decode engine with "
+                      f"max_local_prefill_tokens below {bench.prompt_tokens}, and a prefill engine")
+    return report(bench, samples, local)
+
+
+def went_remote(added: Snapshot) -> bool:
+    """Whether the one request between two snapshots was prefilled remotely, from decision to end."""
+    return (added.value("vllm:pd_decisions_total", decision="remote") == 1
+            and added.value("vllm:pd_attempts_total", outcome="done") == 1)
+
+
+def sample_of(answer: Answer, added: Snapshot) -> Sample:
+    """The sample of one request from its answer and what it has added to the decode engine's figures."""
+    stages_s = {stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES}
+    return Sample(answer.ttft_s, stages_s, added.value("vllm:pd_transfer_bytes_total"), tuple(answer.gaps_s))
+
+
+def report(bench: HandoverBench, samples: Sequence[Sample], local: dict[str, int]) -> dict[str, Any]:
+    """All figures in milliseconds; `local` are the requests that were not prefilled remotely, by reason."""
+    step_s = statistics.median(gap for sample in samples for gap in sample.gaps_s)
+    transfer_s = sum(sample.stages_s["transfer"] for sample in samples)
+    moved = sum(sample.transfer_bytes for sample in samples)
+    return {
+        "formula": FORMULA,
+        "settings": asdict(bench),
+        "measured": len(samples),
+        "local": local,
+        "overhead_ms": spread([sample.overhead_s(step_s) for sample in samples]),
+        "ttft_ms": spread([sample.ttft_s for sample in samples]),
+        "decode_step_ms": spread([gap for sample in samples for gap in sample.gaps_s]),
+        "stages_ms": {stage: spread([sample.stages_s[stage] for sample in samples]) for stage in STAGES},
+        "outside_stages_ms": spread([sample.ttft_s - sum(sample.stages_s.values()) for sample in samples]),
+        "transfer_bytes": moved,
+        "transfer_gb_per_s": moved / transfer_s / 1e9 if transfer_s else None,
+        "samples_ms": [{"ttft": 1e3 * s.ttft_s, "overhead": 1e3 * s.overhead_s(step_s),
+                        **{stage: 1e3 * s.stages_s[stage] for stage in STAGES}} for s in samples],
+    }
+
+
+def spread(values_s: Sequence[float]) -> dict[str, float]:
+    """Median, 99th percentile (nearest rank), mean and extremes, in milliseconds."""
+    ordered = sorted(values_s)
+
+    def percentile(share: float) -> float:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    figures = {"p50": percentile(0.5), "p99": percentile(0.99), "mean": statistics.fmean(ordered), "min": ordered[0],
+               "max": ordered[-1]}
+    return {name: round(1e3 * value, 3) for name, value in figures.items()}

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pd doctor`: is this installation what it says it is, and can its engines reach each other?
+
+Each check gives one or more findings; a bad one carries its cure. Checks look, they change nothing. Those that load
+native libraries do it in a process of their own, because a wrong library may end the process instead of raising.
+"""
+
+import base64
+import csv
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata, resources
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from vllm_pd.config import parse_endpoint
+from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.peers import Census, take_census
+from vllm_pd.ports import is_free
+
+INSTALL_CURE = "enter the environment (`. scripts/env.sh`), or pip install the wheel of scripts/build_wheel.py again"
+NATIVE_TIMEOUT_S = 120.0
+LOAD_EXTENSION = "import torch, vllm._C; print('torch', torch.__version__)"
+CREATE_AGENT = """
+from importlib.metadata import version
+from nixl._api import nixl_agent, nixl_agent_config
+nixl_agent("vllm-pd-doctor", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+print("nixl", version("nixl"), "with UCX")
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `cure` is what to do, empty where nothing is wrong."""
+    check: str
+    fact: str
+    cure: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.cure
+
+    def __str__(self) -> str:
+        line = f"{'ok ' if self.ok else 'BAD'}  {self.check:<9} {self.fact}"
+        return line if self.ok else f"{line}\n               -> {self.cure}"
+
+
+def examine(broker: str | None, ports: Sequence[int]) -> list[Finding]:
+    """All findings, in the order in which one would repair them. `broker` and `ports` are looked at where given."""
+    findings = [*check_pin(), *check_series(), *check_requirements(), *check_wheel(), *check_nixl()]
+    findings += [finding for port in ports for finding in check_port(port)]
+    if broker is not None:
+        findings += check_peers(broker)
+    return findings
+
+
+def check_pin() -> Iterator[Finding]:
+    """The distribution named vllm is ours and is made from the pin that its build file names."""
+    try:
+        version = metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        yield Finding("pin", "no vllm is installed", INSTALL_CURE)
+        return
+    if "+pd" not in version:
+        yield Finding("pin", f"vllm {version} is not a patched one", INSTALL_CURE)
+        return
+    built = build_file()
+    if built is None:
+        yield Finding("pin", f"vllm {version} has no build file beside vllm_pd", INSTALL_CURE)
+    elif built["version"] != version:
+        yield Finding("pin", f"vllm {version} is installed, vllm_pd is from {built['version']}", INSTALL_CURE)
+    else:
+        yield Finding("pin", f"vllm {version}, from {built['upstream']['version']} ({built['upstream']['commit'][:12]})")
+
+
+def check_series() -> Iterator[Finding]:
+    """The files that the patches touch are as they were in the wheel."""
+    built = build_file()
+    if built is None:
+        yield Finding("series", "unknown: there is no build file", INSTALL_CURE)
+        return
+    changed = changed_files(metadata.distribution("vllm"), built["touched"])
+    if changed:
+        yield Finding("series", f"not as in the wheel: {', '.join(changed)}", INSTALL_CURE)
+    else:
+        yield Finding("series", f"{len(built['series'])} patches over {len(built['touched'])} files, as in the wheel")
+
+
+def check_requirements() -> Iterator[Finding]:
+    """What the wheel asks for is installed, in a version that it can run with."""
+    try:
+        wanted = [Requirement(text) for text in metadata.requires("vllm") or ()]
+    except metadata.PackageNotFoundError:
+        return
+    wrong = []
+    for requirement in wanted:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue  # only for an extra, another Python, another system
+        try:
+            found = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            wrong.append(f"{requirement.name} {found} is installed, {requirement.specifier} is needed")
+    if wrong:
+        yield Finding("packages", "; ".join(wrong), INSTALL_CURE)
+    else:
+        yield Finding("packages", f"all {len(wanted)} requirements are met")
+
+
+def check_wheel() -> Iterator[Finding]:
+    """The compiled extension loads with the installed torch."""
+    if find_spec("vllm") is None:
+        yield Finding("wheel", "vllm cannot be imported", INSTALL_CURE)
+        return
+    yield run_native("wheel", LOAD_EXTENSION, "the wheel does not fit this machine or this torch: build one here with "
+                     "scripts/build_wheel.py")
+
+
+def check_nixl() -> Iterator[Finding]:
+    """An agent with the UCX back end can be made."""
+    yield run_native("nixl", CREATE_AGENT, "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1")
+
+
+def check_port(port: int) -> Iterator[Finding]:
+    """Something could listen there."""
+    if not 1 <= port <= 65535:
+        yield Finding("port", f"{port} is no port", "write 1 to 65535")
+    elif is_free("127.0.0.1", port):
+        yield Finding("port", f"{port} is free")
+    else:
+        yield Finding("port", f"{port} is in use", "stop what listens there, or choose another with --port, "
+                      "--broker-port or --bind")
+
+
+def check_peers(broker: str) -> Iterator[Finding]:
+    """The broker answers, and its engines fit each other."""
+    try:
+        host, port = parse_endpoint("--broker", broker)
+        census = take_census(f"tcp://{host}:{port}")
+    except ConfigError as error:
+        yield Finding("broker", f"{broker} is no address", error.cure)
+        return
+    except PDError as error:
+        yield Finding("broker", str(error), f"start it: vllm-pd broker --bind {broker}")
+        return
+    yield Finding("broker", f"{broker} answers; {census.queue_length} jobs wait")
+    yield from judge_peers(census)
+
+
+def judge_peers(census: Census) -> Iterator[Finding]:
+    """Each engine with those that it can work with, or with the first value that differs."""
+    decodes = [member for member in census.members if member.role.decodes]
+    prefills = [member for member in census.members if member.role.prefills]
+    for name, found, kv_role in (("decode", decodes, "kv_consumer"), ("prefill", prefills, "kv_producer")):
+        if not found:
+            yield Finding("peers", f"no {name} engine is there",
+                          f'start one with "kv_role": "{kv_role}" and this broker')
+    for decode in decodes:
+        for prefill in prefills:
+            if prefill is decode:
+                continue
+            pair = f"decode {decode.address} and prefill {prefill.address}"
+            difference = decode.fingerprint.first_difference(prefill.fingerprint)
+            if difference is None:
+                yield Finding("peers", f"{pair} fit each other")
+            else:
+                key, ours, theirs = difference
+                yield Finding("peers", f"{pair} differ in {key}: {ours!r} and {theirs!r}",
+                              f"start both with the same {key}; until then the decode engine prefills by itself")
+
+
+def build_file() -> dict | None:
+    """What the wheel was made from; None where vllm_pd does not come from a wheel."""
+    file = resources.files("vllm_pd") / "_build.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def changed_files(distribution: metadata.Distribution, names: Sequence[str]) -> list[str]:
+    """Those of `names` whose bytes differ from the distribution's RECORD, or that are gone."""
+    rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
+    recorded = {row[0]: row[1] for row in rows if len(row) > 1}
+    return [name for name in names if recorded.get(name) != _record_digest(Path(distribution.locate_file(name)))]
+
+
+def run_native(check: str, program: str, cure: str) -> Finding:
+    """The last line that `program` prints in a Python of its own, or how that ended."""
+    try:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                              timeout=NATIVE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return Finding(check, f"no answer within {NATIVE_TIMEOUT_S:g} s", cure)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [f"exit {done.returncode}"]
+    return Finding(check, lines[-1], "" if done.returncode == 0 else cure)
+
+
+def _record_digest(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
