@@ -44,7 +44,7 @@ def check(args: argparse.Namespace) -> None:
     verdict = verify.series(patches, project.source, args.imports)
     problems = list(verdict.problems)
     if verdict.made:
-        problems += [f"{project.folder / name} is not what an export writes. Next: series.py import DIR, then export DIR"
+        problems += [f"{project.folder / name} is not what an export writes (series.py import DIR, then export DIR)"
                      for name in folder.differences(project.folder, verdict.made)]
     refuse_all(f"the series does not hold on {project.pin.stem}:", problems)
     print(f"{project.pin.stem}: {len(patches)} patches apply with no fuzz, alone where they say so, and compile after "
@@ -64,7 +64,7 @@ def export(args: argparse.Namespace) -> None:
     moved = work.next_pin(repo)
     project = Project(args, moved)
     patches = work.commits(repo)
-    work.same_base(repo, patches, project.source)
+    work.same_base(repo, project.source)
     written(project, project.good(patches))
     if moved and moved != pin.read(project.root):
         source.store(project.root / pin.FILE, moved.text().encode())
@@ -104,7 +104,7 @@ def drop(args: argparse.Namespace) -> None:
     patches = project.patches()
     kept = [patch for patch in patches if patch.name != args.name]
     if len(kept) == len(patches):
-        raise Refusal(f"{args.name} is not in the series; it has {', '.join(patch.name for patch in patches) or 'no patch'}")
+        raise Refusal(f"{args.name}: no such patch; the series has {', '.join(patch.name for patch in patches)}")
     verdict = verify.series(kept, project.source)
     refuse_all(f"{args.name} cannot be dropped, the rest does not hold without it:", verdict.problems)
     written(project, verdict)
@@ -114,7 +114,8 @@ def rebase_(args: argparse.Namespace) -> int:
     project = Project(args)
     patches = project.patches()
     target = source.release(args.version, project.cache, args.sha256, args.commit)
-    print(f"{target.pin.stem}: sha256 {target.pin.sha256}{'' if args.sha256 else ' (nobody has vouched for it: --sha256)'}")
+    print(f"{target.pin.stem}: sha256 {target.pin.sha256}"
+          f"{'' if args.sha256 else ' (as the index has it, see --sha256)'}")
     if args.try_:
         with tempfile.TemporaryDirectory(prefix="vllm-pd-rebase-") as temporary:
             repo = rebase.begin(patches, project.source, target, Path(temporary, "tree"))
@@ -124,20 +125,21 @@ def rebase_(args: argparse.Namespace) -> int:
         raise Refusal("rebase needs --dir DIR for its work tree (or --try to see only what would happen)")
     if args.dir.exists() and any(args.dir.iterdir()):
         repo = rebase.resume(args.dir, args.version)
+        stuck = rebase.go_on(repo)
     else:
         repo = rebase.begin(patches, project.source, target, args.dir)
-    stuck = rebase.advance(repo, project.pin.version)
+        stuck = rebase.pick(repo, project.pin.version)
     if stuck:
         print(f"conflict in {rebase.current(repo)!r}:" + "".join(f"\n  - {line}" for line in stuck), file=sys.stderr)
         print(f"Next: mend the files in {repo.path}, then `git -C {repo.path} add` them (or give the patch up with\n"
               f"`git -C {repo.path} cherry-pick --skip`), then run this command again.", file=sys.stderr)
         return 1
-    print(f"{repo.path}: all patches are on {target.pin.stem}.\nNext: {sys.argv[0]} export {args.dir}   "
-          "(writes patches/ and the pin, if the series holds)")
+    print(f"{repo.path}: all patches are on {target.pin.stem}.\n"
+          f"Next: {sys.argv[0]} export {args.dir}   (writes patches/ and the pin, if the series holds)")
     return 0
 
 
-def main() -> int:
+def main(argv: Optional[List[str]] = None) -> int:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--root", type=Path, metavar="DIR", default=Path(__file__).resolve().parent.parent,
                         help="the project, with UPSTREAM_VERSION and patches/ in it (default: this one)")
@@ -158,7 +160,8 @@ def main() -> int:
         "--imports", metavar="PYTHON", help="an interpreter with vLLM's requirements: import touched modules as well")
     add(import_, "import", "make a git work tree of upstream, with a commit per patch").add_argument(
         "dir", type=Path, metavar="DIR")
-    add(export, "export", "write patches/ from the commits of a work tree").add_argument("dir", type=Path, metavar="DIR")
+    add(export, "export", "write patches/ from the commits of a work tree").add_argument(
+        "dir", type=Path, metavar="DIR")
     add(diff, "diff", "print the whole upstream diff")
     add(table, "table", "print the table of the patches and their size")
     command = add(new, "new", "commit what has changed in a work tree as a new patch")
@@ -171,7 +174,7 @@ def main() -> int:
     command.add_argument("--sha256", help="of the new sdist; without it the index is trusted and the sum is shown")
     command.add_argument("--commit", default="unknown", help="of the new release's tag, for upstream.py --from")
     command.add_argument("--try", dest="try_", action="store_true", help="only report what would become of each patch")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         return args.run(args) or 0
     except Refusal as refusal:

@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import List, Optional
 
 from _series import pin, source
 from _series.errors import Refusal
@@ -36,7 +37,7 @@ def place(origin: source.Source, dest: Path) -> int:
     return count
 
 
-def main() -> int:
+def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dest", type=Path, metavar="DEST")
     given = parser.add_mutually_exclusive_group()
@@ -46,7 +47,7 @@ def main() -> int:
                         help="where the sdist is kept (default: $VLLM_PD_CACHE or ~/.cache/vllm-pd)")
     parser.add_argument("--root", type=Path, metavar="DIR", default=Path(__file__).resolve().parent.parent,
                         help="the project, with UPSTREAM_VERSION in it (default: this one)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         wanted = pin.read(args.root)
         if args.checkout:

@@ -8,8 +8,8 @@ import re
 from typing import List
 
 from .git import DIFF, Repo, lines, text
+from .patch import walk
 
-_HUNK = re.compile(r"(@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@).*")
 _HEADING = re.compile(r"\s*(?:async\s+def|def|class)\s")
 _HEADING_CHARACTERS = 60
 
@@ -18,14 +18,15 @@ def between(repo: Repo, old: str, new: str) -> str:
     """The change from commit `old` to commit `new`, files in git's order (by path)."""
     out: List[str] = []
     before: List[str] = []
-    for line in lines(repo.run("diff-tree", "-p", "-r", *DIFF, old, new)):
-        if line.startswith("index "):
-            continue
-        if line.startswith("--- a/"):
-            content = repo.content(old, line[6:].split("\t")[0])
-            before = lines(text(content or b""))
-        found = _HUNK.fullmatch(line)
-        out.append(f"{found.group(1)}{_heading(before, int(found.group(2)))}" if found else line)
+    path = ""
+    for place, line in walk(lines(repo.run("diff-tree", "-p", "-r", *DIFF, old, new))):
+        if place and place.path != path:
+            path = place.path
+            before = lines(text(repo.content(old, path) or b""))
+        if place and line.startswith("@@ "):
+            line = place.header + _heading(before, place.start)
+        if place or not line.startswith("index "):
+            out.append(line)
     return "".join(line + "\n" for line in out)
 
 

@@ -3,7 +3,7 @@
 
 
 class Refusal(Exception):
-    """Something does not hold, and nothing has been written. The text names what was expected, what was found and the cure."""
+    """Something does not hold, and nothing has been written. The text says what was expected and what found."""
 
 
 def refuse_all(heading: str, problems: "list[str]") -> None:

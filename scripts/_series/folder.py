@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder patches/: `series` (the order), the patch files, and two files made from them, README.md and SHA256SUMS."""
+"""The folder patches/: `series` (the order), the patches, and what is made from them, README.md and SHA256SUMS."""
 from pathlib import Path
 from typing import Dict, List
 

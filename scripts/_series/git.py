@@ -19,7 +19,8 @@ def _environment(extra: Optional[Dict[str, str]]) -> Dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     kept.update(LC_ALL="C", GIT_CONFIG_NOSYSTEM="1", GIT_CONFIG_GLOBAL=os.devnull, GIT_TERMINAL_PROMPT="0",
                 GIT_COMMITTER_NAME="vllm-pd", GIT_COMMITTER_EMAIL="vllm-pd@localhost", GIT_COMMITTER_DATE=DATE,
-                GIT_EDITOR="true", **(extra or {}))
+                GIT_EDITOR="true")
+    kept.update(extra or {})
     return kept
 
 

@@ -11,6 +11,7 @@ AREAS = ("alloc", "config", "connector", "cpu", "dp", "engine", "events", "execu
 SUBJECT_CHARACTERS = 72
 # Only the first word after the area is looked at: `adds`, `added`, `adding` are not imperative.
 _NOT_IMPERATIVE = re.compile(r"[a-z]+(?:(?<!e)ed|ing|[^s]s)")
+_IMPERATIVE = frozenset(["bring", "embed", "focus", "ping", "shed"])
 _OWN = re.compile(r"vllm_pd")
 _OWN_ALLOWED = re.compile(r"from vllm_pd import hooks|vllm_pd\.hooks")
 _HEADER_REFUSED = {"new file mode": "adds a file", "deleted file mode": "deletes a file", "old mode": "changes a mode",
@@ -30,10 +31,11 @@ def _subject(patch: Patch) -> Iterator[str]:
         yield f"subject must begin with one of the areas {', '.join(AREAS)} and `: `; found {patch.subject!r}"
         rest = rest or patch.subject
     word = rest.split(" ")[0]
-    if _NOT_IMPERATIVE.fullmatch(word) or not word[:1].islower():
+    if word not in _IMPERATIVE and _NOT_IMPERATIVE.fullmatch(word) or not word[:1].islower():
         yield f"subject must be imperative (`{area}: add ...`), in small letters; found {word!r}"
     if len(patch.subject) > SUBJECT_CHARACTERS or patch.subject.endswith(".") or not patch.subject.isascii():
-        yield f"subject must be at most {SUBJECT_CHARACTERS} ASCII characters without a full stop; found {patch.subject!r}"
+        yield (f"subject must be at most {SUBJECT_CHARACTERS} ASCII characters without a full stop; "
+               f"found {patch.subject!r}")
     if not re.fullmatch(r"[^<>\n]+ <[^<>\s]+>", patch.author):
         yield f"author must be `Name <address>`; found {patch.author!r}"
 

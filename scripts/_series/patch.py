@@ -15,7 +15,7 @@ twice gives the same bytes.
 """
 import re
 from dataclasses import dataclass
-from typing import Dict, Iterator, List, NamedTuple, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from .errors import Refusal
 from .git import lines
@@ -72,51 +72,25 @@ class Patch:
     @property
     def paths(self) -> List[str]:
         """Upstream files that the diff touches."""
-        return [line[6:].split("\t")[0] for line in lines(self.diff) if line.startswith("--- a/")]
+        return list(dict.fromkeys(place.path for place, _ in walk(lines(self.diff)) if place))
 
     def added(self) -> List[str]:
-        return [line[1:] for line in self._changes("+")]
+        return self._changed("+")
 
     def removed(self) -> List[str]:
-        return [line[1:] for line in self._changes("-")]
+        return self._changed("-")
 
-    def _changes(self, sign: str) -> Iterator[str]:
-        inside = False
-        for line in lines(self.diff):
-            if line.startswith("diff --git "):
-                inside = False
-            elif line.startswith("@@ "):
-                inside = True
-            elif inside and line.startswith(sign):
-                yield line
-
-    def hunks(self) -> Iterator[Hunk]:
-        path, number = "", 0
-        for line in lines(self.diff):
-            if line.startswith("--- a/"):
-                path, number = line[6:].split("\t")[0], 0
-            found = _HUNK.match(line)
-            if found:
-                number += 1
-                yield Hunk(path, number, int(found.group(1)), found.group(0))
+    def hunks(self) -> List[Hunk]:
+        return list(dict.fromkeys(place for place, _ in walk(lines(self.diff)) if place))
 
     def only(self, wanted: Hunk) -> "Patch":
         """The patch with nothing but one of its hunks."""
-        kept: List[str] = []
-        path, number, inside = "", 0, False
-        for line in lines(self.diff):
-            if line.startswith("--- a/"):
-                path, number, inside = line[6:].split("\t")[0], 0, False
-                if path == wanted.path:
-                    kept += [f"diff --git a/{path} b/{path}", line, f"+++ b/{path}"]
-            elif line.startswith("@@ "):
-                number += 1
-                inside = (path, number) == (wanted.path, wanted.number)
-            elif line.startswith("diff --git "):
-                inside = False
-            if inside:
-                kept.append(line)
+        head = [f"diff --git a/{wanted.path} b/{wanted.path}", f"--- a/{wanted.path}", f"+++ b/{wanted.path}"]
+        kept = head + [line for place, line in walk(lines(self.diff)) if place == wanted]
         return Patch(self.author, self.subject, self.body, "".join(line + "\n" for line in kept))
+
+    def _changed(self, sign: str) -> List[str]:
+        return [line[1:] for place, line in walk(lines(self.diff)) if place and line.startswith(sign)]
 
     def _split(self) -> Tuple[List[str], List[Tuple[str, str]]]:
         paragraphs = self.body.split("\n\n")
@@ -133,6 +107,26 @@ class Patch:
 
     def render(self) -> str:
         return f"From: {self.author}\nSubject: {self.subject}\n\n{self.body}\n---\n{self.diff}"
+
+
+def walk(diff: List[str]) -> Iterator[Tuple[Optional[Hunk], str]]:
+    """Each line of a diff with the hunk that it belongs to, None for the lines between hunks. Which is which goes by
+    the hunks' line counts: a removed line may look like a header."""
+    path, number, old, new, place = "", 0, 0, 0, None
+    for line in diff:
+        found = _HUNK.match(line)
+        if old <= 0 and new <= 0 and not line.startswith("\\"):
+            place = None
+            if line.startswith("--- a/"):
+                path, number = line[6:].split("\t")[0], 0
+            elif found:
+                number += 1
+                old, new = (int(found.group(group) or 1) for group in (2, 4))
+                place = Hunk(path, number, int(found.group(1)), found.group(0))
+        elif place:
+            old -= line[:1] in " -"
+            new -= line[:1] in " +"
+        yield place, line
 
 
 def file_name(subject: str) -> str:

@@ -2,8 +2,8 @@
 """Download one sdist with pip's own finder and session. Run as a script by an interpreter that has pip.
 
 `pip download` would also run the package's build back end, which for vLLM wants torch. The finder and the session below
-are what `pip download` itself uses, so every setting of the user's pip holds: index, extra indexes, certificates, proxy,
-netrc, find-links.
+are what `pip download` itself uses, so every setting of the user's pip holds: index, extra indexes, certificates,
+proxy, netrc, find-links.
 
     python pip_client.py PROJECT VERSION OUT      writes OUT, prints {"url": ..., "sha256": ... or null}
 """

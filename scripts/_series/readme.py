@@ -21,8 +21,8 @@ merge, a *hook* is one call into `vllm_pd.hooks`, a *queue* belongs to the sched
 def totals(series: List[Patch], whole: str) -> str:
     """Size of the series in one paragraph; `whole` is the diff of the whole series at once."""
     one = Patch("", "", "", whole)
-    text = (f"{len(series)} patches, +{len(one.added())} -{len(one.removed())} lines in {len(one.paths)} upstream files, "
-            f"{len(whole):,} characters of diff.")
+    text = (f"{len(series)} patches, +{len(one.added())} -{len(one.removed())} lines in {len(one.paths)} upstream "
+            f"files, {len(whole):,} characters of diff.")
     rest = [patch for patch in series if not patch.subject.startswith("dp:")]
     lines = sum(len(patch.added()) + len(patch.removed()) for patch in rest)
     files = len({path for patch in rest for path in patch.paths})

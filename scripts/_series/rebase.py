@@ -6,6 +6,7 @@ tag `upstream` (the new upstream) and the branch, onto which git cherry-picks th
 the context has changed. Running the same command again goes on where it stopped; all state is git's own.
 """
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import List
@@ -40,30 +41,33 @@ def begin(patches: List[Patch], old: Source, new: Source, folder: Path) -> Repo:
     return repo
 
 
-def advance(repo: Repo, old_version: str) -> List[str]:
-    """Pick patches until the last or a conflict; what stands in the way, file by file, nothing if all are in."""
-    if _picking(repo):
-        stuck = _stuck(repo)
-        if stuck:
-            return stuck
-        done = repo.attempt("cherry-pick", "--continue")
-    elif repo.head() == work.base(repo):
-        wanted = f"upstream-{old_version}..series-{old_version}"
-        done = repo.attempt("cherry-pick", wanted)
-    else:
-        return []
+def pick(repo: Repo, old_version: str) -> List[str]:
+    """Pick the patches of a rebase that has just begun; what stands in the way, file by file, nothing if all are in."""
+    return _through(repo, repo.attempt("cherry-pick", f"upstream-{old_version}..series-{old_version}"))
+
+
+def go_on(repo: Repo) -> List[str]:
+    """Pick the rest, if what stood in the way has been mended; as `pick`."""
+    stuck = _stuck(repo)
+    if stuck or not (repo.path / ".git" / "sequencer").is_dir() and not _picking(repo):
+        return stuck
+    return _through(repo, repo.attempt("cherry-pick", "--continue"))
+
+
+def _through(repo: Repo, done: "subprocess.CompletedProcess[bytes]") -> List[str]:
     while done.returncode != 0:
         stuck = _stuck(repo)
-        if stuck or not _picking(repo):
+        empty = _picking(repo) and repo.attempt("diff", "--cached", "--quiet").returncode == 0
+        if stuck or not empty:
             return stuck or [text(done.stderr).strip()]
-        # Nothing left of the patch: the new upstream contains it.
+        # Nothing is left of the patch: the new upstream contains it.
         done = repo.attempt("cherry-pick", "--skip")
     return []
 
 
 def current(repo: Repo) -> str:
     """Subject of the patch at which the picking stands."""
-    return repo.run("log", "-1", "--format=%s", "CHERRY_PICK_HEAD").strip()
+    return text(repo.attempt("log", "-1", "--format=%s", "CHERRY_PICK_HEAD").stdout).strip() or "no patch"
 
 
 def fates(repo: Repo, patches: List[Patch], old_version: str) -> List[Fate]:
@@ -71,8 +75,8 @@ def fates(repo: Repo, patches: List[Patch], old_version: str) -> List[Fate]:
     commits = repo.run("rev-list", "--reverse", f"upstream-{old_version}..series-{old_version}").split()
     found: List[Fate] = []
     for patch, commit in zip(patches, commits):
-        strict = verify.apply(repo, patch, None, "--check", "--index")
-        fuzzy = bool(strict) and not verify.apply(repo, patch, None, "--check", "--index", "-C1")
+        strict = verify.apply(repo, patch, "--check", "--index")
+        fuzzy = bool(strict) and not verify.apply(repo, patch, "--check", "--index", "-C1")
         done = repo.attempt("cherry-pick", commit)
         remarks: List[str] = []
         if done.returncode == 0:
@@ -106,26 +110,22 @@ def _stuck(repo: Repo) -> List[str]:
         file = repo.path / path
         marks = [number for number, line in enumerate(file.read_bytes().split(b"\n"), 1)
                  if re.match(rb"<<<<<<< ", line)] if file.is_file() else []
-        places = f"conflicts at line {', '.join(map(str, marks))}" if marks else "is gone, or has no conflict marks any more"
-        found.append(f"{path}: {places}")
+        places = f"conflicts at line {', '.join(map(str, marks))}" if marks else "no conflict marks, but not added yet"
+        found.append(f"{path}: {places if file.is_file() else 'is gone from the new release'}")
     return found
 
 
 def _where(repo: Repo, patch: Patch) -> List[str]:
     """The hunks of `patch` that don't apply by themselves on HEAD."""
+    index = {"GIT_INDEX_FILE": str(repo.path / ".git" / "head-index")}
+    repo.run("read-tree", "HEAD", env=index)
     found = []
     for hunk in patch.hunks():
         if repo.content("HEAD", hunk.path) is None:
             found.append(f"{hunk.path}: no such file")
-        elif verify.apply(repo, patch.only(hunk), {"GIT_INDEX_FILE": _head_index(repo)}, "--cached", "--check"):
+        elif verify.apply(repo, patch.only(hunk), "--cached", "--check", env=index):
             found.append(f"{hunk.path}: hunk {hunk.number} ({hunk.header})")
     return list(dict.fromkeys(found))
-
-
-def _head_index(repo: Repo) -> str:
-    path = str(repo.path / ".git" / "head-index")
-    repo.run("read-tree", "HEAD", env={"GIT_INDEX_FILE": path})
-    return path
 
 
 def resume(folder: Path, version: str) -> Repo:

@@ -40,7 +40,7 @@ def default_cache() -> Path:
 
 
 def members(archive: bytes, stem: str) -> Iterator[Member]:
-    """The files of a tar archive whose every name begins with `stem/`; links and names that lead outside are refused."""
+    """The files of a tar archive whose every name begins with `stem/`; links and ways out of it are refused."""
     prefix = stem + "/" if stem else ""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -128,8 +128,8 @@ def release(version: str, cache: Path, sha256: Optional[str], commit: str) -> So
 def verify_sdist(pin: Pin, data: bytes, origin: str) -> None:
     found = hashlib.sha256(data).hexdigest()
     if found != pin.sha256:
-        raise Refusal(f"{origin}: {pin.stem}.tar.gz is not the pinned source: expected sha256 {pin.sha256}, found {found}"
-                      f" ({len(data)} bytes). If it is a file in the cache, remove it and try again.")
+        raise Refusal(f"{origin}: {pin.stem}.tar.gz is not the pinned source: expected sha256 {pin.sha256}, found "
+                      f"{found} ({len(data)} bytes). If it is a file in the cache, remove it and try again.")
 
 
 def store(path: Path, data: bytes) -> None:
@@ -167,8 +167,8 @@ def download(version: str) -> Download:
     with tempfile.TemporaryDirectory(prefix="vllm-pd-") as folder:
         out = Path(folder, "sdist")
         for python in _interpreters():
-            done = subprocess.run([python, str(_PIP_CLIENT), PROJECT, version, str(out)], capture_output=True, text=True,
-                                  check=False)
+            done = subprocess.run([python, str(_PIP_CLIENT), PROJECT, version, str(out)], capture_output=True,
+                                  text=True, check=False)
             if done.returncode == 0:
                 answer = json.loads(done.stdout.splitlines()[-1])
                 return Download(out.read_bytes(), answer["url"], answer["sha256"])

@@ -27,9 +27,9 @@ class Verdict:
     whole: str = ""
 
 
-def apply(repo: Repo, patch: Patch, env: Optional[Dict[str, str]] = None, *options: str) -> List[str]:
-    """Apply a patch to the index (and the work tree, with `--index` in `options`) with its whole context, or to
-    nothing; the file and hunk of each failure."""
+def apply(repo: Repo, patch: Patch, *options: str, env: Optional[Dict[str, str]] = None) -> List[str]:
+    """Apply a patch as a whole or not at all, where its whole context is found; file and hunk of each failure.
+    `options` say to what: `--index` is the work tree and the index, `--cached` the index that `env` names."""
     done = repo.attempt("apply", "--whitespace=nowarn", *options, "-", stdin=raw_bytes(patch.diff), env=env)
     if done.returncode == 0:
         return []
@@ -76,7 +76,7 @@ def _apply_all(patches: List[Patch], repo: Repo, python: Optional[str], verdict:
     """Apply and commit one after the other; the patches as an export would write them, up to the first that fails."""
     written: List[Patch] = []
     for patch in patches:
-        failures = apply(repo, patch, None, "--index")
+        failures = apply(repo, patch, "--index")
         if failures:
             verdict.problems.extend(f"{patch.name}: {failure}" for failure in failures)
             break
@@ -106,11 +106,11 @@ def _alone(patches: List[Patch], repo: Repo, base: str) -> List[str]:
         repo.run("read-tree", base, env=index)
         said = ", ".join(patch.depends_on) or "none"
         for name in sorted(needed, key=order.index):
-            if apply(repo, by_name[name], index, "--cached"):
+            if apply(repo, by_name[name], "--cached", env=index):
                 break
         else:
             found += [f"{patch.name}: says Depends-On: {said}, but with that alone {failure}"
-                      for failure in apply(repo, patch, index, "--cached")]
+                      for failure in apply(repo, patch, "--cached", env=index)]
     return found
 
 

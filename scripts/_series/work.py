@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series as a git work tree: import makes one, export reads one back."""
+import hashlib
 import os
 import shutil
 import tempfile
@@ -9,14 +10,14 @@ from typing import List, Optional
 from . import diff, verify
 from .errors import Refusal, refuse_all
 from .git import Repo
-from .patch import TRAILERS, Patch, from_message
+from .patch import KINDS, TRAILERS, Patch, from_message
 from .pin import Pin
 from .pin import parse as parse_pin
 from .source import Source
 
 UPSTREAM_TAG = "upstream"
 NEXT_PIN = "vllm-pd-pin"
-_HINTS = {"Kind": "seam|hook|backport|fix|queue", "Depends-On": "none, or subjects of earlier patches; separated like this",
+_HINTS = {"Kind": "|".join(KINDS), "Depends-On": "none, or subjects of earlier patches; separated like this",
           "Forwarded": "url, or no/not-needed with the reason"}
 
 
@@ -45,7 +46,7 @@ def create(patches: List[Patch], source: Source, folder: Path) -> Repo:
 def replay(repo: Repo, patches: List[Patch]) -> None:
     """Commit `patches` on the checked-out branch, one after the other."""
     for patch in patches:
-        refuse_all(f"{patch.name}:", verify.apply(repo, patch, None, "--index"))
+        refuse_all(f"{patch.name}:", verify.apply(repo, patch, "--index"))
         repo.commit(patch.message, patch.author)
 
 
@@ -76,8 +77,8 @@ def commits(repo: Repo) -> List[Patch]:
     for line in listed:
         commit, *parents = line.split()
         if parents != [parent]:
-            raise Refusal(f"{repo.path}: expected one line of commits from `{UPSTREAM_TAG}` to HEAD; {commit[:12]} has the "
-                          f"parents {', '.join(name[:12] for name in parents)}")
+            raise Refusal(f"{repo.path}: expected one line of commits from `{UPSTREAM_TAG}` to HEAD; {commit[:12]} has "
+                          f"the parents {', '.join(name[:12] for name in parents)}")
         author, _, message = repo.run("log", "-1", "--format=%an <%ae>%n%B", commit).partition("\n")
         if message.startswith(("fixup!", "squash!", "amend!")):
             raise Refusal(f"{repo.path}: {commit[:12]} is still a {message.splitlines()[0]!r}. Next: "
@@ -87,14 +88,18 @@ def commits(repo: Repo) -> List[Patch]:
     return found
 
 
-def same_base(repo: Repo, patches: List[Patch], source: Source) -> None:
-    """Refuse a work tree whose upstream commit has other bytes than the pinned source in a file that a patch touches."""
-    touched = {path for patch in patches for path in patch.paths}
-    pinned = {member.path: member.data for member in source.files(touched)}
-    start = base(repo)
-    refuse_all(f"{repo.path}: its upstream commit is not {source.pin.stem}:",
-               [f"{path} differs from the pinned source" for path in sorted(touched)
-                if repo.content(start, path) != pinned.get(path)])
+def same_base(repo: Repo, source: Source) -> None:
+    """Refuse a work tree whose upstream commit has a file that is not as in the pinned source: what was changed there
+    would be in no patch."""
+    pinned = {member.path: hashlib.sha1(b"blob %d\0" % len(member.data) + member.data).hexdigest()
+              for member in source.files()}
+    found = {}
+    for line in repo.run("ls-tree", "-r", base(repo)).splitlines():
+        about, _, path = line.partition("\t")
+        found[path] = about.split()[2]
+    wrong = [path for path, blob in found.items() if pinned.get(path) != blob]
+    refuse_all(f"{repo.path}: its commit `{UPSTREAM_TAG}` is not {source.pin.stem}:",
+               [f"{path} {'differs from' if path in pinned else 'is not in'} the pinned source" for path in wrong[:10]])
 
 
 def begin(repo: Repo, subject: str) -> str:
