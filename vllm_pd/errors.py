@@ -20,7 +20,8 @@ class PeerMismatch(PDError):
     """Two engines whose KV caches don't fit each other."""
 
     def __init__(self, key: str, ours: object, theirs: object):
-        super().__init__(f"{key} differs: ours is {ours!r}, theirs is {theirs!r}; start both engines with the same {key}")
+        super().__init__(
+            f"{key} differs: ours is {ours!r}, theirs is {theirs!r}; start both engines with the same {key}")
         self.key = key
         self.ours = ours
         self.theirs = theirs

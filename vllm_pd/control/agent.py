@@ -10,7 +10,8 @@ import collections
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Callable, Deque, Dict, List, Optional
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -20,8 +21,21 @@ from vllm_pd.control.links import Links, Source
 from vllm_pd.control.outlook import Outlook, QueueView
 from vllm_pd.core import messages as m
 from vllm_pd.core.decode import DecodeLimits, DecodeSide, State
-from vllm_pd.core.events import (EVENTS, Action, Connect, Disconnect, Event, Fallback, FallbackReason, Outcome, Prefill,
-                                 Released, ToBroker, ToDecode, ToPrefill)
+from vllm_pd.core.events import (
+    EVENTS,
+    Action,
+    Connect,
+    Disconnect,
+    Event,
+    Fallback,
+    FallbackReason,
+    Outcome,
+    Prefill,
+    Released,
+    ToBroker,
+    ToDecode,
+    ToPrefill,
+)
 from vllm_pd.core.prefill import PrefillLimits, PrefillSide
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.sockets import SendResult
@@ -48,14 +62,14 @@ class ControlAgent:
                  is_gone: Callable[[m.Member], bool] = process.is_gone):
         self.config = config
         self.member = member
-        self.error: Optional[BaseException] = None
+        self.error: BaseException | None = None
         self._metadata = transfer_metadata
         self._wake = wake
         self._clock = clock
         self._is_gone = is_gone
         self._lock = threading.Lock()
-        self._events: List[Event] = []
-        self._outbox: Deque[Action] = collections.deque()
+        self._events: list[Event] = []
+        self._outbox: collections.deque[Action] = collections.deque()
         self._announced = True
         self._stopping = False
         self._last_number = -1
@@ -64,9 +78,10 @@ class ControlAgent:
         self._serial = 0
         self._next_liveness = 0.0
         self._notice_poll_s = NOTICE_POLL_FIRST_S
-        self._next_notice_poll: Optional[float] = None
+        self._next_notice_poll: float | None = None
         self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
-        self._links: Optional[Links] = None
+        self._links: Links | None = None
+        self._link_counters: m.Counters = collections.Counter()
         self._build(member)
 
     def _build(self, member: m.Member) -> None:
@@ -89,20 +104,22 @@ class ControlAgent:
         except zmq.ZMQError as error:
             raise ConfigError("bind", config.bind, f"{error} (broker={config.broker!r}); name a free address, like "
                               "tcp://127.0.0.1:0, and a broker, like tcp://127.0.0.1:5700") from error
+        self._link_counters = self._links.counters
         self._build(msgspec.structs.replace(self.member, address=self._links.address))
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Leave the registry and end the thread. Open attempts are not waited for."""
-        self._stopping = True
-        if self._links is None or not self._thread.is_alive():
-            return
-        self._links.waker.set()
-        self._thread.join(timeout_s)
+        with self._lock:
+            self._stopping = True
+            if self._links is not None:
+                self._links.waker.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
     # For the engine, either role.
 
-    def take_events(self) -> List[Event]:
+    def take_events(self) -> list[Event]:
         """All events since the last call, in order."""
         with self._lock:
             events, self._events = self._events, []
@@ -115,16 +132,16 @@ class ControlAgent:
         with self._lock:
             return self._outlook.view(self._decode.queued(), self._decode.mismatch or self._prefill.mismatch)
 
-    def open_attempts(self) -> List[m.Attempt]:
+    def open_attempts(self) -> list[m.Attempt]:
         """Every attempt with a record, on either side: empty when all has ended and all fences are down."""
         with self._lock:
             return [*self._decode.states(), *self._prefill.states()]
 
-    def counts(self) -> Dict[str, int]:
-        """Gauges (`decode_queued`, `decode_granted`, `decode_fenced`, `prefill_jobs`, `peers`, `sockets`) and counters."""
+    def counts(self) -> dict[str, int]:
+        """Gauges: jobs and attempts by state, peers, sockets."""
         with self._lock:
             states = collections.Counter(self._decode.states().values())
-            counts: Dict[str, int] = {
+            return {
                 "decode_queued": states[State.QUEUED],
                 "decode_granted": states[State.GRANTED],
                 "decode_fenced": len(self._decode.fenced()),
@@ -132,13 +149,16 @@ class ControlAgent:
                 "peers": len(self._prefill.peers()) + len(self._decode.peers),
                 "sockets": self._links.count() if self._links else 0,
             }
-            counters = [("decode_", self._decode.counters), ("prefill_", self._prefill.counters)]
-            if self._links is not None:
-                counters.append(("", self._links.counters))
-            for prefix, counter in counters:
-                for name, count in counter.items():
-                    counts[f"{prefix}{name}_total"] = count
-        return counts
+
+    def totals(self) -> dict[str, int]:
+        """Counters of what happened to attempts and jobs since the start."""
+        with self._lock:
+            return _merged(decode=self._decode.counters, prefill=self._prefill.counters)
+
+    def dropped(self) -> dict[str, int]:
+        """Counters of messages that changed nothing: malformed, late, duplicate, unknown, refused, unsent."""
+        with self._lock:
+            return _merged(decode=self._decode.dropped, prefill=self._prefill.dropped, link=self._link_counters)
 
     # For a decode engine.
 
@@ -148,7 +168,7 @@ class ControlAgent:
             self._last_number += 1
             return m.Attempt(self.member.incarnation, request_id, self._last_number)
 
-    def submit(self, attempt: m.Attempt, token_ids: List[int], block_ids: List[int], cached_blocks: int) -> None:
+    def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int) -> None:
         """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`. The blocks stay the caller's to keep
         until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the caller's own `abort` ends it."""
         with self._lock:
@@ -199,7 +219,7 @@ class ControlAgent:
 
     # Between the two threads; the lock is held.
 
-    def _do(self, actions: List[Action]) -> None:
+    def _do(self, actions: list[Action]) -> None:
         """Sort what a side answered: events for the engine, the rest for the thread."""
         for action in actions:
             if isinstance(action, EVENTS):
@@ -224,7 +244,7 @@ class ControlAgent:
         try:
             while not self._stopping:
                 self._turn()
-            self._links.to_broker(m.Leave())
+            self._farewell()
         except BaseException as error:  # whatever it is, the engine must learn of it and go on alone
             logger.exception("the control thread ended; all prefills stay local from now on")
             with self._lock:
@@ -239,11 +259,23 @@ class ControlAgent:
                 links, self._links = self._links, None
             links.close(LINGER_MS)
 
+    def _farewell(self) -> None:
+        """Last words: what the engine still had to say, no more of what it had asked for, and goodbye."""
+        with self._lock:
+            for attempt in self._decode.states():
+                self._do(self._decode.abort(self._clock(), attempt))
+        self._send()
+        self._links.to_broker(m.Leave())
+
     def _turn(self) -> None:
         """Wait, receive, do what is due, send, tell the engine."""
         for source, sender, message in self._links.receive(self._links.poll(self._patience_s())):
             with self._lock:
-                self._on_message(self._clock(), source, sender, message)
+                try:
+                    self._on_message(self._clock(), source, sender, message)
+                except Exception:  # one peer's message must not silence the engine for all others
+                    self._link_counters["frame_stumble"] += 1
+                    logger.exception("stumbled over %s from %s", type(message).__name__, sender)
         self._heartbeat()
         self._liveness()
         with self._lock:
@@ -254,7 +286,7 @@ class ControlAgent:
         self._send()
         self._tell()
 
-    def _patience_s(self) -> Optional[float]:
+    def _patience_s(self) -> float | None:
         with self._lock:
             if self._outbox or not self._announced:
                 return 0.0
@@ -350,9 +382,9 @@ class ControlAgent:
                 self._links.connect(action.peer, action.address)
             elif isinstance(action, Disconnect):
                 self._links.disconnect(action.peer)
-        if room != self._told_room and self.member.role.prefills and self._outlook.up:
-            if self._links.to_broker(m.Take(room, self._serial)) is SendResult.SENT:
-                self._told_room = room
+        if (room != self._told_room and self.member.role.prefills and self._outlook.up
+                and self._links.to_broker(m.Take(room, self._serial)) is SendResult.SENT):
+            self._told_room = room
 
     def _to_broker(self, message: m.Message) -> None:
         if self._links.to_broker(message) is SendResult.SENT:
@@ -380,3 +412,7 @@ class ControlAgent:
             announce, self._announced = not self._announced, True
         if announce:
             self._wake()
+
+
+def _merged(**counters: m.Counters) -> dict[str, int]:
+    return {f"{prefix}_{name}": count for prefix, counter in counters.items() for name, count in counter.items()}

@@ -8,7 +8,7 @@ import collections
 import logging
 import time
 import uuid
-from typing import Callable, Dict, List, Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -40,7 +40,7 @@ class Broker:
             raise ConfigError("bind", bind, f"{error}; choose a free address like tcp://127.0.0.1:5700") from error
         self.address = sockets.endpoint(self._socket)
         self._registry = Registry(uuid.uuid4().hex, limits or QueueLimits(ttl_s=ttl_s))
-        self._routes: Dict[str, bytes] = {}
+        self._routes: dict[str, bytes] = {}
         self._waker = sockets.Waker()
         self._stopping = False
 
@@ -71,7 +71,7 @@ class Broker:
         self._stopping = True
         self._waker.set()
 
-    def members(self) -> List[m.Member]:
+    def members(self) -> list[m.Member]:
         """Who is registered. A glance from another thread; the list may be old when it arrives."""
         return self._registry.members()
 
@@ -79,7 +79,7 @@ class Broker:
         """Jobs that wait for a P."""
         return len(self._registry)
 
-    def counts(self) -> Dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Counters of bad frames and odd messages."""
         return {**self.counters, **self._registry.counters}
 
@@ -99,7 +99,7 @@ class Broker:
         self._routes[sender] = route
         self._deliver(self._registry.receive(self._clock(), sender, message))
 
-    def _deliver(self, letters: List[Letter]) -> None:
+    def _deliver(self, letters: list[Letter]) -> None:
         queue = collections.deque(letters)
         while queue:
             to, message = queue.popleft()

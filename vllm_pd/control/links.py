@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's sockets. Used by one thread only.
 
-One ROUTER, to which prefill engines connect, and where they get their answers; one DEALER to the broker; one DEALER to each
-decode engine that gives us jobs. A peer is answered on the connection that it last spoke on.
+One ROUTER, to which prefill engines connect, and where they get their answers; one DEALER to the broker; one DEALER to
+each decode engine that gives us jobs. A peer is answered on the connection that it last spoke on.
 """
 import collections
+from collections.abc import Iterator
 from enum import Enum
-from typing import Dict, Iterator, List, Optional, Tuple
 
 import zmq
 
@@ -33,15 +33,15 @@ class Links:
 
     def __init__(self, incarnation: str, bind: str, broker: str):
         self.counters: m.Counters = collections.Counter()
-        self.other_protocol: Optional[int] = None
+        self.other_protocol: int | None = None
         self.waker = sockets.Waker()
         self._incarnation = incarnation
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        self._decode: Dict[str, zmq.Socket] = {}
-        self._peer_of: Dict[zmq.Socket, str] = {}
-        self._routes: "collections.OrderedDict[str, bytes]" = collections.OrderedDict()
-        opened: List[zmq.Socket] = []
+        self._decode: dict[str, zmq.Socket] = {}
+        self._peer_of: dict[zmq.Socket, str] = {}
+        self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
+        opened: list[zmq.Socket] = []
         try:
             self._router = sockets.server(self._context, bind)
             opened.append(self._router)
@@ -57,7 +57,7 @@ class Links:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._broker, zmq.POLLIN)
 
-    def poll(self, timeout_s: Optional[float]) -> List[zmq.Socket]:
+    def poll(self, timeout_s: float | None) -> list[zmq.Socket]:
         """Wait for messages or for the waker, at most so long; returns the sockets that have something."""
         # Rounded up: to wake a little late costs less than to wake early and find nothing due.
         timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))
@@ -65,7 +65,7 @@ class Links:
         self.waker.clear()
         return [socket for socket, _ in ready if isinstance(socket, zmq.Socket)]
 
-    def receive(self, ready: List[zmq.Socket]) -> Iterator[Tuple[Source, str, m.Message]]:
+    def receive(self, ready: list[zmq.Socket]) -> Iterator[tuple[Source, str, m.Message]]:
         """The messages that wait, a bounded batch from each socket. Bad ones are counted and skipped."""
         for socket in ready:
             for _ in range(BATCH_MESSAGES):
@@ -76,7 +76,7 @@ class Links:
                 if message is not None:
                     yield message
 
-    def _open(self, socket: zmq.Socket, frames: List[bytes]) -> Optional[Tuple[Source, str, m.Message]]:
+    def _open(self, socket: zmq.Socket, frames: list[bytes]) -> tuple[Source, str, m.Message] | None:
         source = Source.PREFILL if socket is self._router else (
             Source.BROKER if socket is self._broker else Source.DECODE)
         try:
@@ -132,7 +132,7 @@ class Links:
         route = self._routes.get(peer)
         return self._send(None if route is None else self._router, route, message)
 
-    def _send(self, socket: Optional[zmq.Socket], route: Optional[bytes], message: m.Message) -> SendResult:
+    def _send(self, socket: zmq.Socket | None, route: bytes | None, message: m.Message) -> SendResult:
         result = SendResult.UNREACHABLE
         if socket is not None:
             try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine knows of the broker and, through it, of the others. Pure; the caller holds the lock."""
 import collections
-from typing import Callable, Dict, List, Optional
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,7 +17,7 @@ class QueueView(msgspec.Struct, frozen=True):
     broker_up: bool
     queue_length: int
     prefill_peers: int
-    mismatch: Optional[str]
+    mismatch: str | None
 
 
 class Outlook:
@@ -33,10 +33,10 @@ class Outlook:
         self.up = False
         self.heard_at = 0.0
         self.next_heartbeat = 0.0
-        self.mismatch: Optional[str] = None
-        self._members: Dict[str, m.Member] = {}
-        self._dead: "collections.OrderedDict[str, None]" = collections.OrderedDict()
-        self._prefills: List[m.Member] = []
+        self.mismatch: str | None = None
+        self._members: dict[str, m.Member] = {}
+        self._dead: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._prefills: list[m.Member] = []
 
     def heard(self, now: float, broker: str, queue_length: int) -> bool:
         """The broker spoke. Returns whether it is another process than the last one that did."""
@@ -70,21 +70,21 @@ class Outlook:
         """When a heartbeat or `check` is due."""
         return min(self.next_heartbeat, self.heard_at + self.silent_s) if self.up else self.next_heartbeat
 
-    def members(self) -> List[m.Member]:
+    def members(self) -> list[m.Member]:
         """The registry without ourselves and the dead."""
         return [member for name, member in self._members.items()
                 if name != self.member.incarnation and name not in self._dead]
 
-    def prefills(self) -> List[m.Member]:
+    def prefills(self) -> list[m.Member]:
         """Prefill engines among them that fit."""
         return self._prefills
 
-    def view(self, own_queued: int, other_mismatch: Optional[str]) -> QueueView:
+    def view(self, own_queued: int, other_mismatch: str | None) -> QueueView:
         """For the policy. The broker's queue length is up to a heartbeat old, our own part of it is not."""
         return QueueView(self.up, max(self.queue_length, own_queued), len(self._prefills),
                          self.mismatch or other_mismatch)
 
-    def gone(self, candidates: List[m.Member], is_gone: Callable[[m.Member], bool]) -> List[str]:
+    def gone(self, candidates: list[m.Member], is_gone: Callable[[m.Member], bool]) -> list[str]:
         """Which of these are newly known to be dead."""
         return [member.incarnation for member in candidates
                 if member.incarnation not in self._dead and is_gone(member)]

@@ -7,7 +7,6 @@ differs, a pid says nothing about the peer, and nothing is concluded from it.
 import functools
 import os
 import uuid
-from typing import Optional
 
 from vllm_pd.core.messages import Fingerprint, Load, Member, Role
 
@@ -25,7 +24,7 @@ def host_id() -> str:
         return ""
 
 
-def start_time(pid: int) -> Optional[int]:
+def start_time(pid: int) -> int | None:
     """When the process began, in clock ticks since boot; None where there is no such process, or only its remains."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -55,7 +54,7 @@ def is_gone(member: Member) -> bool:
         return False
 
 
-def local_member(role: Role, fingerprint: Fingerprint, load: Load = Load()) -> Member:
+def local_member(role: Role, fingerprint: Fingerprint) -> Member:
     """A registry entry for this process: a new incarnation. The agent fills in the address."""
     pid = os.getpid()
-    return Member(uuid.uuid4().hex, role, "", fingerprint, load, host_id(), pid, start_time(pid) or 0)
+    return Member(uuid.uuid4().hex, role, "", fingerprint, Load(), host_id(), pid, start_time(pid) or 0)

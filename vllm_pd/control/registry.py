@@ -5,13 +5,12 @@ The queue is first in, first out, and holds promises only: a job lost with it is
 is denied there. So nothing here has to survive the process.
 """
 import collections
-from typing import Deque, Dict, List, Optional, Tuple
 
 import msgspec
 
 from vllm_pd.core import messages as m
 
-Letter = Tuple[str, m.Message]
+Letter = tuple[str, m.Message]
 
 
 class QueueLimits(msgspec.Struct, frozen=True):
@@ -42,19 +41,19 @@ class Registry:
         self.limits = limits
         self.version = 1
         self.counters: m.Counters = collections.Counter()
-        self._entries: Dict[str, _Entry] = {}
-        self._jobs: Dict[m.Attempt, Tuple[m.Job, float]] = {}  # insertion order is the queue's
-        self._front: Deque[Tuple[m.Job, float]] = collections.deque()  # offers that came back, served first
+        self._entries: dict[str, _Entry] = {}
+        self._jobs: dict[m.Attempt, tuple[m.Job, float]] = {}  # insertion order is the queue's
+        self._front: collections.deque[tuple[m.Job, float]] = collections.deque()  # offers that came back, served first
         self._tokens = 0
 
     def __len__(self) -> int:
         return len(self._jobs) + len(self._front)
 
-    def members(self) -> List[m.Member]:
+    def members(self) -> list[m.Member]:
         """Everybody who is registered."""
         return [entry.member for entry in self._entries.values()]
 
-    def receive(self, now: float, sender: str, message: m.Message) -> List[Letter]:
+    def receive(self, now: float, sender: str, message: m.Message) -> list[Letter]:
         """A message from an engine."""
         if isinstance(message, m.Register):
             return self._register(now, sender, message)
@@ -71,7 +70,7 @@ class Registry:
         self.counters["unexpected"] += 1
         return []
 
-    def tick(self, now: float) -> List[Letter]:
+    def tick(self, now: float) -> list[Letter]:
         """Forget members that fell silent, and jobs whose time is over."""
         for attempt in [a for a, (_, until) in self._jobs.items() if until <= now]:
             self._remove(attempt)
@@ -80,7 +79,7 @@ class Registry:
         self.counters["member_silent"] += len(silent)
         return self._drop_members(silent) + self._offers(now)
 
-    def undeliverable(self, now: float, to: str, message: m.Message, gone: bool) -> List[Letter]:
+    def undeliverable(self, now: float, to: str, message: m.Message, gone: bool) -> list[Letter]:
         """A letter that the socket did not take. `gone`: nobody is connected under that name."""
         entry = self._entries.get(to)
         if isinstance(message, m.Offer):
@@ -92,7 +91,7 @@ class Registry:
 
     # Messages, one by one.
 
-    def _register(self, now: float, sender: str, message: m.Register) -> List[Letter]:
+    def _register(self, now: float, sender: str, message: m.Register) -> list[Letter]:
         member = message.member
         if member.incarnation != sender:
             self.counters["foreign"] += 1
@@ -115,7 +114,7 @@ class Registry:
             return [(sender, self._peers())]
         return [(sender, m.Heard(self.incarnation, len(self)))]
 
-    def _put(self, now: float, sender: str, job: m.Job) -> List[Letter]:
+    def _put(self, now: float, sender: str, job: m.Job) -> list[Letter]:
         attempt = job.attempt
         if attempt.incarnation != sender:
             self.counters["foreign"] += 1
@@ -127,7 +126,7 @@ class Registry:
         offers = self._offers(now)
         return [*offers, (sender, m.PutReply(attempt, refusal, len(self)))]
 
-    def _refusal(self, sender: str, job: m.Job) -> Optional[m.PutRefusal]:
+    def _refusal(self, sender: str, job: m.Job) -> m.PutRefusal | None:
         if sender not in self._entries:
             return m.PutRefusal.UNREGISTERED
         if job.attempt in self._jobs:
@@ -138,7 +137,7 @@ class Registry:
             return m.PutRefusal.NO_PEER
         return None
 
-    def _take(self, now: float, sender: str, message: m.Take) -> List[Letter]:
+    def _take(self, now: float, sender: str, message: m.Take) -> list[Letter]:
         entry = self._entries.get(sender)
         if entry is None:
             self.counters["unregistered"] += 1
@@ -150,9 +149,9 @@ class Registry:
 
     # Moves.
 
-    def _offers(self, now: float) -> List[Letter]:
+    def _offers(self, now: float) -> list[Letter]:
         """Jobs to whoever has room, oldest job first, most room first."""
-        letters: List[Letter] = []
+        letters: list[Letter] = []
         open_to = [entry for entry in self._entries.values() if entry.free() > 0]
         for from_front, job, until in self._in_order() if open_to else ():
             fitting = [entry for entry in open_to if self._fits(entry, job.attempt.incarnation)]
@@ -174,7 +173,7 @@ class Registry:
                     break
         return letters
 
-    def _in_order(self) -> List[Tuple[bool, m.Job, float]]:
+    def _in_order(self) -> list[tuple[bool, m.Job, float]]:
         return [(True, job, until) for job, until in self._front] + [
             (False, job, until) for job, until in self._jobs.values()]
 
@@ -184,7 +183,7 @@ class Registry:
         return (theirs is not None and theirs is not entry and entry.member.role.prefills
                 and entry.member.fingerprint.first_difference(theirs.member.fingerprint) is None)
 
-    def _drop_members(self, names: List[str]) -> List[Letter]:
+    def _drop_members(self, names: list[str]) -> list[Letter]:
         dropped = [name for name in names if self._entries.pop(name, None) is not None]
         if not dropped:
             return []
@@ -200,7 +199,7 @@ class Registry:
         if item is not None:
             self._tokens -= len(item[0].token_ids)
 
-    def _changed(self) -> List[Letter]:
+    def _changed(self) -> list[Letter]:
         self.version += 1
         peers = self._peers()
         return [(name, peers) for name in self._entries]

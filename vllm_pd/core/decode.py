@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode engine's side of every attempt that it has open.
 
-Life of an attempt: `submit` puts a job on the queue (QUEUED); the first claim gets its blocks (GRANTED); the last rank's
-notice ends it (DONE). Or it ends as FAILED (P's word, P's death, no queue, no P), CANCELLED (`abort`) or EXPIRED (lease
-or deadline). Ends are final and come once.
+Life of an attempt: `submit` puts a job on the queue (QUEUED); the first claim gets its blocks (GRANTED); the last
+rank's notice ends it (DONE). Or it ends as FAILED (P's word, P's death, no queue, no P), CANCELLED (`abort`) or EXPIRED
+(lease or deadline). Ends are final and come once.
 
 The *fence* is a second matter: from the grant on, P may write the blocks. They are free again only by P's word (failed,
 stopped, every rank's notice) or by P's death as a fact, never by time. An attempt that has ended with its fence open is
@@ -11,14 +11,23 @@ kept, and P is told to stop again and again, until one of these comes. Then the 
 without a record changes nothing but a counter.
 """
 import collections
+from collections.abc import Callable
 from enum import Enum
-from typing import Callable, Deque, Dict, List, Optional, Set
 
 import msgspec
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import (Action, Fallback, FallbackReason, Outcome, Prefilled, Released, Timed, ToBroker,
-                                 ToPrefill)
+from vllm_pd.core.events import (
+    Action,
+    Fallback,
+    FallbackReason,
+    Outcome,
+    Prefilled,
+    Released,
+    Timed,
+    ToBroker,
+    ToPrefill,
+)
 from vllm_pd.errors import PeerMismatch
 
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
@@ -52,7 +61,7 @@ class DecodeLimits(msgspec.Struct, frozen=True):
 class _Record:
     """One open attempt. Deadlines are in the caller's clock."""
 
-    def __init__(self, attempt: m.Attempt, token_ids: List[int], block_ids: List[int], cached_blocks: int):
+    def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int):
         self.attempt = attempt
         self.token_ids = token_ids
         self.block_ids = block_ids
@@ -64,7 +73,7 @@ class _Record:
         self.peer = ""
         self.claim = -1
         self.ranks = 1
-        self.arrived: Set[int] = set()
+        self.arrived: set[int] = set()
         self.timings = m.Timings()
 
 
@@ -74,17 +83,18 @@ class DecodeSide:
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits):
         self.member = member
         self.limits = limits
-        self.mismatch: Optional[str] = None
+        self.mismatch: str | None = None
         self._hello_reply = m.HelloReply(member, transfer_metadata)
         self.counters: m.Counters = collections.Counter()
-        self.peers: Dict[str, m.Member] = {}
-        self._records: Dict[m.Attempt, _Record] = {}
-        self._done: Dict[m.Attempt, _Record] = {}
-        self._done_order: Deque[m.Attempt] = collections.deque()
+        self.dropped: m.Counters = collections.Counter()
+        self.peers: dict[str, m.Member] = {}
+        self._records: dict[m.Attempt, _Record] = {}
+        self._done: dict[m.Attempt, _Record] = {}
+        self._done_order: collections.deque[m.Attempt] = collections.deque()
         self._last_number = -1
-        self._broker_lost_at: Optional[float] = None
-        self._peers_lost_at: Optional[float] = None
-        self._handlers: Dict[type, Callable[[float, str, m.Message], List[Action]]] = {
+        self._broker_lost_at: float | None = None
+        self._peers_lost_at: float | None = None
+        self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
             m.Hello: self._on_hello,
             m.Claim: self._on_claim,
             m.Renew: self._on_renew,
@@ -95,8 +105,8 @@ class DecodeSide:
 
     # What the engine does.
 
-    def submit(self, now: float, attempt: m.Attempt, token_ids: List[int], block_ids: List[int],
-               cached_blocks: int) -> List[Action]:
+    def submit(self, now: float, attempt: m.Attempt, token_ids: list[int], block_ids: list[int],
+               cached_blocks: int) -> list[Action]:
         """Queue a job. The caller keeps the blocks set aside until `Prefilled` or `Released`. Attempt numbers must
         grow from call to call (ValueError), or a late notice could be taken for another attempt's."""
         if attempt.number <= self._last_number or attempt.incarnation != self.member.incarnation:
@@ -112,20 +122,20 @@ class DecodeSide:
             return self._end(now, record, Outcome.FAILED, FallbackReason.BROKER, "no answer from the broker")
         return self._put(now, record)
 
-    def abort(self, now: float, attempt: m.Attempt) -> List[Action]:
+    def abort(self, now: float, attempt: m.Attempt) -> list[Action]:
         """The request is no longer wanted. Its end is this call; `Released` follows when the blocks may be reused."""
         record = self._records.get(attempt)
         if record is None or record.state.ended:
             return []
         return self._end(now, record, Outcome.CANCELLED, None)
 
-    def arrived(self, now: float, attempt: m.Attempt, rank: int) -> List[Action]:
+    def arrived(self, now: float, attempt: m.Attempt, rank: int) -> list[Action]:
         """The transfer's notice: all of this rank's data is in our blocks."""
         record = self._records.get(attempt)
         if record is None or not record.fenced or not 0 <= rank < record.ranks:
-            return self._count("notice_unknown")
+            return self._drop("notice_unknown")
         if rank in record.arrived:
-            return self._count("notice_duplicate")
+            return self._drop("notice_duplicate")
         record.arrived.add(rank)
         if len(record.arrived) < record.ranks:
             return []
@@ -140,18 +150,18 @@ class DecodeSide:
 
     # What others do.
 
-    def receive(self, now: float, sender: str, message: m.Message) -> List[Action]:
+    def receive(self, now: float, sender: str, message: m.Message) -> list[Action]:
         """A message from a P."""
         handler = self._handlers.get(type(message))
         if handler is None:
-            return self._count("unexpected")
+            return self._drop("unexpected")
         return handler(now, sender, message)
 
-    def put_reply(self, now: float, reply: m.PutReply) -> List[Action]:
+    def put_reply(self, now: float, reply: m.PutReply) -> list[Action]:
         """The broker's answer to a put."""
         record = self._records.get(reply.attempt)
         if record is None or record.state is not State.QUEUED:
-            return [] if reply.refusal is None else self._count("put_reply_unknown")
+            return [] if reply.refusal is None else self._drop("put_reply_unknown")
         if reply.refusal is m.PutRefusal.FULL:
             return self._end(now, record, Outcome.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
         if reply.refusal is m.PutRefusal.NO_PEER:
@@ -160,14 +170,14 @@ class DecodeSide:
             record.next_put = min(record.next_put, now + self.limits.claim_retry_s / 10)
         return []
 
-    def put_failed(self, now: float, attempt: m.Attempt) -> List[Action]:
+    def put_failed(self, now: float, attempt: m.Attempt) -> list[Action]:
         """The broker could not be reached when the first put of this attempt was to leave."""
         record = self._records.get(attempt)
         if record is None or record.state is not State.QUEUED or now - record.submitted >= self.limits.claim_retry_s:
             return []
         return self._end(now, record, Outcome.FAILED, FallbackReason.BROKER, "the broker can't be reached")
 
-    def broker_is(self, now: float, up: bool) -> List[Action]:
+    def broker_is(self, now: float, up: bool) -> list[Action]:
         """Whether the broker answers. Jobs wait for its return for `ttl_s`, and are queued anew when it is back."""
         if not up:
             if self._broker_lost_at is None:
@@ -178,9 +188,9 @@ class DecodeSide:
         self._broker_lost_at = None
         return self.requeue(now)
 
-    def requeue(self, now: float) -> List[Action]:
+    def requeue(self, now: float) -> list[Action]:
         """Put every unclaimed job again: the broker that had them is gone."""
-        actions: List[Action] = []
+        actions: list[Action] = []
         for record in list(self._records.values()):
             if record.state is State.QUEUED:
                 actions += self._put(now, record)
@@ -193,17 +203,17 @@ class DecodeSide:
         elif self._peers_lost_at is None:
             self._peers_lost_at = now
 
-    def peer_dead(self, now: float, incarnation: str) -> List[Action]:
+    def peer_dead(self, now: float, incarnation: str) -> list[Action]:
         """The process of a P is gone, as a fact: it will never write again."""
         self.peers.pop(incarnation, None)
-        actions: List[Action] = []
+        actions: list[Action] = []
         for record in [r for r in self._records.values() if r.fenced and r.peer == incarnation]:
             actions += self._p_is_out(now, record, FallbackReason.PEER, "the prefill engine died")
         return actions
 
-    def shut(self, now: float, detail: str) -> List[Action]:
+    def shut(self, now: float, detail: str) -> list[Action]:
         """The control thread ends: every open attempt falls back. Open fences stay, for nobody hears P any more."""
-        actions: List[Action] = []
+        actions: list[Action] = []
         for record in list(self._records.values()):
             if not record.state.ended:
                 actions += self._end(now, record, Outcome.FAILED, FallbackReason.CONTROL, detail)
@@ -212,33 +222,33 @@ class DecodeSide:
 
     # Time.
 
-    def tick(self, now: float) -> List[Action]:
+    def tick(self, now: float) -> list[Action]:
         """Do what is due."""
-        actions: List[Action] = []
+        actions: list[Action] = []
         for record in list(self._records.values()):
             if self._due(record) <= now:
                 actions += self._on_due(now, record)
         return actions
 
-    def next_deadline(self) -> Optional[float]:
+    def next_deadline(self) -> float | None:
         """When `tick` is next due; None where nothing is."""
         return min((self._due(record) for record in self._records.values()), default=None)
 
     # What the engine and the tests look at.
 
-    def states(self) -> Dict[m.Attempt, State]:
+    def states(self) -> dict[m.Attempt, State]:
         """All attempts that still have a record."""
         return {attempt: record.state for attempt, record in self._records.items()}
 
-    def fenced(self) -> Dict[m.Attempt, str]:
+    def fenced(self) -> dict[m.Attempt, str]:
         """Attempts whose blocks a P may write, and which P."""
         return {attempt: record.peer for attempt, record in self._records.items() if record.fenced}
 
-    def busy_peers(self) -> Set[str]:
+    def busy_peers(self) -> set[str]:
         """Ps that may write."""
         return {record.peer for record in self._records.values() if record.fenced}
 
-    def waiting_notice(self) -> Optional[bool]:
+    def waiting_notice(self) -> bool | None:
         """True where a P has sent and its notice is due, False where one is at work, None where nothing is granted."""
         granted = [record for record in self._records.values() if record.fenced]
         return any(record.timings.measured for record in granted) if granted else None
@@ -249,13 +259,15 @@ class DecodeSide:
 
     # Messages, one by one.
 
-    def _on_hello(self, now: float, sender: str, message: m.Hello) -> List[Action]:
+    def _on_hello(self, now: float, sender: str, message: m.Hello) -> list[Action]:
         theirs = message.member
         if theirs.incarnation != sender or sender == self.member.incarnation:
-            return self._count("hello_foreign")
+            return self._drop("hello_foreign")
+        if not (self.member.role.decodes and theirs.role.prefills):
+            return self._drop("hello_role")
         difference = self.member.fingerprint.first_difference(theirs.fingerprint)
         if difference is not None:
-            self.counters["hello_refused"] += 1
+            self.dropped["hello_refused"] += 1
             self.mismatch = str(PeerMismatch(*difference))
             return [ToPrefill(sender, m.Refused(*map(str, difference)))]
         self._forget_idle_peers()
@@ -268,7 +280,7 @@ class DecodeSide:
         while len(self.peers) >= self.limits.max_peers + len(busy):
             del self.peers[next(name for name in self.peers if name not in busy)]
 
-    def _on_claim(self, now: float, sender: str, message: m.Claim) -> List[Action]:
+    def _on_claim(self, now: float, sender: str, message: m.Claim) -> list[Action]:
         record = self._records.get(message.attempt)
         if record is None:
             return self._deny(sender, message, m.DenyReason.UNKNOWN)
@@ -279,7 +291,7 @@ class DecodeSide:
         if record.state is State.GRANTED:
             if (record.peer, record.claim) != (sender, message.claim):
                 return self._deny(sender, message, m.DenyReason.TAKEN)
-            self.counters["claim_duplicate"] += 1
+            self.dropped["claim_duplicate"] += 1
             return [ToPrefill(sender, self._grant(record))]
         record.state, record.fenced = State.GRANTED, True
         record.peer, record.claim, record.ranks = sender, message.claim, message.ranks
@@ -289,53 +301,53 @@ class DecodeSide:
         self.counters["granted"] += 1
         return [ToPrefill(sender, self._grant(record))]
 
-    def _on_renew(self, now: float, sender: str, message: m.Renew) -> List[Action]:
+    def _on_renew(self, now: float, sender: str, message: m.Renew) -> list[Action]:
         record = self._held_by(sender, message)
         if record is None or record.state.ended:
-            self.counters["renew_unknown"] += record is None
+            self.dropped["renew_unknown" if record is None else "renew_ended"] += 1
             return [ToPrefill(sender, m.Cancel(message.attempt, message.claim))]
         record.lease_until = now + self.limits.lease_s
         return [ToPrefill(sender, m.Renewed(message.attempt, message.claim, message.stamp, self.limits.lease_s))]
 
-    def _on_sent(self, now: float, sender: str, message: m.Sent) -> List[Action]:
+    def _on_sent(self, now: float, sender: str, message: m.Sent) -> list[Action]:
         late = self._done.get(message.attempt)
         if late is not None and (late.peer, late.claim) == (sender, message.claim):
             del self._done[message.attempt]
             return [Timed(message.attempt, self._measured(late, message.timings))]
         record = self._held_by(sender, message)
         if record is None or record.timings.measured:
-            return self._count("sent_unknown" if record is None else "sent_duplicate")
+            return self._drop("sent_unknown" if record is None else "sent_duplicate")
         record.timings = self._measured(record, message.timings)
         return []
 
-    def _on_failed(self, now: float, sender: str, message: m.Failed) -> List[Action]:
+    def _on_failed(self, now: float, sender: str, message: m.Failed) -> list[Action]:
         record = self._held_by(sender, message)
         if record is None:
-            return self._count("failed_unknown")
+            return self._drop("failed_unknown")
         return self._p_is_out(now, record, FallbackReason.FAILED, message.reason)
 
-    def _on_stopped(self, now: float, sender: str, message: m.Stopped) -> List[Action]:
+    def _on_stopped(self, now: float, sender: str, message: m.Stopped) -> list[Action]:
         record = self._held_by(sender, message)
         if record is None:
-            return self._count("stopped_unknown")
+            return self._drop("stopped_unknown")
         return self._p_is_out(now, record, FallbackReason.FAILED, "the prefill engine stopped")
 
     # Moves.
 
-    def _p_is_out(self, now: float, record: _Record, reason: FallbackReason, detail: str) -> List[Action]:
+    def _p_is_out(self, now: float, record: _Record, reason: FallbackReason, detail: str) -> list[Action]:
         """P will write no more, whatever the attempt's state."""
         record.fenced = False
         if record.state.ended:
             return self._release(record)
         return self._end(now, record, Outcome.FAILED, reason, detail)
 
-    def _end(self, now: float, record: _Record, outcome: Outcome, reason: Optional[FallbackReason],
-             detail: str = "") -> List[Action]:
+    def _end(self, now: float, record: _Record, outcome: Outcome, reason: FallbackReason | None,
+             detail: str = "") -> list[Action]:
         """The one place where an attempt ends other than DONE."""
         was_queued = record.state is State.QUEUED
         record.state = State(outcome.value)
         self.counters[outcome.value] += 1
-        actions: List[Action] = []
+        actions: list[Action] = []
         if reason is not None:
             actions.append(Fallback(record.attempt, reason, outcome, detail))
         if was_queued and self._broker_lost_at is None:
@@ -344,17 +356,17 @@ class DecodeSide:
             return actions + self._release(record)
         return actions + self._cancel(now, record)
 
-    def _release(self, record: _Record) -> List[Action]:
+    def _release(self, record: _Record) -> list[Action]:
         del self._records[record.attempt]
         return [Released(record.attempt)]
 
-    def _cancel(self, now: float, record: _Record) -> List[Action]:
+    def _cancel(self, now: float, record: _Record) -> list[Action]:
         limits = self.limits
         record.cancel_retry_s = min(limits.cancel_retry_max_s, 2 * record.cancel_retry_s or limits.claim_retry_s / 4)
         record.next_cancel = now + record.cancel_retry_s
         return [ToPrefill(record.peer, m.Cancel(record.attempt, record.claim))]
 
-    def _put(self, now: float, record: _Record) -> List[Action]:
+    def _put(self, now: float, record: _Record) -> list[Action]:
         record.next_put = now + self.limits.claim_retry_s
         cached_tokens = record.cached_blocks * self.member.fingerprint.block_size
         job = m.Job(record.attempt, self.member.address, record.token_ids, cached_tokens,
@@ -372,7 +384,7 @@ class DecodeSide:
             return min(record.deadline, record.lease_until)
         return record.next_cancel
 
-    def _on_due(self, now: float, record: _Record) -> List[Action]:
+    def _on_due(self, now: float, record: _Record) -> list[Action]:
         if record.state.ended:
             return self._cancel(now, record)
         if now >= record.deadline:
@@ -392,7 +404,7 @@ class DecodeSide:
 
     # Small things.
 
-    def _held_by(self, sender: str, message: m.Message) -> Optional[_Record]:
+    def _held_by(self, sender: str, message: m.Message) -> _Record | None:
         """The record that this sender was granted with this claim, if its fence is open."""
         record = self._records.get(message.attempt)
         if record is None or not record.fenced or (record.peer, record.claim) != (sender, message.claim):
@@ -402,8 +414,8 @@ class DecodeSide:
     def _grant(self, record: _Record) -> m.Grant:
         return m.Grant(record.attempt, record.claim, record.block_ids, record.cached_blocks, self.limits.lease_s)
 
-    def _deny(self, sender: str, claim: m.Claim, reason: m.DenyReason) -> List[Action]:
-        self.counters["denied_" + reason.value] += 1
+    def _deny(self, sender: str, claim: m.Claim, reason: m.DenyReason) -> list[Action]:
+        self.dropped["claim_" + reason.value] += 1
         return [ToPrefill(sender, m.Deny(claim.attempt, claim.claim, reason))]
 
     def _remember(self, record: _Record) -> None:
@@ -417,6 +429,7 @@ class DecodeSide:
     def _measured(record: _Record, theirs: m.Timings) -> m.Timings:
         return msgspec.structs.replace(theirs, queue_s=record.timings.queue_s, measured=True)
 
-    def _count(self, name: str) -> List[Action]:
-        self.counters[name] += 1
+    def _drop(self, name: str) -> list[Action]:
+        """A message that changes nothing else."""
+        self.dropped[name] += 1
         return []

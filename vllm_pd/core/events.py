@@ -3,15 +3,14 @@
 
 The order in which a side returns them is the order in which they are to be done.
 """
-from enum import Enum
-from typing import List, Union
+from enum import StrEnum
 
 import msgspec
 
 from vllm_pd.core.messages import Attempt, Message, Timings
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """How an attempt ended."""
     DONE = "done"
     FAILED = "failed"
@@ -19,7 +18,7 @@ class Outcome(str, Enum):
     EXPIRED = "expired"
 
 
-class FallbackReason(str, Enum):
+class FallbackReason(StrEnum):
     """Why a prefill that was to be remote is done locally after all."""
     BROKER = "broker"  # the queue can't be reached
     QUEUE = "queue"  # the queue is full
@@ -61,10 +60,10 @@ class Prefill(msgspec.Struct, frozen=True):
     """P: do this one. `block_ids` are D's blocks to write, in order; `cached_blocks` whole blocks come before them in
     D's cache, and `cached_block_ids` says where. `peer` is D's incarnation, added by an earlier `AddPeer`."""
     attempt: Attempt
-    token_ids: List[int]
-    block_ids: List[int]
+    token_ids: list[int]
+    block_ids: list[int]
     cached_blocks: int
-    cached_block_ids: List[int]
+    cached_block_ids: list[int]
     peer: str
 
 
@@ -84,7 +83,7 @@ class DropPeer(msgspec.Struct, frozen=True):
     incarnation: str
 
 
-Event = Union[Prefilled, Timed, Fallback, Released, Prefill, Cancelled, AddPeer, DropPeer]
+Event = Prefilled | Timed | Fallback | Released | Prefill | Cancelled | AddPeer | DropPeer
 
 
 class ToBroker(msgspec.Struct, frozen=True):
@@ -115,5 +114,5 @@ class Disconnect(msgspec.Struct, frozen=True):
     peer: str
 
 
-Action = Union[Event, ToBroker, ToPrefill, ToDecode, Connect, Disconnect]
+Action = Event | ToBroker | ToPrefill | ToDecode | Connect | Disconnect
 EVENTS = (Prefilled, Timed, Fallback, Released, Prefill, Cancelled, AddPeer, DropPeer)

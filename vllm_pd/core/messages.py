@@ -8,8 +8,8 @@ can never be taken for one about the present claim.
 
 Durations are relative (seconds left), never absolute: two machines share no clock.
 """
-from enum import Enum
-from typing import Annotated, Dict, List, Optional, Tuple, Type, Union
+from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -25,13 +25,13 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
-TokenIds = Annotated[List[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
+TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
                      msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
-BlockIds = Annotated[List[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=MAX_BLOCKS)]
+BlockIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=MAX_BLOCKS)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What an engine does for others. Values are vLLM's `kv_role`."""
     DECODE = "kv_consumer"
     PREFILL = "kv_producer"
@@ -73,7 +73,7 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
     tp: int = 1
     pp: int = 1
 
-    def first_difference(self, other: "Fingerprint") -> Optional[Tuple[str, object, object]]:
+    def first_difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
         """(key, ours, theirs) of the first field that differs, None where KV can go between both engines."""
         for key in self.__struct_fields__:
             ours, theirs = getattr(self, key), getattr(other, key)
@@ -112,7 +112,7 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
     measured: bool = False
 
 
-class DenyReason(str, Enum):
+class DenyReason(StrEnum):
     """Why D did not grant a claim."""
     UNKNOWN = "unknown"
     TAKEN = "taken"
@@ -120,7 +120,7 @@ class DenyReason(str, Enum):
     UNPEERED = "unpeered"
 
 
-class PutRefusal(str, Enum):
+class PutRefusal(StrEnum):
     """Why the broker did not queue a job."""
     UNREGISTERED = "unregistered"
     FULL = "full"
@@ -134,7 +134,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     token_ids: TokenIds
     cached_tokens: Count
     deadline_s: Seconds
-    lora: Optional[Text] = None
+    lora: Text | None = None
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -202,7 +202,8 @@ class Renewed(Wire):
 
 
 class Sent(Wire):
-    """All handles of all of P's ranks are done. A wake-up with timings; the proof of arrival is the transfer's notice."""
+    """All handles of all of P's ranks are done. A wake-up with timings; the proof of arrival is the transfer's notice.
+    """
     attempt: Attempt
     claim: Count
     timings: Timings
@@ -247,7 +248,7 @@ class Peers(Wire):
     """The registry, whole; pushed when it changes. `broker` is the incarnation of the broker's process."""
     broker: Name
     version: Count
-    members: Annotated[List[Member], msgspec.Meta(max_length=MAX_MEMBERS)]
+    members: Annotated[list[Member], msgspec.Meta(max_length=MAX_MEMBERS)]
     queue_length: Count
 
 
@@ -263,7 +264,7 @@ class Put(Wire):
 class PutReply(Wire):
     """`refusal` is None where the job is in the queue."""
     attempt: Attempt
-    refusal: Optional[PutRefusal]
+    refusal: PutRefusal | None
     queue_length: Count
 
 
@@ -284,13 +285,13 @@ class Offer(Wire):
     serial: Count
 
 
-TO_DECODE: Tuple[Type[Wire], ...] = (Hello, Claim, Renew, Sent, Failed, Stopped)
-TO_PREFILL: Tuple[Type[Wire], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
-TO_BROKER: Tuple[Type[Wire], ...] = (Register, Leave, Put, Withdraw, Take)
-FROM_BROKER: Tuple[Type[Wire], ...] = (Heard, Peers, PutReply, Offer, Refused)
+TO_DECODE: tuple[type[Wire], ...] = (Hello, Claim, Renew, Sent, Failed, Stopped)
+TO_PREFILL: tuple[type[Wire], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
+TO_BROKER: tuple[type[Wire], ...] = (Register, Leave, Put, Withdraw, Take)
+FROM_BROKER: tuple[type[Wire], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
-Message = Union[Hello, HelloReply, Refused, Claim, Grant, Deny, Renew, Renewed, Sent, Failed, Cancel, Stopped,
-                Register, Heard, Peers, Leave, Put, PutReply, Withdraw, Take, Offer]
+Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Sent | Failed | Cancel | Stopped
+           | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Take | Offer)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -299,4 +300,4 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     body: Message
 
 
-Counters = Dict[str, int]
+Counters = dict[str, int]

@@ -4,12 +4,12 @@
 The order of the checks is the order in which a reader would ask: is it worth it, may it, can it. The first "no" is the
 reason that is counted.
 """
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 
 
-class Reason(str, Enum):
+class Reason(StrEnum):
     """Why a prompt went where it went. LENGTH is the reason to go remote, the others are reasons to stay."""
     LENGTH = "length"
     THRESHOLD = "threshold"  # too short to be worth it

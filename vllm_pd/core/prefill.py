@@ -5,12 +5,12 @@ Life of a job: an offer from the queue waits until D is a peer (PEERING), is cla
 handed to the engine (RUNNING), which reports `sent` or `failed`; then the record goes. A cancel from D, the end of the
 lease or the loss of D moves it to STOPPING: the engine is told, and its `ended` is what D is waiting for.
 
-The lease counts from before the claim was sent, on this engine's clock, so it ends here before it ends on D. A record is
-dropped only when no handle of the job can write; so a cancel for a claim that is not on record is answered at once.
+The lease counts from before the claim was sent, on this engine's clock, so it ends here before it ends on D. A record
+is dropped only when no handle of the job can write; so a cancel for a claim that is not on record is answered at once.
 """
 import collections
+from collections.abc import Callable
 from enum import Enum
-from typing import Callable, Dict, List, Optional, Set, Tuple
 
 import msgspec
 
@@ -72,10 +72,10 @@ class _Peer:
         self.incarnation = incarnation
         self.address = address
         self.state = PeerState.GREETED
-        self.member: Optional[m.Member] = None
+        self.member: m.Member | None = None
         self.next_hello = 0.0
         self.last_heard = 0.0
-        self.missing_since: Optional[float] = None
+        self.missing_since: float | None = None
 
 
 class PrefillSide:
@@ -85,12 +85,13 @@ class PrefillSide:
         self.member = member
         self.limits = limits
         self.counters: m.Counters = collections.Counter()
-        self.mismatch: Optional[str] = None
+        self.dropped: m.Counters = collections.Counter()
+        self.mismatch: str | None = None
         self._hello = m.Hello(member, transfer_metadata)
-        self._jobs: Dict[m.Attempt, _Job] = {}
-        self._peers: Dict[str, _Peer] = {}
+        self._jobs: dict[m.Attempt, _Job] = {}
+        self._peers: dict[str, _Peer] = {}
         self._claims = 0
-        self._handlers: Dict[type, Callable[[float, str, m.Message], List[Action]]] = {
+        self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
             m.HelloReply: self._on_hello_reply,
             m.Refused: self._on_refused,
             m.Grant: self._on_grant,
@@ -106,9 +107,9 @@ class PrefillSide:
         job = self._jobs.get(attempt)
         return job is not None and job.state is JobState.RUNNING and now < job.lease_until
 
-    def sent(self, now: float, attempt: m.Attempt, timings: m.Timings) -> List[Action]:
+    def sent(self, now: float, attempt: m.Attempt, timings: m.Timings) -> list[Action]:
         """All handles of all ranks are done."""
-        job = self._drop(attempt)
+        job = self._forget(attempt)
         if job is None:
             return []
         if job.state is JobState.STOPPING:
@@ -117,44 +118,44 @@ class PrefillSide:
         self.counters["sent"] += 1
         return self._say(job, m.Sent(attempt, job.claim, timings))
 
-    def failed(self, now: float, attempt: m.Attempt, reason: str) -> List[Action]:
+    def failed(self, now: float, attempt: m.Attempt, reason: str) -> list[Action]:
         """The engine gave the attempt up; no handle of it can write any more."""
-        job = self._drop(attempt)
+        job = self._forget(attempt)
         if job is None:
             return []
         self.counters["failed"] += 1
         return self._say(job, m.Failed(attempt, job.claim, reason[:1000])) + self._part(attempt.incarnation)
 
-    def ended(self, now: float, attempt: m.Attempt) -> List[Action]:
+    def ended(self, now: float, attempt: m.Attempt) -> list[Action]:
         """The engine's answer to `Cancelled`: no handle of it can write any more."""
-        job = self._drop(attempt)
+        job = self._forget(attempt)
         if job is None:
             return []
         return self._say(job, m.Stopped(attempt, job.claim)) + self._part(attempt.incarnation)
 
     # What others do.
 
-    def offer(self, now: float, job: m.Job) -> List[Action]:
+    def offer(self, now: float, job: m.Job) -> list[Action]:
         """The queue has a job for us."""
         attempt = job.attempt
         if attempt.incarnation == self.member.incarnation:
-            return self._count("offer_own")
+            return self._drop("offer_own")
         if attempt in self._jobs:
-            return self._count("offer_duplicate")
+            return self._drop("offer_duplicate")
         if len(self._jobs) >= self.limits.max_jobs:
-            return self._count("offer_too_many")
+            return self._drop("offer_too_many")
         peer, actions = self._greet(now, attempt.incarnation, job.address)
         if peer is None or peer.state is PeerState.REFUSED:
-            return self._count("offer_refused_peer")
+            return self._drop("offer_refused_peer")
         record = self._jobs[attempt] = _Job(job, now)
         record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
         if peer.state is PeerState.PEER:
             actions += self._claim(now, record)
         return actions
 
-    def members_are(self, now: float, members: List[m.Member]) -> List[Action]:
+    def members_are(self, now: float, members: list[m.Member]) -> list[Action]:
         """The registry. Fitting decode engines are greeted before they send their first job."""
-        actions: List[Action] = []
+        actions: list[Action] = []
         listed = {member.incarnation for member in members}
         for member in members:
             if (member.role.decodes and member.incarnation != self.member.incarnation
@@ -167,48 +168,48 @@ class PrefillSide:
                 peer.missing_since = now
         return actions
 
-    def receive(self, now: float, sender: str, message: m.Message) -> List[Action]:
+    def receive(self, now: float, sender: str, message: m.Message) -> list[Action]:
         """A message from a D."""
         handler = self._handlers.get(type(message))
         peer = self._peers.get(sender)
         if handler is None or peer is None:
-            return self._count("unexpected" if handler is None else "unknown_peer")
+            return self._drop("unexpected" if handler is None else "unknown_peer")
         peer.last_heard = now
         return handler(now, sender, message)
 
-    def peer_lost(self, now: float, incarnation: str) -> List[Action]:
+    def peer_lost(self, now: float, incarnation: str) -> list[Action]:
         """A D is gone. Its running jobs are stopped; the peer is dropped when the last of them has ended."""
         peer = self._peers.get(incarnation)
         if peer is None:
             return []
         peered = peer.state is PeerState.PEER
-        actions: List[Action] = []
+        actions: list[Action] = []
         for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
             if job.state is JobState.RUNNING:
                 actions += self._stop(job)
             elif job.state is not JobState.STOPPING:
-                self._drop(job.attempt)
+                self._forget(job.attempt)
         if peered or peer.state is PeerState.LEAVING:
             peer.state = PeerState.LEAVING
             return actions + self._part(incarnation)
         del self._peers[incarnation]
         return actions + [Disconnect(incarnation)]
 
-    def shut(self, now: float) -> List[Action]:
+    def shut(self, now: float) -> list[Action]:
         """The control thread ends: every job is to be stopped."""
-        actions: List[Action] = []
+        actions: list[Action] = []
         for job in list(self._jobs.values()):
             if job.state is JobState.RUNNING:
                 actions += self._stop(job)
             elif job.state is not JobState.STOPPING:
-                self._drop(job.attempt)
+                self._forget(job.attempt)
         return actions
 
     # Time.
 
-    def tick(self, now: float) -> List[Action]:
+    def tick(self, now: float) -> list[Action]:
         """Do what is due."""
-        actions: List[Action] = []
+        actions: list[Action] = []
         for job in list(self._jobs.values()):
             if self._due(job) <= now:
                 actions += self._on_due(now, job)
@@ -217,7 +218,7 @@ class PrefillSide:
                 actions += self._on_peer_due(now, peer)
         return actions
 
-    def next_deadline(self) -> Optional[float]:
+    def next_deadline(self) -> float | None:
         """When `tick` is next due; None where nothing is."""
         due = [self._due(job) for job in self._jobs.values()]
         due += [self._peer_due(peer) for peer in self._peers.values()]
@@ -225,7 +226,7 @@ class PrefillSide:
 
     # What the engine and the tests look at.
 
-    def states(self) -> Dict[m.Attempt, JobState]:
+    def states(self) -> dict[m.Attempt, JobState]:
         """All jobs that still have a record."""
         return {attempt: job.state for attempt, job in self._jobs.items()}
 
@@ -233,47 +234,47 @@ class PrefillSide:
         """Jobs that may still come to the engine."""
         return sum(job.state in (JobState.PEERING, JobState.CLAIMING) for job in self._jobs.values())
 
-    def peers(self) -> Dict[str, m.Member]:
+    def peers(self) -> dict[str, m.Member]:
         """Decode engines that have answered."""
         return {name: peer.member for name, peer in self._peers.items() if peer.member is not None}
 
-    def busy_peers(self) -> Set[str]:
+    def busy_peers(self) -> set[str]:
         """Decode engines with a job here."""
         return {attempt.incarnation for attempt in self._jobs}
 
     # Messages, one by one.
 
-    def _on_hello_reply(self, now: float, sender: str, message: m.HelloReply) -> List[Action]:
+    def _on_hello_reply(self, now: float, sender: str, message: m.HelloReply) -> list[Action]:
         peer = self._peers[sender]
         if peer.state is not PeerState.GREETED or message.member.incarnation != sender:
-            return self._count("hello_reply_duplicate")
+            return self._drop("hello_reply_duplicate")
         difference = self.member.fingerprint.first_difference(message.member.fingerprint)
         if difference is not None:
             return self._refuse(peer, *difference)
         peer.member = message.member
         peer.state = PeerState.PEER
-        actions: List[Action] = [AddPeer(sender, message.transfer_metadata)]
+        actions: list[Action] = [AddPeer(sender, message.transfer_metadata)]
         for job in list(self._jobs.values()):
             if job.attempt.incarnation == sender and job.state is JobState.PEERING:
                 actions += self._claim(now, job)
         return actions
 
-    def _on_refused(self, now: float, sender: str, message: m.Refused) -> List[Action]:
+    def _on_refused(self, now: float, sender: str, message: m.Refused) -> list[Action]:
         peer = self._peers[sender]
         if peer.state is not PeerState.GREETED:
-            return self._count("refused_unexpected")
+            return self._drop("refused_unexpected")
         return self._refuse(peer, message.key, message.theirs, message.ours)
 
-    def _on_grant(self, now: float, sender: str, grant: m.Grant) -> List[Action]:
+    def _on_grant(self, now: float, sender: str, grant: m.Grant) -> list[Action]:
         job = self._held(sender, grant, JobState.CLAIMING)
         if job is None:
-            return self._count("grant_unknown")
+            return self._drop("grant_unknown")
         job.lease_s = grant.lease_s
         job.lease_until = job.claimed_at + grant.lease_s
         job.next_renew = now + grant.lease_s / 3
         problem = self._problem(now, job, grant)
         if problem:
-            self.counters["grant_bad"] += 1
+            self.dropped["grant_bad"] += 1
             return self.failed(now, job.attempt, problem)
         job.state = JobState.RUNNING
         job.claim_s = max(0.0, now - job.claimed_at)
@@ -292,64 +293,64 @@ class PrefillSide:
             return "the lease was over when it came"
         return ""
 
-    def _on_deny(self, now: float, sender: str, deny: m.Deny) -> List[Action]:
+    def _on_deny(self, now: float, sender: str, deny: m.Deny) -> list[Action]:
         job = self._held(sender, deny, JobState.CLAIMING)
         if job is None:
-            return self._count("deny_unknown")
+            return self._drop("deny_unknown")
         self.counters["denied_" + deny.reason.value] += 1
         if deny.reason is not m.DenyReason.UNPEERED or now >= job.peering_until:
-            self._drop(job.attempt)
+            self._forget(job.attempt)
             return self._part(sender)
         job.state = JobState.PEERING
         job.claim = -1
         job.next_claim = now + self.limits.claim_retry_s / 10
         return [ToDecode(sender, self._hello)]
 
-    def _on_renewed(self, now: float, sender: str, message: m.Renewed) -> List[Action]:
+    def _on_renewed(self, now: float, sender: str, message: m.Renewed) -> list[Action]:
         job = self._held(sender, message, JobState.RUNNING)
         if job is None or message.stamp != job.stamp:
-            return self._count("renewed_unknown")
+            return self._drop("renewed_unknown")
         job.lease_until = max(job.lease_until, job.renewed_at + message.lease_s)
         return []
 
-    def _on_cancel(self, now: float, sender: str, cancel: m.Cancel) -> List[Action]:
+    def _on_cancel(self, now: float, sender: str, cancel: m.Cancel) -> list[Action]:
         job = self._jobs.get(cancel.attempt)
         if cancel.attempt.incarnation != sender:
-            return self._count("cancel_foreign")
+            return self._drop("cancel_foreign")
         if job is None or job.claim != cancel.claim:
-            self.counters["cancel_unknown"] += 1
+            self.dropped["cancel_unknown"] += 1
             return [ToDecode(sender, m.Stopped(cancel.attempt, cancel.claim))]
         if job.state is JobState.RUNNING:
             self.counters["cancelled"] += 1
             return self._stop(job)
         if job.state is JobState.STOPPING:
-            return self._count("cancel_duplicate")
-        self._drop(job.attempt)
+            return self._drop("cancel_duplicate")
+        self._forget(job.attempt)
         return self._say(job, m.Stopped(job.attempt, job.claim))
 
     # Moves.
 
-    def _greet(self, now: float, incarnation: str, address: str) -> Tuple[Optional[_Peer], List[Action]]:
+    def _greet(self, now: float, incarnation: str, address: str) -> tuple[_Peer | None, list[Action]]:
         peer = self._peers.get(incarnation)
         if peer is not None:
             return peer, []
         if len(self._peers) >= self.limits.max_peers:
-            self.counters["too_many_peers"] += 1
+            self.dropped["too_many_peers"] += 1
             return None, []
         peer = self._peers[incarnation] = _Peer(incarnation, address)
-        peer.last_heard = now
+        peer.last_heard = peer.missing_since = now  # until the registry lists it
         peer.next_hello = now + self.limits.hello_retry_s
         return peer, [Connect(incarnation, address), ToDecode(incarnation, self._hello)]
 
-    def _refuse(self, peer: _Peer, key: str, ours: object, theirs: object) -> List[Action]:
+    def _refuse(self, peer: _Peer, key: str, ours: object, theirs: object) -> list[Action]:
         self.counters["peer_refused"] += 1
         self.mismatch = str(PeerMismatch(key, ours, theirs))
         peer.state = PeerState.REFUSED
         for job in [j for j in self._jobs.values() if j.attempt.incarnation == peer.incarnation]:
-            self._drop(job.attempt)
+            self._forget(job.attempt)
         return [Disconnect(peer.incarnation)]
 
-    def _claim(self, now: float, job: _Job) -> List[Action]:
+    def _claim(self, now: float, job: _Job) -> list[Action]:
         self._claims += 1
         job.claim = self._claims
         job.state = JobState.CLAIMING
@@ -361,11 +362,11 @@ class PrefillSide:
         fingerprint = self.member.fingerprint
         return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp)
 
-    def _stop(self, job: _Job) -> List[Action]:
+    def _stop(self, job: _Job) -> list[Action]:
         job.state = JobState.STOPPING
         return [Cancelled(job.attempt)]
 
-    def _part(self, incarnation: str) -> List[Action]:
+    def _part(self, incarnation: str) -> list[Action]:
         """Drop a peer that is leaving, once nothing of it is open."""
         peer = self._peers.get(incarnation)
         if peer is None or peer.state is not PeerState.LEAVING or incarnation in self.busy_peers():
@@ -382,11 +383,12 @@ class PrefillSide:
             return min(job.lease_until, job.next_renew)
         return _NEVER
 
-    def _on_due(self, now: float, job: _Job) -> List[Action]:
+    def _on_due(self, now: float, job: _Job) -> list[Action]:
         if job.state is JobState.PEERING:
             if now >= job.peering_until:
-                self._drop(job.attempt)
-                return self._count("peering_timeout")
+                self._forget(job.attempt)
+                self.counters["peering_timeout"] += 1
+                return []
             return self._claim(now, job)
         if job.state is JobState.CLAIMING:
             if now >= job.claimed_at + self.limits.claim_wait_s:
@@ -410,7 +412,7 @@ class PrefillSide:
             due = min(due, max(peer.missing_since, peer.last_heard) + self.limits.ttl_s)
         return due
 
-    def _on_peer_due(self, now: float, peer: _Peer) -> List[Action]:
+    def _on_peer_due(self, now: float, peer: _Peer) -> list[Action]:
         if peer.missing_since is not None and now >= max(peer.missing_since, peer.last_heard) + self.limits.ttl_s:
             self.counters["peer_lost"] += 1
             return self.peer_lost(now, peer.incarnation)
@@ -419,20 +421,21 @@ class PrefillSide:
 
     # Small things.
 
-    def _held(self, sender: str, message: m.Message, state: JobState) -> Optional[_Job]:
+    def _held(self, sender: str, message: m.Message, state: JobState) -> _Job | None:
         """The job that this answer is about, if it is in that state, by that claim, and of that sender."""
         job = self._jobs.get(message.attempt)
         if job is None or job.state is not state or job.claim != message.claim or job.attempt.incarnation != sender:
             return None
         return job
 
-    def _drop(self, attempt: m.Attempt) -> Optional[_Job]:
+    def _forget(self, attempt: m.Attempt) -> _Job | None:
         return self._jobs.pop(attempt, None)
 
     @staticmethod
-    def _say(job: _Job, message: m.Message) -> List[Action]:
+    def _say(job: _Job, message: m.Message) -> list[Action]:
         return [ToDecode(job.attempt.incarnation, message)]
 
-    def _count(self, name: str) -> List[Action]:
-        self.counters[name] += 1
+    def _drop(self, name: str) -> list[Action]:
+        """A message that changes nothing else."""
+        self.dropped[name] += 1
         return []

@@ -3,8 +3,8 @@
 
 The version stands outside the envelope so that an engine of another version is told apart from noise.
 """
-from enum import Enum
-from typing import Optional, Sequence, Tuple
+from collections.abc import Sequence
+from enum import StrEnum
 
 import msgspec
 
@@ -18,7 +18,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(m.Envelope)
 
 
-class FrameFault(str, Enum):
+class FrameFault(StrEnum):
     """What is wrong with a frame; the label of its counter."""
     SHAPE = "shape"  # not one frame, or not ours
     SIZE = "size"
@@ -29,7 +29,7 @@ class FrameFault(str, Enum):
 class BadFrame(Exception):
     """A frame that is dropped. `theirs` is the sender's protocol version where that is what differs."""
 
-    def __init__(self, fault: FrameFault, detail: str, theirs: Optional[int] = None):
+    def __init__(self, fault: FrameFault, detail: str, theirs: int | None = None):
         super().__init__(detail)
         self.fault = fault
         self.theirs = theirs
@@ -43,7 +43,7 @@ def encode(sender: str, body: m.Message) -> bytes:
     return frame
 
 
-def decode(frames: Sequence[bytes]) -> Tuple[str, m.Message]:
+def decode(frames: Sequence[bytes]) -> tuple[str, m.Message]:
     """(sender, message) of what a socket gave, without its routing id. Raises BadFrame for anything else."""
     if len(frames) != 1:
         raise BadFrame(FrameFault.SHAPE, f"{len(frames)} frames instead of one")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few kinds of ZMQ sockets used here, all bounded and none of them ever blocking.
 
-Servers are ROUTERs that report an unreachable peer; clients are DEALERs, of which the broker's queues only on a connection
-that stands, so that a send to a broker that is away fails at once.
+Servers are ROUTERs that report an unreachable peer. Clients are DEALERs; the one to the broker queues only on a
+connection that stands, so that a send to a broker that is away fails at once.
 """
+import contextlib
 import os
 from enum import Enum
-from typing import List, Optional
 
 import zmq
 
@@ -49,7 +49,7 @@ def server(context: zmq.Context, address: str) -> zmq.Socket:
 
 def client(context: zmq.Context, address: str, *, only_connected: bool) -> zmq.Socket:
     """A DEALER that connects, and reconnects, in the background. With `only_connected` a send fails at once while no
-    connection stands; else a bounded number of messages waits for it. Raises zmq.ZMQError for an address that is none."""
+    connection stands; else a bounded number of messages waits for it. Raises zmq.ZMQError for what is no address."""
     socket = _bounded(context, zmq.DEALER)
     socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -85,7 +85,7 @@ def send(socket: zmq.Socket, *frames: bytes) -> SendResult:
     return SendResult.SENT
 
 
-def receive(socket: zmq.Socket) -> Optional[List[bytes]]:
+def receive(socket: zmq.Socket) -> list[bytes] | None:
     """The frames of the next message, None where there is none."""
     try:
         return socket.recv_multipart(zmq.NOBLOCK)
@@ -107,18 +107,14 @@ class Waker:
 
     def set(self) -> None:
         """Wake the poll, or the next one."""
-        try:
+        with contextlib.suppress(BlockingIOError):  # then as many wake-ups as fit are waiting already
             os.write(self._write, b"\0")
-        except BlockingIOError:
-            pass  # as many wake-ups as fit are waiting already
 
     def clear(self) -> None:
         """Forget all wake-ups so far. For the polling thread."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             while len(os.read(self._read, 4096)) == 4096:
                 pass
-        except BlockingIOError:
-            pass
 
     def close(self) -> None:
         """Nobody may use it after."""
