@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from vllm_pd.errors import TransferError
-from vllm_pd.transfer.fake import FakeFabric, Faults, FakeTransport
+from vllm_pd.transfer.fake import FakeFabric, FakeTransport, Faults
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
 from vllm_pd.transfer.requests import Notice
 
 TOKENS, SIZE, LAYERS, HEADS = 4, 2, 2, 4
+
+NO_FAULTS = Faults()
 
 
 class Clock:
@@ -44,7 +46,7 @@ class Rank:
         self.transport.write(key, peer.name, local, remote, notice)
 
 
-def pair(faults=Faults(), seed=0):
+def pair(faults=NO_FAULTS, seed=0):
     clock = Clock()
     fabric = FakeFabric(seed, faults, clock)
     p, d = Rank(fabric, "p", seed=1), Rank(fabric, "d", seed=2, blocks=12)

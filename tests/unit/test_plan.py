@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """B3, B42, B44: what a plan maps, what it refuses, and that merging keeps exactly the pairs it was given."""
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_pd.errors import PeerMismatch, UnmappableSplit
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
-from vllm_pd.transfer.plan import (Lane, Run, descriptor_indices, descriptor_rows, merge_runs, pair_blocks, plan)
+from vllm_pd.transfer.plan import Lane, Run, descriptor_indices, descriptor_rows, merge_runs, pair_blocks, plan
 
 BLOCK_SIZE, HEAD_SIZE, ELEMENT = 4, 2, 4
 
@@ -23,7 +25,7 @@ def cache(*, blocks=10, heads=range(4), layers=range(2), base=1 << 20, **other) 
 
 def test_b3_equal_ranks_need_one_whole_block_per_plane():
     ours, theirs = cache(), cache(base=1 << 30, blocks=20)
-    assert plan(ours, theirs) == [Lane(a, b, ours.block_bytes) for a, b in zip(ours.planes, theirs.planes)]
+    assert plan(ours, theirs) == [Lane(a, b, ours.block_bytes) for a, b in zip(ours.planes, theirs.planes, strict=True)]
 
 
 def test_b3_equal_ranks_need_no_runs_of_heads():
@@ -91,7 +93,7 @@ def test_runs(local, remote, runs):
 def test_b3_runs_hold_exactly_the_pairs_and_are_as_few_as_can_be(pairs):
     runs = merge_runs([a for a, _ in pairs], [b for _, b in pairs])
     assert sorted(pairs) == [(r.local + i, r.remote + i) for r in runs for i in range(r.count)]
-    for run, after in zip(runs, runs[1:]):
+    for run, after in itertools.pairwise(runs):
         assert (run.local + run.count, run.remote + run.count) != (after.local, after.remote)
 
 

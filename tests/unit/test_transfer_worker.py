@@ -8,14 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pd.transfer.fake import FakeFabric, Faults, FakeTransport
+from vllm_pd.transfer.fake import FakeFabric, FakeTransport, Faults
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
-from vllm_pd.transfer.requests import (AddPeer, CancelWrite, DropPeer, Finished, Notice, Poll, Refusal,
-                                       TransferProgress, TransferRequest, Write)
+from vllm_pd.transfer.requests import (
+    AddPeer,
+    CancelWrite,
+    DropPeer,
+    Finished,
+    Notice,
+    Poll,
+    Refusal,
+    TransferProgress,
+    TransferRequest,
+    Write,
+)
 from vllm_pd.transfer.transport import PeerMetadata
 from vllm_pd.transfer.worker import TransferWorker
 
 BLOCKS = 6
+
+NO_FAULTS = Faults()
 
 
 class Clock:
@@ -40,7 +52,7 @@ def _address(memory: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def pair(faults=Faults(), **other):
+def pair(faults=NO_FAULTS, **other):
     clock = Clock()
     fabric = FakeFabric(0, faults, clock)
     p, _ = member(fabric, "p")

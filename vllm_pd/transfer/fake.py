@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.layout import CacheDescription

@@ -4,25 +4,28 @@
 Life of a peer: its metadata is checked against our cache, loaded into the agent, and one descriptor list per side is
 prepared at block granularity; the peer's addresses are not looked at again. Life of a write: the block pairs become
 indices into those lists, NIXL merges neighbouring descriptors, the transfer is posted with the notice on it, and its
-handle is released as soon as it is DONE or ERR.
+handle is released as soon as it is DONE or ERR. NIXL sends the notice when all writes are flushed.
 
 What was measured on two cores without RDMA (UCX over CMA), and what follows from it:
 
-- A progress thread burns one whole core even when idle; without it an idle agent takes nothing and a poll each
-  millisecond 2-3 % of a core. So there is none: progress is made in `write` and `poll`.
-- Ascending neighbours: prepared lists 9-11 GB/s (make 0.1 ms), fresh lists of merged runs the same (make 0.2 ms), and
-  scattered blocks of 12 KiB 2.8 GB/s either way (make 0.15 ms against 0.4 ms). So lists are prepared, and the pairs are
-  only put in order, for NIXL to merge. Once connected, a write over CMA is over when the post returns.
-- Releasing the handle of a pending transfer returns at once but takes nothing back: the bytes had landed all the same.
-  So `cancel` never releases early. It waits for DONE or ERR like any other write.
+- A progress thread takes one whole core even when idle; without it an idle agent takes nothing, and a poll each
+  millisecond 3 % of a core. So there is none: `write` and `poll` make the progress, and both sides must poll while the
+  first write to a peer makes the connection. From then on a write over CMA is over when its post returns.
+- Neighbouring blocks: 11 GB/s with prepared lists as with fresh lists of merged runs, and 3 GB/s if nothing merges
+  them. Scattered blocks of 12 KiB: 2.8 GB/s either way, but 0.2 ms to make from prepared lists against 0.4 ms. So lists
+  are prepared, once per peer, and a write only puts its pairs in the order in which NIXL can merge them.
+- Releasing the handle of a pending transfer returns at once and takes nothing back: the bytes landed all the same, only
+  the notice did not come. So `cancel` releases nothing; it waits for DONE or ERR like any other write.
+- A peer that stands still leaves writes pending until it goes on or its process ends; that becomes ERR in 3 ms.
 """
 from __future__ import annotations
 
 import logging
 import os
 import time
+from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Callable, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.layout import CacheDescription
@@ -136,15 +139,15 @@ class NixlTransport:
             raise TransferError(f"write {key} to {peer} can't be made: {error}") from error
         nbytes = len(local) * sum(lane.bytes for lane in target.lanes)
         self._open[key] = _Open(handle, peer, nbytes, started_s, "")
-        self._settle(key, lambda: self._agent.transfer(handle))
+        self._settle(key, self._agent.transfer)
 
     def cancel(self, key: str) -> None:
         if key in self._open and not self._open[key].cancelled:
             self._open[key] = self._open[key]._replace(cancelled="cancelled")
 
     def poll(self) -> Progress:
-        for key, write in list(self._open.items()):
-            self._settle(key, lambda: self._agent.check_xfer_state(write.handle))
+        for key in list(self._open):
+            self._settle(key, self._agent.check_xfer_state)
         self._remove_dropped()
         finished, self._finished = self._finished, []
         return Progress(finished=finished, notices=self._notices())
@@ -174,10 +177,10 @@ class NixlTransport:
             registered, self._registered = self._registered, None
             self._quietly(lambda: self._agent.deregister_memory(registered))
 
-    def _settle(self, key: str, step: Callable[[], str]) -> None:
-        """Run one step of a posted write and end it if that was the last."""
+    def _settle(self, key: str, step: Callable[[object], str]) -> None:
+        """Post or check an open write, and end it if that was the last of it."""
         try:
-            state = step()
+            state = step(self._open[key].handle)
         except self._errors as error:
             self._end(key, f"{type(error).__name__}: {error}")
             return

@@ -68,7 +68,7 @@ def pair_blocks(local_ids: list[int], remote_ids: list[int], ours: CacheDescript
     if len(local_ids) != len(remote_ids):
         raise ValueError(f"{len(local_ids)} local blocks against {len(remote_ids)} remote blocks")
     for side, ids, end in (("local", local_ids, ours.num_blocks), ("remote", remote_ids, theirs.num_blocks)):
-        if ids and not (0 <= min(ids) and max(ids) < end):
+        if ids and not (min(ids) >= 0 and max(ids) < end):
             raise ValueError(f"{side} block ids {min(ids)}..{max(ids)} are outside 0..{end - 1}")
     if len(set(remote_ids)) != len(remote_ids):
         raise ValueError("a remote block is named twice")

@@ -8,8 +8,6 @@ The worker owns nothing of what a request names: the engine keeps the local bloc
 """
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 
@@ -42,7 +40,7 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
     """Nothing but progress, for a step without other work."""
 
 
-TransferRequest = Union[AddPeer, DropPeer, Write, CancelWrite, Poll]
+TransferRequest = AddPeer | DropPeer | Write | CancelWrite | Poll
 
 
 class Finished(msgspec.Struct, frozen=True):

@@ -3,8 +3,8 @@
 
 A transport belongs to one worker and is used by one thread. Nothing blocks for longer than handing the work to the
 hardware takes. Life of a write: `write` posts it; `poll` reports its one `Finished`; from then on the key is free
-again and the handle released. `cancel` and `drop_peer` hurry a write to its end, but the end is reported only when no
-byte of it can land any more: the peer reuses its blocks on that word.
+again and the handle released. `cancel` and `drop_peer` turn that end into a failure, but it is reported only when no
+byte of the write can land any more: the peer reuses its blocks on that word.
 """
 from __future__ import annotations
 

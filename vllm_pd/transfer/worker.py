@@ -7,11 +7,20 @@ wrong with a write becomes its `Finished`, what goes wrong with a peer a `Refusa
 from __future__ import annotations
 
 import logging
-from typing import Callable
+from collections.abc import Callable
 
 from vllm_pd.errors import PDError
-from vllm_pd.transfer.requests import (AddPeer, CancelWrite, DropPeer, Finished, Poll, Refusal, TransferProgress,
-                                       TransferRequest, Write)
+from vllm_pd.transfer.requests import (
+    AddPeer,
+    CancelWrite,
+    DropPeer,
+    Finished,
+    Poll,
+    Refusal,
+    TransferProgress,
+    TransferRequest,
+    Write,
+)
 from vllm_pd.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other process of the NIXL tests: a rank with a patterned cache that does what its pipe says."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from multiprocessing.connection import Client, Connection, Listener
+
+import torch
+
+from vllm_pd.transfer.layout import describe
+from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.worker import TransferWorker
+
+BLOCK_SIZE, KV_HEADS, HEAD_SIZE = 16, 3, 64
+torch.set_num_threads(1)  # two processes that both spin on every core take turns instead of working
+
+
+class Rank:
+    """A worker's cache, with a number of its own in every element, and its transport."""
+
+    def __init__(self, name: str, *, blocks: int = 40, layers: int = 4, dtype=torch.int32, layout="IPEX", start=0):
+        shape, backend = (2, blocks, BLOCK_SIZE * KV_HEADS * HEAD_SIZE), "IPEX"
+        if layout in ("NHD", "HND"):
+            shape = (2, blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
+            backend = "FLASH_ATTN"
+        if layout == "HND":
+            shape = (2, blocks, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+        count = torch.Size(shape).numel()
+        self.memory = [(torch.arange(count) + start + i * count).to(dtype).reshape(shape) for i in range(layers)]
+        caches = [layer.permute(0, 1, 3, 2, 4) for layer in self.memory] if layout == "HND" else self.memory
+        self.name = name
+        self.cache = describe(caches, num_blocks=blocks, block_size=BLOCK_SIZE, kv_heads=KV_HEADS,
+                              head_size=HEAD_SIZE, platform="cpu", backend=backend)
+        self.transport = NixlTransport(name, caches, self.cache)
+        self.worker = TransferWorker(self.transport)
+
+    def blocks(self, ids: list[int]) -> torch.Tensor:
+        return torch.stack([layer[:, ids] for layer in self.memory])
+
+
+def serve(pipe: Connection, name: str, options: dict) -> None:
+    """Answer commands until the pipe closes or says so."""
+    rank = Rank(name, **options)
+    pipe.send(rank.transport.metadata())
+    while True:
+        command, *arguments = pipe.recv()
+        if command == "poll":
+            pipe.send(_poll(rank, *arguments))
+        elif command == "memory":
+            pipe.send(torch.stack(rank.memory).numpy())
+        elif command == "verify":
+            pipe.send(_verify(rank, *arguments))
+        elif command == "quit":
+            rank.worker.close()
+            pipe.send(rank.worker.live_handles())
+            return
+
+
+def _poll(rank: Rank, count: int, timeout_s: float) -> list:
+    """Poll until `count` notices have come or the time is over."""
+    notices = []
+    deadline_s = time.monotonic() + timeout_s
+    while len(notices) < count and time.monotonic() < deadline_s:
+        notices += [(notice.peer, notice.payload) for notice in rank.worker.take_progress().notices]
+        time.sleep(0.0005)
+    return notices
+
+
+def _verify(rank: Rank, ids: list[int], value: int) -> bool:
+    """Whether the blocks all hold `value` the moment the next notice is seen."""
+    while not rank.transport.poll().notices:
+        time.sleep(0)
+    return bool((rank.blocks(ids) == value).all())
+
+
+class Receiver:
+    """Handle on a process that runs `serve`."""
+
+    def __init__(self, name: str, **options):
+        self.name = name
+        with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/pipe") as listener:
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            self.process = subprocess.Popen([sys.executable, __file__, listener.address, name, json.dumps(options)],
+                                            env=environment)
+            self.pipe = listener.accept()
+        self.metadata = self.answer()
+
+    def ask(self, *command):
+        self.tell(*command)
+        return self.answer()
+
+    def tell(self, *command) -> None:
+        self.pipe.send(command)
+
+    def answer(self):
+        assert self.pipe.poll(60), "the other process does not answer"
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@contextmanager
+def receiver(name: str, **options):
+    """A receiver that is gone afterwards, whatever happens."""
+    peer = Receiver(name, **options)
+    try:
+        yield peer
+    finally:
+        peer.kill()
+
+
+if __name__ == "__main__":
+    serve(Client(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
