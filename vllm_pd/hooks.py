@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the patched vLLM calls in: the only module that a patch imports.
+
+Both hooks return at once, and import nothing, for an engine that does not name our connector.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.llm_engine import LLMEngine
+
+    from vllm_pd.v0.engine import Disaggregation
+
+CONNECTOR = "PDConnector"
+SETTINGS_KEY = "vllm_pd"  # in VllmConfig.additional_config, which travels to every process of an engine
+
+
+def claim_kv_transfer_config(engine_args: EngineArgs) -> None:
+    """Take a kv_transfer_config that names our connector away from vLLM, and select the V0 engine.
+
+    Called by `EngineArgs.create_engine_config` before anything else. Raises ConfigError for settings that can't work.
+    """
+    config = engine_args.kv_transfer_config
+    if config is not None and config.kv_connector == CONNECTOR:
+        from vllm_pd.v0.claim import claim
+        claim(engine_args)
+
+
+def attach_engine(engine: LLMEngine) -> Optional[Disaggregation]:
+    """The binding of this engine, which then belongs to it; None where disaggregation is off.
+
+    Called by `LLMEngine.__init__` when all else is there. Raises ConfigError for an engine that can't take part.
+    """
+    additional = engine.vllm_config.additional_config
+    if not isinstance(additional, dict) or SETTINGS_KEY not in additional:
+        return None
+    from vllm_pd.v0.engine import Disaggregation
+    return Disaggregation(engine, additional[SETTINGS_KEY])

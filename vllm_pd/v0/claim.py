@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turning an engine's arguments into one that takes part in disaggregation, or refusing them before anything starts."""
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd.config import PDConfig
+from vllm_pd.errors import ConfigError
+from vllm_pd.hooks import CONNECTOR, SETTINGS_KEY
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.pd")
+
+
+def claim(engine_args: EngineArgs) -> None:
+    """Validate the settings, move them to `additional_config`, and select the V0 engine.
+
+    vLLM's own KV transfer must not see them: V0's model runners would move KV by themselves.
+    """
+    transfer = engine_args.kv_transfer_config
+    extra = dict(transfer.kv_connector_extra_config or {})
+    config = PDConfig.parse(transfer.kv_role, extra)
+    _check_arguments(engine_args)
+    if os.environ.get("VLLM_USE_V1") not in (None, "", "0"):
+        raise ConfigError("VLLM_USE_V1", os.environ["VLLM_USE_V1"],
+                          f"unset it: {CONNECTOR} runs in the V0 engine and selects it by itself")
+    os.environ["VLLM_USE_V1"] = "0"
+    engine_args.additional_config = {
+        **(engine_args.additional_config or {}),
+        SETTINGS_KEY: {"kv_role": transfer.kv_role, "extra": extra},
+    }
+    engine_args.kv_transfer_config = None
+    logger.info("%s: role %s, broker %s, V0 engine", CONNECTOR, config.role.value, config.broker)
+
+
+def _check_arguments(engine_args: EngineArgs) -> None:
+    for key, most, cure in (
+        ("tensor_parallel_size", 1, "use 1: a split over ranks is not transferred yet"),
+        ("pipeline_parallel_size", 1, "use 1: a split over stages is not transferred yet"),
+        ("data_parallel_size", 1, "use 1 and start more engines: V0 has no data parallelism"),
+        ("num_scheduler_steps", 1, "use 1: a request can't join a batch between multi-steps"),
+    ):
+        value = getattr(engine_args, key)
+        if value is not None and value > most:
+            raise ConfigError(key, value, cure)
+    if engine_args.speculative_config:
+        raise ConfigError("speculative_config", engine_args.speculative_config,
+                          "remove it: the draft model's KV of a prompt is not transferred")
+    if engine_args.distributed_executor_backend == "ray":
+        raise ConfigError("distributed_executor_backend", "ray", 'remove it: a single worker needs none')
+    if engine_args.enable_sleep_mode:
+        raise ConfigError("enable_sleep_mode", True, "remove it: a sleeping engine's cache is memory that peers write to")
+
+
+def check_engine(config: VllmConfig) -> None:
+    """Refuse what shows only with the model's own configuration. Called once the engine is built."""
+    model: Any = config.model_config
+    for refused, key, cure in (
+        (model.runner_type != "generate", "runner_type", "serve a generating model: a pooling one has no decode"),
+        (model.is_encoder_decoder, "model", "serve a decoder-only model: cross-attention blocks are not transferred"),
+        (model.is_attention_free, "model", "serve a model with attention: there is no KV to transfer"),
+        (model.has_inner_state, "model", "serve a model without recurrent state: it is not in the KV blocks"),
+        (config.cache_config.sliding_window is not None, "sliding_window",
+         "add --disable-sliding-window: blocks that slide out have no place in the peer's table"),
+        (config.parallel_config.world_size > 1, "world_size", "use one worker: ranks are not split yet"),
+    ):
+        if refused:
+            value = config.cache_config.sliding_window if key == "sliding_window" else model.model
+            raise ConfigError(key, value, cure)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Disaggregation`: the object that the patched V0 engine and scheduler know.
+
+One per engine, owned by it. Every method runs in the step loop's thread and returns at once, but for `poll`, which is
+where the loop sleeps. Nothing that a peer, a message or a transfer does can make one raise.
+
+A step: `take_progress` gathers what the control thread and the worker's transfers report and hands it to `schedule`;
+the scheduler parks and resumes groups with `choose_remote_prefill`, `start_remote_prefill`, `abort_remote_prefill` and
+`start_transfer`; `add_transfer_requests` puts on the step what the worker shall do.
+"""
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import zmq
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.process import local_member
+from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.core.messages import Attempt
+from vllm_pd.metrics import PDMetrics
+from vllm_pd.transfer.worker import TransferWorker
+from vllm_pd.v0.claim import check_engine
+from vllm_pd.v0.decode import RemotePrefills
+from vllm_pd.v0.idle import Bell
+from vllm_pd.v0.prefill import PrefillJobs
+from vllm_pd.v0.progress import Progress
+from vllm_pd.v0.worker import attach_transfer
+
+if TYPE_CHECKING:
+    from vllm.core.scheduler import SchedulerOutputs
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+    from vllm.engine.llm_engine import LLMEngine
+    from vllm.sequence import SequenceGroup
+
+logger = logging.getLogger("vllm.pd")
+
+POLL_MIN_S = 0.001
+POLL_MAX_S = 0.02
+METRICS_PERIOD_S = 0.2
+_DROPPED = ("unknown", "duplicate", "foreign", "bad", "unexpected", "frame_", "too_many", "unregistered", "undeliverable")
+_PREFILL_EVENTS = (Prefill, Cancelled, AddPeer, DropPeer)
+
+
+class Disaggregation:
+    """The prefill/decode binding of one engine. `settings` is what `vllm_pd.v0.claim` left in the configuration."""
+
+    def __init__(self, engine: LLMEngine, settings: dict[str, Any]) -> None:
+        check_engine(engine.vllm_config)
+        config = PDConfig.parse(settings["kv_role"], settings["extra"])
+        self._scheduler = engine.scheduler[0]
+        self._bell = Bell()
+        self._metrics = PDMetrics(engine.model_config.served_model_name)
+        member, metadata, self._transfer = attach_transfer(engine, config.role, local_member)
+        self._agent = ControlAgent(config, member, metadata, wake=self._bell.ring)
+        self._agent.start()
+        self.remote_prefills = RemotePrefills(config, self._agent, self._scheduler, self._metrics,
+                                              engine.seq_id_to_seq_group)
+        self._decodes = config.role.decodes
+        self.prefill_jobs: Optional[PrefillJobs] = None
+        if config.role.prefills:
+            self.prefill_jobs = PrefillJobs(config, self._agent, weakref.proxy(engine), self._metrics)
+        self._progress = Progress()
+        self._looped = False  # whether an engine loop sleeps for us
+        self._metrics_due = 0.0
+        self._counted: dict[str, int] = {}
+        self._scheduler.disagg = self
+        # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
+        self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._bell)
+        logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation,
+                    self._agent.member.address)
+
+    # What the scheduler calls.
+
+    def choose_remote_prefill(self, seq_group: SequenceGroup, num_cached_tokens: int) -> Optional[Attempt]:
+        """The attempt under which a peer shall prefill this waiting group, or None: prefill it here."""
+        if not self._decodes or seq_group.first_seq.remote_decode is not None:
+            return None
+        return self.remote_prefills.choose(seq_group, num_cached_tokens)
+
+    def start_remote_prefill(self, attempt: Attempt, seq_group: SequenceGroup, block_ids: list[int],
+                             num_cached_tokens: int) -> None:
+        """The group is parked; the blocks after the cached ones may be written from now on."""
+        self.remote_prefills.start(attempt, seq_group, block_ids, num_cached_tokens)
+
+    def abort_remote_prefill(self, attempt: Attempt) -> None:
+        """The parked group is gone; its blocks stay with the scheduler until this attempt's transfers have finished."""
+        self.remote_prefills.abort(attempt)
+
+    def start_transfer(self, attempt: Attempt, block_ids: list[int]) -> None:
+        """A group that was prefilled for a peer has finished; the scheduler holds its blocks until they were sent."""
+        self.prefill_jobs.computed(attempt, block_ids)
+
+    def add_transfer_requests(self, outputs: SchedulerOutputs) -> None:
+        """Give the step that was just scheduled what the worker is to do with it."""
+        if self.prefill_jobs is None:
+            return
+        for seq_group in outputs.ignored_seq_groups:
+            if seq_group.first_seq.remote_decode is not None:
+                self.prefill_jobs.ignored(seq_group)
+        outputs.memory_transfer_requests = self.prefill_jobs.take_requests(self._progress)
+
+    # What the engine and its loops call.
+
+    def take_progress(self) -> dict[str, Any]:
+        """The arguments of the `schedule` that follows. A loop that never sleeps, as LLM's, is slowed down here while
+        there is nothing to do but wait for peers."""
+        if not self._looped and not self._scheduler.has_schedulable_seqs() and not self.has_work():
+            self._bell.wait(POLL_MAX_S if not self._expecting() else POLL_MIN_S)
+        self._collect()
+        progress, self._progress = self._progress, Progress()
+        self._update_metrics()
+        return progress.arguments()
+
+    def has_work(self) -> bool:
+        """Whether a step would do something for a peer or for a parked group."""
+        self._collect()
+        if self._progress or (self.prefill_jobs is not None and self.prefill_jobs.has_requests):
+            return True
+        if self._expecting():
+            self._bell.ring_in(POLL_MIN_S)
+        return False
+
+    def serve(self, async_engine: AsyncLLMEngine) -> None:
+        """This engine runs in that loop: wake it, and let it run before the first client asks."""
+        import asyncio
+        self._looped = True
+        self._bell.serve(async_engine)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return  # the first request starts it
+        async_engine.start_background_loop()
+
+    def poll(self, socket: zmq.Socket, timeout_ms: int) -> int:
+        """Sleep until the socket has input or there is work; 0 where neither came within the time. While a transfer is
+        under way its end is looked for in growing steps: there is no descriptor to wait for."""
+        self._looped = True
+        deadline = time.monotonic() + timeout_ms / 1000
+        pause_s = POLL_MIN_S
+        while True:
+            if self.has_work():
+                return 1
+            remaining_s = deadline - time.monotonic()
+            self._update_metrics()
+            if self._bell.wait(min(remaining_s, pause_s if self._expecting() else remaining_s), socket):
+                return 1
+            if remaining_s <= 0:
+                return 0
+            pause_s = min(2 * pause_s, POLL_MAX_S)
+
+    def close(self) -> None:
+        """Leave the peers and release every transfer. Idempotent."""
+        self._finalizer()
+
+    # Inside.
+
+    def _expecting(self) -> bool:
+        return self.prefill_jobs is not None and self.prefill_jobs.sending
+
+    def _collect(self) -> None:
+        """Move everything that has happened since the last call into `_progress`."""
+        if self.remote_prefills.waiting_for_peers or self._expecting():
+            news = self._guard(self._transfer.take_progress)
+            if news is not None:
+                for notice in news.notices:
+                    self._guard(self.remote_prefills.notice, notice.payload)
+                if self.prefill_jobs is not None:
+                    for end in news.finished:
+                        self._guard(self.prefill_jobs.written, end, self._progress)
+                    for refusal in news.refused:
+                        self._guard(self.prefill_jobs.refused, refusal)
+        for event in self._agent.take_events():
+            self._guard(self._handler(event), event, self._progress)
+
+    def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
+        if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:
+            return self.prefill_jobs.handle
+        return self.remote_prefills.handle
+
+    def _guard(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """A peer's doing ends no engine: what it makes us stumble over is logged and counted."""
+        try:
+            return call(*arguments)
+        except Exception:
+            logger.exception("disaggregation stumbled in %s", call)
+            self._metrics.frames_dropped("stumble")
+            return None
+
+    def _update_metrics(self) -> None:
+        now = time.monotonic()
+        if now >= self._metrics_due:
+            self._metrics_due = now + METRICS_PERIOD_S
+            self.remote_prefills.update_metrics()
+            for kind, count in self._agent.counts().items():
+                if count > self._counted.get(kind, 0) and any(word in kind for word in _DROPPED):
+                    self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))
+                    self._counted[kind] = count
+
+
+def _shut(agent: ControlAgent, transfer: TransferWorker, bell: Bell) -> None:
+    agent.close()
+    transfer.close()
+    bell.close()

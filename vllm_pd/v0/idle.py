@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sleeping while nothing can be scheduled, and being woken for a peer as for a client.
+
+The control thread rings the bell; whoever runs the step loop hears it where it waits anyway: MQLLMEngine in the poll of
+its socket, AsyncLLMEngine in the event of its request tracker, and a bare `LLM` in a short wait before a step.
+"""
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Optional
+
+import zmq
+
+if TYPE_CHECKING:
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+
+class Bell:
+    """One per engine. `ring` may be called from any thread and never blocks; the rest belongs to the step loop."""
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        self._async_engine: Optional[weakref.ref[AsyncLLMEngine]] = None
+        self._poller = zmq.Poller()
+        self._poller.register(self._read_fd, zmq.POLLIN)
+        self._socket: Optional[zmq.Socket] = None
+
+    def serve(self, async_engine: AsyncLLMEngine) -> None:
+        """From now on ringing also sets the event that this engine's background loop waits for."""
+        self._async_engine = weakref.ref(async_engine)
+
+    def ring(self) -> None:
+        """Wake the step loop, now or when it next goes to sleep."""
+        try:
+            os.write(self._write_fd, b"!")
+        except (BlockingIOError, OSError):
+            pass  # rung already, or closed
+        loop, event = self._async_target()
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(event.set)
+            except RuntimeError:
+                pass  # that loop is closed
+
+    def ring_in(self, seconds: float) -> None:
+        """Ring later, for the step loop of an AsyncLLMEngine. To be called from that loop."""
+        loop, event = self._async_target()
+        if loop is not None:
+            loop.call_later(seconds, event.set)
+
+    def wait(self, timeout_s: float, socket: Optional[zmq.Socket] = None) -> bool:
+        """Sleep until it rings, the socket has input, or the time is over. True where the socket has input."""
+        if socket is not self._socket:
+            self._watch(socket)
+        ready = dict(self._poller.poll(max(0, timeout_s * 1000)))
+        if self._read_fd in ready:
+            try:
+                os.read(self._read_fd, 4096)
+            except BlockingIOError:
+                pass
+        return socket in ready
+
+    def close(self) -> None:
+        """Idempotent; a ring that comes later does nothing."""
+        self._async_engine = None
+        if self._read_fd >= 0:
+            read_fd, self._read_fd = self._read_fd, -1
+            write_fd, self._write_fd = self._write_fd, -1
+            os.close(read_fd)
+            os.close(write_fd)
+
+    def _watch(self, socket: Optional[zmq.Socket]) -> None:
+        if self._socket is not None:
+            self._poller.unregister(self._socket)
+        if socket is not None:
+            self._poller.register(socket, zmq.POLLIN)
+        self._socket = socket
+
+    def _async_target(self):
+        engine = self._async_engine() if self._async_engine is not None else None
+        task = engine._background_loop_unshielded if engine is not None else None
+        return (None, None) if task is None else (task.get_loop(), engine._request_tracker.new_requests_event)

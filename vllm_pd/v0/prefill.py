@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill engine's half of the binding: jobs of peers as requests of this engine.
+
+Life of a job: a Prefill event becomes a request for one token (COMPUTING); when that has finished, the scheduler holds
+its blocks in `prefill_sending` and calls `computed`; the write is posted with the next step (SENDING), its end frees the
+blocks and tells the peer. Whatever goes wrong on the way, the peer is told at once and the blocks are freed.
+"""
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Optional
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.agent import ControlAgent
+from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.metrics import PDMetrics
+from vllm_pd.transfer import requests as transfer
+from vllm_pd.v0.progress import ArrivalNotice, Progress
+
+if TYPE_CHECKING:
+    from vllm.engine.llm_engine import LLMEngine
+    from vllm.sequence import SequenceGroup
+
+logger = logging.getLogger("vllm.pd")
+RANK = 0  # the one rank there is
+
+
+class JobState(Enum):
+    """Where a job is."""
+    COMPUTING = "computing"
+    COMPUTED = "computed"
+    SENDING = "sending"
+
+
+@dataclass
+class _Job:
+    prefill: Prefill
+    request_id: str
+    started_at: float
+    state: JobState = JobState.COMPUTING
+    prefill_s: float = 0.0
+    local_block_ids: list[int] = field(default_factory=list)
+    cancelled: bool = False
+
+
+class PrefillJobs:
+    """All jobs that this engine has from peers. Used from the step loop only. `engine` is the owner: a weak proxy."""
+
+    def __init__(self, config: PDConfig, agent: ControlAgent, engine: LLMEngine, metrics: PDMetrics) -> None:
+        self._agent = agent
+        self._engine = engine
+        self._metrics = metrics
+        self._max_jobs = config.max_prefill_jobs
+        self._jobs: dict[Attempt, _Job] = {}
+        self._requests: list[transfer.TransferRequest] = []
+        self._vocab_size = engine.model_config.get_vocab_size()
+        agent.set_room(self._max_jobs)
+
+    @property
+    def sending(self) -> bool:
+        """Whether a write is under way."""
+        return any(job.state is JobState.SENDING for job in self._jobs.values())
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether the next step has something to carry down to the worker."""
+        return bool(self._requests) or any(job.state is JobState.COMPUTED for job in self._jobs.values())
+
+    def handle(self, event: Event, progress: Progress) -> None:
+        """Take what the control thread has for this engine."""
+        if isinstance(event, Prefill):
+            self._start(event)
+        elif isinstance(event, Cancelled):
+            self._cancel(event.attempt, progress)
+        elif isinstance(event, AddPeer):
+            self._requests.append(transfer.AddPeer(event.incarnation, event.metadata))
+        elif isinstance(event, DropPeer):
+            self._requests.append(transfer.DropPeer(event.incarnation))
+
+    def ignored(self, seq_group: SequenceGroup) -> None:
+        """The scheduler refused the request: it fits neither the pool nor the batch. It owns no blocks."""
+        attempt = seq_group.first_seq.remote_decode
+        if self._jobs.pop(attempt, None) is not None:
+            self._agent.failed(attempt, "the prompt does not fit this engine")
+            self._tell_room()
+
+    def computed(self, attempt: Attempt, block_ids: list[int]) -> None:
+        """The KV is there, in these blocks of the whole prompt; the scheduler holds them for us."""
+        job = self._jobs[attempt]
+        first = job.prefill.cached_blocks
+        job.local_block_ids = list(block_ids[first:first + len(job.prefill.block_ids)])
+        job.prefill_s = time.monotonic() - job.started_at
+        job.state = JobState.COMPUTED
+
+    def take_requests(self, progress: Progress) -> list[transfer.TransferRequest]:
+        """What the step that is about to run carries down. The lease is looked at here, right before the post."""
+        requests, self._requests = self._requests, []
+        for attempt, job in list(self._jobs.items()):
+            if job.state is not JobState.COMPUTED:
+                continue
+            if not self._agent.may_write(attempt):
+                self._end(attempt, progress)
+                self._agent.failed(attempt, "the lease ran out before the write")
+                continue
+            job.state = JobState.SENDING
+            requests.append(transfer.Write(str(attempt), job.prefill.peer, job.local_block_ids, job.prefill.block_ids,
+                                           ArrivalNotice(attempt, RANK).encode()))
+        self._metrics.sending_blocks.set(sum(len(j.local_block_ids) for j in self._jobs.values()))
+        return requests
+
+    def written(self, end: transfer.Finished, progress: Progress) -> None:
+        """A write has ended, one way or the other: no byte of it can land any more."""
+        attempt = next((a for a, job in self._jobs.items() if str(a) == end.key), None)
+        if attempt is None:
+            return
+        job = self._end(attempt, progress)
+        if job.cancelled:
+            self._agent.ended(attempt)
+        elif end.ok:
+            self._metrics.transfer_bytes(end.bytes)
+            self._agent.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
+                                              measured=True))
+        else:
+            self._agent.failed(attempt, f"the transfer failed: {end.error}")
+
+    def refused(self, refusal: transfer.Refusal) -> None:
+        """The transport could not take a peer: its writes will fail, one by one."""
+        logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.error)
+
+    def _start(self, prefill: Prefill) -> None:
+        attempt = prefill.attempt
+        job = _Job(prefill, f"pd-{attempt}", time.monotonic())
+        try:
+            self._add_request(job)
+        except Exception as error:  # whatever is wrong with a peer's prompt must not end this engine
+            logger.warning("job %s can't run here: %s", attempt, error)
+            self._engine.abort_request(job.request_id)
+            self._agent.failed(attempt, f"the prefill engine can't run it: {error}")
+            return
+        self._jobs[attempt] = job
+        self._tell_room()
+
+    def _add_request(self, job: _Job) -> None:
+        from vllm import SamplingParams, TokensPrompt
+        token_ids = job.prefill.token_ids
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise ValueError(f"a token id is outside the vocabulary of {self._vocab_size}")
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+        self._engine.add_request(job.request_id, TokensPrompt(prompt_token_ids=token_ids), params)
+        seq_group = self._engine.scheduler[0].waiting[-1]
+        assert seq_group.request_id == job.request_id
+        seq_group.first_seq.remote_decode = job.prefill.attempt
+
+    def _cancel(self, attempt: Attempt, progress: Progress) -> None:
+        job = self._jobs.get(attempt)
+        if job is None:
+            self._agent.ended(attempt)
+        elif job.state is JobState.COMPUTING:
+            self._engine.abort_request(job.request_id)
+            del self._jobs[attempt]
+            self._agent.ended(attempt)
+            self._tell_room()
+        elif job.state is JobState.COMPUTED:
+            self._end(attempt, progress)
+            self._agent.ended(attempt)
+        elif not job.cancelled:
+            job.cancelled = True
+            self._requests.append(transfer.CancelWrite(str(attempt)))
+
+    def _end(self, attempt: Attempt, progress: Progress) -> _Job:
+        progress.finished_transfers.append(attempt)
+        job = self._jobs.pop(attempt)
+        self._tell_room()
+        return job
+
+    def _tell_room(self) -> None:
+        self._agent.set_room(max(0, self._max_jobs - len(self._jobs)))
+
+    def find(self, attempt: Attempt) -> Optional[JobState]:
+        """The state of a job, for tests."""
+        job = self._jobs.get(attempt)
+        return None if job is None else job.state

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes between the binding's parts: the scheduler's news of transfers, and the notice that rides on a write."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import msgspec
+
+from vllm_pd.core.messages import Attempt
+
+
+@dataclass
+class Progress:
+    """The keyword arguments of the patched `Scheduler.schedule`, as they gather between two steps."""
+    finished_prefills: list[Attempt] = field(default_factory=list)
+    failed_prefills: list[Attempt] = field(default_factory=list)
+    finished_transfers: list[Attempt] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished_prefills or self.failed_prefills or self.finished_transfers)
+
+    def arguments(self) -> dict[str, Any]:
+        """For `schedule(**arguments)`."""
+        return vars(self)
+
+
+class ArrivalNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Delivered at the decode engine once all that this rank writes for the attempt has landed there."""
+    attempt: Attempt
+    rank: int
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Optional[ArrivalNotice]:
+        """None for bytes that are no notice."""
+        try:
+            return msgspec.msgpack.decode(payload, type=cls)
+        except msgspec.MsgspecError:
+            return None
