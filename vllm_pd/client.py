@@ -125,6 +125,18 @@ def served_model(url: str) -> str:
     return json.loads(body)["data"][0]["id"]
 
 
+def tokenize(url: str, model: str, text: str) -> list[int]:
+    """The ids of `text` as the engine's tokenizer sees them, special tokens included."""
+    [reply] = _parts(url, "/tokenize", {"model": model, "prompt": text}, TIMEOUT_S)
+    return reply["tokens"]
+
+
+def detokenize(url: str, model: str, token_ids: list[int]) -> str:
+    """The text of these tokens."""
+    [reply] = _parts(url, "/detokenize", {"model": model, "tokens": token_ids}, TIMEOUT_S)
+    return reply["prompt"]
+
+
 def _connect(url: str, timeout_s: float) -> http.client.HTTPConnection:
     parsed = urllib.parse.urlsplit(url)
     return http.client.HTTPConnection(parsed.hostname, parsed.port or 80, timeout=timeout_s)
@@ -137,7 +149,7 @@ def _parts(url: str, path: str, body: dict[str, Any], timeout_s: float) -> Itera
         reply = connection.getresponse()
         if reply.status != 200:
             raise RequestError(f"{url}{path}: {reply.status} {reply.read().decode(errors='replace')[:500]}")
-        if not body["stream"]:
+        if not body.get("stream"):
             yield json.loads(reply.read())
             return
         for line in reply:

@@ -76,7 +76,8 @@ def check_pin() -> Iterator[Finding]:
     elif built["version"] != version:
         yield Finding("pin", f"vllm {version} is installed, vllm_pd is from {built['version']}", INSTALL_CURE)
     else:
-        yield Finding("pin", f"vllm {version}, from {built['upstream']['version']} ({built['upstream']['commit'][:12]})")
+        pin = built["upstream"]
+        yield Finding("pin", f"vllm {version}, from {pin['version']} ({pin['commit'][:12]})")
 
 
 def check_series() -> Iterator[Finding]:
@@ -89,7 +90,8 @@ def check_series() -> Iterator[Finding]:
     if changed:
         yield Finding("series", f"not as in the wheel: {', '.join(changed)}", INSTALL_CURE)
     else:
-        yield Finding("series", f"{len(built['series'])} patches over {len(built['touched'])} files, as in the wheel")
+        count, files = len(built["series"]), len(built["touched"])
+        yield Finding("series", f"{count} patches over {files} files, all as in the wheel")
 
 
 def check_requirements() -> Iterator[Finding]:

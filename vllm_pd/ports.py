@@ -26,6 +26,14 @@ def require_free(key: str, host: str, ports: Iterable[int]) -> None:
                               "one")
 
 
+def take_free_run(host: str, count: int) -> int:
+    """The first of `count` ports in a row that were free a moment ago."""
+    while True:
+        first = take_free(host)
+        if first + count <= 65536 and all(is_free(host, port) for port in range(first, first + count)):
+            return first
+
+
 def take_free(host: str) -> int:
     """A port that was free a moment ago. The caller listens on it at once; another process might come first."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

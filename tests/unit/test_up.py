@@ -18,7 +18,7 @@ import pytest
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.fleet import UpOptions, parse_setting, plan_fleet, split_cores
-from vllm_pd.ports import is_free, take_free
+from vllm_pd.ports import take_free_run
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests" / "unit" / "fake_server.py")]
@@ -34,16 +34,8 @@ sys.exit(Fleet(plan, state=state, **options).run())
 """
 
 
-def free_run(count: int) -> int:
-    """The first of `count` free ports in a row."""
-    while True:
-        port = take_free("127.0.0.1")
-        if port + count < 65536 and all(is_free("127.0.0.1", port + i) for i in range(count)):
-            return port
-
-
 def plan(cores=(), **options):
-    options = {"model": "m", "prefill": 1, "decode": 1, "port": free_run(4), **options}
+    options = {"model": "m", "prefill": 1, "decode": 1, "port": take_free_run("127.0.0.1", 4), **options}
     return plan_fleet(UpOptions(**options), cores)
 
 
@@ -145,7 +137,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(tmp_path: Path, model: str, **options) -> Iterator[Running]:
-    port, state = free_run(2), tmp_path / "state.json"
+    port, state = take_free_run("127.0.0.1", 2), tmp_path / "state.json"
     state.write_text("stale")
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, FAKE[1], model, str(port), str(state), repr(options)],
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`scripts/demo.sh`: a real model answers, its prompts computed by one engine and continued by another.
+
+Life: the same wheel with PD off, a decode engine and a prefill engine are started together. The questions go to the
+first, which is then ended, and to the decode engine, one at a time, so that what its counters gain is that question's.
+Every answer must equal the one with PD off token by token, every question must be prefilled where it should be, and in
+the end nothing may be left over; anything else is a failure.
+"""
+
+import argparse
+import json
+import os
+import queue
+import signal
+import sys
+import time
+from pathlib import Path
+
+from vllm_pd.children import Child
+from vllm_pd.client import Answer, Question, RequestError, ask, is_healthy
+from vllm_pd.demo_questions import Case, cases
+from vllm_pd.demo_report import Outcome, Report
+from vllm_pd.errors import PDError
+from vllm_pd.fleet import HOST, SERVE, UpOptions, plan_fleet
+from vllm_pd.metrics import STAGES
+from vllm_pd.ports import take_free, take_free_run
+from vllm_pd.scrape import Snapshot, scrape
+from vllm_pd.up import Fleet, StartError
+
+NAME = "demo"
+MAX_LOCAL_PREFILL_TOKENS = 500
+SERVE_ARGS = ("--served-model-name", NAME, "--dtype", "float32", "--max-model-len", "4608", "--block-size", "16",
+              "--enable-prefix-caching", "--disable-log-requests")
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 10.0
+SETTLE_S = 10.0
+MUST_BE_ZERO = ("vllm:pd_parked_blocks", "vllm:pd_quarantined_blocks", "vllm:pd_sending_blocks",
+                "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc")
+
+
+class Journal:
+    """Where the servers' lines go: into a file, those of `up` itself to the terminal as well."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def say(self, name: str, line: str) -> None:
+        self._file.write(f"[{name}] {line}\n")
+        self._file.flush()
+        if name == "up":
+            print(f"  {line}", flush=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class PDOff:
+    """The same wheel without PD: one engine of the same kind (V0), on all cores. Ended when its block is left."""
+
+    def __init__(self, model: str, cores: list[int], journal: Journal) -> None:
+        port = take_free(HOST)
+        self.url = f"http://{HOST}:{port}"
+        env = {"VLLM_USE_V1": "0", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+               "OMP_NUM_THREADS": str(len(cores)),
+               "OMP_WAIT_POLICY": "passive",  # threads that spin for each other crawl where cores are shared
+               "VLLM_ENGINE_ITERATION_TIMEOUT_S": str(int(START_TIMEOUT_S))}
+        self._child = Child("PD off", [*SERVE, model, "--host", HOST, "--port", str(port),
+                                       "--disable-frontend-multiprocessing", *SERVE_ARGS], env=env, say=journal.say)
+
+    def __enter__(self) -> "PDOff":
+        self._child.start(queue.SimpleQueue())
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end()
+
+    def await_healthy(self) -> None:
+        """Raises StartError where it ends first or takes too long."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not is_healthy(self.url):
+            if not self._child.alive or time.monotonic() > deadline:
+                raise StartError("the server with PD off did not start:\n" + "\n".join(self._child.last_lines()))
+            time.sleep(0.2)
+
+    def end(self) -> None:
+        """Bounded; again does no harm."""
+        self._child.stop()
+        self._child.wait(time.monotonic() + STOP_TIMEOUT_S)
+        self._child.kill()
+
+
+def main() -> int:
+    """The program. Returns its exit status: 0 only where every answer is the same and nothing is left over."""
+    parser = argparse.ArgumentParser(prog="demo.sh", description="Prefill on one engine, decode on another.")
+    parser.add_argument("output", type=Path, nargs="?", default=Path("demo-output"), help="folder for the results")
+    parser.add_argument("--model", default=os.environ.get("VLLM_PD_MODEL"), help="default: $VLLM_PD_MODEL")
+    arguments = parser.parse_args()
+    if not arguments.model:
+        parser.error("there is no model: enter the environment (. scripts/env.sh) or write --model")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    journal = Journal(arguments.output / "servers.log")
+    try:
+        report = run(arguments.model, journal)
+    except KeyboardInterrupt:
+        return 130
+    except (PDError, RequestError, OSError) as error:
+        print(f"demo: {error}\ndemo: the servers' lines are in {arguments.output / 'servers.log'}", file=sys.stderr)
+        return 1
+    finally:
+        journal.close()
+    report.show()
+    (arguments.output / "demo.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    report.plot(arguments.output / "demo.png")
+    print(f"\nwritten: demo.json, demo.png and servers.log in {arguments.output}")
+    return 0 if report.good else 1
+
+
+def run(model: str, journal: Journal) -> Report:
+    """The whole demonstration; every server has ended when it returns or raises."""
+    begin = time.monotonic()
+    cores = sorted(os.sched_getaffinity(0))
+    plan = plan_fleet(UpOptions(model=model, prefill=1, decode=1, port=take_free_run(HOST, 2),
+                                pd={"max_local_prefill_tokens": MAX_LOCAL_PREFILL_TOKENS}, serve_args=SERVE_ARGS),
+                      cores)
+    decode, prefill = (engine.url for engine in plan.engines)
+    print(f"starting: the same wheel with PD off on {len(cores)} cores, and", flush=True)
+    fleet = Fleet(plan, timeout_s=START_TIMEOUT_S, stop_timeout_s=STOP_TIMEOUT_S, say=journal.say)
+    with PDOff(model, cores, journal) as off, fleet:
+        off.await_healthy()
+        started_s = time.monotonic() - begin
+        questions = cases(off.url, NAME)
+        print(f"all healthy after {started_s:.0f} s; asking PD off {len(questions)} questions ...", flush=True)
+        references = [ask(off.url, NAME, case.question) for case in questions]
+        off.end()
+        print(f"asking the decode engine the same; up to {MAX_LOCAL_PREFILL_TOKENS} new prompt tokens it prefills "
+              "itself\n", flush=True)
+        outcomes = []
+        for case, reference in zip(questions, references, strict=True):
+            outcomes.append(hand_over(case, decode, reference))
+            print(outcomes[-1].line(), flush=True)
+        leaks = left_over({"decode": decode, "prefill": prefill})
+    return Report(outcomes, leaks, started_s, time.monotonic() - begin)
+
+
+def hand_over(case: Case, url: str, reference: Answer) -> Outcome:
+    """Asks the decode engine and reads from its counters what it did about it."""
+    before = scrape(url)
+    answer = ask(url, NAME, case.question)
+    added = scrape(url).since(before)
+    made = [key for key, count in added.by("vllm:pd_decisions_total", "decision", "reason").items() if count]
+    ended = [outcome for (outcome, ), count in added.by("vllm:pd_attempts_total", "outcome").items() if count]
+    return Outcome(case, answer, reference, decisions=made, ends=ended,
+                   stages_s={stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES},
+                   transfer_bytes=int(added.value("vllm:pd_transfer_bytes_total")))
+
+
+def left_over(urls: dict[str, str]) -> list[str]:
+    """What is not as it was at the start: one line for each gauge of each engine. Empty where nothing leaks.
+
+    An engine updates its gauges in a step, so each is asked one last short question first.
+    """
+    for url in urls.values():
+        ask(url, NAME, Question("The end.", max_tokens=2))
+    deadline = time.monotonic() + SETTLE_S
+    while (leaks := leaks_now(urls)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return leaks
+
+
+def leaks_now(urls: dict[str, str]) -> list[str]:
+    """The gauges that are not zero at this moment."""
+    pages: dict[str, Snapshot] = {name: scrape(url) for name, url in urls.items()}
+    return [f"{name} engine: {gauge} is {page.value(gauge):g}, not 0"
+            for name, page in pages.items() for gauge in MUST_BE_ZERO if page.value(gauge) != 0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
