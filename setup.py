@@ -8,10 +8,12 @@ while the compiled extension is not in the cache). The work is done by scripts/_
 
 import os
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from setuptools import Command, setup
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from _wheel import cache, metadata, project, targets  # noqa: E402
@@ -19,18 +21,8 @@ from _wheel import cache, metadata, project, targets  # noqa: E402
 TARGET = project.check_target(os.environ.get("VLLM_PD_TARGET", "cpu"))
 
 
-class PatchedWheel(Command):
-    """Stands in for setuptools' ``bdist_wheel``: same name, same options that build front ends use."""
-
-    description = "build the patched vllm wheel"
-    user_options = [("dist-dir=", "d", "folder for the wheel"), ("bdist-dir=", "b", "ignored"), ("keep-temp", "k", "ignored")]
-
-    def initialize_options(self) -> None:
-        self.dist_dir = self.bdist_dir = self.dist_info_dir = None
-        self.keep_temp = False
-
-    def finalize_options(self) -> None:
-        self.dist_dir = self.dist_dir or "dist"
+class PatchedWheel(bdist_wheel):
+    """Stands in for setuptools' ``bdist_wheel``: same options, but the file is made by scripts/_wheel."""
 
     def run(self) -> None:
         with cache.lock():
@@ -48,6 +40,7 @@ def needed_to_build() -> list[str]:
 setup(
     name="vllm",
     version=targets.version(TARGET),
+    options={"egg_info": {"egg_base": tempfile.mkdtemp(prefix="vllm-pd-egg-")}},
     python_requires=targets.REQUIRES_PYTHON,
     packages=[],
     py_modules=[],

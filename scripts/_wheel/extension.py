@@ -32,10 +32,9 @@ print(json.dumps({"abi": int(torch._C._GLIBCXX_USE_CXX11_ABI), "include": includ
 """
 
 
-def sources(upstream: Path) -> list[Path]:
-    """All that is compiled or included, for the cache key."""
-    csrc = upstream / "csrc"
-    return sorted([*(csrc / "cpu").glob("*"), *(csrc / "core").glob("*"), *csrc.glob("*.h")])
+def sources_key(tree: Path) -> str:
+    """Hash of everything under ``csrc/``: all that is compiled or included."""
+    return cache.tree_key(tree, (f for f in (tree / "csrc").rglob("*") if f.is_file()))
 
 
 def torch_version(python: str) -> str:
@@ -50,26 +49,24 @@ def torch_version(python: str) -> str:
         ) from error
 
 
-def key(upstream: Path, torch: str) -> str:
-    files = cache.tree_key(upstream, (f for f in sources(upstream) if f.is_file()))
-    extra = os.environ.get("VLLM_PD_CXXFLAGS", "")
-    return cache.key(files, torch, *FLAGS, *LIBRARIES, extra)
+def key(tree: Path, torch: str) -> str:
+    return cache.key(sources_key(tree), torch, *FLAGS, *LIBRARIES, os.environ.get("VLLM_PD_CXXFLAGS", ""))
 
 
-def extension(upstream: Path, python: str) -> Path:
+def extension(tree: Path, python: str) -> Path:
     """Path of the compiled file in the cache, compiled first if it is not there (1 to 3 minutes on two cores)."""
     torch = torch_version(python)
-    name = key(upstream, torch)
+    name = key(tree, torch)
     built = cache.piece(
-        "extension", name, lambda folder: compile_into(folder, upstream, python), f"compiling the CPU extension for torch {torch}"
+        "extension", name, lambda folder: compile_into(folder, tree, python), f"compiling the CPU extension for torch {torch}"
     )
     return built / FILE
 
 
-def compile_into(folder: Path, upstream: Path, python: str) -> None:
+def compile_into(folder: Path, tree: Path, python: str) -> None:
     """Compile and link into folder/FILE, as many compilers at once as there are cores (at most MAX_JOBS)."""
     facts = json.loads(run([python, "-c", _FACTS]).splitlines()[-1])
-    csrc = upstream / "csrc"
+    csrc = tree / "csrc"
     compiler = os.environ.get("CXX", "g++")
     flags = [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={facts['abi']}", *shlex.split(os.environ.get("VLLM_PD_CXXFLAGS", ""))]
     flags += [f"-I{csrc}", *(part for path in facts["include"] for part in ("-isystem", path))]

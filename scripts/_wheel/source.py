@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pinned upstream source in the cache: plain, and with the patch series applied. Both are read-only for everyone."""
 
+import hashlib
+import shutil
 import sys
 from pathlib import Path
 
-from _series import pin
+from _series import folder, pin, verify
+from _series.git import Repo
 
-from . import cache, process, project
+from . import cache, project
+from .process import BuildError, run
 
-SCRIPTS = project.ROOT / "scripts"
+PATCHES = project.ROOT / "patches"
 
 
 def upstream_pin() -> pin.Pin:
@@ -17,41 +21,51 @@ def upstream_pin() -> pin.Pin:
 
 def patches() -> list[Path]:
     """The patch files in the order of ``patches/series``."""
-    series = project.ROOT / "patches" / "series"
-    if not series.is_file():
-        return []
-    names = (line.split("#")[0].strip() for line in series.read_text().splitlines())
-    return [series.parent / name for name in names if name]
+    return [PATCHES / name for name in folder.names(PATCHES)]
 
 
 def series_key() -> str:
-    """Hash of the pin and of every patch, in order."""
-    return cache.key(upstream_pin().sha256, *patches())
+    """Hash of the pin, of every patch in order, and of the sums that they must lead to."""
+    return cache.key(upstream_pin().sha256, PATCHES / folder.SUMS, *patches())
 
 
 def upstream(python: str = sys.executable) -> Path:
     """The unpacked, verified sdist. python: an interpreter that may have pip, for the download."""
     wanted = upstream_pin()
 
-    def build(folder: Path) -> None:
-        sdists = cache.root() / "downloads"
-        process.run([python, str(SCRIPTS / "upstream.py"), str(folder / wanted.stem), "--cache", str(sdists)])
+    def build(place: Path) -> None:
+        fetch = project.ROOT / "scripts" / "upstream.py"
+        run([python, fetch, place / wanted.stem, "--cache", cache.root()])
 
     return cache.piece("source", wanted.sha256[:16], build, f"fetching the source of {wanted.stem}") / wanted.stem
 
 
 def patched(python: str = sys.executable) -> Path:
-    """The sdist's tree with the series applied."""
+    """The sdist's tree with the series applied. BuildError names patch, file and hunk that does not apply."""
     plain, wanted = upstream(python), upstream_pin()
     if not patches():
         return plain
 
-    def build(folder: Path) -> None:
-        process.run(["cp", "-r", str(plain), str(folder / wanted.stem)])
-        for patch in patches():
-            process.run(["git", "-C", str(folder / wanted.stem), "apply", "--whitespace=nowarn", str(patch)])
+    def build(place: Path) -> None:
+        tree = place / wanted.stem
+        shutil.copytree(plain, tree)
+        apply_series(tree)
 
     return cache.piece("patched", series_key(), build, f"applying {len(patches())} patches") / wanted.stem
+
+
+def apply_series(tree: Path) -> None:
+    """Apply the series to the unpacked sdist in tree; what it touched must then have the sums of patches/SHA256SUMS."""
+    repo = Repo(tree)
+    repo.create()  # so that git takes no repository around the cache folder for the patches' root
+    for patch in folder.patches(folder.load(PATCHES)):
+        if failures := verify.apply(repo, patch):
+            raise BuildError("\n".join(f"{patch.name}: {failure}" for failure in failures))
+    shutil.rmtree(tree / ".git")
+    for line in (PATCHES / folder.SUMS).read_text().splitlines():
+        digest, _, name = line.partition("  ")
+        if hashlib.sha256((tree / name).read_bytes()).hexdigest() != digest:
+            raise BuildError(f"{name}: after the series it is not what patches/{folder.SUMS} says; run scripts/series.py check")
 
 
 def package(tree: Path) -> dict[str, Path]:

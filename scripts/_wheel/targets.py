@@ -43,7 +43,7 @@ def build(target: str, out: Path, python: str = sys.executable) -> Path:
 
 def build_cpu(out: Path, python: str) -> Path:
     plain, patched = source.upstream(python), source.patched(python)
-    compiled = extension.extension(plain, python)
+    compiled = extension.extension(patched, python)
     ours = version("cpu")
     writer = WheelWriter(out / f"vllm-{ours}-{extension.TAG}.whl", f"vllm-{ours}.dist-info")
     for name, file in source.package(patched).items():
@@ -74,9 +74,9 @@ def build_cuda(out: Path, python: str) -> Path:
                 continue
             writer.take(wheel, info, record[info.filename])
         changed = touched(plain, patched)
+        if extension.sources_key(plain) != extension.sources_key(patched):
+            raise BuildError("the series touches csrc/: the official wheel's compiled files cannot be patched")
         for name in changed:
-            if not name.endswith(".py"):
-                raise BuildError(f"{name}: the official wheel's compiled files cannot be patched; keep the series to Python")
             writer.add(name, patched / name)
         text = wheel.read(f"{old_info}/METADATA").decode()
         requirements = metadata.override(metadata.requirements_of(text), project.overrides("cuda"))
@@ -143,5 +143,5 @@ def key(target: str, python: str) -> str:
     own = cache.tree_key(project.ROOT, [*project.package_files(), *project.recipe_files()])
     compiled = ""
     if target == "cpu":
-        compiled = extension.key(source.upstream(python), extension.torch_version(python))
+        compiled = extension.key(source.patched(python), extension.torch_version(python))
     return cache.key(target, source.series_key(), own, compiled)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/env.sh as a caller's shell sees it, with everything in the cache."""
+
+import os
+import subprocess
+
+from _wheel import project
+
+
+def bash(script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "--norc", "-c", script]
+    return subprocess.run(command, cwd=project.ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120)
+
+
+def test_env_enters_under_set_eu_and_only_once():
+    done = bash('set -eu; . scripts/env.sh; first=$PATH; . scripts/env.sh; [ "$PATH" = "$first" ]; '
+                'command -v python vllm vllm-pd; echo "$VLLM_PD_MODEL"; declare -F')  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    python, vllm, vllm_pd, model = done.stdout.splitlines()  # and no function is left behind
+    assert {os.path.dirname(p) for p in (python, vllm, vllm_pd)} == {os.path.dirname(python)}
+    assert os.path.isfile(os.path.join(model, "config.json")) and not os.path.exists(os.path.join(model, "tokenizer.model"))
+
+
+def test_env_keeps_what_the_caller_set():
+    done = bash('. scripts/env.sh; echo "$VLLM_CPU_KVCACHE_SPACE"', VLLM_CPU_KVCACHE_SPACE="3")
+    assert done.stdout.split() == ["3"]
+
+
+def test_env_failure_is_said_and_the_shell_lives():
+    done = bash("path=$PATH; . scripts/env.sh; echo code $?; [ \"$PATH\" = \"$path\" ] && echo same; declare -F",
+                VLLM_PD_CACHE="/dev/null/cache")  # fmt: skip
+    assert done.stdout.splitlines() == ["code 1", "same"]
+    assert "cannot make the environment" in done.stderr and "/dev/null/cache" in done.stderr
+
+
+def test_env_run_as_a_program_is_refused():
+    done = bash("bash scripts/env.sh")
+    assert done.returncode == 2 and "source it" in done.stderr

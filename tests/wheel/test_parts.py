@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts that make wheels: archive, metadata, cache."""
+
+import subprocess
+import sys
+import threading
+import zipfile
+
+import pytest
+from _wheel import archive, cache, metadata, project
+from _wheel.process import BuildError, run
+
+from tests.wheel import checks
+
+NAMES = ["demo/plain.py", "demo/E=1,N=2.json", "demo-1.dist-info/WHEEL"]
+
+
+def write(path, *, order=NAMES):
+    writer = archive.WheelWriter(path, "demo-1.dist-info")
+    for name in order:
+        writer.add(name, name.encode() * 50)
+    return writer.close()
+
+
+def test_archive_does_not_depend_on_order_or_time(tmp_path):
+    first, second = write(tmp_path / "a.whl"), write(tmp_path / "b.whl", order=NAMES[::-1])
+    assert first.read_bytes() == second.read_bytes()
+    assert checks.record_problems(checks.Wheel.read(first)) == []
+
+
+def test_archive_takes_entries_as_they_are(tmp_path):
+    first = write(tmp_path / "a.whl")
+    with zipfile.ZipFile(first) as source:
+        record = archive.read_record(source.read("demo-1.dist-info/RECORD").decode())
+        writer = archive.WheelWriter(tmp_path / "b.whl", "demo-1.dist-info")
+        for name in NAMES:
+            writer.take(source, source.getinfo(name), record[name])
+        writer.add("demo/plain.py", b"replaced")
+        second = writer.close()
+    assert checks.record_problems(checks.Wheel.read(second)) == []
+    with zipfile.ZipFile(second) as wheel:
+        assert wheel.testzip() is None
+        assert wheel.read("demo/plain.py") == b"replaced"
+        assert wheel.read("demo/E=1,N=2.json") == b"demo/E=1,N=2.json" * 50
+
+
+def test_archive_refuses_a_source_that_is_cut_short(tmp_path):
+    first = write(tmp_path / "a.whl")
+    with zipfile.ZipFile(first) as source:
+        info = source.getinfo(NAMES[0])
+        info.compress_size = 1 << 30
+        writer = archive.WheelWriter(tmp_path / "b.whl", "demo-1.dist-info")
+        writer.take(source, info, ("sha256=x", 1))
+        with pytest.raises(zipfile.BadZipFile, match="cut short"):
+            writer.close()
+    assert not (tmp_path / "b.whl").exists()
+
+
+def test_override_replaces_leaves_out_and_adds():
+    upstream = ["numpy", "torch==2.7.0", "Some_Name[extra]>=1 ; python_version < '3'", "tqdm"]
+    assert metadata.override(upstream, {"numpy": "<2.3", "some-name": False, "rich": ">=13"}) == [
+        "numpy<2.3", "torch==2.7.0", "tqdm", "rich>=13"]  # fmt: skip
+
+
+def test_requirements_follow_includes_and_drop_comments():
+    files = {"cpu.txt": "# c\n-r common.txt\n--extra-index-url https://x\ntorch==2 # why\n", "common.txt": "numpy\n\n"}
+    assert metadata.read_requirements(files, "cpu.txt") == ["numpy", "torch==2"]
+
+
+def test_metadata_replaces_version_and_requirements_only():
+    text = 'Name: vllm\nVersion: 1\nRequires-Python: >=3\nRequires-Dist: a\nRequires-Dist: b; extra == "x"\n\nRequires-Dist: text\n'
+    made = metadata.metadata(text, "1+pd", ["c", "d"], "<4")
+    assert made == (
+        'Name: vllm\nVersion: 1+pd\nRequires-Python: <4\nRequires-Dist: c\nRequires-Dist: d\nRequires-Dist: b; extra == "x"\n'
+        "\nRequires-Dist: text\n"
+    )
+    with pytest.raises(ValueError, match="no requirement"):
+        metadata.metadata("Name: vllm\n\n", "1", ["c"], "<4")
+
+
+def test_target_must_be_known():
+    with pytest.raises(ValueError, match="'rocm'.*cpu, cuda"):
+        project.version("1", "rocm")
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_piece_is_built_once_and_never_trusted_half_written(empty_cache, in_place):
+    calls = []
+
+    def build(folder):
+        calls.append(sorted(f.name for f in folder.iterdir()))
+        (folder / "half").touch()
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.piece("kind", "key", build, "test", in_place=in_place)
+    place = cache.piece("kind", "key", build, "test", in_place=in_place)
+    assert cache.piece("kind", "key", build, "test", in_place=in_place) == place
+    assert calls == [[], []]  # the second began from nothing, there was no third
+    assert place.parent.parent == empty_cache and (place / "half").exists()
+
+
+def test_tree_key_follows_names_and_contents(tmp_path):
+    (tmp_path / "a").write_text("1")
+    before = cache.tree_key(tmp_path, [tmp_path / "a"])
+    (tmp_path / "a").write_text("1")
+    assert cache.tree_key(tmp_path, [tmp_path / "a"]) == before
+    (tmp_path / "a").write_text("2")
+    changed = cache.tree_key(tmp_path, [tmp_path / "a"])
+    (tmp_path / "b").write_text("2")
+    assert len({before, changed, cache.tree_key(tmp_path, [tmp_path / "b"])}) == 3
+
+
+def test_lock_waits_for_a_command_that_outlives_its_builder(empty_cache):
+    """A builder is killed; the command it started goes on. The next builder must wait for that command."""
+    builder = "import sys; from _wheel import cache, process\nwith cache.lock(): process.run(['sh', '-c', 'echo >started; sleep 3'])"
+    scripts = str(project.ROOT / "scripts")
+    empty_cache.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", builder], env={"VLLM_PD_CACHE": str(empty_cache), "PYTHONPATH": scripts,
+                               "PATH": "/usr/bin:/bin"}, cwd=empty_cache)  # fmt: skip
+    while not (empty_cache / "started").exists():
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    taken = threading.Event()
+
+    def take():
+        with cache.lock():
+            taken.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    assert not taken.wait(1)
+    assert taken.wait(10)
+    thread.join()
+
+
+def test_failed_command_says_what_it_said():
+    with pytest.raises(BuildError, match="(?s)exit status 3.*the reason"):
+        run(["sh", "-c", "echo the reason >&2; exit 3"])
+    with pytest.raises(BuildError, match="no-such-command: not found"):
+        run(["no-such-command"])
