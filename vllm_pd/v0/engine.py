@@ -109,7 +109,7 @@ class Disaggregation:
     def take_progress(self) -> dict[str, Any]:
         """The arguments of the `schedule` that follows. A loop that never sleeps, as LLM's, is slowed down here while
         there is nothing to do but wait for peers."""
-        if not self._looped and not self._scheduler.has_schedulable_seqs() and not self.has_work():
+        if not self._looped and not self.has_work():
             self._bell.wait(POLL_MAX_S if not self._expecting() else POLL_MIN_S)
         self._collect()
         progress, self._progress = self._progress, Progress()
@@ -117,9 +117,9 @@ class Disaggregation:
         return progress.arguments()
 
     def has_work(self) -> bool:
-        """Whether a step would do something for a peer or for a parked group."""
+        """Whether a step would do something, with what peers have sent up to now."""
         self._collect()
-        if self._progress or (self.prefill_jobs is not None and self.prefill_jobs.has_requests):
+        if self._scheduler.has_schedulable_seqs() or self._progress or (self.prefill_jobs is not None and self.prefill_jobs.has_requests):
             return True
         if self._expecting():
             self._bell.ring_in(POLL_MIN_S)
