@@ -130,7 +130,8 @@ def _import(root: Path, paths: List[str], python: str) -> List[str]:
     """Touched modules that `python` can't import from the tree. Nothing is written into the tree."""
     modules = [path[:-3].replace("/", ".").replace(".__init__", "") for path in paths
                if path.endswith(".py") and path.startswith("vllm/")]
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(root), str(_PROJECT)]), PYTHONDONTWRITEBYTECODE="1")
+    search = [str(root), str(_PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(search), PYTHONDONTWRITEBYTECODE="1")
     done = subprocess.run([python, "-c", _IMPORTS, *modules], cwd=root, env=environment, capture_output=True,
                           text=True, check=False)
     found = [line[len(_MARK):] for line in done.stdout.splitlines() if line.startswith(_MARK)]
@@ -148,7 +149,7 @@ for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
     except Exception as error:
-        failed.append(f"{{name}} cannot be imported: {{type(error).__name__}}: {{str(error).splitlines()[:1]}}")
+        failed.append(f"{{name}} cannot be imported: {{type(error).__name__}}: {{str(error).partition(chr(10))[0]}}")
 for line in failed:
     print("{_MARK}" + line)
 sys.exit(bool(failed))
