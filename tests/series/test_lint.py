@@ -50,7 +50,8 @@ def test_subject_that_only_looks_wrong(subject):
     assert faults(message(subject)) == ""
 
 
-@pytest.mark.parametrize("prose", ["Short.", f"{PROSE}\n---\nmore", f"{PROSE}\ndiff --git a/x b/x", f"{PROSE}\nFrom: me"])
+@pytest.mark.parametrize("prose", ["Short.", f"{PROSE}\n---\nmore", f"{PROSE}\ndiff --git a/x b/x",
+                                   f"{PROSE}\nFrom: me"])
 def test_body(prose):
     """B52: a body says why, and has no line at which git am would cut it."""
     assert "body" in faults(message(SUBJECT, prose))
@@ -89,7 +90,8 @@ def test_empty_diff():
 
 @pytest.mark.parametrize("kind, line, said", [
     ("seam", "from vllm_pd import hooks", "must not name vllm_pd"), ("fix", "# for vllm_pd", "must not name vllm_pd"),
-    ("hook", "from vllm_pd.core import policy", "only through vllm_pd.hooks"), ("hook", "from vllm_pd import hooks", ""),
+    ("hook", "from vllm_pd.core import policy", "only through vllm_pd.hooks"),
+    ("hook", "from vllm_pd import hooks", ""),
     ("queue", "    vllm_pd.hooks.admit(self)", ""), ("hook", "import vllm_pd", "only through vllm_pd.hooks"),
 ])
 def test_own_package_in_upstream(kind, line, said):

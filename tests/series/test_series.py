@@ -6,7 +6,7 @@ import sys
 import pytest
 from _series.git import Repo
 
-from .conftest import ADOPT, ADOPT_FILE, ENGINE, FILES, MEND, MEND_FILE, OPEN_FILE, message
+from .conftest import ADOPT, ADOPT_FILE, FILES, MEND, MEND_FILE, OPEN_FILE, message
 
 
 def test_holds(toy):
@@ -245,8 +245,8 @@ def test_new(toy):
     """`new` makes a commit that export refuses until its message is written."""
     toy.take_apart()
     assert "nothing has changed" in toy.refused("new", "engine: count more", "--tree", toy.tree)
-    (toy.tree / "vllm/engine.py").write_text(ENGINE.replace("total = 2\n", "total = 2\n        total += hooks.extra(self)\n")
-                                             .replace("total = 4", "total = 40"))
+    file = toy.tree / "vllm/engine.py"
+    file.write_text(file.read_text().replace("total = 4", "total = 40"))
     status, said = toy.run("new", "engine: count more", "--tree", toy.tree)
     assert status == 0 and "engine-count-more.patch" in said
     said = toy.refused("export", toy.tree)

@@ -14,10 +14,11 @@ from .conftest import FILES, Project, sdist
 
 
 def refuses(project: Project, dest, *args) -> str:
+    """Run upstream.py, see that it refuses and leaves nothing behind; what it said."""
     status, said = project.fetch(dest, *args)
     assert status == 2, said
     assert not dest.exists() or not list(dest.iterdir())
-    assert not [path for path in dest.parent.iterdir() if path.name.startswith(dest.name + ".")], "a half-written folder"
+    assert not [path for path in dest.parent.iterdir() if path.name.startswith(dest.name + ".")], "half written"
     return said
 
 
