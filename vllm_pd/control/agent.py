@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 LIVENESS_S = 0.25
 NOTICE_POLL_FIRST_S = 0.001
-NOTICE_POLL_LAST_S = 0.020
-WORKING_POLL_S = 0.100  # while P is still at work: only in case its word gets lost
+NOTICE_POLL_LAST_S = 0.002
+WORKING_POLL_S = 0.005  # the transport needs our progress too
 RECONNECT_POLL_S = 0.1  # while the broker is away
 LINGER_MS = 100
 
