@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pd bench handover` subtracts what it says, and the client hears the tokens that were sent."""
+
+import pytest
+
+from tests.unit.fake_engine import FakeEngine
+from vllm_pd.bench import HandoverBench, Sample, measure_handover, report, spread
+from vllm_pd.client import Question, RequestError, ask
+from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.scrape import parse
+
+
+def bench(engine: FakeEngine, **changes) -> HandoverBench:
+    return HandoverBench(**{"decode": engine.url, "prefill": (engine.url, ), "requests": 4, "prompt_tokens": 200,
+                            "max_tokens": 4, "warm_up": 1, **changes})
+
+
+def test_overhead_is_ttft_less_prefill_transfer_and_one_step():
+    stages_s = {"queue": 0.001, "claim": 0.002, "prefill": 0.2, "transfer": 0.03, "first_step": 0.04}
+    samples = [Sample(0.3, stages_s, 3e6, (0.04, 0.05, 0.06)), Sample(0.31, stages_s, 3e6, (0.05, ))]
+    found = report(HandoverBench("d", ("p", )), samples, {})
+    assert found["overhead_ms"]["min"] == pytest.approx(300 - 200 - 30 - 50)
+    assert found["overhead_ms"]["max"] == pytest.approx(310 - 200 - 30 - 50)
+    assert found["decode_step_ms"]["p50"] == pytest.approx(50)
+    assert found["outside_stages_ms"]["min"] == pytest.approx(300 - 273)
+    assert found["transfer_gb_per_s"] == pytest.approx(0.1)
+    assert found["samples_ms"][1]["overhead"] == pytest.approx(30)
+
+
+def test_percentiles_are_nearest_ranks():
+    found = spread([number / 1000 for number in range(100, 0, -1)])
+    assert (found["p50"], found["p99"], found["min"], found["max"], found["mean"]) == (50, 99, 1, 100, 50.5)
+    assert spread([0.007])["p99"] == 7
+
+
+def test_remote_requests_are_measured():
+    with FakeEngine() as engine:
+        found = measure_handover(bench(engine))
+    assert (found["measured"], found["local"]) == (4, {})
+    assert found["stages_ms"]["prefill"]["p50"] == pytest.approx(20)
+    assert found["transfer_bytes"] == 4 * 200_000
+    assert found["transfer_gb_per_s"] == pytest.approx(200_000 / 0.005 / 1e9)
+    assert 50 <= found["ttft_ms"]["min"] < 500
+    assert 10 <= found["decode_step_ms"]["p50"] < 100
+    expected = found["ttft_ms"]["p50"] - 25 - found["decode_step_ms"]["p50"]
+    assert found["overhead_ms"]["p50"] == pytest.approx(expected, abs=0.01)
+    prompts = [tuple(body["prompt"]) for body in engine.bodies]
+    assert len(set(prompts)) == 5 and all(body["ignore_eos"] for body in engine.bodies)
+
+
+def test_nothing_remote_is_an_error_with_the_reasons():
+    with FakeEngine(max_local=500) as engine, pytest.raises(PDError, match="4 x threshold.*below 200"):
+        measure_handover(bench(engine))
+
+
+@pytest.mark.parametrize("changes, key", [({"requests": 0}, "--requests"), ({"max_tokens": 2}, "--max-tokens"),
+                                          ({"prompt_tokens": 1}, "--prompt-tokens"), ({"warm_up": -1}, "--warm-up"),
+                                          ({"prefill": ("http://127.0.0.1:1", )}, "--prefill")])
+def test_b80_impossible_options(changes, key):
+    with FakeEngine() as engine, pytest.raises(ConfigError) as caught:
+        measure_handover(bench(engine, **changes))
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_hears_every_token(chat, stream):
+    prompt = [{"role": "user", "content": "?"}] if chat else [1, 2, 3]
+    with FakeEngine() as engine:
+        answer = ask(engine.url, "fake", Question(prompt, 4, chat=chat, stream=stream))
+        other = ask(engine.url, "fake", Question(prompt, 4, chat=chat, stream=stream))
+        engine.token_ids = (11, 12, 13, 15)
+        different = ask(engine.url, "fake", Question(prompt, 4, chat=chat, stream=stream))
+    assert answer.token_ids == (11, 12, 13, 14) and answer.text == "<11><12><13><14>"
+    assert (answer.finish_reason, answer.usage) == ("length", (10 if chat else 3, 4))
+    assert len(answer.arrivals_s) == (4 if stream else 1)
+    assert answer.ttft_s >= 0.05 and all(gap > 0 for gap in answer.gaps_s)
+    assert answer.same_as(other) and not answer.same_as(different)
+
+
+def test_client_says_what_the_server_said():
+    with FakeEngine() as engine, pytest.raises(RequestError, match="404.*no such model"):
+        ask(engine.url, "wrong", Question("x", 1))
+
+
+def test_snapshots_sum_over_labels_and_subtract():
+    page = 'a_total{x="1",y="1"} 2\na_total{x="1",y="2"} 3\na_total{x="2",y="1"} 5\nb 7\n'
+    before, after = parse(page), parse(page.replace("} 3", "} 10").replace("b 7", "b 8"))
+    assert before.value("a_total") == 10 and before.value("a_total", x="1") == 5 and before.value("c") == 0
+    assert before.by("a_total", "x") == {("1", ): 5, ("2", ): 5}
+    assert after.since(before).value("a_total", y="2") == 7
+    assert after.since(before).by("a_total", "y") == {("1", ): 0, ("2", ): 7}
