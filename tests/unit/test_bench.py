@@ -42,8 +42,9 @@ def test_remote_requests_are_measured():
     assert found["transfer_gb_per_s"] == pytest.approx(200_000 / 0.005 / 1e9)
     assert 50 <= found["ttft_ms"]["min"] < 500
     assert 10 <= found["decode_step_ms"]["p50"] < 100
-    expected = found["ttft_ms"]["p50"] - 25 - found["decode_step_ms"]["p50"]
-    assert found["overhead_ms"]["p50"] == pytest.approx(expected, abs=0.01)
+    subtracted = [sample["ttft"] - sample["overhead"] for sample in found["samples_ms"]]
+    assert subtracted == pytest.approx([subtracted[0]] * 4)
+    assert found["decode_step_ms"]["min"] <= subtracted[0] - 25 <= found["decode_step_ms"]["max"]
     prompts = [tuple(body["prompt"]) for body in engine.bodies]
     assert len(set(prompts)) == 5 and all(body["ignore_eos"] for body in engine.bodies)
 
