@@ -23,7 +23,7 @@ from typing import Any
 from vllm_pd.client import Answer, Question, ask, is_healthy, served_model
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.metrics import STAGES
-from vllm_pd.scrape import Snapshot, scrape
+from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
 
 FORMULA = "overhead = TTFT (client) - prefill - transfer - median gap between two tokens of this run"
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999
@@ -74,7 +74,7 @@ def measure_handover(bench: HandoverBench) -> dict[str, Any]:
     for number in range(-bench.warm_up, bench.requests):
         prompt = [prompts.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(bench.prompt_tokens)]
         answer = ask(bench.decode, model, Question(prompt, bench.max_tokens, stream=True, ignore_eos=True))
-        after = scrape(bench.decode)
+        after = scrape_after_request(bench.decode, before)
         if number >= 0:
             added = after.since(before)
             if went_remote(added):

@@ -24,7 +24,7 @@ from vllm_pd.errors import PDError
 from vllm_pd.fleet import HOST, SERVE, UpOptions, plan_fleet
 from vllm_pd.metrics import STAGES
 from vllm_pd.ports import take_free, take_free_run
-from vllm_pd.scrape import Snapshot, scrape
+from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
 from vllm_pd.up import Fleet, StartError
 
 NAME = "demo"
@@ -124,7 +124,7 @@ def run(model: str, journal: Journal) -> Report:
                                 pd={"max_local_prefill_tokens": MAX_LOCAL_PREFILL_TOKENS}, serve_args=SERVE_ARGS),
                       cores)
     decode, prefill = (engine.url for engine in plan.engines)
-    print(f"starting: the same wheel with PD off on {len(cores)} cores, and", flush=True)
+    print(f"starting the same wheel with PD off on {len(cores)} cores, and", flush=True)
     fleet = Fleet(plan, timeout_s=START_TIMEOUT_S, stop_timeout_s=STOP_TIMEOUT_S, say=journal.say)
     with PDOff(model, cores, journal) as off, fleet:
         off.await_healthy()
@@ -147,7 +147,7 @@ def hand_over(case: Case, url: str, reference: Answer) -> Outcome:
     """Asks the decode engine and reads from its counters what it did about it."""
     before = scrape(url)
     answer = ask(url, NAME, case.question)
-    added = scrape(url).since(before)
+    added = scrape_after_request(url, before).since(before)
     made = [key for key, count in added.by("vllm:pd_decisions_total", "decision", "reason").items() if count]
     ended = [outcome for (outcome, ), count in added.by("vllm:pd_attempts_total", "outcome").items() if count]
     return Outcome(case, answer, reference, decisions=made, ends=ended,

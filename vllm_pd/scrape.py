@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading an engine's /metrics page: one snapshot, sums over labels, differences between two snapshots."""
 
+import time
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,3 +51,26 @@ def scrape(url: str, timeout_s: float = 10.0) -> Snapshot:
     if status != 200:
         raise ConnectionError(f"{url}/metrics: {status}")
     return parse(page)
+
+
+def scrape_after_request(url: str, before: Snapshot, timeout_s: float = 2.0) -> Snapshot:
+    """The page of a decode engine after the one request since `before`, once everything is counted for it.
+
+    An engine counts some things a little after the client has heard of them. What is missing after `timeout_s` will
+    not come.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        after = scrape(url)
+        if _is_counted(after.since(before)) or time.monotonic() > deadline:
+            return after
+        time.sleep(0.05)
+
+
+def _is_counted(added: Snapshot) -> bool:
+    if not added.value("vllm:pd_decisions_total"):
+        return False
+    remote = added.value("vllm:pd_decisions_total", decision="remote")
+    done = added.value("vllm:pd_attempts_total", outcome="done")
+    return (added.value("vllm:pd_attempts_total") >= remote
+            and added.value("vllm:pd_handover_seconds_count", stage="first_step") >= done)

@@ -16,9 +16,9 @@ class FakeEngine:
     def __init__(self, *, max_local: int = 100, first_s: float = 0.05, gap_s: float = 0.01,
                  stages_s: Sequence[tuple[str, float]] = (("queue", 0.001), ("claim", 0.002), ("prefill", 0.02),
                                                           ("transfer", 0.005), ("first_step", 0.01)),
-                 token_ids: Sequence[int] = (11, 12, 13, 14)) -> None:
+                 token_ids: Sequence[int] = (11, 12, 13, 14), late_s: float = 0.2) -> None:
         self.max_local, self.first_s, self.gap_s = max_local, first_s, gap_s
-        self.stages_s, self.token_ids = stages_s, token_ids
+        self.stages_s, self.token_ids, self.late_s = stages_s, token_ids, late_s
         self.bodies: list[dict] = []
         self.registry = prometheus_client.CollectorRegistry()
         self.decisions = prometheus_client.Counter("vllm:pd_decisions_total", "", ["decision", "reason"],
@@ -50,6 +50,9 @@ class FakeEngine:
             self.decisions.labels("local", "threshold").inc()
             return
         self.decisions.labels("remote", "length").inc()
+        threading.Timer(self.late_s, self._count_late, [prompt_tokens]).start()
+
+    def _count_late(self, prompt_tokens: int) -> None:
         self.attempts.labels("done").inc()
         self.bytes.inc(1000 * prompt_tokens)
         for stage, seconds in self.stages_s:
