@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines for the tests, started once: each costs half a minute."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.e2e.harness import BrokerProcess, EngineProcess
+
+
+@dataclass
+class Pair:
+    """A broker, an engine P that prefills and an engine D that decodes (and may do both)."""
+    broker: BrokerProcess
+    p: EngineProcess
+    d: EngineProcess
+
+    def at_rest(self) -> None:
+        """B20, on both."""
+        self.d.at_rest()
+        self.p.at_rest()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.e2e)
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def starting() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def mono_process(starting) -> EngineProcess:
+    engine = EngineProcess(None, 0)
+    starting.callback(engine.stop)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def pair_processes(starting) -> Pair:
+    broker = BrokerProcess()
+    starting.callback(broker.stop)
+    quick = {"heartbeat_s": 0.3, "ttl_s": 1.5, "claim_retry_s": 0.5}
+    p = EngineProcess("kv_producer", 0, broker.url, quick)
+    starting.callback(p.stop)
+    d = EngineProcess("kv_consumer", 1, broker.url, {**quick, "max_local_prefill_tokens": 0, "lease_s": 3})
+    starting.callback(d.stop)
+    return Pair(broker, p, d)
+
+
+@pytest.fixture
+def mono(mono_process) -> EngineProcess:
+    """The same model on one engine of the same wheel, with disaggregation off."""
+    return mono_process.ready()
+
+
+@pytest.fixture
+def pair(pair_processes) -> Iterator[Pair]:
+    """One P and one D that sends everything away. At rest before and after each test (B20)."""
+    pair_processes.p.ready()
+    pair_processes.d.wait_for_peers()
+    pair_processes.at_rest()
+    yield pair_processes
+    pair_processes.at_rest()

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The test's end of engine processes and of the broker between them."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from vllm_pd.ports import take_free
+
+PROGRAM = Path(__file__).with_name("engine_process.py")
+START_S = 240
+WAIT_S = 60
+VOCABULARY = range(1000, 40000)  # plain tokens of the models' tokenizer
+GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+AT_REST = {"unfinished": False, "waiting": 0, "running": 0, "swapped": 0, "remote_prefilling": 0, "prefill_sending": 0,
+           "quarantined": 0, "block_tables": 0, "references": 0, "tracked": 0, "open_attempts": 0,
+           "held": 0, "resumed": 0, "jobs": 0, "live_handles": 0, "agent_error": None}
+
+
+class ChildError(AssertionError):
+    """An exception in the engine's process."""
+
+
+def model_folder(variable: str) -> str:
+    """The folder of a model, as `scripts/env.sh` leaves it in the environment."""
+    folder = os.environ.get(variable)
+    if not folder:
+        raise RuntimeError(f"{variable} is not set: run the tests by scripts/test.sh, or source scripts/env.sh first")
+    return folder
+
+
+def core(index: int) -> int:
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[index % len(cores)]
+
+
+def engine_env(index: int) -> dict[str, str]:
+    """The environment of an engine that has one core."""
+    return {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": str(core(index)), "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+
+
+class BrokerProcess:
+    """`vllm-pd broker`, which can be killed and started again at the same address."""
+
+    def __init__(self) -> None:
+        self.url = f"tcp://127.0.0.1:{take_free('127.0.0.1')}"
+        self._process: subprocess.Popen | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-m", "vllm_pd.cli", "broker", "--bind", self.url])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    stop = kill
+
+
+class EngineProcess:
+    """One engine. `start` returns at once; the first use waits until it is up."""
+
+    def __init__(self, role: str | None, index: int, broker: str = "", extra: dict | None = None,
+                 model: str | None = None, **llm) -> None:
+        setup = {"model": model or model_folder("VLLM_PD_TINY_MODEL"), "role": role,
+                 "extra": {"broker": broker, **(extra or {})},
+                 "llm": {"dtype": "float32", "max_model_len": 1024, "block_size": 16, "enable_prefix_caching": True,
+                         "num_gpu_blocks_override": 512, "max_num_seqs": 32, **llm}}
+        ours, theirs = socket.socketpair()
+        self.role = role
+        self.block_size = setup["llm"]["block_size"]
+        self.max_model_len = setup["llm"]["max_model_len"]
+        self.process = subprocess.Popen(
+            ["taskset", "-c", str(core(index)), sys.executable, str(PROGRAM), str(theirs.fileno()), json.dumps(setup)],
+            env=engine_env(index), pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._pipe = Connection(ours.detach())
+        self._ready = False
+        self._numbers = 0
+
+    def ready(self) -> "EngineProcess":
+        if not self._ready:
+            self._receive(START_S)
+            self._ready = True
+            self.at_start = self.stats()
+        return self
+
+    def do(self, op: str, *, answer_s: float = WAIT_S, **arguments):
+        self.ready() if op != "stats" or self._ready else None
+        self._pipe.send_bytes(json.dumps({"op": op, **arguments}).encode())
+        return self._receive(answer_s)
+
+    def _receive(self, timeout_s: float):
+        if not self._pipe.poll(timeout_s):
+            raise ChildError(f"the engine {self.role} (pid {self.process.pid}) gives no answer in {timeout_s} s")
+        try:
+            reply = json.loads(self._pipe.recv_bytes())
+        except EOFError:
+            raise ChildError(f"the engine {self.role} ended with {self.process.wait(10)}") from None
+        if "error" in reply:
+            raise ChildError(reply["error"])
+        return reply["result"]
+
+    # Requests.
+
+    def add(self, prompt: list[int] | str, request_id: str | None = None, **parameters) -> str:
+        return self.add_all([prompt], [request_id], **parameters)[0]
+
+    def add_all(self, prompts: list, ids: list | None = None, **parameters) -> list[str]:
+        """All prompts before the engine's next step; greedy unless told otherwise. Their request ids."""
+        names = [name or self._new_id() for name in ids or [None] * len(prompts)]
+        parameters = {**GREEDY, **parameters}
+        self.do("add", requests=[[n, p, parameters] for n, p in zip(names, prompts, strict=True)])
+        return names
+
+    def wait(self, ids: Iterable[str], timeout_s: float = WAIT_S) -> list[dict]:
+        ids = list(ids)
+        results = self.do("wait", ids=ids, timeout_s=timeout_s, answer_s=timeout_s + 10)
+        return [results[name] for name in ids]
+
+    def generate(self, prompts: list, timeout_s: float = WAIT_S, **parameters) -> list[dict]:
+        return self.wait(self.add_all(prompts, **parameters), timeout_s)
+
+    def tokens(self, prompts: list, **parameters) -> list[list[int]]:
+        """The first output of each."""
+        return [result["outputs"][0]["token_ids"] for result in self.generate(prompts, **parameters)]
+
+    def abort(self, *ids: str) -> None:
+        self.do("abort", ids=list(ids))
+
+    def _new_id(self) -> str:
+        self._numbers += 1
+        return f"r{self._numbers}"
+
+    # State.
+
+    def stats(self) -> dict:
+        return self.do("stats")
+
+    def counters(self) -> "Counters":
+        return Counters(self.do("counters"))
+
+    def evaluate(self, expression: str):
+        return self.do("evaluate", expression=expression)
+
+    def execute(self, code: str) -> None:
+        self.do("execute", code=code)
+
+    def wait_until(self, expression: str, timeout_s: float = 20) -> float:
+        return self.do("wait_until", expression=expression, timeout_s=timeout_s, answer_s=timeout_s + 10)
+
+    def wait_for_peers(self, count: int = 1, timeout_s: float = 30) -> None:
+        self.wait_until(f"disagg._agent.view().broker_up and disagg._agent.view().prefill_peers == {count}", timeout_s)
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """The block table of a live request."""
+        return self.evaluate("next((scheduler.block_manager.get_block_table(g.first_seq) for g in (*scheduler.running, "
+                             f"*scheduler.remote_prefilling.values()) if g.request_id == {request_id!r}), [])")
+
+    def at_rest(self, timeout_s: float = 15) -> None:
+        """B20: nothing of any request is left."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            stats = self.stats()
+            expected = {key: value for key, value in AT_REST.items() if key in stats}
+            expected["free_blocks"] = self.at_start["free_blocks"]
+            left = {key: (stats[key], value) for key, value in expected.items() if stats[key] != value}
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{self.role} is not at rest (is, should be): {left}")
+            time.sleep(0.05)
+
+    # The process.
+
+    def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.thaw()
+        self._pipe.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Counters(dict):
+    """Counters at one moment; what is not there is 0."""
+
+    def __missing__(self, key: str) -> float:
+        return 0.0
+
+    def since(self, earlier: "Counters") -> "Counters":
+        return Counters({key: value - earlier[key] for key, value in self.items() if value != earlier[key]})
+
+    def with_prefix(self, prefix: str) -> dict[str, float]:
+        return {key.removeprefix(prefix): value for key, value in self.items() if key.startswith(prefix)}
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """A prompt of so many tokens that shares no block with one of another seed."""
+    return random.Random(f"{seed}/{tokens}").choices(VOCABULARY, k=tokens)
