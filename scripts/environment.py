@@ -18,7 +18,6 @@ import contextlib
 import os
 import platform
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,10 +25,10 @@ import time
 from pathlib import Path
 
 from _series.errors import Refusal
-from _wheel import cache, process, project, source, targets
+from _wheel import cache, process, project, targets
 
 MODEL = "SmolLM2-135M-Instruct"
-KEEP_S = 3 * 86400.0  # wheels and environments that nobody entered for so long are removed
+KEEP_S = 3 * 86400.0  # wheels and environments that nobody has entered for so long are removed
 
 # Only where the caller has not set them. A small machine: 1 GiB of KV cache, no compilation by V1's inductor, and nothing
 # that asks the network.
@@ -93,13 +92,19 @@ def packages() -> Path:
 
     count = sum("==" in line for line in requirements.read_text().splitlines())
     name = cache.key(requirements, tools, sys.version, sys.base_prefix)
-    return cache.piece("packages", name, build, f"installing {count} packages (5 GB, mostly torch)", in_place=True)
+    return cache.piece("packages", name, build, f"installing {count} packages (5 GB, mostly torch; some minutes)", in_place=True)
 
 
 def wheel(python: Path) -> Path:
     """The folder that holds the patched CPU wheel."""
     name = targets.key("cpu", str(python))
-    return cache.piece("wheel", name, lambda folder: targets.build("cpu", folder, str(python)), "building the patched wheel")
+
+    def build(folder: Path) -> None:
+        targets.build("cpu", folder, str(python))
+        if targets.key("cpu", str(python)) != name:
+            raise process.BuildError("a source file was changed while the wheel was built; run it again")
+
+    return cache.piece("wheel", name, build, "building the patched wheel")
 
 
 def environment(base: Path, wheel: Path) -> Path:
@@ -133,16 +138,6 @@ def models(python: Path) -> tuple[Path, Path]:
     return model, cache.piece("tiny", cache.key(make, convert, *pins), tiny, "making the tiny model") / "tiny-llama"
 
 
-def prune(*used: Path) -> None:
-    """Mark what is used, remove what has not been for long: each change of the source makes a wheel and an environment."""
-    for folder in used:
-        os.utime(folder)
-    for kind in ("wheel", "env", "patched"):
-        for folder in (cache.root() / kind).glob("*"):
-            if time.time() - folder.stat().st_mtime > KEEP_S:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
 def commands(env: Path, model: Path, tiny: Path) -> list[str]:
     """Shell commands that enter the environment."""
     set_here = {"VLLM_PD_ENV": env, "VLLM_PD_MODEL": model, "VLLM_PD_TINY_MODEL": tiny, "VIRTUAL_ENV": env}
@@ -154,7 +149,7 @@ def commands(env: Path, model: Path, tiny: Path) -> list[str]:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began_s = time.monotonic()
     try:
         check_machine()
@@ -164,7 +159,7 @@ def main() -> int:
             built = wheel(python)
             env = environment(base, built)
             model, tiny = models(python)
-            prune(built, env, *([source.patched().parent] if source.patches() else []))
+            cache.prune(("wheel", "env", "patched"), KEEP_S)  # each change of the source makes new ones
     except KeyboardInterrupt:
         cache.say("interrupted; run it again, finished stages are kept")
         return 130

@@ -54,6 +54,7 @@ def piece(kind: str, name: str, build: Callable[[Path], None], what: str, *, in_
     """
     place = root() / kind / name
     if (place / MARKER).is_file() if in_place else place.is_dir():
+        os.utime(place)  # used now: see prune
         return place
     began_s = time.monotonic()
     say(f"{what} ...")
@@ -67,6 +68,13 @@ def piece(kind: str, name: str, build: Callable[[Path], None], what: str, *, in_
         os.rename(work, place)
     say(f"{what}: {time.monotonic() - began_s:.1f} s")
     return place
+
+
+def prune(kinds: Iterable[str], keep_s: float) -> None:
+    """Remove the pieces of these kinds that nobody has asked for in the last keep_s seconds."""
+    for place in (place for kind in kinds for place in (root() / kind).glob("*")):
+        if time.time() - place.stat().st_mtime > keep_s:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -57,10 +57,8 @@ def extension(tree: Path, python: str) -> Path:
     """Path of the compiled file in the cache, compiled first if it is not there (1 to 3 minutes on two cores)."""
     torch = torch_version(python)
     name = key(tree, torch)
-    built = cache.piece(
-        "extension", name, lambda folder: compile_into(folder, tree, python), f"compiling the CPU extension for torch {torch}"
-    )
-    return built / FILE
+    what = f"compiling the CPU extension for torch {torch} (1 to 3 minutes)"
+    return cache.piece("extension", name, lambda folder: compile_into(folder, tree, python), what) / FILE
 
 
 def compile_into(folder: Path, tree: Path, python: str) -> None:

@@ -48,7 +48,7 @@ def patched(python: str = sys.executable) -> Path:
 
     def build(place: Path) -> None:
         tree = place / wanted.stem
-        shutil.copytree(plain, tree)
+        shutil.copytree(plain, tree, ignore=shutil.ignore_patterns("__pycache__"))
         apply_series(tree)
 
     return cache.piece("patched", series_key(), build, f"applying {len(patches())} patches") / wanted.stem

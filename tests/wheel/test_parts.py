@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that make wheels: archive, metadata, cache."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -105,6 +106,14 @@ def test_piece_is_built_once_and_never_trusted_half_written(empty_cache, in_plac
     assert cache.piece("kind", "key", build, "test", in_place=in_place) == place
     assert calls == [[], []]  # the second began from nothing, there was no third
     assert place.parent.parent == empty_cache and (place / "half").exists()
+
+
+def test_prune_removes_what_nobody_asked_for(empty_cache):
+    for name in ("old", "used"):
+        os.utime(cache.piece("wheel", name, lambda folder: None, "test"), (0, 0))
+    cache.piece("wheel", "used", lambda folder: None, "test")
+    cache.prune(["wheel", "absent"], keep_s=3600)
+    assert [f.name for f in (empty_cache / "wheel").iterdir()] == ["used"]
 
 
 def test_tree_key_follows_names_and_contents(tmp_path):
