@@ -33,7 +33,7 @@ SERVE_ARGS = ("--served-model-name", NAME, "--dtype", "float32", "--max-model-le
               "--enable-prefix-caching", "--disable-log-requests")
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
-SETTLE_S = 10.0
+SETTLE_S = 15.0
 MUST_BE_ZERO = ("vllm:pd_parked_blocks", "vllm:pd_quarantined_blocks", "vllm:pd_sending_blocks",
                 "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc")
 

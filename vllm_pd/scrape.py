@@ -53,7 +53,7 @@ def scrape(url: str, timeout_s: float = 10.0) -> Snapshot:
     return parse(page)
 
 
-def scrape_after_request(url: str, before: Snapshot, timeout_s: float = 2.0) -> Snapshot:
+def scrape_after_request(url: str, before: Snapshot, timeout_s: float = 12.0) -> Snapshot:
     """The page of a decode engine after the one request since `before`, once everything is counted for it.
 
     An engine counts some things a little after the client has heard of them. What is missing after `timeout_s` will
