@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of each test, and what it means that two trees differ. Pure but for reading a junit file."""
+
+import enum
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from _series.errors import Refusal
+
+from .lists import within
+
+
+class Outcome(enum.Enum):
+    """Best first: where a test has several (its teardown failed as well), the last of them counts."""
+
+    PASSED = "passed"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+    ERROR = "error"
+
+
+_WORST = list(Outcome)
+_CHILDREN = {"skipped": Outcome.SKIPPED, "failure": Outcome.FAILED, "error": Outcome.ERROR}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One test. `message` is the first lines of why it did not pass, `unsteady` that it failed first and then passed alone."""
+
+    outcome: Outcome
+    message: str = ""
+    unsteady: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome is Outcome.PASSED
+
+
+Results = Mapping[str, Result]  # by pytest node id
+
+
+def node_id(case: ElementTree.Element) -> str:
+    """Node id of a junit test case (family xunit1, which carries the file)."""
+    file, name = case.get("file"), case.get("name", "")
+    dotted = case.get("classname", "")
+    if file is None:  # a module that could not be collected
+        return (dotted or name).replace(".", "/") + ".py"
+    module = file.removesuffix(".py").replace("/", ".")
+    classes = dotted.removeprefix(module).strip(".")
+    return "::".join(part for part in (file, *classes.split("."), name) if part)
+
+
+def read_junit(path: Path) -> dict[str, Result]:
+    """Refusal if the file is not there or is cut off: the run died."""
+    try:
+        cases = list(ElementTree.parse(path).iter("testcase"))
+    except (OSError, ElementTree.ParseError) as error:
+        raise Refusal(f"{path}: no junit results: {error}") from error
+    found: dict[str, Result] = {}
+    for case in cases:
+        told = [Result(_CHILDREN[child.tag], first_lines(child)) for child in case if child.tag in _CHILDREN]
+        worst = max([*told, Result(Outcome.PASSED)], key=lambda result: _WORST.index(result.outcome))
+        test = node_id(case)
+        if test not in found or _WORST.index(worst.outcome) > _WORST.index(found[test].outcome):
+            found[test] = worst
+    return found
+
+
+def first_lines(child: ElementTree.Element, max_chars: int = 500) -> str:
+    """pytest's own short message, else the end of the text."""
+    return (child.get("message") or (child.text or "")[-max_chars:]).strip()[:max_chars]
+
+
+def merged(first: Results, again: Results) -> dict[str, Result]:
+    """`first`, where a test that passed when it ran again counts as passed, and is marked."""
+    second = {test: result for test, result in again.items() if result.passed and not first.get(test, result).passed}
+    return {**first, **{test: Result(Outcome.PASSED, first[test].message, unsteady=True) for test in second}}
+
+
+def unpassed(results: Results) -> list[str]:
+    """Tests worth running again, in order: failed ones, not skipped ones."""
+    return [test for test, result in results.items() if result.outcome in (Outcome.FAILED, Outcome.ERROR)]
+
+
+def counts(results: Results) -> dict[str, int]:
+    tally = Counter(result.outcome for result in results.values())
+    return {outcome.value: tally[outcome] for outcome in Outcome}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two trees' results of one list. Node id -> why not, or just node ids."""
+
+    list_name: str
+    before: dict[str, int]
+    after: dict[str, int]
+    regressed: dict[str, str] = field(default_factory=dict)
+    unmended: dict[str, str] = field(default_factory=dict)
+    mended: list[str] = field(default_factory=list)
+    failing_in_both: list[str] = field(default_factory=list)
+    failing_anew: dict[str, str] = field(default_factory=dict)
+    unsteady: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return not self.regressed and not self.unmended
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "good": self.good}
+
+
+def compare(list_name: str, before: Results, after: Results, must_mend: Iterable[str] = ()) -> Comparison:
+    """`before`: unpatched, `after`: patched. Every test that passed before must pass after, and every test of `must_mend`
+    (node ids, or what holds several) must exist and pass after. Refusal if nothing passed before: nothing was compared."""
+    if not any(result.passed for result in before.values()):
+        raise Refusal(f"list {list_name}: no test passes on the unpatched tree; there is nothing to compare with")
+    passed_before = {test for test, result in before.items() if result.passed}
+    failing = {test: result for test, result in after.items() if result.outcome in (Outcome.FAILED, Outcome.ERROR)}
+    return Comparison(
+        list_name,
+        counts(before),
+        counts(after),
+        regressed={test: why(after, test) for test in before if test in passed_before and not passes(after, test)},
+        unmended=unmended(after, must_mend),
+        mended=sorted(test for test, result in after.items() if result.passed and test not in passed_before),
+        failing_in_both=sorted(test for test in failing if test in before and test not in passed_before),
+        failing_anew={test: result.message for test, result in failing.items() if test not in before},
+        unsteady=sorted(test for results in (before, after) for test, result in results.items() if result.unsteady),
+    )
+
+
+def unmended(after: Results, must_mend: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for entry in must_mend:
+        inside = [test for test in after if within(test, entry)]
+        bad = [test for test in inside if not after[test].passed]
+        found.update({test: why(after, test) for test in bad or ([] if inside else [entry])})
+    return found
+
+
+def passes(results: Results, test: str) -> bool:
+    return test in results and results[test].passed
+
+
+def why(results: Results, test: str) -> str:
+    if test not in results:
+        return "did not run"
+    return f"{results[test].outcome.value}: {results[test].message}"

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees that python can import vLLM from: a folder with ``vllm`` (compiled extension included) and nothing else in the way.
+
+Upstream's own checkout is no such folder: its ``tests`` would shadow others, and the CPU extension is not in it. Trees are
+copied, so that nobody's work tree is written to and an edit during a run changes nothing.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from _series.errors import Refusal
+from _wheel import cache, extension, project, source
+
+LEFT_OUT = shutil.ignore_patterns("__pycache__")
+
+
+def plain(given: Path | None) -> Path:
+    """The unpatched source tree: `given`, else the pinned one out of the cache."""
+    return checked(given) if given else source.upstream(sys.executable)
+
+
+def patched(given: Path | None) -> Path:
+    """The patched source tree: `given`, else the pinned one with the series applied, out of the cache."""
+    return checked(given) if given else source.patched(sys.executable)
+
+
+def checked(tree: Path) -> Path:
+    for name in ("vllm/engine/llm_engine.py", "tests/conftest.py"):
+        if not (tree / name).is_file():
+            raise Refusal(f"{tree}: expected a source tree of vLLM; it has no {name}")
+    return tree.resolve()
+
+
+def tree_key(tree: Path) -> str:
+    """Hash of all that an import of this tree can see, the extension excepted."""
+    package = tree / "vllm"
+    return cache.tree_key(tree, (f for f in package.rglob("*") if f.suffix in (".py", ".json", ".cu") and f.is_file()))
+
+
+def stage(tree: Path, folder: Path, *, ours: bool) -> Path:
+    """Copy the package into `folder` (made anew) with the extension for this python; with `ours`, ``vllm_pd`` beside it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(tree / "vllm", folder / "vllm", ignore=LEFT_OUT)
+    if not (folder / "vllm" / extension.FILE).is_file():
+        shutil.copy(extension.extension(tree, sys.executable), folder / "vllm" / extension.FILE)
+    if ours:
+        shutil.copytree(project.ROOT / "vllm_pd", folder / "vllm_pd", ignore=LEFT_OUT)
+    return folder
+
+
+def stage_tests(tree: Path, folder: Path) -> Path:
+    """Copy upstream's tests and their settings into `folder` (made anew), where no ``vllm`` lies beside them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(tree / "tests", folder / "tests", ignore=LEFT_OUT)
+    shutil.copy(tree / "pyproject.toml", folder)
+    return folder
+
+
+def environment(folders: list[Path], settings: dict[str, str]) -> dict[str, str]:
+    """This process's environment without what would lead vLLM or pytest astray, with `folders` as the whole PYTHONPATH."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTEST_", "PYTHONPATH"))}
+    base = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+    return {**kept, **base, **settings, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders)}
