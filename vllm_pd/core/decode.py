@@ -270,7 +270,8 @@ class DecodeSide:
             self.dropped["hello_refused"] += 1
             self.mismatch = str(PeerMismatch(*difference))
             return [ToPrefill(sender, m.Refused(*map(str, difference)))]
-        self._forget_idle_peers()
+        if sender not in self.peers:
+            self._forget_idle_peers()
         self.peers[sender] = theirs
         return [ToPrefill(sender, self._hello_reply)]
 

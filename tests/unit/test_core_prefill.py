@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill engine's side of a job, step by step, in a time that is passed in."""
+import pytest
+
+from vllm_pd.core import messages as m
+from vllm_pd.core.events import AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
+from vllm_pd.core.prefill import JobState, PrefillLimits, PrefillSide
+
+BLOCK = 16
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", BLOCK, 2, 2, 64, "hnd")
+TOKENS = list(range(40))
+ONE = m.Attempt("d", "r", 1)
+
+
+def member(name, role, address="tcp://127.0.0.1:1"):
+    return m.Member(name, role, address, FINGERPRINT)
+
+
+D = member("d", m.Role.DECODE)
+
+
+def job(number=1, incarnation="d"):
+    return m.Job(m.Attempt(incarnation, "r", number), "tcp://127.0.0.1:1", TOKENS, BLOCK, 60.0)
+
+
+def grant(claim=1, lease_s=9.0, blocks=(5, 6, 9), cached=1, attempt=ONE):
+    return m.Grant(attempt, claim, list(blocks), cached, lease_s)
+
+
+@pytest.fixture
+def stranger():
+    """A prefill engine that knows nobody."""
+    return PrefillSide(member("p", m.Role.PREFILL), b"p", PrefillLimits())
+
+
+@pytest.fixture
+def side(stranger):
+    """One that has peered with d."""
+    connect, hello = stranger.members_are(0.0, [D, stranger.member])
+    assert connect == Connect("d", D.address) and hello == ToDecode("d", m.Hello(stranger.member, b"p"))
+    assert stranger.receive(0.0, "d", m.HelloReply(D, b"memory")) == [AddPeer("d", b"memory")]
+    return stranger
+
+
+def running(side, now=0.0):
+    assert side.offer(now, job()) == [ToDecode("d", m.Claim(ONE, 1, 1))]
+    assert side.receive(now, "d", grant()) == [Prefill(ONE, TOKENS, [6, 9], 1, [5], "d")]
+
+
+def test_life_of_a_job(side):
+    side.offer(1.0, job())
+    assert side.states() == {ONE: JobState.CLAIMING} and not side.may_write(1.0, ONE)
+    assert side.receive(1.5, "d", grant()) == [Prefill(ONE, TOKENS, [6, 9], 1, [5], "d")]
+    assert side.may_write(1.5, ONE)
+    timings = m.Timings(prefill_s=2.0, transfer_s=1.0, bytes=8)
+    assert side.sent(4.0, ONE, timings) == [ToDecode("d", m.Sent(ONE, 1, m.Timings(0.0, 0.5, 2.0, 1.0, 8)))]
+    assert side.states() == {} and not side.may_write(4.0, ONE)
+    assert side.sent(4.0, ONE, timings) == []
+
+
+def test_lease_counts_from_before_the_claim_and_from_before_the_renewal(side):
+    side.offer(0.0, job())
+    side.receive(2.0, "d", grant())  # of 9 s, asked for at 0
+    assert side.may_write(8.99, ONE) and not side.may_write(9.0, ONE)
+    (renew,) = side.tick(5.0)
+    assert renew == ToDecode("d", m.Renew(ONE, 1, 1))
+    assert side.receive(7.0, "d", m.Renewed(ONE, 1, 1, 9.0)) == []  # asked for at 5
+    assert side.may_write(13.99, ONE) and not side.may_write(14.0, ONE)
+    # B29: the answer to an older renewal holds nothing
+    side.tick(8.0)
+    assert side.receive(8.5, "d", m.Renewed(ONE, 1, 1, 900.0)) == []
+    assert not side.may_write(14.0, ONE) and side.dropped["renewed_unknown"] == 1
+
+
+def test_b22_end_of_the_lease_stops_the_job(side):
+    running(side)
+    assert side.tick(20.0) == [Cancelled(ONE)]
+    assert side.receive(20.0, "d", m.Renewed(ONE, 1, 0, 100.0)) == [] and not side.may_write(20.0, ONE)
+    assert side.tick(25.0) == []
+    assert side.ended(26.0, ONE) == [ToDecode("d", m.Stopped(ONE, 1))]
+    assert side.states() == {}
+
+
+def test_b41_job_before_its_peer_waits_for_it(stranger):
+    connect, hello = stranger.offer(0.0, job())
+    assert isinstance(connect, Connect) and isinstance(hello.message, m.Hello)
+    assert stranger.states() == {ONE: JobState.PEERING} and stranger.waiting() == 1
+    assert stranger.tick(0.6) == [hello]
+    assert stranger.receive(0.7, "d", m.HelloReply(D, b"memory")) == [
+        AddPeer("d", b"memory"), ToDecode("d", m.Claim(ONE, 1, 1))]
+
+
+def test_b41_the_wait_is_bounded(stranger):
+    stranger.offer(0.0, job())
+    for tenth in range(60):
+        stranger.tick(tenth / 10)
+    assert stranger.states() == {} and stranger.counters["peering_timeout"] == 1
+    for number in range(1000):
+        stranger.offer(0.0, job(number))
+    assert len(stranger.states()) == PrefillLimits().max_jobs
+    assert stranger.dropped["offer_too_many"] == 1000 - PrefillLimits().max_jobs
+    # a peer that neither answers nor is registered is forgotten too
+    for second in range(2, 20):
+        actions = stranger.tick(float(second))
+    assert actions == [] and stranger.next_deadline() is None
+
+
+def test_b42_refused_once_and_not_asked_again(stranger):
+    stranger.offer(0.0, job())
+    assert stranger.receive(0.1, "d", m.Refused("dtype", "float32", "bfloat16")) == [Disconnect("d")]
+    assert "'float32'" in stranger.mismatch and "'bfloat16'" in stranger.mismatch and "dtype" in stranger.mismatch
+    assert stranger.states() == {}
+    assert stranger.offer(1.0, job(2)) == [] and stranger.dropped["offer_refused_peer"] == 1
+    other = m.Member("e", m.Role.DECODE, "tcp://127.0.0.1:2", m.Fingerprint(1, "other", "", "", 16, 1, 1, 1, ""))
+    assert stranger.members_are(1.0, [other]) == []
+
+
+def test_claims_are_repeated_then_given_up_with_a_word(side):
+    side.offer(0.0, job())
+    says = [action.message for tenth in range(1, 60) for action in side.tick(tenth / 10)]
+    assert says[:-1] == [m.Claim(ONE, 1, 1)] * 9
+    assert says[-1] == m.Failed(ONE, 1, says[-1].reason)  # D may have granted it
+    assert side.receive(6.0, "d", grant()) == [] and side.dropped["grant_unknown"] == 1
+
+
+def test_a_new_claim_never_takes_the_grant_of_an_older_one(side):
+    side.offer(0.0, job())
+    side.tick(5.5)
+    (claim,) = side.offer(6.0, job())
+    assert claim.message == m.Claim(ONE, 2, 1)
+    assert side.receive(6.0, "d", grant(claim=1)) == [] and side.states() == {ONE: JobState.CLAIMING}
+    # and D's cancel of the older one is answered, and leaves the new one alone
+    assert side.receive(6.0, "d", m.Cancel(ONE, 1)) == [ToDecode("d", m.Stopped(ONE, 1))]
+    assert side.states() == {ONE: JobState.CLAIMING}
+    assert isinstance(side.receive(6.0, "d", grant(claim=2))[0], Prefill)
+
+
+@pytest.mark.parametrize("bad", [
+    grant(blocks=(5, 6)), grant(blocks=(5, 6, 6)), grant(blocks=(5, 6, 9, 10)), grant(cached=3), grant(cached=2**40),
+    grant(lease_s=0.0), grant(blocks=(), cached=0)])
+def test_a_grant_that_makes_no_sense_is_answered_with_failed(side, bad):
+    side.offer(0.0, job())
+    (failed,) = side.receive(0.0, "d", bad)
+    assert isinstance(failed.message, m.Failed) and side.states() == {} and side.dropped["grant_bad"] == 1
+
+
+def test_b30_failed_by_the_engine(side):
+    running(side)
+    assert side.failed(1.0, ONE, "x" * 10_000) == [ToDecode("d", m.Failed(ONE, 1, "x" * 1000))]
+    assert side.states() == {} and side.failed(1.0, ONE, "again") == []
+
+
+def test_cancel_reaches_a_job_in_every_state(side, stranger):
+    stopped = [ToDecode("d", m.Stopped(ONE, 1))]
+    # unknown
+    assert side.receive(0.0, "d", m.Cancel(ONE, 1)) == stopped
+    # claiming: the grant that is under way is void
+    side.offer(0.0, job())
+    assert side.receive(0.0, "d", m.Cancel(ONE, 1)) == stopped
+    assert side.receive(0.0, "d", grant()) == []
+    # running: the engine has the word
+    side.offer(0.0, job())
+    side.receive(0.0, "d", grant(claim=2))
+    assert side.receive(0.0, "d", m.Cancel(ONE, 2)) == [Cancelled(ONE)]
+    assert side.receive(0.0, "d", m.Cancel(ONE, 2)) == [] and not side.may_write(0.0, ONE)
+    assert side.ended(0.0, ONE) == [ToDecode("d", m.Stopped(ONE, 2))]
+    # ended
+    assert side.receive(0.0, "d", m.Cancel(ONE, 2)) == [ToDecode("d", m.Stopped(ONE, 2))]
+    # somebody else's
+    assert side.receive(0.0, "d", m.Cancel(m.Attempt("e", "r", 1), 1)) == []
+
+
+@pytest.mark.parametrize("end", ["sent", "failed", "ended"])
+def test_any_end_after_a_cancel_is_ps_last_word(side, end):
+    running(side)
+    side.receive(0.0, "d", m.Cancel(ONE, 1))
+    (word,) = {"sent": lambda: side.sent(1.0, ONE, m.Timings()), "failed": lambda: side.failed(1.0, ONE, "no"),
+               "ended": lambda: side.ended(1.0, ONE)}[end]()
+    assert isinstance(word.message, m.Stopped | m.Failed) and side.states() == {}
+
+
+def test_denied(side):
+    side.offer(0.0, job())
+    assert side.receive(0.0, "e", m.Deny(ONE, 1, m.DenyReason.TAKEN)) == []
+    assert side.receive(0.0, "d", m.Deny(ONE, 2, m.DenyReason.TAKEN)) == []
+    assert side.states() == {ONE: JobState.CLAIMING}
+    assert side.receive(0.0, "d", m.Deny(ONE, 1, m.DenyReason.TAKEN)) == []
+    assert side.states() == {}
+
+
+def test_d_that_forgot_us_is_greeted_and_asked_again(side):
+    side.offer(0.0, job())
+    (hello,) = side.receive(0.0, "d", m.Deny(ONE, 1, m.DenyReason.UNPEERED))
+    assert isinstance(hello.message, m.Hello)
+    assert side.receive(0.01, "d", m.HelloReply(D, b"memory")) == []
+    assert side.tick(0.1) == [ToDecode("d", m.Claim(ONE, 2, 1))]
+
+
+def test_offers_of_ourselves_and_twice_are_dropped(side):
+    running(side)
+    assert side.offer(0.0, job()) == [] and side.offer(0.0, job(1, "p")) == []
+    assert side.dropped == {"offer_duplicate": 1, "offer_own": 1}
+
+
+def test_b23_lost_d_is_dropped_when_nothing_of_it_is_open(side):
+    running(side)
+    side.offer(0.0, job(2))
+    assert side.peer_lost(1.0, "d") == [Cancelled(ONE)]
+    assert side.states() == {ONE: JobState.STOPPING}
+    assert side.peer_lost(1.0, "d") == []
+    assert side.ended(2.0, ONE) == [ToDecode("d", m.Stopped(ONE, 1)), DropPeer("d"), Disconnect("d")]
+    assert side.states() == {} and side.peers() == {} and side.next_deadline() is None
+
+
+def test_d_is_lost_when_the_registry_and_itself_are_silent_for_long(side):
+    side.members_are(10.0, [])
+    assert side.tick(14.9) == []
+    side.members_are(14.9, [D])
+    assert side.tick(30.0) == []
+    side.members_are(30.0, [])
+    side.receive(33.0, "d", m.Cancel(ONE, 9))  # it lives
+    assert side.tick(36.0) == []
+    assert side.tick(38.0) == [DropPeer("d"), Disconnect("d")]
+    connect, hello = side.members_are(40.0, [D])  # and if it was only slow, it is greeted anew
+    assert isinstance(connect, Connect) and isinstance(hello.message, m.Hello)
