@@ -4,7 +4,7 @@
 #
 # Does all the set-up itself (scripts/env.sh), the first time in some minutes; then it takes less than two. Ends with
 # status 0 only where every answer equals the one with PD off, token by token, and nothing is left over. The results are
-# also in OUTPUT_FOLDER (demo-output): demo.json, demo.png, and servers.log with the servers' own lines.
+# also in OUTPUT_FOLDER (build/demo): demo.json, demo.png, and servers.log with the servers' own lines.
 
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) || exit 1

@@ -28,7 +28,7 @@ from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
 from vllm_pd.up import Fleet, StartError
 
 NAME = "demo"
-MAX_LOCAL_PREFILL_TOKENS = 500
+MAX_LOCAL_PREFILL_TOKENS = 400
 SERVE_ARGS = ("--served-model-name", NAME, "--dtype", "float32", "--max-model-len", "4608", "--block-size", "16",
               "--enable-prefix-caching", "--disable-log-requests")
 START_TIMEOUT_S = 300.0
@@ -82,6 +82,10 @@ class PDOff:
                 raise StartError("the server with PD off did not start:\n" + "\n".join(self._child.last_lines()))
             time.sleep(0.2)
 
+    def stop(self) -> None:
+        """Asks it to end; it has its time until the block is left."""
+        self._child.stop()
+
     def end(self) -> None:
         """Bounded; again does no harm."""
         self._child.stop()
@@ -92,7 +96,7 @@ class PDOff:
 def main() -> int:
     """The program. Returns its exit status: 0 only where every answer is the same and nothing is left over."""
     parser = argparse.ArgumentParser(prog="demo.sh", description="Prefill on one engine, decode on another.")
-    parser.add_argument("output", type=Path, nargs="?", default=Path("demo-output"), help="folder for the results")
+    parser.add_argument("output", type=Path, nargs="?", default=Path("build/demo"), help="folder for the results")
     parser.add_argument("--model", default=os.environ.get("VLLM_PD_MODEL"), help="default: $VLLM_PD_MODEL")
     arguments = parser.parse_args()
     if not arguments.model:
@@ -132,7 +136,7 @@ def run(model: str, journal: Journal) -> Report:
         questions = cases(off.url, NAME)
         print(f"all healthy after {started_s:.0f} s; asking PD off {len(questions)} questions ...", flush=True)
         references = [ask(off.url, NAME, case.question) for case in questions]
-        off.end()
+        off.stop()
         print(f"asking the decode engine the same; up to {MAX_LOCAL_PREFILL_TOKENS} new prompt tokens it prefills "
               "itself\n", flush=True)
         outcomes = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from vllm_pd.client import Question, detokenize, tokenize
 
-ANSWER_TOKENS = 12
+ANSWER_TOKENS = 8
 PLACES = ("the harbour", "the old mill", "the station", "the market", "the library", "the bridge", "the orchard",
           "the workshop", "the observatory", "the bakery", "the school", "the lighthouse")
 PEOPLE = ("Anna", "the captain", "a young engineer", "Mr. Weber", "the gardener", "two students", "the baker",
@@ -39,7 +39,7 @@ def cases(url: str, model: str) -> list[Case]:
     def text(tokens: int, seed: int) -> str:
         return _text(url, model, tokens, seed)
 
-    middle, long = text(900, seed=5), text(3980, seed=6)
+    middle, long = text(700, seed=5), text(3980, seed=6)
 
     def completion(text: str, stream: bool = True) -> Question:
         return Question(text, ANSWER_TOKENS, stream=stream)
@@ -52,11 +52,11 @@ def cases(url: str, model: str) -> list[Case]:
         Case("a line", completion("The capital of France is the city of Paris, and the capital of Italy is the city "
                                   "of", stream=False), remote=False),
         Case("a short chat", chat("What is the capital of France? Answer in one sentence."), remote=False),
-        Case("a paragraph", completion(text(300, seed=1)), remote=False),
-        Case("a page, as a chat", chat(text(550, seed=2) + "\n\nWho is mentioned first?", stream=False),
+        Case("a paragraph", completion(text(250, seed=1)), remote=False),
+        Case("a page, as a chat", chat(text(450, seed=2) + "\n\nWho is mentioned first?", stream=False),
              remote=True),
-        Case("a page", completion(text(600, seed=3)), remote=True),
-        Case("two pages, as a chat", chat(text(800, seed=4) + "\n\nWhat happened at the bridge?"), remote=True),
+        Case("a page", completion(text(500, seed=3)), remote=True),
+        Case("two pages, as a chat", chat(text(600, seed=4) + "\n\nWhat happened at the bridge?"), remote=True),
         Case("two pages", completion(middle, stream=False), remote=True),
         Case("two pages, known by now", completion(middle + again), remote=False),
         Case("a chapter", completion(long), remote=True),

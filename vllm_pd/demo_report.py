@@ -90,7 +90,7 @@ class Report:
 
     def show(self) -> None:
         """Prints tables and verdict."""
-        console = Console(highlight=False, width=100)
+        console = Console(highlight=False, width=110)
         console.print()
         console.print(self._first_tokens())
         console.print(self._handovers())
@@ -159,7 +159,7 @@ class Report:
 
     def _handovers(self) -> Table:
         table = Table(title="The hand-over by stage", box=box.SIMPLE)
-        table.add_column("question")
+        table.add_column("question", no_wrap=True)
         for stage in STAGES:
             table.add_column(STAGE_TEXT[stage], justify="right")
         table.add_column("MB", justify="right")
