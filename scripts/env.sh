@@ -22,6 +22,7 @@ _vllm_pd_missing_packages() { # prints the Debian packages that are missing
     fi
     command -v g++ >/dev/null || echo g++
     command -v git >/dev/null || echo git
+    command -v patch >/dev/null || echo patch # a test of the series compares with it
     [ -e /etc/ssl/certs/ca-certificates.crt ] || [ -n "${SSL_CERT_FILE:-}" ] || echo ca-certificates
     [ -e /usr/include/numa.h ] || echo libnuma-dev
 }
@@ -36,7 +37,7 @@ _vllm_pd_system() {
     fi
     echo "vllm-pd: installing system packages: $missing..." >&2
     # shellcheck disable=SC2086  # one word for each package
-    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $missing; } >&2 || {
+    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $missing; } >/dev/null || {
         echo "vllm-pd: apt-get failed" >&2
         return 1
     }
