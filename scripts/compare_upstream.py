@@ -7,9 +7,10 @@
     python scripts/compare_upstream.py --list v0 --only tests/core/test_scheduler.py
     python scripts/compare_upstream.py --tree-b WORK_TREE     a tree of `series.py import` instead of patches/
 
-Offline, on the CPU, with a tiny model under the names that the tests ask for. Every test that passes unpatched must pass
-patched; so must those of _upstream_tests/mended.txt. The unpatched results are kept in the cache folder until the pin, the
-lists or the environment change. Exit status: 0 no regression, 1 regressions (named), 2 nothing could be compared.
+Offline, on the CPU, with a tiny model under the names that the tests ask for. Every test that passes unpatched must
+pass patched; so must those of _upstream_tests/mended.txt. The unpatched results are kept in the cache folder until
+the pin, the lists or the environment change. Exit status: 0 no regression, 1 regressions (named), 2 nothing could be
+compared.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from pathlib import Path
 import shadow_hub
 from _series.errors import Refusal
 from _upstream_tests import lists, results, runner, trees
-from _wheel import cache, extension, process
+from _wheel import cache, process
 
 FORMAT = "1"  # of the kept results
 UNPATCHED, PATCHED = "unpatched", "patched"
@@ -39,7 +40,9 @@ def say(text: str) -> None:
 
 def environment_key() -> str:
     """Hash of the python and of all that is installed for it, except vLLM itself, which is what differs."""
-    installed = {f"{d.name}=={d.version}" for d in importlib.metadata.distributions() if (d.name or "").lower() != "vllm"}
+    installed = {
+        f"{d.name}=={d.version}" for d in importlib.metadata.distributions() if (d.name or "").lower() != "vllm"
+    }
     return cache.key(sys.version, *sorted(installed))
 
 
@@ -56,7 +59,9 @@ class Plan:
             self.hub = args.out / "hub"
             shadow_hub.make(args.model, self.hub)
             trees.stage(self.after, args.out / PATCHED, ours=True)
-        self.key = cache.key(trees.tree_key(self.before), environment_key(), *shadow_hub.NAMES, args.model / "config.json")
+        self.key = cache.key(
+            trees.tree_key(self.before), environment_key(), *shadow_hub.NAMES, args.model / "config.json"
+        )
 
     def site(self, name: str) -> runner.Site:
         return runner.Site(name, self.args.out / name, self.tests, self.hub, self.args.out, self.stop)
@@ -70,8 +75,10 @@ class Plan:
         kept = cache.root() / "upstream_tests" / f"{wanted.name}-{name}.json"
         if kept.is_file() and not self.args.fresh:
             say(f"unpatched {wanted.name}: results of an earlier run, {kept}")
-            return {test: results.Result(results.Outcome(outcome), *rest)
-                    for test, (outcome, *rest) in json.loads(kept.read_text()).items()}  # fmt: skip
+            return {
+                test: results.Result(results.Outcome(outcome), *rest)
+                for test, (outcome, *rest) in json.loads(kept.read_text()).items()
+            }
         found = runner.run(self.site(UNPATCHED), wanted, say)
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(".partial")
@@ -88,8 +95,10 @@ class Plan:
         with ThreadPoolExecutor(self.args.jobs) as pool:
             pairs = [(pool.submit(self.unpatched, w), pool.submit(self.patched, w)) for w in wanted]
             try:
-                return [results.compare(w.name, before.result(), after.result(), w.mended)
-                        for w, (before, after) in zip(wanted, pairs, strict=True)]  # fmt: skip
+                return [
+                    results.compare(w.name, before.result(), after.result(), w.mended)
+                    for w, (before, after) in zip(wanted, pairs, strict=True)
+                ]
             except BaseException:
                 self.stop.set()
                 pool.shutdown(cancel_futures=True)
@@ -118,17 +127,31 @@ def show(found: results.Comparison) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", choices=[*lists.USE_V1, "all"], default="all", help="all: " + " and ".join(lists.USUAL))
-    parser.add_argument("--only", action="append", default=[], metavar="TEST", help="only these folders, files or node ids")
+    parser.add_argument(
+        "--list", choices=[*lists.USE_V1, "all"], default="all", help="all: " + " and ".join(lists.USUAL)
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEST", help="only these folders, files or node ids"
+    )
     parser.add_argument("--tree-a", type=Path, metavar="DIR", help="unpatched source tree (default: the pinned one)")
     parser.add_argument("--tree-b", type=Path, metavar="DIR", help="patched source tree (default: made from patches/)")
-    parser.add_argument("--model", type=Path, metavar="DIR", default=os.environ.get("VLLM_PD_TINY_MODEL"),
-                        help="the tiny model (default: $VLLM_PD_TINY_MODEL)")  # fmt: skip
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        default=os.environ.get("VLLM_PD_TINY_MODEL"),
+        help="the tiny model (default: $VLLM_PD_TINY_MODEL)",
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="pytest runs at a time (default 1)")
     parser.add_argument("--fresh", action="store_true", help="run the unpatched tree although its results are known")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison there")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=cache.root() / "upstream_tests" / "last",
-                        help="folder for trees, logs and junit files (default: in the cache folder)")  # fmt: skip
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=cache.root() / "upstream_tests" / "last",
+        help="folder for trees, logs and junit files (default: in the cache folder)",
+    )
     return parser
 
 

@@ -43,8 +43,10 @@ class TestList:
         """Only what is below one of `wanted` (paths, files or node ids); `arguments` may end up empty."""
         arguments = [a for a in self.arguments if any(within(a, w) for w in wanted)]
         arguments += [w for w in wanted if self.covers(w) and w not in arguments]
-        kept = {kind: tuple(e for e in getattr(self, kind) if any(within(e, a) for a in arguments))
-                for kind in ("deselected", "mended")}  # fmt: skip
+        kept = {
+            kind: tuple(e for e in getattr(self, kind) if any(within(e, a) for a in arguments))
+            for kind in ("deselected", "mended")
+        }
         return TestList(self.name, tuple(arguments), **kept)
 
 
@@ -71,6 +73,8 @@ def reasons(text: str, origin: str) -> dict[str, str]:
 def load(name: str, folder: Path = FOLDER) -> TestList:
     """The list `name` with those deselected and mended tests that are in it."""
     arguments = entries((folder / f"{name}.txt").read_text())
-    apart = {kind: [test for test in reasons((folder / file).read_text(), file) if any(within(test, a) for a in arguments)]
-             for kind, file in (("deselected", "deselect.txt"), ("mended", "mended.txt"))}  # fmt: skip
+    apart = {
+        kind: [test for test in reasons((folder / file).read_text(), file) if any(within(test, a) for a in arguments)]
+        for kind, file in (("deselected", "deselect.txt"), ("mended", "mended.txt"))
+    }
     return TestList(name, tuple(arguments), tuple(apart["deselected"]), tuple(apart["mended"]))

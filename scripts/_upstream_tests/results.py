@@ -28,7 +28,8 @@ _CHILDREN = {"skipped": Outcome.SKIPPED, "failure": Outcome.FAILED, "error": Out
 
 @dataclass(frozen=True)
 class Result:
-    """One test. `message` is the first lines of why it did not pass, `unsteady` that it failed first and then passed alone."""
+    """One test. `message` is the first lines of why it did not pass, `unsteady` that it failed first and then passed
+    alone."""
 
     outcome: Outcome
     message: str = ""
@@ -113,8 +114,9 @@ class Comparison:
 
 
 def compare(list_name: str, before: Results, after: Results, must_mend: Iterable[str] = ()) -> Comparison:
-    """`before`: unpatched, `after`: patched. Every test that passed before must pass after, and every test of `must_mend`
-    (node ids, or what holds several) must exist and pass after. Refusal if nothing passed before: nothing was compared."""
+    """`before`: unpatched, `after`: patched. Every test that passed before must pass after, and every test of
+    `must_mend` (node ids, or what holds several) must exist and pass after. Refusal if nothing passed before: nothing
+    was compared."""
     if not any(result.passed for result in before.values()):
         raise Refusal(f"list {list_name}: no test passes on the unpatched tree; there is nothing to compare with")
     passed_before = {test for test, result in before.items() if result.passed}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pytest run of upstream's tests on one tree, in a process group of its own, with progress.
 
-A run ends with a junit file and a log, or it died: then the test that was running is named. What failed is run once more by
-itself, since on a busy machine a test with a time limit of its own fails now and then; what passes then is marked as unsteady.
+A run ends with a junit file and a log, or it died: then the test that was running is named. What failed is run once
+more by itself, since on a busy machine a test with a time limit of its own fails now and then; what passes then is
+marked as unsteady.
 """
 
 import contextlib
@@ -38,8 +39,8 @@ class RunDied(Exception):
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run happens. `tests` and `tree` as trees.stage* make them, `out` a folder for logs and junit files, `stop` is set
-    by whoever wants the run to end early."""
+    """Where a run happens. `tests` and `tree` as trees.stage* make them, `out` a folder for logs and junit files,
+    `stop` is set by whoever wants the run to end early."""
 
     name: str  # of the tree: "unpatched", "patched"
     tree: Path
@@ -64,33 +65,49 @@ def run(site: Site, wanted: TestList, say: Callable[[str], None]) -> dict[str, r
         return first
 
 
-def once(site: Site, arguments: tuple[str, ...], wanted: TestList, suffix: str,
-         say: Callable[[str], None]) -> dict[str, results.Result]:  # fmt: skip
+def once(
+    site: Site, arguments: tuple[str, ...], wanted: TestList, suffix: str, say: Callable[[str], None]
+) -> dict[str, results.Result]:
     stem = site.out / f"{site.name}-{wanted.name}{suffix}"
     junit, log = stem.with_suffix(".xml"), stem.with_suffix(".log")
     junit.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--timeout={site.test_limit_s}"]
     command += [f"--junitxml={junit}", "-o", "junit_family=xunit1"]
     command += [f"--deselect={test}" for test in wanted.deselected] + list(arguments)
-    settings = {"VLLM_USE_V1": wanted.use_v1, "HF_HOME": str(site.hub), "VLLM_CACHE_ROOT": str(site.out / "vllm-cache"),
-                "VLLM_CONFIG_ROOT": str(site.out / "vllm-config")}  # fmt: skip
+    settings = {
+        "VLLM_USE_V1": wanted.use_v1,
+        "HF_HOME": str(site.hub),
+        "VLLM_CACHE_ROOT": str(site.out / "vllm-cache"),
+        "VLLM_CONFIG_ROOT": str(site.out / "vllm-config"),
+    }
     env = trees.environment([site.tests, site.tests / "tests" / "vllm_test_utils", site.tree], settings)
     began_s = time.monotonic()
     last, code = follow(command, env, site, log, lambda text: say(f"{site.name} {wanted.name}{suffix}: {text}"))
     if code not in (0, 1):
-        raise RunDied(site.name, f"pytest ended with {code} after {time.monotonic() - began_s:.0f} s, last in {last} (see {log})")
+        raise RunDied(
+            site.name, f"pytest ended with {code} after {time.monotonic() - began_s:.0f} s, last in {last} (see {log})"
+        )
     try:
         return results.read_junit(junit)
     except Refusal as error:
         raise RunDied(site.name, str(error)) from error
 
 
-def follow(command: list[str], env: dict[str, str], site: Site, log: Path, say: Callable[[str], None]) -> tuple[str, int]:
+def follow(
+    command: list[str], env: dict[str, str], site: Site, log: Path, say: Callable[[str], None]
+) -> tuple[str, int]:
     """Run pytest, log what it says, report progress; the test named last, and the exit status (negative: a signal)."""
     progress, began_s, told = Progress(), time.monotonic(), 0
     with open(log, "w") as sink, open(log, errors="replace") as tail:
-        process = subprocess.Popen(command, cwd=site.tests, env=env, stdin=subprocess.DEVNULL, stdout=sink,
-                                   stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            cwd=site.tests,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             while running(process):
                 progress.read(tail)

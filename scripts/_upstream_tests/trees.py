@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees that python can import vLLM from: a folder with ``vllm`` (compiled extension included) and nothing else in the way.
+"""Trees that python can import vLLM from: a folder with ``vllm`` (compiled extension included) and nothing else in
+the way.
 
-Upstream's own checkout is no such folder: its ``tests`` would shadow others, and the CPU extension is not in it. Trees are
-copied, so that nobody's work tree is written to and an edit during a run changes nothing.
+Upstream's own checkout is no such folder: its ``tests`` would shadow others, and the CPU extension is not in it.
+Trees are copied, so that nobody's work tree is written to and an edit during a run changes nothing.
 """
 
 import os
@@ -40,7 +41,8 @@ def tree_key(tree: Path) -> str:
 
 
 def stage(tree: Path, folder: Path, *, ours: bool) -> Path:
-    """Copy the package into `folder` (made anew) with the extension for this python; with `ours`, ``vllm_pd`` beside it."""
+    """Copy the package into `folder` (made anew) with the extension for this python; with `ours`, ``vllm_pd`` beside
+    it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(tree / "vllm", folder / "vllm", ignore=LEFT_OUT)
     if not (folder / "vllm" / extension.FILE).is_file():
@@ -59,8 +61,16 @@ def stage_tests(tree: Path, folder: Path) -> Path:
 
 
 def environment(folders: list[Path], settings: dict[str, str]) -> dict[str, str]:
-    """This process's environment without what would lead vLLM or pytest astray, with `folders` as the whole PYTHONPATH."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTEST_", "PYTHONPATH"))}
-    base = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+    """This process's environment without what would lead vLLM or pytest astray, with `folders` as the whole
+    PYTHONPATH."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTEST_", "PYTHONPATH"))
+    }
+    base = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     return {**kept, **base, **settings, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders)}

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process that imports vLLM from its PYTHONPATH and times steps when it is told to.
+
+Its argument is a JSON object with the fields of `Load`. Once ready it writes one JSON line; then each line with a
+number of steps on its stdin is answered by one with the seconds that each step took, on the wall and on the CPU, and
+a digest of what the steps decided. It ends with its stdin. Whatever vLLM prints goes to stderr.
+
+Requests never finish by themselves: the decode batch is always full. When its sequences have grown to
+`context_tokens`, all are aborted and admitted again, outside the timed steps.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Load:
+    """`kind`: "engine" (LLMEngine.step) or "scheduler" (Scheduler.schedule with nobody executing)."""
+
+    kind: str
+    model: str
+    batch: int
+    prompt_tokens: int
+    context_tokens: int
+    block_size: int
+    prefix_caching: bool
+
+    def prompt(self, number: int) -> list[int]:
+        """Token ids, different for each request."""
+        return [(7919 * number + 31 * place) % 1000 + 100 for place in range(self.prompt_tokens)]
+
+
+class EngineSteps:
+    """LLMEngine.step on a full decode batch."""
+
+    def __init__(self, load: Load) -> None:
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+
+        self.load, self.length, self.admitted = load, 0, 0
+        arguments = EngineArgs(
+            model=load.model,
+            dtype="float32",
+            max_model_len=2 * load.context_tokens,
+            max_num_seqs=load.batch,
+            block_size=load.block_size,
+            disable_log_stats=True,
+            seed=0,
+            enable_prefix_caching=load.prefix_caching,
+            enforce_eager=True,
+        )
+        self.engine = LLMEngine.from_engine_args(arguments)
+        self.sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2 * load.context_tokens)
+
+    def refill(self) -> None:
+        """Admit a new batch and prefill it."""
+        from vllm.inputs import TokensPrompt
+
+        running = [str(n) for n in range(self.admitted, self.admitted + self.load.batch)] if self.length else []
+        self.engine.abort_request(running)
+        self.admitted += len(running)
+        for number in range(self.load.batch):
+            prompt = TokensPrompt(prompt_token_ids=self.load.prompt(number))
+            self.engine.add_request(str(self.admitted + number), prompt, self.sampling)
+        while len(self.engine.step()) < self.load.batch:
+            pass
+        self.length = self.load.prompt_tokens + 1
+
+    def step(self) -> object:
+        """The batch's newest tokens."""
+        self.length += 1
+        return [output.outputs[0].token_ids[-1] for output in self.engine.step()]
+
+
+class SchedulerSteps:
+    """Scheduler.schedule, with tokens appended as an engine would."""
+
+    def __init__(self, load: Load) -> None:
+        from vllm.config import CacheConfig, SchedulerConfig
+        from vllm.core.scheduler import Scheduler
+
+        self.load, self.length, self.admitted = load, 0, 0
+        budget = max(load.batch * load.prompt_tokens, 2 * load.context_tokens)
+        cache = CacheConfig(load.block_size, 1.0, 1, "auto", enable_prefix_caching=load.prefix_caching)
+        cache.num_gpu_blocks = 2 * load.batch * (load.context_tokens // load.block_size + 2)
+        cache.num_cpu_blocks = 0
+        config = SchedulerConfig(
+            "generate", max_num_batched_tokens=budget, max_num_seqs=load.batch, max_model_len=2 * load.context_tokens
+        )
+        self.scheduler = Scheduler(config, cache, None)
+
+    def refill(self) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import token_inputs
+        from vllm.sequence import Sequence, SequenceGroup
+
+        if self.length:
+            self.scheduler.abort_seq_group([str(n) for n in range(self.admitted, self.admitted + self.load.batch)])
+            self.admitted += self.load.batch
+        for number in range(self.admitted, self.admitted + self.load.batch):
+            inputs = token_inputs(self.load.prompt(number - self.admitted))
+            sequence = Sequence(number, inputs, self.load.block_size)
+            self.scheduler.add_seq_group(
+                SequenceGroup(
+                    str(number), [sequence], arrival_time=0.0, sampling_params=SamplingParams(max_tokens=None)
+                )
+            )
+        self.advance(self.scheduler.schedule())
+        self.length = self.load.prompt_tokens + 1
+
+    def advance(self, decided: tuple) -> None:
+        from vllm.sequence import Logprob
+
+        metadata, outputs, _ = decided
+        for scheduled, about in zip(outputs.scheduled_seq_groups, metadata, strict=True):
+            scheduled.seq_group.update_num_computed_tokens(about.token_chunk_size)
+            scheduled.seq_group.first_seq.append_token_id(5, {5: Logprob(0.0)})
+
+    def step(self) -> object:
+        """What was decided; `finish` goes on from there."""
+        self.length += 1
+        return self.scheduler.schedule()
+
+    def finish(self, decided: tuple) -> object:
+        """The untimed end of a step: who was scheduled, with how many tokens, into which blocks."""
+        metadata, outputs, asynchronous = decided
+        told = [
+            (one.request_id, one.token_chunk_size, one.block_tables, one.is_prompt, one.do_sample) for one in metadata
+        ]
+        self.advance(decided)
+        return [told, outputs.num_batched_tokens, len(outputs.blocks_to_copy), asynchronous]
+
+
+def timed(steps: "EngineSteps | SchedulerSteps", count: int) -> dict:
+    """Do `count` steps: seconds of each, wall and this thread's CPU, and the digest of what came out."""
+    finish: Callable = steps.finish if isinstance(steps, SchedulerSteps) else lambda out: out
+    if not steps.length or steps.length + count > steps.load.context_tokens:
+        steps.refill()
+    total = hashlib.sha256()
+    wall_s, cpu_s = [], []
+    gc.collect()
+    gc.disable()
+    for _ in range(count):
+        wall, cpu = time.perf_counter(), time.thread_time()
+        out = steps.step()
+        cpu_s.append(time.thread_time() - cpu)
+        wall_s.append(time.perf_counter() - wall)
+        total.update(repr(finish(out)).encode())
+    gc.enable()
+    return {"wall_s": wall_s, "cpu_s": cpu_s, "digest": total.hexdigest()}
+
+
+def main() -> int:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    load = Load(**json.loads(sys.argv[1]))
+    steps = {"engine": EngineSteps, "scheduler": SchedulerSteps}[load.kind](load)
+    timed(steps, min(30, load.context_tokens - load.prompt_tokens - 1))  # warm
+    import vllm
+
+    print(json.dumps({"vllm": os.path.dirname(vllm.__file__)}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(timed(steps, int(line))), file=answers, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Step time with PD off: the patched tree against the unpatched one, in pairs (B50; the goal is within 1 %).
+
+    . scripts/env.sh
+    python scripts/bench_step.py --json step.json
+    python scripts/bench_step.py --null                 unpatched against itself: what the machine can tell apart
+
+Two processes, one for each tree, live on one core and take turns: a short round of decode steps here, the same there,
+the order changing. After some rounds both are replaced by fresh ones. Two kinds of steps: `engine`, LLMEngine.step
+with the tiny model; `scheduler`, schedule() alone, where a difference cannot hide behind the model. Each round's
+tokens (engine) or decisions and block tables (scheduler) must be the same on both trees. Exit status 1 if they are
+not, or if the patched tree is slower than the goal with 95 % confidence.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from _bench_step.pairs import Pair, Verdict, judge
+from _bench_step.worker import Load
+from _series.errors import Refusal
+from _upstream_tests import trees
+from _wheel import cache, process
+
+WORKER = Path(__file__).resolve().parent / "_bench_step" / "worker.py"
+STEPS = {"engine": 25, "scheduler": 400}  # of a round: about half a second, and 50 ms
+
+
+class Worker:
+    """A process that times steps on one tree."""
+
+    def __init__(self, tree: Path, load: Load, core: int, log: Path) -> None:
+        settings = {
+            "VLLM_USE_V1": "0",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": str(core),
+            "PYTHONHASHSEED": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        self.log = log
+        with open(log, "a") as sink:
+            self.process = subprocess.Popen(
+                ["taskset", "-c", str(core), sys.executable, str(WORKER), json.dumps(asdict(load))],
+                text=True,
+                stderr=sink,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=trees.environment([tree], settings),
+            )
+        try:
+            found = Path(self.answer()["vllm"])
+            if found != tree / "vllm":
+                raise Refusal(f"expected vLLM from {tree}, found {found}")
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            raise process.BuildError(
+                f"the worker ended with {self.process.wait()}; the end of {self.log}:\n"
+                + self.log.read_text(errors="replace")[-2000:]
+            )
+        return json.loads(line)
+
+    def steps(self, count: int) -> dict:
+        print(count, file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def measure(kind: str, a: Path, b: Path, args: argparse.Namespace) -> Verdict:
+    load = Load(kind, str(args.model), args.batch, args.prompt_tokens, args.context_tokens, 16, args.prefix_caching)
+    pairs: list[Pair] = []
+    for number in range(args.processes):
+        workers: list[Worker] = []
+        try:
+            for tree in (a, b) if number % 2 == 0 else (b, a):
+                workers.append(Worker(tree, load, args.core, args.out / "workers.log"))
+            ours = dict(zip("ab" if number % 2 == 0 else "ba", workers, strict=True))
+            for turn in range(args.rounds):
+                said = {side: ours[side].steps(STEPS[kind]) for side in ("ab" if turn % 2 == 0 else "ba")}
+                pairs.append(Pair.of(number, said["a"], said["b"]))
+        finally:
+            for worker in workers:
+                worker.close()
+        last = judge(kind, [pair for pair in pairs if pair.process == number])
+        cache.say(
+            f"{kind}: processes {number + 1} of {args.processes}: {last.step_a_s * 1e6:.1f} us unpatched, "
+            f"{last.step_b_s * 1e6:.1f} us patched, ratio {last.cpu_ratio:.4f}"
+        )
+    return judge(kind, pairs)
+
+
+def show(verdict: Verdict, goal: float, null: bool) -> None:
+    print(
+        f"{verdict.kind:10} {verdict.step_a_s * 1e6:9.1f} us unpatched {verdict.step_b_s * 1e6:9.1f} us "
+        f"{'unpatched again' if null else 'patched'}   ratio {verdict.cpu_ratio:.4f} "
+        f"[{verdict.low:.4f}, {verdict.high:.4f}], wall {verdict.wall_ratio:.4f}, {verdict.pairs} pairs"
+    )
+    print(
+        f"{'':10} by process {', '.join(f'{ratio:.4f}' for ratio in verdict.by_process)}; "
+        f"{'same' if verdict.same_decisions else 'DIFFERENT'} tokens and decisions; "
+        f"{'SLOWER than the goal' if verdict.slower_than(1 + goal) else f'not shown to be more than {goal:.0%} slower'}"
+    )
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=[*STEPS, "both"], default="both")
+    parser.add_argument("--tree-a", type=Path, metavar="DIR", help="unpatched source tree (default: the pinned one)")
+    parser.add_argument("--tree-b", type=Path, metavar="DIR", help="patched source tree (default: made from patches/)")
+    parser.add_argument("--null", action="store_true", help="the unpatched tree on both sides")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        default=os.environ.get("VLLM_PD_TINY_MODEL"),
+        help="the tiny model (default: $VLLM_PD_TINY_MODEL)",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=3, metavar="N", help="fresh processes on each side (default 3)"
+    )
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="pairs of rounds with each (default 40)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="requests in the batch (default 8)")
+    parser.add_argument("--prompt-tokens", type=int, default=32, metavar="N")
+    parser.add_argument(
+        "--context-tokens", type=int, default=1024, metavar="N", help="sequences start anew at this length"
+    )
+    parser.add_argument("--prefix-caching", action="store_true")
+    parser.add_argument(
+        "--goal", type=float, default=0.01, metavar="SHARE", help="share that B may be slower (default 0.01)"
+    )
+    parser.add_argument(
+        "--core", type=int, default=max(os.sched_getaffinity(0)), metavar="N", help="default: the last one"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=cache.root() / "bench_step",
+        help="folder for trees and logs (default: in the cache folder)",
+    )
+    return parser
+
+
+def main() -> int:
+    parser = arguments()
+    args = parser.parse_args()
+    if args.model is None or not (args.model / "config.json").is_file():
+        parser.error("no tiny model: source scripts/env.sh, or --model DIR")
+    args.out = args.out.absolute()
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with cache.lock():
+            a = trees.stage(trees.plain(args.tree_a), args.out / "a", ours=False)
+            b = a if args.null else trees.stage(trees.patched(args.tree_b), args.out / "b", ours=True)
+        kinds = list(STEPS) if args.kind == "both" else [args.kind]
+        verdicts = [measure(kind, a, b, args) for kind in kinds]
+    except (Refusal, process.BuildError, OSError) as error:
+        print(f"bench_step: {error}", file=sys.stderr)
+        return 2
+    for verdict in verdicts:
+        show(verdict, args.goal, args.null)
+    if args.json:
+        args.json.write_text(json.dumps([verdict.as_dict() for verdict in verdicts], indent=2) + "\n")
+    return 0 if all(v.same_decisions and not v.slower_than(1 + args.goal) for v in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
