@@ -45,11 +45,12 @@ Results = Mapping[str, Result]  # by pytest node id
 
 def node_id(case: ElementTree.Element) -> str:
     """Node id of a junit test case (family xunit1, which carries the file)."""
-    file, name = case.get("file"), case.get("name", "")
-    dotted = case.get("classname", "")
-    if file is None:  # a module that could not be collected
-        return (dotted or name).replace(".", "/") + ".py"
+    file, name, dotted = case.get("file"), case.get("name", ""), case.get("classname", "")
+    if file is None:
+        raise Refusal(f"junit test case {dotted}.{name}: names no file; expected the family xunit1")
     module = file.removesuffix(".py").replace("/", ".")
+    if name == module:  # it could not be imported
+        return file
     classes = dotted.removeprefix(module).strip(".")
     return "::".join(part for part in (file, *classes.split("."), name) if part)
 

@@ -72,6 +72,7 @@ def once(
     junit, log = stem.with_suffix(".xml"), stem.with_suffix(".log")
     junit.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--timeout={site.test_limit_s}"]
+    command += ["--continue-on-collection-errors"]
     command += [f"--junitxml={junit}", "-o", "junit_family=xunit1"]
     command += [f"--deselect={test}" for test in wanted.deselected] + list(arguments)
     settings = {
