@@ -2,12 +2,16 @@
 """Engines for the tests, started once: each costs half a minute."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import BrokerProcess, EngineProcess
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import BrokerProcess, EngineProcess
 
 
 @dataclass

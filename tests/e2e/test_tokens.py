@@ -3,7 +3,7 @@
 
 import random
 
-from tests.e2e.harness import prompt
+from harness import prompt
 
 
 def test_b1_greedy_tokens_equal_those_of_one_engine(pair, mono):
