@@ -52,7 +52,7 @@ def granted(side, number=1, now=0.0, claim=7, ranks=1):
 
 def assert_empty(side):
     assert side.states() == {} and side.fenced() == {} and side.next_deadline() is None
-    assert side.waiting_notice() is None and side.queued() == 0
+    assert side.writing_since() is None and side.queued() == 0
 
 
 def test_life_of_an_attempt_that_is_done(side):
@@ -62,11 +62,13 @@ def test_life_of_an_attempt_that_is_done(side):
     assert side.states() == {attempt(1): State.QUEUED}
     # 2. The claim brings the blocks.
     side.receive(3.0, "p", m.Claim(attempt(1), 7))
-    assert side.fenced() == {attempt(1): "p"} and side.waiting_notice() is False
-    # 3. P's word is a wake-up, not the end.
+    assert side.fenced() == {attempt(1): "p"} and side.writing_since() is None
+    # 3. P begins to write: from now on the notice may come.
+    assert side.receive(3.5, "p", m.Writing(attempt(1), 7)) == [] and side.writing_since() == 3.5
+    # 4. P's word is a wake-up, not the end.
     assert side.receive(4.0, "p", m.Sent(attempt(1), 7, m.Timings(0.0, 0.25, 0.5, 0.125, 99))) == []
-    assert side.waiting_notice() is True
-    # 4. The notice is the end, with everybody's timings.
+    assert side.writing_since() == 4.0
+    # 5. The notice is the end, with everybody's timings.
     assert side.arrived(4.0, attempt(1), 0) == [Prefilled(attempt(1), m.Timings(2.0, 0.25, 0.5, 0.125, 99, True))]
     assert_empty(side)
     assert not side.dropped
@@ -113,10 +115,10 @@ def test_b22_no_release_by_time_alone(side):
 def test_late_word_of_an_older_claim_lifts_no_fence(side):
     """P gave claim 6 up, said so, claimed anew, and was granted 7; its first word is late."""
     one = granted(side, claim=7)
-    for word in (m.Failed(one, 6, "timeout"), m.Stopped(one, 6), m.Sent(one, 6, m.Timings())):
+    for word in (m.Failed(one, 6, "timeout"), m.Stopped(one, 6), m.Sent(one, 6, m.Timings()), m.Writing(one, 6)):
         assert side.receive(1.0, "p", word) == []
     assert side.states() == {one: State.GRANTED} and side.fenced() == {one: "p"}
-    assert sum(side.dropped.values()) == 3
+    assert sum(side.dropped.values()) == 4
 
 
 def test_b29_words_of_others_change_nothing(side):
@@ -242,20 +244,19 @@ def test_no_prefill_engine_left(side):
     assert fallback.reason is FallbackReason.PEER
 
 
-@pytest.mark.parametrize("refusal, reason", [(m.PutRefusal.FULL, FallbackReason.QUEUE),
-                                             (m.PutRefusal.NO_PEER, FallbackReason.PEER)])
-def test_refused_put(side, refusal, reason):
+def test_put_into_a_full_queue(side):
     side.submit(0.0, attempt(1), TOKENS, [1, 2, 4], 0)
     assert side.put_reply(0.1, m.PutReply(attempt(1), None, 1)) == []
-    fallback, _, released = side.put_reply(0.1, m.PutReply(attempt(1), refusal, 0))
-    assert fallback.reason is reason and released == Released(attempt(1))
-    assert side.put_reply(0.2, m.PutReply(attempt(1), refusal, 0)) == []
+    fallback, _, released = side.put_reply(0.1, m.PutReply(attempt(1), m.PutRefusal.FULL, 0))
+    assert fallback.reason is FallbackReason.QUEUE and released == Released(attempt(1))
+    assert side.put_reply(0.2, m.PutReply(attempt(1), m.PutRefusal.FULL, 0)) == []
     assert_empty(side)
 
 
-def test_broker_that_forgot_us_gets_the_job_again_soon(side):
+@pytest.mark.parametrize("refusal", [m.PutRefusal.UNREGISTERED, m.PutRefusal.NO_PEER])
+def test_b26_broker_that_knows_nobody_yet_gets_the_job_again_soon(side, refusal):
     side.submit(0.0, attempt(1), TOKENS, [1, 2, 4], 0)
-    side.put_reply(0.1, m.PutReply(attempt(1), m.PutRefusal.UNREGISTERED, 0))
+    assert side.put_reply(0.1, m.PutReply(attempt(1), refusal, 0)) == []
     (put,) = side.tick(0.4)
     assert isinstance(put.message, m.Put)
 

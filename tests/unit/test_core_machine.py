@@ -126,7 +126,7 @@ class World(RuleBasedStateMachine):
                 assert action.incarnation not in p.peers, "added twice"
                 p.peers.add(action.incarnation)
             elif isinstance(action, DropPeer):
-                assert not any(a.incarnation == action.incarnation for a, _ in p.flying), "dropped while it is written to"
+                assert not any(a.incarnation == action.incarnation for a, _ in p.flying), "dropped while written to"
                 p.peers.remove(action.incarnation)
             elif isinstance(action, Prefill):
                 assert action.peer in p.peers, "prefill for a stranger"
@@ -243,6 +243,7 @@ class World(RuleBasedStateMachine):
         p = self.ps[self.pick(data, [n for n in self.living(self.ps) if any(self.ps[n].jobs.values())])]
         attempt = self.pick(data, [a for a, ranks in p.jobs.items() if ranks])
         if p.side.may_write(self.now, attempt):
+            self.on_p(p, p.side.writing(self.now, attempt))
             p.flying.add((attempt, p.jobs[attempt].pop()))
 
     @rule()
@@ -380,7 +381,7 @@ class World(RuleBasedStateMachine):
                     assert d.released[attempt] == (attempt not in d.prefilled)
 
     def teardown(self):
-        """The network heals, the dead are seen to be dead, engines do what they are told: all must end, nothing stays."""
+        """The network heals, the dead are seen to be dead, engines do as told: all must end, nothing stays."""
         if not self.ds:
             return
         for _ in range(60):

@@ -52,6 +52,7 @@ def test_life_of_a_job(side):
     assert side.states() == {ONE: JobState.CLAIMING} and not side.may_write(1.0, ONE)
     assert side.receive(1.5, "d", grant()) == [Prefill(ONE, TOKENS, [6, 9], 1, [5], "d")]
     assert side.may_write(1.5, ONE)
+    assert side.writing(1.5, ONE) == [ToDecode("d", m.Writing(ONE, 1))] and side.writing(1.6, ONE) == []
     timings = m.Timings(prefill_s=2.0, transfer_s=1.0, bytes=8)
     assert side.sent(4.0, ONE, timings) == [ToDecode("d", m.Sent(ONE, 1, m.Timings(0.0, 0.5, 2.0, 1.0, 8)))]
     assert side.states() == {} and not side.may_write(4.0, ONE)

@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LIVENESS_S = 0.25
-NOTICE_POLL_FIRST_S = 0.001
-NOTICE_POLL_LAST_S = 0.002
-WORKING_POLL_S = 0.005  # the transport needs our progress too
+WRITING_POLL_S = 0.002
+LONG_WRITE_POLL_S = 0.020
+LONG_WRITE_S = 2.0
+WORKING_POLL_S = 0.100  # while P computes: only in case its word gets lost
 RECONNECT_POLL_S = 0.1  # while the broker is away
 LINGER_MS = 100
 
@@ -77,7 +78,6 @@ class ControlAgent:
         self._told_room = -1
         self._serial = 0
         self._next_liveness = 0.0
-        self._notice_poll_s = NOTICE_POLL_FIRST_S
         self._next_notice_poll: float | None = None
         self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
         self._links: Links | None = None
@@ -198,9 +198,13 @@ class ControlAgent:
                 self._rouse()
 
     def may_write(self, attempt: m.Attempt) -> bool:
-        """Whether the lease stands. To be asked right before each post of a write."""
+        """Whether the lease stands. To be asked right before each post of a write, and D is told that it comes."""
         with self._lock:
-            return self._prefill.may_write(self._clock(), attempt)
+            now = self._clock()
+            allowed = self._prefill.may_write(now, attempt)
+            if allowed:
+                self._do(self._prefill.writing(now, attempt))
+        return allowed
 
     def sent(self, attempt: m.Attempt, timings: m.Timings) -> None:
         """All handles of all ranks are done and released."""
@@ -297,9 +301,8 @@ class ControlAgent:
     def _on_message(self, now: float, source: Source, sender: str, message: m.Message) -> None:
         if source is Source.PREFILL:
             self._do(self._decode.receive(now, sender, message))
-            if isinstance(message, m.Sent):
-                self._announced = False
-                self._notice_poll_s = NOTICE_POLL_FIRST_S
+            if isinstance(message, (m.Writing, m.Sent)):
+                self._next_notice_poll = now
         elif source is Source.DECODE:
             self._do(self._prefill.receive(now, sender, message))
         elif isinstance(message, m.Refused):
@@ -398,20 +401,25 @@ class ControlAgent:
         """Wake the engine if there is something for it to see."""
         now = self._clock()
         with self._lock:
-            waiting = self._decode.waiting_notice()
-            if waiting is None:
-                self._next_notice_poll = None
-                self._notice_poll_s = NOTICE_POLL_FIRST_S
-            elif self._next_notice_poll is None or now >= self._next_notice_poll:
-                if self._next_notice_poll is not None:
-                    self._announced = False
-                self._notice_poll_s = min(NOTICE_POLL_LAST_S, 2 * self._notice_poll_s) if waiting else WORKING_POLL_S
-                self._next_notice_poll = now + self._notice_poll_s
-            elif waiting:
-                self._next_notice_poll = min(self._next_notice_poll, now + self._notice_poll_s)
+            due = self._notice_due(now)
+            if due is None or self._next_notice_poll is None:
+                self._next_notice_poll = due
+            elif now >= self._next_notice_poll:
+                self._next_notice_poll = due
+                self._announced = False
             announce, self._announced = not self._announced, True
         if announce:
             self._wake()
+
+    def _notice_due(self, now: float) -> float | None:
+        """When the engine is to look for a notice next. While a P writes it looks often, for the transport makes no
+        progress of its own; a write that takes long needs less of that."""
+        if not self._decode.fenced():
+            return None
+        since = self._decode.writing_since()
+        if since is None:
+            return now + WORKING_POLL_S
+        return now + (WRITING_POLL_S if now - since < LONG_WRITE_S else LONG_WRITE_POLL_S)
 
 
 def _merged(**counters: m.Counters) -> dict[str, int]:

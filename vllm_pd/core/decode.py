@@ -73,6 +73,7 @@ class _Record:
         self.peer = ""
         self.claim = -1
         self.ranks = 1
+        self.writing_at: float | None = None
         self.arrived: set[int] = set()
         self.timings = m.Timings()
 
@@ -98,6 +99,7 @@ class DecodeSide:
             m.Hello: self._on_hello,
             m.Claim: self._on_claim,
             m.Renew: self._on_renew,
+            m.Writing: self._on_writing,
             m.Sent: self._on_sent,
             m.Failed: self._on_failed,
             m.Stopped: self._on_stopped,
@@ -164,9 +166,7 @@ class DecodeSide:
             return [] if reply.refusal is None else self._drop("put_reply_unknown")
         if reply.refusal is m.PutRefusal.FULL:
             return self._end(now, record, Outcome.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
-        if reply.refusal is m.PutRefusal.NO_PEER:
-            return self._end(now, record, Outcome.FAILED, FallbackReason.PEER, "no prefill engine is registered")
-        if reply.refusal is m.PutRefusal.UNREGISTERED:
+        if reply.refusal is not None:  # a broker that has just started knows nobody yet
             record.next_put = min(record.next_put, now + self.limits.claim_retry_s / 10)
         return []
 
@@ -248,10 +248,10 @@ class DecodeSide:
         """Ps that may write."""
         return {record.peer for record in self._records.values() if record.fenced}
 
-    def waiting_notice(self) -> bool | None:
-        """True where a P has sent and its notice is due, False where one is at work, None where nothing is granted."""
-        granted = [record for record in self._records.values() if record.fenced]
-        return any(record.timings.measured for record in granted) if granted else None
+    def writing_since(self) -> float | None:
+        """When a P last said that it writes, or has written, into blocks of ours; None where nobody is."""
+        since = [record.writing_at for record in self._records.values() if record.fenced]
+        return max((when for when in since if when is not None), default=None)
 
     def queued(self) -> int:
         """Jobs nobody has claimed yet."""
@@ -310,6 +310,13 @@ class DecodeSide:
         record.lease_until = now + self.limits.lease_s
         return [ToPrefill(sender, m.Renewed(message.attempt, message.claim, message.stamp, self.limits.lease_s))]
 
+    def _on_writing(self, now: float, sender: str, message: m.Writing) -> list[Action]:
+        record = self._held_by(sender, message)
+        if record is None or record.writing_at is not None:
+            return self._drop("writing_unknown" if record is None else "writing_duplicate")
+        record.writing_at = now
+        return []
+
     def _on_sent(self, now: float, sender: str, message: m.Sent) -> list[Action]:
         late = self._done.get(message.attempt)
         if late is not None and (late.peer, late.claim) == (sender, message.claim):
@@ -319,6 +326,7 @@ class DecodeSide:
         if record is None or record.timings.measured:
             return self._drop("sent_unknown" if record is None else "sent_duplicate")
         record.timings = self._measured(record, message.timings)
+        record.writing_at = now
         return []
 
     def _on_failed(self, now: float, sender: str, message: m.Failed) -> list[Action]:

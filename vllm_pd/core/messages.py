@@ -141,7 +141,7 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all wire messages."""
 
 
-# Between P (sends Hello, Claim, Renew, Sent, Failed, Stopped) and D (the others). P opens the connection.
+# Between P (sends Hello, Claim, Renew, Writing, Sent, Failed, Stopped) and D (the others). P opens the connection.
 
 
 class Hello(Wire):
@@ -199,6 +199,12 @@ class Renewed(Wire):
     claim: Count
     stamp: Count
     lease_s: Seconds
+
+
+class Writing(Wire):
+    """P posts its writes now: D's transport may have to help them along, and the notice comes soon."""
+    attempt: Attempt
+    claim: Count
 
 
 class Sent(Wire):
@@ -285,13 +291,13 @@ class Offer(Wire):
     serial: Count
 
 
-TO_DECODE: tuple[type[Wire], ...] = (Hello, Claim, Renew, Sent, Failed, Stopped)
+TO_DECODE: tuple[type[Wire], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped)
 TO_PREFILL: tuple[type[Wire], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
 TO_BROKER: tuple[type[Wire], ...] = (Register, Leave, Put, Withdraw, Take)
 FROM_BROKER: tuple[type[Wire], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
-Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Sent | Failed | Cancel | Stopped
-           | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Take | Offer)
+Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
+           | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Take | Offer)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

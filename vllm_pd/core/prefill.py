@@ -62,6 +62,7 @@ class _Job:
         self.lease_s = self.lease_until = 0.0
         self.next_renew = self.renewed_at = 0.0
         self.stamp = 0
+        self.said_writing = False
         self.claim_s = 0.0
 
 
@@ -106,6 +107,14 @@ class PrefillSide:
         """Whether a write of this attempt may be posted now. To be asked right before each post."""
         job = self._jobs.get(attempt)
         return job is not None and job.state is JobState.RUNNING and now < job.lease_until
+
+    def writing(self, now: float, attempt: m.Attempt) -> list[Action]:
+        """Writes of this attempt, which `may_write`, are about to be posted."""
+        job = self._jobs.get(attempt)
+        if job is None or job.said_writing:
+            return []
+        job.said_writing = True
+        return self._say(job, m.Writing(attempt, job.claim))
 
     def sent(self, now: float, attempt: m.Attempt, timings: m.Timings) -> list[Action]:
         """All handles of all ranks are done."""

@@ -1,0 +1,663 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control thread over real sockets, with a real broker, and real processes that die, stop and come back."""
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import zmq
+
+from vllm_pd.control import process
+from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.broker import Broker
+from vllm_pd.control.process import local_member
+from vllm_pd.core import messages as m
+from vllm_pd.core.events import (
+    AddPeer,
+    Cancelled,
+    DropPeer,
+    Fallback,
+    FallbackReason,
+    Outcome,
+    Prefill,
+    Prefilled,
+    Released,
+)
+from vllm_pd.errors import ConfigError
+from vllm_pd.rpc import codec
+
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+TOKENS = list(range(40))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """As vllm_pd.config.PDConfig, with times for a test."""
+    broker: str
+    bind: str = "tcp://127.0.0.1:0"
+    lease_s: float = 30.0
+    attempt_deadline_s: float = 60.0
+    claim_retry_s: float = 0.5
+    heartbeat_s: float = 0.1
+    ttl_s: float = 0.6
+
+
+class Engine:
+    """What an engine does with its agent, on the test's thread."""
+
+    def __init__(self, settings, role, fingerprint=FINGERPRINT, member=None, **more):
+        self.bell = threading.Event()
+        self.wakes = 0
+        self.events = []
+        self.agent = ControlAgent(settings, member or local_member(role, fingerprint), b"memory of " + role.encode(),
+                                  self._wake, **more)
+        self.agent.start()
+
+    def _wake(self):
+        self.wakes += 1
+        self.bell.set()
+
+    def submit(self, request_id="r", tokens=TOKENS, cached_blocks=1):
+        attempt = self.agent.next_attempt(request_id)
+        self.agent.submit(attempt, tokens, list(range(10, 10 + -(-len(tokens) // 16))), cached_blocks)
+        return attempt
+
+    def expect(self, kind, timeout_s=5.0):
+        """The next event of this kind; events that came before it stay in `events`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.events += self.agent.take_events()
+            for index, event in enumerate(self.events):
+                if isinstance(event, kind):
+                    return self.events.pop(index)
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, f"no {kind.__name__} in {timeout_s} s, but {self.events}"
+            self.bell.wait(left_s)
+            self.bell.clear()
+
+    def expect_view(self, condition, timeout_s=5.0):
+        deadline = time.monotonic() + timeout_s
+        while not condition(self.agent.view()):
+            assert time.monotonic() < deadline, self.agent.view()
+            time.sleep(0.005)
+
+    def assert_clean(self):
+        assert self.agent.error is None
+        assert self.agent.open_attempts() == [] and self.events == [] and self.agent.take_events() == []
+
+
+@contextlib.contextmanager
+def serving(bind="tcp://127.0.0.1:0"):
+    broker = Broker(bind, ttl_s=0.6)
+    thread = threading.Thread(target=broker.run)
+    thread.start()
+    try:
+        yield broker
+    finally:
+        broker.stop()
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def broker():
+    with serving() as broker:
+        yield broker
+
+
+@pytest.fixture
+def engine(request):
+    """A factory of engines that are closed, and whose threads must still have lived, at the end."""
+    engines = []
+
+    def make(*arguments, **more):
+        engines.append(Engine(*arguments, **more))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.agent.close()
+        assert not one.agent._thread.is_alive()
+        assert one.agent.error is None or isinstance(one.agent.error, Planned)
+        assert "link_frame_stumble" not in one.agent.dropped()
+
+
+class Planned(Exception):
+    """What a test throws into a thread."""
+
+
+@pytest.fixture
+def pair(broker, engine):
+    """(decode, prefill) that know each other."""
+    settings = Settings(broker.address)
+    return peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
+
+
+def peered(decode, prefill):
+    prefill.agent.set_room(4)
+    decode.expect_view(lambda view: view.broker_up and view.prefill_peers == 1)
+    assert prefill.expect(AddPeer) == AddPeer(decode.agent.member.incarnation, b"memory of kv_consumer")
+    return decode, prefill
+
+
+def hand_over(decode, prefill, request_id="r"):
+    """A whole hand-over; returns D's timings."""
+    attempt = decode.submit(request_id)
+    job = prefill.expect(Prefill)
+    assert job == Prefill(attempt, TOKENS, [11, 12], 1, [10], decode.agent.member.incarnation)
+    assert prefill.agent.may_write(attempt)  # which D is told
+    decode.bell.wait(2)
+    prefill.agent.set_room(4)
+    prefill.agent.sent(attempt, m.Timings(prefill_s=0.5, transfer_s=0.25, bytes=7))
+    while decode.agent._decode.states() and not next(iter(decode.agent._decode._records.values())).timings.measured:
+        time.sleep(0.001)
+    decode.agent.arrived(attempt, 0)
+    return decode.expect(Prefilled).timings
+
+
+def test_a_hand_over_over_the_wire(pair):
+    decode, prefill = pair
+    timings = hand_over(decode, prefill)
+    assert (timings.prefill_s, timings.transfer_s, timings.bytes, timings.measured) == (0.5, 0.25, 7, True)
+    assert 0 < timings.claim_s <= timings.queue_s + timings.claim_s < 1
+    for one in pair:
+        one.assert_clean()
+        assert one.agent.dropped().keys() <= {"link_unsent"}, "nothing odd was said"
+    assert decode.agent.totals() == {"decode_granted": 1, "decode_done": 1}
+    assert prefill.agent.totals() == {"prefill_granted": 1, "prefill_sent": 1}
+
+
+def test_b20_many_hand_overs_leave_nothing_behind(pair):
+    decode, prefill = pair
+    hand_over(decode, prefill)
+    before = [one.agent.counts() for one in pair]
+    times = []
+    for number in range(100):
+        begun = time.perf_counter()
+        hand_over(decode, prefill, f"r{number % 3}")
+        times.append(time.perf_counter() - begun)
+    assert [one.agent.counts() for one in pair] == before
+    assert statistics.median(times) < 0.02
+
+
+def test_broker_and_peers_are_bounded_by_room(pair):
+    decode, prefill = pair
+    attempts = [decode.submit(f"r{number}") for number in range(7)]
+    taken = [prefill.expect(Prefill).attempt for _ in range(4)]
+    time.sleep(0.3)
+    assert taken == attempts[:4] and prefill.agent.take_events() == []
+    assert decode.agent.view().queue_length == 3
+    prefill.agent.set_room(2)
+    assert [prefill.expect(Prefill).attempt for _ in range(2)] == attempts[4:6]
+    for attempt in attempts:
+        decode.agent.abort(attempt)
+    cancelled = [prefill.expect(Cancelled).attempt for _ in range(6)]
+    assert set(cancelled) == set(attempts[:6])
+    assert decode.expect(Released).attempt == attempts[6], "the one that nobody had"
+    for attempt in cancelled:
+        prefill.agent.ended(attempt)
+    assert {decode.expect(Released).attempt for _ in range(6)} == set(attempts[:6])
+    decode.assert_clean()
+    prefill.assert_clean()
+
+
+def test_b30_failed_at_once_is_not_delivered_again(pair):
+    decode, prefill = pair
+    attempt = decode.submit()
+    assert prefill.expect(Prefill).attempt == attempt
+    prefill.agent.set_room(4)
+    prefill.agent.failed(attempt, "token id 99999 is not in the vocabulary")
+    assert decode.expect(Fallback) == Fallback(attempt, FallbackReason.FAILED, Outcome.FAILED,
+                                               "token id 99999 is not in the vocabulary")
+    assert decode.expect(Released).attempt == attempt
+    time.sleep(0.7)  # longer than claim_retry_s
+    decode.assert_clean()
+    prefill.assert_clean()
+
+
+def test_last_words_leave_before_the_sockets_close(pair):
+    decode, prefill = pair
+    attempt = decode.submit()
+    prefill.expect(Prefill)
+    prefill.agent.failed(attempt, "closing")
+    prefill.agent.close()
+    assert decode.expect(Fallback).detail == "closing"
+    decode.expect_view(lambda view: view.prefill_peers == 0, timeout_s=0.5)  # it said goodbye
+
+
+def test_leases_are_renewed_while_work_goes_on(broker, engine):
+    settings = Settings(broker.address, lease_s=0.4)
+    decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
+    attempt = decode.submit()
+    prefill.expect(Prefill)
+    for _ in range(8):
+        time.sleep(0.1)
+        assert prefill.agent.may_write(attempt)
+    assert decode.agent.take_events() == []
+
+
+def test_wakes_come_for_notices_that_are_due_and_never_otherwise(pair):
+    decode, prefill = pair
+    hand_over(decode, prefill)
+    time.sleep(0.1)
+    quiet = decode.wakes
+    time.sleep(0.3)
+    assert decode.wakes == quiet, "heartbeats are none of the engine's business"
+    attempt = decode.submit()
+    prefill.expect(Prefill)
+    time.sleep(0.3)
+    assert 1 <= decode.wakes - quiet <= 6, "while P computes"
+    quiet = decode.wakes
+    assert prefill.agent.may_write(attempt)
+    time.sleep(0.3)
+    assert 20 <= decode.wakes - quiet <= 200, "while P writes"
+    quiet = decode.wakes
+    prefill.agent.sent(attempt, m.Timings())
+    time.sleep(0.1)
+    assert decode.wakes > quiet
+    decode.agent.arrived(attempt, 0)
+    decode.expect(Prefilled)
+    time.sleep(0.1)
+    quiet = decode.wakes
+    time.sleep(0.3)
+    assert decode.wakes == quiet
+
+
+def test_b33_idle_costs_next_to_nothing(pair):
+    decode, prefill = pair
+    attempt = decode.submit()
+    prefill.expect(Prefill)
+    begun = time.process_time()
+    time.sleep(0.7)
+    assert time.process_time() - begun < 0.07, "a broker and two agents, heartbeats ten times as fast as by default"
+    prefill.agent.failed(attempt, "")
+
+
+def test_kv_both_engines_serve_each_other_and_never_themselves(broker, engine):
+    settings = Settings(broker.address)
+    one, two = engine(settings, m.Role.BOTH), engine(settings, m.Role.BOTH)
+    for this, other in ((one, two), (two, one)):
+        this.agent.set_room(4)
+        this.expect_view(lambda view: view.prefill_peers == 1)
+        assert this.expect(AddPeer).incarnation == other.agent.member.incarnation
+    attempts = one.submit(), two.submit()
+    assert two.expect(Prefill).attempt == attempts[0] and one.expect(Prefill).attempt == attempts[1]
+    one.agent.failed(attempts[1], "")
+    two.agent.failed(attempts[0], "")
+    one.expect(Released), two.expect(Released)
+
+
+def test_b40_second_engines_join_and_all_are_served(broker, engine):
+    settings = Settings(broker.address)
+    decodes = [engine(settings, m.Role.DECODE) for _ in range(2)]
+    prefills = [engine(settings, m.Role.PREFILL) for _ in range(2)]
+    for prefill in prefills:
+        prefill.agent.set_room(2)
+        prefill.expect(AddPeer), prefill.expect(AddPeer)
+    attempts = {one.submit(f"r{number}") for number in range(2) for one in decodes}
+    assert {prefill.expect(Prefill).attempt for prefill in prefills for _ in range(2)} == attempts
+
+
+# B26: the broker comes and goes.
+
+
+def test_b26_gone_at_submit_and_back_without_a_restart_of_anything(engine):
+    with serving() as broker:
+        settings = Settings(broker.address)
+        decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
+    begun = time.monotonic()
+    attempt = decode.submit()
+    fallback = decode.expect(Fallback)
+    assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.BROKER)
+    assert decode.expect(Released).attempt == attempt and time.monotonic() - begun < 0.5
+    decode.expect_view(lambda view: not view.broker_up)
+    with serving(settings.broker):
+        decode.expect_view(lambda view: view.broker_up and view.prefill_peers == 1)
+        hand_over(decode, prefill)
+    decode.assert_clean()
+    prefill.assert_clean()
+
+
+def test_b26_gone_while_a_job_waits(engine):
+    with serving() as broker:
+        settings = Settings(broker.address)
+        decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
+        granted = decode.submit()
+        prefill.expect(Prefill)
+        prefill.agent.set_room(0)
+        time.sleep(0.1)
+        waiting = decode.submit()
+        time.sleep(0.1)
+    fallback = decode.expect(Fallback, timeout_s=3.0)
+    assert (fallback.attempt, fallback.reason) == (waiting, FallbackReason.BROKER)
+    assert decode.expect(Released).attempt == waiting
+    # what was granted goes on without a broker
+    prefill.agent.sent(granted, m.Timings())
+    time.sleep(0.05)
+    decode.agent.arrived(granted, 0)
+    assert decode.expect(Prefilled).attempt == granted
+
+
+def test_b26_back_in_time_the_job_is_still_done(engine):
+    with serving() as broker:
+        settings = dataclasses.replace(Settings(broker.address), ttl_s=3.0)
+        decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
+        prefill.agent.set_room(0)
+        time.sleep(0.1)
+        waiting = decode.submit()
+        time.sleep(0.1)
+    with serving(settings.broker):
+        decode.expect_view(lambda view: view.broker_up and view.queue_length == 1)
+        prefill.agent.set_room(1)
+        assert prefill.expect(Prefill).attempt == waiting
+
+
+def test_broker_that_is_silent_but_connected_counts_as_away(broker, engine):
+    """As when it is stopped by a signal."""
+    decode = engine(Settings(broker.address), m.Role.DECODE)
+    decode.expect_view(lambda view: view.broker_up)
+    held = threading.Event()
+    broker._registry.receive = lambda *_: held.wait(3) and []
+    begun = time.monotonic()
+    decode.expect_view(lambda view: not view.broker_up)
+    assert time.monotonic() - begun < 1.0
+    held.set()
+
+
+# Real processes.
+
+PROGRAM = """
+import sys, threading
+sys.path.insert(0, sys.argv[3])
+from dataclasses import dataclass
+from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.process import local_member
+from vllm_pd.core import messages as m
+from vllm_pd.core.events import *
+import msgspec
+@dataclass
+class Settings:
+    broker: str = sys.argv[2]; bind: str = "tcp://127.0.0.1:0"; lease_s: float = 30.0; attempt_deadline_s: float = 60.0
+    claim_retry_s: float = 0.5; heartbeat_s: float = 0.1; ttl_s: float = 0.6
+bell = threading.Event()
+fingerprint = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+agent = ControlAgent(Settings(), local_member(m.Role(sys.argv[1]), fingerprint), b"m", bell.set)
+agent.start()
+agent.set_room(4)
+while True:
+    bell.wait(0.05)
+    bell.clear()
+    for event in agent.take_events():
+        if isinstance(event, Cancelled):
+            agent.ended(event.attempt)
+        print(type(event).__name__, flush=True)
+    if agent.member.role is m.Role.DECODE and agent.view().prefill_peers and not agent.open_attempts():
+        agent.submit(agent.next_attempt("r"), list(range(40)), [1, 2, 3], 0)
+"""
+
+
+@contextlib.contextmanager
+def other_process(role, broker):
+    """An engine in a process of its own, which prints the names of its events."""
+    root = os.path.dirname(os.path.dirname(sys.modules["vllm_pd"].__path__[0] + "/"))
+    child = subprocess.Popen([sys.executable, "-c", PROGRAM, role.value, broker.address, root],
+                             stdout=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait(5)
+        child.stdout.close()
+
+
+def test_b21_prefill_engine_killed(broker, engine):
+    decode = engine(Settings(broker.address), m.Role.DECODE)
+    with other_process(m.Role.PREFILL, broker) as child:
+        decode.expect_view(lambda view: view.prefill_peers == 1)
+        attempt = decode.submit()
+        while child.stdout.readline() != "Prefill\n":
+            pass
+        child.kill()  # and not yet waited for: what is left of it is no process
+        begun = time.monotonic()
+        fallback = decode.expect(Fallback)
+        assert (fallback.attempt, fallback.reason, fallback.outcome) == (attempt, FallbackReason.PEER, Outcome.FAILED)
+        assert decode.expect(Released).attempt == attempt
+        assert time.monotonic() - begun < 1.0
+        decode.expect_view(lambda view: view.prefill_peers == 0, timeout_s=0.5)
+    decode.assert_clean()
+
+
+def test_b22_prefill_engine_stopped_for_longer_than_its_lease(broker, engine):
+    decode = engine(dataclasses.replace(Settings(broker.address), lease_s=0.5), m.Role.DECODE)
+    with other_process(m.Role.PREFILL, broker) as child:
+        decode.expect_view(lambda view: view.prefill_peers == 1)
+        attempt = decode.submit()
+        while child.stdout.readline() != "Prefill\n":
+            pass
+        child.send_signal(signal.SIGSTOP)
+        fallback = decode.expect(Fallback)
+        assert (fallback.attempt, fallback.reason, fallback.outcome) == (attempt, FallbackReason.LEASE, Outcome.EXPIRED)
+        time.sleep(0.8)
+        assert decode.agent.take_events() == [] and decode.agent.open_attempts() == [attempt], "not by time alone"
+        child.send_signal(signal.SIGCONT)
+        assert decode.expect(Released).attempt == attempt
+        assert child.stdout.readline() == "Cancelled\n"
+    decode.assert_clean()
+
+
+def test_b23_decode_engine_killed(broker, engine):
+    prefill = engine(Settings(broker.address), m.Role.PREFILL)
+    prefill.agent.set_room(4)
+    with other_process(m.Role.DECODE, broker) as child:
+        peer = prefill.expect(AddPeer).incarnation
+        attempt = prefill.expect(Prefill).attempt
+        child.kill()
+        assert prefill.expect(Cancelled, timeout_s=1.0).attempt == attempt
+        assert not prefill.agent.may_write(attempt)
+        assert DropPeer(peer) not in prefill.agent.take_events()
+        prefill.agent.ended(attempt)
+        assert prefill.expect(DropPeer).incarnation == peer
+    prefill.assert_clean()
+
+
+def test_what_counts_as_dead():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    here = local_member(m.Role.PREFILL, FINGERPRINT)
+    assert not process.is_gone(here)
+    member = msgspec.structs.replace(here, pid=child.pid, start_time=process.start_time(child.pid))
+    assert not process.is_gone(member)
+    assert process.is_gone(msgspec.structs.replace(member, start_time=1)), "the pid has a new owner"
+    elsewhere = msgspec.structs.replace(member, host_id="another boot", start_time=1)
+    assert not process.is_gone(elsewhere), "silence across hosts is no death"
+    assert not process.is_gone(msgspec.structs.replace(member, host_id="", start_time=1))
+    child.kill()
+    deadline = time.monotonic() + 5
+    while not process.is_gone(member):  # a zombie is
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.wait(5)
+    child.stdin.close()
+    assert process.is_gone(member)
+
+
+# Peers that don't fit, noise, and our own faults.
+
+
+def test_b42_mismatch_names_both_values_and_traffic_stays_local(broker, engine):
+    settings = Settings(broker.address)
+    decode = engine(settings, m.Role.DECODE)
+    prefill = engine(settings, m.Role.PREFILL, msgspec.structs.replace(FINGERPRINT, kv_dtype="fp8"))
+    prefill.agent.set_room(4)
+    for one, words in ((decode, ["kv_dtype", "'float32'", "'fp8'"]), (prefill, ["kv_dtype", "'fp8'", "'float32'"])):
+        one.expect_view(lambda view: view.mismatch is not None)
+        assert all(word in one.agent.view().mismatch for word in words)
+        assert one.agent.view().prefill_peers == 0
+    decode.submit()
+    assert decode.expect(Fallback).reason is FallbackReason.PEER
+
+
+class Raw:
+    """A socket that may say anything to an engine."""
+
+    def __init__(self, address):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 500)
+        self.socket.connect(address)
+
+    def ask(self, sender, message):
+        self.socket.send(codec.encode(sender, message))
+        assert self.socket.poll(3000)
+        return codec.decode(self.socket.recv_multipart())[1]
+
+    def close(self):
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def raw(pair):
+    raw = Raw(pair[0].agent.member.address)
+    yield raw
+    raw.close()
+
+
+def test_b42_refused_at_peering_even_if_the_registry_is_not_asked(pair, raw):
+    stranger = m.Member("x", m.Role.PREFILL, "", msgspec.structs.replace(FINGERPRINT, protocol=9))
+    assert raw.ask("x", m.Hello(stranger, b"")) == m.Refused("protocol", str(m.PROTOCOL), "9")
+    attempt = pair[0].agent.next_attempt("r")
+    assert raw.ask("x", m.Claim(attempt, 1)).reason is m.DenyReason.UNKNOWN
+    assert "9" in pair[0].agent.view().mismatch
+
+
+def test_b29_a_stranger_can_neither_claim_nor_end_anything(pair, raw):
+    decode, prefill = pair
+    attempt = decode.submit()
+    prefill.expect(Prefill)
+    assert raw.ask("x", m.Claim(attempt, 1)).reason is m.DenyReason.UNPEERED
+    for word in (m.Failed(attempt, 1, ""), m.Stopped(attempt, 1), m.Sent(attempt, 1, m.Timings())):
+        raw.socket.send(codec.encode("x", word))
+    assert raw.ask("x", m.Renew(attempt, 1, 1)) == m.Cancel(attempt, 1)
+    assert decode.agent.take_events() == [] and decode.agent.open_attempts() == [attempt]
+    dropped = decode.agent.dropped()
+    assert [dropped[f"decode_{word}_unknown"] for word in ("failed", "stopped", "sent", "renew")] == [1, 1, 1, 1]
+
+
+def test_b81_noise_is_counted_and_dropped(pair, raw):
+    decode, prefill = pair
+    dice = random.Random(11)
+    attempt = decode.submit()
+    prefill.expect(Prefill)
+    good = [codec.encode("x", message) for message in (
+        m.Hello(prefill.agent.member, b""), m.Claim(attempt, 1), m.Renew(attempt, 1, 1), m.Failed(attempt, 2, "w"))]
+    other = [codec.encode("x", m.Leave()), codec.encode("x", m.Cancel(attempt, 1)),
+             b"PD" + bytes((m.PROTOCOL + 1,)) + b"from the future"]
+    for _ in range(1500):
+        kind = dice.randrange(5)
+        if kind == 0:
+            raw.socket.send(dice.randbytes(dice.randrange(200)))
+        elif kind == 1:
+            frame = dice.choice(good)
+            raw.socket.send(frame[:dice.randrange(len(frame))])
+        elif kind == 2:
+            frame = bytearray(dice.choice(good))
+            frame[dice.randrange(len(frame))] ^= 1 << dice.randrange(8)
+            raw.socket.send(bytes(frame))
+        elif kind == 3:
+            raw.socket.send_multipart([dice.randbytes(3)] * dice.randrange(2, 9))
+        else:
+            raw.socket.send(dice.choice(other))
+    huge = Raw(decode.agent.member.address)
+    huge.socket.send(bytes(codec.MAX_FRAME_BYTES + 1))
+    fresh = Raw(decode.agent.member.address)
+    stranger = msgspec.structs.replace(prefill.agent.member, incarnation="new")
+    assert isinstance(fresh.ask("new", m.Hello(stranger, b"")), m.HelloReply)
+    huge.close()
+    fresh.close()
+    deadline = time.monotonic() + 5
+    while decode.agent.dropped().get("link_frame_unexpected", 0) < 100:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    dropped = decode.agent.dropped()
+    assert all(dropped[f"link_frame_{kind}"] > 50 for kind in ("shape", "content", "version")), dropped
+    assert decode.agent.open_attempts() == [attempt]
+    prefill.agent.sent(attempt, m.Timings())
+    decode.agent.arrived(attempt, 0)
+    assert decode.expect(Prefilled).attempt == attempt
+
+
+def test_death_of_the_thread_is_told_and_all_stays_local(pair):
+    decode, prefill = pair
+    granted = decode.submit()
+    prefill.expect(Prefill)
+
+    def fail(now):
+        raise Planned("a fault of ours")
+
+    decode.agent._decode.tick = fail
+    decode.agent._links.waker.set()
+    fallback = decode.expect(Fallback)
+    assert (fallback.attempt, fallback.reason) == (granted, FallbackReason.CONTROL)
+    assert isinstance(decode.agent.error, Planned) and not decode.agent.view().broker_up
+    later = decode.submit()
+    fallback = decode.expect(Fallback)
+    assert (fallback.attempt, fallback.reason) == (later, FallbackReason.CONTROL)
+    assert decode.expect(Released).attempt == later
+    decode.agent.abort(granted), decode.agent.arrived(granted, 0), decode.agent.set_room(1), decode.agent.counts()
+    decode.agent.close()
+
+
+def test_one_message_that_we_stumble_over_does_not_end_the_thread(pair, raw):
+    decode, _ = pair
+
+    def fail(now, sender, message):
+        raise Planned("a fault of ours")
+
+    receive, decode.agent._decode.receive = decode.agent._decode.receive, fail
+    raw.socket.send(codec.encode("x", m.Renew(decode.agent.next_attempt("r"), 1, 1)))
+    while "link_frame_stumble" not in decode.agent.dropped():
+        time.sleep(0.005)
+    decode.agent._decode.receive = receive
+    assert decode.agent.error is None
+    del decode.agent._link_counters["frame_stumble"]
+    assert isinstance(raw.ask("x", m.Renew(decode.agent.next_attempt("r"), 1, 1)), m.Cancel)
+
+
+def test_b80_addresses_that_can_not_be_used_are_refused_at_start(broker):
+    for settings in (Settings(broker.address, bind=broker.address), Settings("nonsense"), Settings("tcp://127.0.0.1:x")):
+        agent = ControlAgent(settings, local_member(m.Role.DECODE, FINGERPRINT), b"", lambda: None)
+        with pytest.raises(ConfigError):
+            agent.start()
+        agent.close()
+
+
+def test_b24_restarts_leave_no_descriptor_and_no_thread(broker, engine):
+    settings = Settings(broker.address)
+    decode = engine(settings, m.Role.DECODE)
+    decode.expect_view(lambda view: view.broker_up)
+
+    def restart():
+        prefill = Engine(settings, m.Role.PREFILL)
+        prefill.expect(AddPeer)
+        prefill.agent.close()
+        assert not prefill.agent._thread.is_alive()
+
+    restart()
+    time.sleep(0.3)
+    before = (len(os.listdir("/proc/self/fd")), threading.active_count())
+    for _ in range(12):
+        restart()
+    deadline = time.monotonic() + 3
+    while (len(os.listdir("/proc/self/fd")), threading.active_count()) > before:
+        assert time.monotonic() < deadline, (before, len(os.listdir("/proc/self/fd")), threading.active_count())
+        time.sleep(0.05)
+    decode.expect_view(lambda view: view.prefill_peers == 0)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue and the registry, first pure, then behind a real socket."""
+import random
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from vllm_pd.control.broker import Broker
+from vllm_pd.control.registry import QueueLimits, Registry
+from vllm_pd.core import messages as m
+from vllm_pd.errors import ConfigError
+from vllm_pd.rpc import codec
+
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+BOUNDS = QueueLimits()
+OTHER = msgspec.structs.replace(FINGERPRINT, model="other")
+
+
+def member(name, role, fingerprint=FINGERPRINT):
+    return m.Member(name, role, "tcp://127.0.0.1:1", fingerprint)
+
+
+def job(number, decode="d", tokens=3, deadline_s=60.0):
+    return m.Job(m.Attempt(decode, "r", number), "tcp://127.0.0.1:1", list(range(tokens)), 0, deadline_s)
+
+
+def registered(*members, limits=BOUNDS):
+    registry = Registry("b", limits)
+    for one in members:
+        registry.receive(0.0, one.incarnation, m.Register(one))
+    return registry
+
+
+@pytest.fixture
+def registry():
+    return registered(member("d", m.Role.DECODE), member("p", m.Role.PREFILL), member("q", m.Role.PREFILL))
+
+
+def put(registry, number, now=0.0, decode="d", **more):
+    """(offers, the answer)"""
+    *offers, (to, reply) = registry.receive(now, decode, m.Put(job(number, decode, **more)))
+    assert to == decode
+    return offers, reply
+
+
+def offered(letters):
+    return [(to, letter.job.attempt.number) for to, letter in letters if isinstance(letter, m.Offer)]
+
+
+def test_jobs_wait_in_order_for_room(registry):
+    for number in range(3):
+        assert put(registry, number) == ([], m.PutReply(m.Attempt("d", "r", number), None, number + 1))
+    assert offered(registry.receive(1.0, "p", m.Take(2, 0))) == [("p", 0), ("p", 1)]
+    assert registry.receive(1.0, "p", m.Take(0, 2)) == [] and len(registry) == 1
+    assert offered(registry.receive(1.0, "q", m.Take(5, 0))) == [("q", 2)] and len(registry) == 0
+    assert offered(put(registry, 3)[0]) == [("q", 3)]
+
+
+def test_offers_count_their_time_and_number(registry):
+    put(registry, 1, deadline_s=10.0)
+    ((_, offer),) = registry.receive(4.0, "p", m.Take(1, 0))
+    assert offer.job.deadline_s == 6.0 and offer.serial == 1
+
+
+def test_room_that_crosses_an_offer_on_the_wire_is_not_counted_twice(registry):
+    registry.receive(0.0, "p", m.Take(1, 0))
+    assert offered(put(registry, 1)[0]) == [("p", 1)]
+    put(registry, 2)
+    # p said this before it saw offer 1
+    assert registry.receive(0.1, "p", m.Take(1, 0)) == []
+    assert offered(registry.receive(0.2, "p", m.Take(1, 1))) == [("p", 2)]
+
+
+def test_an_offer_lost_with_its_connection_does_not_hold_room_for_ever(registry):
+    registry.receive(0.0, "p", m.Take(1, 0))
+    put(registry, 1)
+    put(registry, 2)
+    assert registry.receive(1.0, "p", m.Take(1, 0)) == []
+    assert offered(registry.receive(6.0, "p", m.Take(1, 0))) == [("p", 2)]
+
+
+def test_most_room_first(registry):
+    registry.receive(0.0, "p", m.Take(1, 0))
+    registry.receive(0.0, "q", m.Take(3, 0))
+    assert [offered(put(registry, number)[0])[0][0] for number in range(4)] == ["q", "q", "p", "q"]
+
+
+def test_put_again_of_a_queued_job_changes_nothing(registry):
+    put(registry, 1)
+    put(registry, 2)
+    assert put(registry, 1)[1].queue_length == 2
+    assert offered(registry.receive(0.0, "p", m.Take(1, 0))) == [("p", 1)]
+
+
+def test_refusals_of_a_put():
+    registry = registered(member("d", m.Role.DECODE), member("x", m.Role.PREFILL, OTHER),
+                          limits=QueueLimits(max_jobs=2, max_tokens=100))
+    assert put(registry, 1)[1].refusal is m.PutRefusal.NO_PEER
+    assert put(registry, 1, decode="nobody")[1].refusal is m.PutRefusal.UNREGISTERED
+    registry.receive(0.0, "p", m.Register(member("p", m.Role.PREFILL)))
+    assert put(registry, 1, tokens=101)[1].refusal is m.PutRefusal.FULL
+    assert put(registry, 1)[1].refusal is put(registry, 2)[1].refusal is None
+    assert put(registry, 3)[1].refusal is m.PutRefusal.FULL
+    assert put(registry, 2)[1].refusal is None, "that one is in"
+
+
+def test_b42_jobs_go_only_to_engines_that_fit():
+    registry = registered(member("d", m.Role.DECODE), member("x", m.Role.PREFILL, OTHER), member("p", m.Role.PREFILL))
+    registry.receive(0.0, "x", m.Take(9, 0))
+    assert put(registry, 1)[0] == []
+    assert offered(registry.receive(0.0, "p", m.Take(9, 0))) == [("p", 1)]
+
+
+def test_nobody_gets_its_own_job():
+    registry = registered(member("d", m.Role.BOTH))
+    registry.receive(0.0, "d", m.Take(9, 0))
+    assert put(registry, 1)[1].refusal is m.PutRefusal.NO_PEER
+    registry.receive(0.0, "e", m.Register(member("e", m.Role.BOTH)))
+    assert put(registry, 1) == ([], m.PutReply(m.Attempt("d", "r", 1), None, 1))
+    assert offered(registry.receive(0.0, "e", m.Take(1, 0))) == [("e", 1)]
+
+
+def test_withdrawn_expired_and_orphaned_jobs_go(registry):
+    for number in range(4):
+        put(registry, number, deadline_s=60.0 if number else 0.5)
+    assert registry.receive(0.0, "p", m.Withdraw(m.Attempt("d", "r", 1))) == [] and len(registry) == 4
+    registry.receive(0.0, "d", m.Withdraw(m.Attempt("d", "r", 1)))
+    assert len(registry) == 3
+    registry.tick(1.0)
+    assert len(registry) == 2
+    registry.receive(1.0, "d", m.Leave())
+    assert len(registry) == 0 and registry._tokens == 0
+    assert [one.incarnation for one in registry.members()] == ["p", "q"]
+
+
+def test_change_is_told_to_all_and_a_gap_is_filled(registry):
+    letters = registry.receive(1.0, "z", m.Register(member("z", m.Role.PREFILL)))
+    assert [to for to, _ in letters] == ["d", "p", "q", "z"]
+    peers = letters[0][1]
+    assert [one.incarnation for one in peers.members] == ["d", "p", "q", "z"]
+    heartbeat = m.Register(member("z", m.Role.PREFILL), "b", peers.version)
+    assert registry.receive(2.0, "z", heartbeat) == [("z", m.Heard("b", 0))]
+    assert registry.receive(2.0, "z", m.Register(heartbeat.member, "b", 1)) == [("z", peers)]
+    assert registry.receive(2.0, "z", m.Register(heartbeat.member, "older", peers.version)) == [("z", peers)]
+    busy = msgspec.structs.replace(heartbeat.member, load=m.Load(5, 5, 5))
+    assert registry.receive(2.0, "z", m.Register(busy, "b", peers.version)) == [("z", m.Heard("b", 0))]
+    assert busy in registry.members(), "load is news for the next who asks, not for all"
+
+
+def test_silence_ends_a_membership(registry):
+    for second in range(1, 8):
+        registry.receive(float(second), "d", m.Register(member("d", m.Role.DECODE), "b", registry.version))
+        registry.tick(float(second))
+    assert [one.incarnation for one in registry.members()] == ["d"]
+
+
+def test_what_can_not_be_delivered_comes_back_to_the_front(registry):
+    registry.receive(0.0, "p", m.Take(1, 0))
+    ((to, offer),) = put(registry, 1)[0]
+    put(registry, 2)
+    letters = registry.undeliverable(0.0, to, offer, gone=True)
+    assert [one.incarnation for one in registry.members()] == ["d", "q"] and letters[0][1].members
+    assert offered(registry.receive(0.0, "q", m.Take(2, 0))) == [("q", 1), ("q", 2)] and registry._tokens == 0
+
+
+def test_foreign_words_change_nothing(registry):
+    registry.receive(0.0, "p", m.Register(member("someone else", m.Role.PREFILL)))
+    assert registry.receive(0.0, "p", m.Put(job(1))) == []
+    registry.receive(0.0, "nobody", m.Take(4, 0))
+    registry.receive(0.0, "p", m.Heard("b", 1))
+    assert registry.counters == {"foreign": 2, "unregistered": 1, "unexpected": 1}
+    assert len(registry) == 0 and len(registry.members()) == 3
+
+
+def test_b80_bind_that_is_taken_or_public_is_refused():
+    broker = Broker("tcp://127.0.0.1:0")
+    try:
+        with pytest.raises(ConfigError, match="bind=.*choose a free address"):
+            Broker(broker.address)
+        with pytest.raises(ConfigError, match="loopback"):
+            Broker("tcp://0.0.0.0:5700")  # B82
+    finally:
+        broker.stop()
+        broker.run()
+
+
+class Raw:
+    """A client that may send anything."""
+
+    def __init__(self, address, name=b""):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.connect(address)
+
+    def ask(self, sender, message):
+        self.socket.send(codec.encode(sender, message))
+        return self.answer()
+
+    def answer(self):
+        assert self.socket.poll(3000), "no answer"
+        return codec.decode(self.socket.recv_multipart())[1]
+
+    def close(self):
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def broker():
+    broker = Broker("tcp://127.0.0.1:0", ttl_s=0.6)
+    thread = threading.Thread(target=broker.run)
+    thread.start()
+    yield broker
+    broker.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def raw(broker):
+    raw = Raw(broker.address)
+    yield raw
+    raw.close()
+
+
+def test_through_a_socket(broker, raw):
+    peers = raw.ask("d", m.Register(member("d", m.Role.DECODE)))
+    assert [one.incarnation for one in peers.members] == ["d"]
+    other = Raw(broker.address)
+    assert len(other.ask("p", m.Register(member("p", m.Role.PREFILL))).members) == 2
+    assert len(raw.answer().members) == 2
+    assert raw.ask("d", m.Put(job(1))).queue_length == 1
+    offer = other.ask("p", m.Take(1, 0))
+    assert offer.job.attempt.number == 1
+    other.close()  # gone without a word: its silence ends its membership, and the other is told
+    deadline = time.monotonic() + 5
+    while len(broker.members()) > 1:
+        assert time.monotonic() < deadline
+        raw.ask("d", m.Register(member("d", m.Role.DECODE), peers.broker, 99))
+        time.sleep(0.05)
+    assert [one.incarnation for one in broker.members()] == ["d"]
+
+
+def test_b42_other_protocol_is_answered_with_both_versions(raw):
+    raw.socket.send(b"PD" + bytes((m.PROTOCOL + 1,)) + b"from the future")
+    assert raw.answer() == m.Refused("protocol", str(m.PROTOCOL), str(m.PROTOCOL + 1))
+
+
+def test_b81_noise_is_counted_and_dropped(broker, raw):
+    dice = random.Random(7)
+    good = [codec.encode("d", message) for message in (
+        m.Register(member("d", m.Role.DECODE)), m.Put(job(1)), m.Take(1, 0), m.Withdraw(m.Attempt("d", "r", 1)))]
+    odd = [codec.encode("d", m.Cancel(m.Attempt("d", "r", 1), 1)), codec.encode("d", m.Heard("b", 1))]
+    for _ in range(1500):
+        kind = dice.randrange(5)
+        if kind == 0:
+            raw.socket.send(dice.randbytes(dice.randrange(200)))
+        elif kind == 1:
+            frame = dice.choice(good)
+            raw.socket.send(frame[:dice.randrange(len(frame))])
+        elif kind == 2:
+            frame = bytearray(dice.choice(good))
+            frame[dice.randrange(len(frame))] ^= 1 << dice.randrange(8)
+            raw.socket.send(bytes(frame))
+        elif kind == 3:
+            raw.socket.send_multipart([dice.randbytes(3)] * dice.randrange(2, 9))
+        else:
+            raw.socket.send(dice.choice(odd))
+    huge = Raw(broker.address)
+    huge.socket.send(bytes(codec.MAX_FRAME_BYTES + 1))  # the socket itself refuses, and drops the connection
+    fresh = Raw(broker.address)
+    assert isinstance(fresh.ask("new", m.Register(member("new", m.Role.DECODE))), m.Peers)
+    counts = broker.counts()
+    assert counts["frame_shape"] > 300 and counts["frame_content"] > 100 and counts["unexpected"] > 200
+    huge.close()
+    fresh.close()
