@@ -199,25 +199,6 @@ def test_b25_abort_of_a_prompt_for_a_peer_half_way():
     engine.check_at_rest()
 
 
-def test_b20_a_resumed_group_has_a_place_though_others_had_no_tokens():
-    """B20: with chunks, a running group that gets no tokens in a step is still one of max_num_seqs."""
-    engine = SimulatedEngine(chunk=4, max_num_seqs=4, wants_remote=lambda group: group.request_id == "remote")
-    for name in "abc":
-        engine.add(name, [ord(name)] * 4, max_tokens=30)
-    for _ in range(3):
-        engine.step()
-    engine.add("d", [8] * 20)
-    engine.step()
-    engine.add("remote", PROMPT)
-    while engine.scheduler.has_unfinished_seqs():
-        attempts = list(engine.scheduler.remote_prefilling)
-        for attempt in attempts:
-            engine.write_remotely(attempt)
-        engine.step(finished_prefills=attempts)
-        assert len(engine.scheduler.running) + len(engine.scheduler.remote_prefilling) <= 4
-    engine.check_at_rest()
-
-
 def test_b50_decisions_without_disaggregation():
     """B50: an engine whose peers never want anything, and one that has none, schedule the same."""
     def history(disagg: bool) -> list:
