@@ -6,7 +6,6 @@ thread's events ends the stay and becomes the scheduler's news. The blocks belon
 """
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 import weakref
@@ -33,7 +32,6 @@ class RemotePrefills:
 
     def __init__(self, config: PDConfig, agent: ControlAgent, scheduler: Scheduler, metrics: PDMetrics,
                  split_request_ids: Container[str]) -> None:
-        self._incarnation = agent.member.incarnation
         self._agent = agent
         self._scheduler = scheduler
         self._metrics = metrics
@@ -42,7 +40,6 @@ class RemotePrefills:
         self._policy = PolicyConfig(max_local_prefill_tokens=config.max_local_prefill_tokens,
                                     max_queue_length=config.max_queue_length,
                                     max_parked_fraction=config.max_parked_fraction)
-        self._numbers = itertools.count(1)
         self._local: weakref.WeakSet[SequenceGroup] = weakref.WeakSet()
         self._been_remote: weakref.WeakSet[SequenceGroup] = weakref.WeakSet()
         # Blocks that an attempt holds beyond its prefix hit, until they may be reused.
@@ -65,7 +62,7 @@ class RemotePrefills:
             self._local.add(seq_group)
             return None
         self._been_remote.add(seq_group)
-        return Attempt(self._incarnation, seq_group.request_id, next(self._numbers))
+        return self._agent.next_attempt(seq_group.request_id)
 
     def start(self, attempt: Attempt, seq_group: SequenceGroup, block_ids: list[int], cached_tokens: int) -> None:
         """The group is parked: queue its job. `block_ids` cover the whole prompt, the cached prefix included."""
@@ -76,7 +73,8 @@ class RemotePrefills:
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
         self._agent.abort(attempt)
-        self._metrics.attempt("cancelled")
+        if attempt in self._held_blocks:  # else it has just been done
+            self._metrics.attempt("cancelled")
 
     def notice(self, payload: bytes) -> None:
         """A peer's write has landed. What is no notice of ours is counted and dropped."""

@@ -41,8 +41,8 @@ logger = logging.getLogger("vllm.pd")
 
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.02
+PAUSE_GROWTH = 1.2
 METRICS_PERIOD_S = 0.2
-_DROPPED = ("unknown", "duplicate", "foreign", "bad", "unexpected", "frame_", "too_many", "unregistered", "undeliverable")
 _PREFILL_EVENTS = (Prefill, Cancelled, AddPeer, DropPeer)
 
 
@@ -66,6 +66,9 @@ class Disaggregation:
             self.prefill_jobs = PrefillJobs(config, self._agent, weakref.proxy(engine), self._metrics)
         self._progress = Progress()
         self._looped = False  # whether an engine loop sleeps for us
+        self._sleeping = False  # whether that loop was told to wait
+        self._stalled = False  # whether the last schedule() could do nothing for those that wait
+        self._pause_s = POLL_MIN_S
         self._metrics_due = 0.0
         self._counted: dict[str, int] = {}
         self._scheduler.disagg = self
@@ -93,16 +96,22 @@ class Disaggregation:
 
     def start_transfer(self, attempt: Attempt, block_ids: list[int]) -> None:
         """A group that was prefilled for a peer has finished; the scheduler holds its blocks until they were sent."""
-        self.prefill_jobs.computed(attempt, block_ids)
+        self.prefill_jobs.computed(attempt, block_ids, self._progress)
 
     def add_transfer_requests(self, outputs: SchedulerOutputs) -> None:
         """Give the step that was just scheduled what the worker is to do with it."""
+        self._note_stall(outputs)
         if self.prefill_jobs is None:
             return
         for seq_group in outputs.ignored_seq_groups:
-            if seq_group.first_seq.remote_decode is not None:
+            if seq_group.first_seq.remote_decode is not None and seq_group.is_finished():
                 self.prefill_jobs.ignored(seq_group)
         outputs.memory_transfer_requests = self.prefill_jobs.take_requests(self._progress)
+
+    def return_transfer_requests(self, outputs: SchedulerOutputs) -> None:
+        """The step that was to carry these down was given up."""
+        if self.prefill_jobs is not None:
+            self.prefill_jobs.return_requests(outputs.memory_transfer_requests)
 
     # What the engine and its loops call.
 
@@ -110,7 +119,8 @@ class Disaggregation:
         """The arguments of the `schedule` that follows. A loop that never sleeps, as LLM's, is slowed down here while
         there is nothing to do but wait for peers."""
         if not self._looped and not self.has_work():
-            self._bell.wait(POLL_MAX_S if not self._expecting() else POLL_MIN_S)
+            self._bell.wait(POLL_MIN_S if self._expecting() else POLL_MAX_S)
+        self._sleeping = False
         self._collect()
         progress, self._progress = self._progress, Progress()
         self._update_metrics()
@@ -119,45 +129,59 @@ class Disaggregation:
     def has_work(self) -> bool:
         """Whether a step would do something, with what peers have sent up to now."""
         self._collect()
-        if self._scheduler.has_schedulable_seqs() or self._progress or (self.prefill_jobs is not None and self.prefill_jobs.has_requests):
-            return True
-        if self._expecting():
-            self._bell.ring_in(POLL_MIN_S)
-        return False
+        self._sleeping = not (self._progress or (self._scheduler.has_schedulable_seqs() and not self._stalled)
+                              or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
+        if not self._sleeping or not self._expecting():
+            self._pause_s = POLL_MIN_S
+        else:
+            self._pause_s = min(PAUSE_GROWTH * self._pause_s, POLL_MAX_S)
+            self._bell.ring_in(self._pause_s)
+        return not self._sleeping
 
     def serve(self, async_engine: AsyncLLMEngine) -> None:
         """This engine runs in that loop: wake it, and let it run before the first client asks."""
         import asyncio
         self._looped = True
-        self._bell.serve(async_engine)
+        self._bell.serve(async_engine, self._is_worth_a_step)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return  # the first request starts it
         async_engine.start_background_loop()
+        self._bell.ring()  # for what has come before
 
     def poll(self, socket: zmq.Socket, timeout_ms: int) -> int:
         """Sleep until the socket has input or there is work; 0 where neither came within the time. While a transfer is
         under way its end is looked for in growing steps: there is no descriptor to wait for."""
         self._looped = True
         deadline = time.monotonic() + timeout_ms / 1000
-        pause_s = POLL_MIN_S
         while True:
             if self.has_work():
                 return 1
             remaining_s = deadline - time.monotonic()
             self._update_metrics()
-            if self._bell.wait(min(remaining_s, pause_s if self._expecting() else remaining_s), socket):
+            if self._bell.wait(min(remaining_s, self._pause_s if self._expecting() else remaining_s), socket):
                 return 1
             if remaining_s <= 0:
                 return 0
-            pause_s = min(2 * pause_s, POLL_MAX_S)
 
     def close(self) -> None:
         """Leave the peers and release every transfer. Idempotent."""
         self._finalizer()
 
     # Inside.
+
+    def _is_worth_a_step(self) -> bool:
+        """For a ring in the async loop: the transport may be looked at only while no step is under way."""
+        return not self._sleeping or self.has_work()
+
+    def _note_stall(self, outputs: SchedulerOutputs) -> None:
+        """Groups may wait for seats or blocks that parked, fenced or sending ones hold. Only news can change that, and
+        news wakes the loop, so it need not run step after step until then."""
+        scheduler = self._scheduler
+        held = scheduler.remote_prefilling or scheduler.quarantined or scheduler.prefill_sending
+        self._stalled = bool(held and not outputs.scheduled_seq_groups and not scheduler.running
+                             and not scheduler.swapped and not scheduler.scheduler_config.delay_factor)
 
     def _expecting(self) -> bool:
         return self.prefill_jobs is not None and self.prefill_jobs.sending
@@ -175,6 +199,7 @@ class Disaggregation:
                     for refusal in news.refused:
                         self._guard(self.prefill_jobs.refused, refusal)
         for event in self._agent.take_events():
+            self._stalled = False
             self._guard(self._handler(event), event, self._progress)
 
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
@@ -196,8 +221,8 @@ class Disaggregation:
         if now >= self._metrics_due:
             self._metrics_due = now + METRICS_PERIOD_S
             self.remote_prefills.update_metrics()
-            for kind, count in self._agent.counts().items():
-                if count > self._counted.get(kind, 0) and any(word in kind for word in _DROPPED):
+            for kind, count in self._agent.dropped().items():
+                if count > self._counted.get(kind, 0):
                     self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))
                     self._counted[kind] = count
 

@@ -6,9 +6,10 @@ its socket, AsyncLLMEngine in the event of its request tracker, and a bare `LLM`
 """
 from __future__ import annotations
 
+import asyncio
 import os
 import weakref
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Callable, Optional
 
 import zmq
 
@@ -24,13 +25,17 @@ class Bell:
         os.set_blocking(self._read_fd, False)
         os.set_blocking(self._write_fd, False)
         self._async_engine: Optional[weakref.ref[AsyncLLMEngine]] = None
+        self._is_worth_a_step: Callable[[], bool] = bool
+        self._timer: Optional[asyncio.TimerHandle] = None
         self._poller = zmq.Poller()
         self._poller.register(self._read_fd, zmq.POLLIN)
         self._socket: Optional[zmq.Socket] = None
 
-    def serve(self, async_engine: AsyncLLMEngine) -> None:
-        """From now on ringing also sets the event that this engine's background loop waits for."""
+    def serve(self, async_engine: AsyncLLMEngine, is_worth_a_step: Callable[[], bool]) -> None:
+        """From now on ringing also sets the event that this engine's background loop waits for, if `is_worth_a_step`
+        says so: it is asked in that loop."""
         self._async_engine = weakref.ref(async_engine)
+        self._is_worth_a_step = is_worth_a_step
 
     def ring(self) -> None:
         """Wake the step loop, now or when it next goes to sleep."""
@@ -38,18 +43,18 @@ class Bell:
             os.write(self._write_fd, b"!")
         except (BlockingIOError, OSError):
             pass  # rung already, or closed
-        loop, event = self._async_target()
+        loop = self._async_loop()
         if loop is not None:
             try:
-                loop.call_soon_threadsafe(event.set)
+                loop.call_soon_threadsafe(self._rung)
             except RuntimeError:
                 pass  # that loop is closed
 
     def ring_in(self, seconds: float) -> None:
         """Ring later, for the step loop of an AsyncLLMEngine. To be called from that loop."""
-        loop, event = self._async_target()
-        if loop is not None:
-            loop.call_later(seconds, event.set)
+        loop = self._async_loop()
+        if loop is not None and self._timer is None:
+            self._timer = loop.call_later(seconds, self._rung, True)
 
     def wait(self, timeout_s: float, socket: Optional[zmq.Socket] = None) -> bool:
         """Sleep until it rings, the socket has input, or the time is over. True where the socket has input."""
@@ -79,7 +84,14 @@ class Bell:
             self._poller.register(socket, zmq.POLLIN)
         self._socket = socket
 
-    def _async_target(self):
+    def _async_loop(self) -> Optional[asyncio.AbstractEventLoop]:
         engine = self._async_engine() if self._async_engine is not None else None
         task = engine._background_loop_unshielded if engine is not None else None
-        return (None, None) if task is None else (task.get_loop(), engine._request_tracker.new_requests_event)
+        return None if task is None else task.get_loop()
+
+    def _rung(self, by_timer: bool = False) -> None:
+        if by_timer:
+            self._timer = None
+        engine = self._async_engine() if self._async_engine is not None else None
+        if engine is not None and self._is_worth_a_step():
+            engine._request_tracker.new_requests_event.set()

@@ -88,13 +88,20 @@ class PrefillJobs:
             self._agent.failed(attempt, "the prompt does not fit this engine")
             self._tell_room()
 
-    def computed(self, attempt: Attempt, block_ids: list[int]) -> None:
+    def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
         """The KV is there, in these blocks of the whole prompt; the scheduler holds them for us."""
-        job = self._jobs[attempt]
+        job = self._jobs.get(attempt)
+        if job is None:  # nobody wants it any more
+            progress.finished_transfers.append(attempt)
+            return
         first = job.prefill.cached_blocks
         job.local_block_ids = list(block_ids[first:first + len(job.prefill.block_ids)])
         job.prefill_s = time.monotonic() - job.started_at
         job.state = JobState.COMPUTED
+
+    def return_requests(self, requests: list[transfer.TransferRequest]) -> None:
+        """These were taken, but no step carried them down."""
+        self._requests[:0] = requests
 
     def take_requests(self, progress: Progress) -> list[transfer.TransferRequest]:
         """What the step that is about to run carries down. The lease is looked at here, right before the post."""
@@ -129,7 +136,7 @@ class PrefillJobs:
 
     def refused(self, refusal: transfer.Refusal) -> None:
         """The transport could not take a peer: its writes will fail, one by one."""
-        logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.error)
+        logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.reason)
 
     def _start(self, prefill: Prefill) -> None:
         attempt = prefill.attempt
@@ -140,6 +147,7 @@ class PrefillJobs:
             logger.warning("job %s can't run here: %s", attempt, error)
             self._engine.abort_request(job.request_id)
             self._agent.failed(attempt, f"the prefill engine can't run it: {error}")
+            self._tell_room()
             return
         self._jobs[attempt] = job
         self._tell_room()
