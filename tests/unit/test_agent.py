@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 
+from vllm_pd.control import agent as agent_module
 from vllm_pd.control import process
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.broker import Broker
@@ -536,8 +537,19 @@ def test_b42_refused_at_peering_even_if_the_registry_is_not_asked(pair, raw):
     assert raw.ask("x", m.Hello(stranger, b"")) == m.Refused("protocol", str(m.PROTOCOL), "9")
     attempt = pair[0].agent.next_attempt("r")
     assert raw.ask("x", m.Claim(attempt, 1)).reason is m.DenyReason.UNKNOWN
-    assert "9" in pair[0].agent.view().mismatch
+    pair[0].expect_view(lambda view: "theirs is 9" in (view.mismatch or ""))
 
+
+def test_b42_frames_of_another_protocol_show_in_the_view(pair, raw, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(agent_module.logger, "warning", lambda *words: warnings.append(words))
+    raw.socket.send(b"PD" + bytes((m.PROTOCOL + 1,)) + b"from the future")
+    pair[0].expect_view(lambda view: f"ours is {m.PROTOCOL}, theirs is {m.PROTOCOL + 1}" in (view.mismatch or ""))
+    raw.socket.send(b"PD" + bytes((m.PROTOCOL + 1,)) + b"again")
+    while pair[0].agent.dropped()["link_frame_version"] < 2:
+        time.sleep(0.005)
+    time.sleep(0.05)
+    assert len(warnings) == 1, "said once"
 
 def test_b29_a_stranger_can_neither_claim_nor_end_anything(pair, raw):
     decode, prefill = pair
@@ -633,9 +645,10 @@ def test_one_message_that_we_stumble_over_does_not_end_the_thread(pair, raw):
 
 
 def test_b80_addresses_that_can_not_be_used_are_refused_at_start(broker):
-    for settings in (Settings(broker.address, bind=broker.address), Settings("nonsense"), Settings("tcp://127.0.0.1:x")):
+    for key, settings in (("bind", Settings(broker.address, bind=broker.address)), ("broker", Settings("nonsense")),
+                          ("broker", Settings("tcp://127.0.0.1:x"))):
         agent = ControlAgent(settings, local_member(m.Role.DECODE, FINGERPRINT), b"", lambda: None)
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=f"^{key}="):
             agent.start()
         agent.close()
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
 
 from vllm_pd.control import process
 from vllm_pd.control.links import Links, Source
@@ -37,13 +36,13 @@ from vllm_pd.core.events import (
     ToPrefill,
 )
 from vllm_pd.core.prefill import PrefillLimits, PrefillSide
-from vllm_pd.errors import ConfigError
+from vllm_pd.errors import PeerMismatch
 from vllm_pd.rpc.sockets import SendResult
 
 if TYPE_CHECKING:
     from vllm_pd.config import PDConfig
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.pd")
 
 LIVENESS_S = 0.25
 WRITING_POLL_S = 0.002
@@ -78,6 +77,7 @@ class ControlAgent:
         self._told_room = -1
         self._serial = 0
         self._next_liveness = 0.0
+        self._warned: str | None = None
         self._next_notice_poll: float | None = None
         self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
         self._links: Links | None = None
@@ -98,12 +98,7 @@ class ControlAgent:
 
     def start(self) -> None:
         """Bind, fill in `member.address`, and run. ConfigError where `bind` or `broker` can't be used."""
-        config = self.config
-        try:
-            self._links = Links(self.member.incarnation, config.bind, config.broker)
-        except zmq.ZMQError as error:
-            raise ConfigError("bind", config.bind, f"{error} (broker={config.broker!r}); name a free address, like "
-                              "tcp://127.0.0.1:0, and a broker, like tcp://127.0.0.1:5700") from error
+        self._links = Links(self.member.incarnation, self.config.bind, self.config.broker)
         self._link_counters = self._links.counters
         self._build(msgspec.structs.replace(self.member, address=self._links.address))
         self._thread.start()
@@ -130,7 +125,7 @@ class ControlAgent:
     def view(self) -> QueueView:
         """What the policy wants to know of the world."""
         with self._lock:
-            return self._outlook.view(self._decode.queued(), self._decode.mismatch or self._prefill.mismatch)
+            return self._outlook.view(self._clock(), self._decode.queued())
 
     def open_attempts(self) -> list[m.Attempt]:
         """Every attempt with a record, on either side: empty when all has ended and all fences are down."""
@@ -282,6 +277,7 @@ class ControlAgent:
                     logger.exception("stumbled over %s from %s", type(message).__name__, sender)
         self._heartbeat()
         self._liveness()
+        self._warn()
         with self._lock:
             now = self._clock()
             self._decode.peers_are(now, bool(self._outlook.prefills()))
@@ -289,6 +285,22 @@ class ControlAgent:
             self._do(self._prefill.tick(now))
         self._send()
         self._tell()
+
+    def _warn(self) -> None:
+        """Say once, for each, why a peer does not fit."""
+        with self._lock:
+            now, links, outlook = self._clock(), self._links, self._outlook
+            if links.other_protocol is not None:
+                outlook.refused(now, str(PeerMismatch("protocol", m.PROTOCOL, links.other_protocol)))
+                links.other_protocol = None
+            for side in (self._decode, self._prefill):
+                if side.mismatch is not None:
+                    outlook.refused(now, side.mismatch)
+                    side.mismatch = None
+            mismatch = outlook.view(now, 0).mismatch
+            news, self._warned = mismatch if mismatch != self._warned else None, mismatch
+        if news is not None:
+            logger.warning("a peer does not fit: %s", news)
 
     def _patience_s(self) -> float | None:
         with self._lock:
@@ -306,7 +318,7 @@ class ControlAgent:
         elif source is Source.DECODE:
             self._do(self._prefill.receive(now, sender, message))
         elif isinstance(message, m.Refused):
-            self._decode.mismatch = f"{message.key} differs: the broker's is {message.ours}, ours is {message.theirs}"
+            self._outlook.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
         else:
             self._on_broker(now, sender, message)
 

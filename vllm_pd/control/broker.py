@@ -5,7 +5,6 @@ It may be killed and restarted at any moment: engines register again with their 
 again, and say anew how much room they have.
 """
 import collections
-import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,8 +15,6 @@ from vllm_pd.control.registry import Letter, QueueLimits, Registry
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
-
-logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 BATCH_MESSAGES = 256
@@ -65,6 +62,7 @@ class Broker:
         finally:
             self._socket.close()
             self._context.term()
+            self._waker.close()
 
     def stop(self) -> None:
         """End `run`. Safe from any thread and from a signal handler."""

@@ -11,6 +11,7 @@ from enum import Enum
 import zmq
 
 from vllm_pd.core import messages as m
+from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.sockets import SendResult
 
@@ -29,7 +30,7 @@ _EXPECTED = {Source.BROKER: m.FROM_BROKER, Source.DECODE: m.TO_PREFILL, Source.P
 
 
 class Links:
-    """Raises zmq.ZMQError from the constructor only, where `bind` or `broker` can't be used."""
+    """The constructor raises ConfigError where `bind` or `broker` can't be used; nothing else raises for a peer."""
 
     def __init__(self, incarnation: str, bind: str, broker: str):
         self.counters: m.Counters = collections.Counter()
@@ -41,17 +42,15 @@ class Links:
         self._decode: dict[str, zmq.Socket] = {}
         self._peer_of: dict[zmq.Socket, str] = {}
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
-        opened: list[zmq.Socket] = []
+        key, value, cure = "bind", bind, "name a free address, like tcp://127.0.0.1:0"
         try:
             self._router = sockets.server(self._context, bind)
-            opened.append(self._router)
+            key, value, cure = "broker", broker, "say where the broker listens, like tcp://127.0.0.1:5700"
             self._broker = sockets.client(self._context, broker, only_connected=True)
-        except zmq.ZMQError:
-            for socket in opened:
-                socket.close()
-            self._context.term()
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
             self.waker.close()
-            raise
+            raise ConfigError(key, value, f"{error}; {cure}") from error
         self.address = sockets.endpoint(self._router)
         self._poller.register(self.waker.fileno(), zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)

@@ -10,6 +10,7 @@ from vllm_pd.errors import PeerMismatch
 
 SILENT_HEARTBEATS = 3
 MAX_DEAD = 4096
+REFUSAL_KEPT_S = 60.0
 
 
 class QueueView(msgspec.Struct, frozen=True):
@@ -33,7 +34,9 @@ class Outlook:
         self.up = False
         self.heard_at = 0.0
         self.next_heartbeat = 0.0
-        self.mismatch: str | None = None
+        self.mismatch: str | None = None  # with one that is registered
+        self._refused: str | None = None
+        self._refused_at = 0.0
         self._members: dict[str, m.Member] = {}
         self._dead: collections.OrderedDict[str, None] = collections.OrderedDict()
         self._prefills: list[m.Member] = []
@@ -79,10 +82,14 @@ class Outlook:
         """Prefill engines among them that fit."""
         return self._prefills
 
-    def view(self, own_queued: int, other_mismatch: str | None) -> QueueView:
+    def refused(self, now: float, mismatch: str) -> None:
+        """A peer did not fit, as was seen when it spoke to us."""
+        self._refused, self._refused_at = mismatch, now
+
+    def view(self, now: float, own_queued: int) -> QueueView:
         """For the policy. The broker's queue length is up to a heartbeat old, our own part of it is not."""
-        return QueueView(self.up, max(self.queue_length, own_queued), len(self._prefills),
-                         self.mismatch or other_mismatch)
+        refused = self._refused if now - self._refused_at < REFUSAL_KEPT_S else None
+        return QueueView(self.up, max(self.queue_length, own_queued), len(self._prefills), self.mismatch or refused)
 
     def gone(self, candidates: list[m.Member], is_gone: Callable[[m.Member], bool]) -> list[str]:
         """Which of these are newly known to be dead."""

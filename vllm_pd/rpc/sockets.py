@@ -107,7 +107,7 @@ class Waker:
 
     def set(self) -> None:
         """Wake the poll, or the next one."""
-        with contextlib.suppress(BlockingIOError):  # then as many wake-ups as fit are waiting already
+        with contextlib.suppress(OSError):  # as many wake-ups as fit are waiting already, or nobody is there to wake
             os.write(self._write, b"\0")
 
     def clear(self) -> None:
@@ -117,6 +117,8 @@ class Waker:
                 pass
 
     def close(self) -> None:
-        """Nobody may use it after."""
-        os.close(self._read)
-        os.close(self._write)
+        """After it `set` does nothing."""
+        ends = (self._read, self._write)
+        self._read = self._write = -1
+        for end in ends:
+            os.close(end)
