@@ -24,7 +24,8 @@ torch.set_num_threads(1)  # two processes that both spin on every core take turn
 class Rank:
     """A worker's cache, with a number of its own in every element, and its transport."""
 
-    def __init__(self, name: str, *, blocks: int = 40, layers: int = 4, dtype=torch.int32, layout="IPEX", start=0):
+    def __init__(self, name: str, *, blocks: int = 40, layers: int = 4, dtype=torch.int32, layout="IPEX", start=0,
+                 progress_thread: bool = True):
         shape, backend = (2, blocks, BLOCK_SIZE * KV_HEADS * HEAD_SIZE), "IPEX"
         if layout in ("NHD", "HND"):
             shape = (2, blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
@@ -37,7 +38,7 @@ class Rank:
         self.name = name
         self.cache = describe(caches, num_blocks=blocks, block_size=BLOCK_SIZE, kv_heads=KV_HEADS,
                               head_size=HEAD_SIZE, platform="cpu", backend=backend)
-        self.transport = NixlTransport(name, caches, self.cache)
+        self.transport = NixlTransport(name, caches, self.cache, progress_thread)
         self.worker = TransferWorker(self.transport)
 
     def blocks(self, ids: list[int]) -> torch.Tensor:
