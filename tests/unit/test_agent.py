@@ -319,7 +319,7 @@ def test_b26_gone_at_submit_and_back_without_a_restart_of_anything(engine):
     attempt = decode.submit()
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.BROKER)
-    assert decode.expect(Released).attempt == attempt and time.monotonic() - begun < 0.5
+    assert decode.expect(Released).attempt == attempt and time.monotonic() - begun < 2.0
     decode.expect_view(lambda view: not view.broker_up)
     with serving(settings.broker):
         decode.expect_view(lambda view: view.broker_up and view.prefill_peers == 1)
@@ -573,7 +573,7 @@ def test_b81_noise_is_counted_and_dropped(pair, raw):
         m.Hello(prefill.agent.member, b""), m.Claim(attempt, 1), m.Renew(attempt, 1, 1), m.Failed(attempt, 2, "w"))]
     other = [codec.encode("x", m.Leave()), codec.encode("x", m.Cancel(attempt, 1)),
              b"PD" + bytes((m.PROTOCOL + 1,)) + b"from the future"]
-    for _ in range(1500):
+    for _ in range(1000):
         kind = dice.randrange(5)
         if kind == 0:
             raw.socket.send(dice.randbytes(dice.randrange(200)))
@@ -596,15 +596,54 @@ def test_b81_noise_is_counted_and_dropped(pair, raw):
     huge.close()
     fresh.close()
     deadline = time.monotonic() + 5
-    while decode.agent.dropped().get("link_frame_unexpected", 0) < 100:
+    while decode.agent.dropped().get("link_frame_unexpected", 0) < 60:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     dropped = decode.agent.dropped()
-    assert all(dropped[f"link_frame_{kind}"] > 50 for kind in ("shape", "content", "version")), dropped
+    assert all(dropped[f"link_frame_{kind}"] > 30 for kind in ("shape", "content", "version")), dropped
     assert decode.agent.open_attempts() == [attempt]
     prefill.agent.sent(attempt, m.Timings())
     decode.agent.arrived(attempt, 0)
     assert decode.expect(Prefilled).attempt == attempt
+
+
+def test_b81_noise_from_a_broker_and_from_a_decode_engine(engine):
+    dice = random.Random(13)
+    context = zmq.Context()
+    broker, decode = (context.socket(zmq.ROUTER) for _ in range(2))
+    for socket in (broker, decode):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind("tcp://127.0.0.1:*")
+    address = decode.getsockopt_string(zmq.LAST_ENDPOINT)
+    prefill = engine(Settings(broker.getsockopt_string(zmq.LAST_ENDPOINT)), m.Role.PREFILL)
+    d = m.Member("d", m.Role.DECODE, address, FINGERPRINT)
+    attempt = m.Attempt("d", "r", 1)
+
+    def noise(socket, route, frames):
+        for _ in range(400):
+            frame = bytearray(dice.choice(frames))
+            frame[dice.randrange(len(frame))] ^= 1 << dice.randrange(8)
+            cut = dice.choice([len(frame), dice.randrange(len(frame))])
+            socket.send_multipart([route, bytes(frame[:cut])])
+            socket.send_multipart([route, dice.randbytes(dice.randrange(100))])
+
+    assert broker.poll(3000)
+    route = broker.recv_multipart()[0]
+    noise(broker, route, [codec.encode("b", m.Heard("b", 1)), codec.encode("b", m.Cancel(attempt, 1))])
+    broker.send_multipart([route, codec.encode("b", m.Peers("b", 5, [d], 0))])
+    assert decode.poll(3000)
+    route = decode.recv_multipart()[0]
+    words = [codec.encode("d", word) for word in (
+        m.Grant(attempt, 1, [1, 2, 3], 0, 9.0), m.Deny(attempt, 1, m.DenyReason.TAKEN), m.Cancel(attempt, 1),
+        m.Renewed(attempt, 1, 1, 9.0), m.Claim(attempt, 1))]
+    noise(decode, route, words)
+    decode.send_multipart([route, codec.encode("other", m.HelloReply(d, b"x"))])  # another process at that address
+    decode.send_multipart([route, codec.encode("d", m.HelloReply(d, b"x"))])
+    assert prefill.expect(AddPeer) == AddPeer("d", b"x")
+    assert prefill.agent.error is None and prefill.agent.open_attempts() == [] and prefill.agent.take_events() == []
+    assert prefill.agent.dropped()["link_frame_shape"] > 400
+    prefill.agent.close()
+    context.destroy()
 
 
 def test_death_of_the_thread_is_told_and_all_stays_local(pair):

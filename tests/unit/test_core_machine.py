@@ -416,5 +416,5 @@ class World(RuleBasedStateMachine):
 
 TestWorld = World.TestCase
 TestWorld.settings = settings(
-    max_examples=int(os.environ.get("VLLM_PD_EXAMPLES", "80")), stateful_step_count=60, deadline=None,
+    max_examples=int(os.environ.get("VLLM_PD_EXAMPLES", "50")), stateful_step_count=60, deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large])
