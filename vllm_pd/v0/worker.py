@@ -38,7 +38,8 @@ def attach_transfer(engine: LLMEngine, role: Role,
                            platform=platform,
                            backend=backend)
     member = new_member(role, fingerprint(engine.vllm_config, description.layout.value))
-    transport = NixlTransport(member.incarnation, caches, description)
+    # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
+    transport = NixlTransport(member.incarnation, caches, description, progress_thread=role is not Role.PREFILL)
     synchronize = torch.cuda.synchronize if platform == "cuda" else None
     transfer = TransferWorker(transport, synchronize) if synchronize is not None else TransferWorker(transport)
     worker.transfer = transfer
