@@ -201,6 +201,8 @@ class Disaggregation:
         for event in self._agent.take_events():
             self._stalled = False
             self._guard(self._handler(event), event, self._progress)
+        if self.prefill_jobs is not None:
+            self.prefill_jobs.tell_room()
 
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
         if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:

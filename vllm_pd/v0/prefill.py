@@ -58,7 +58,7 @@ class PrefillJobs:
         self._jobs: dict[Attempt, _Job] = {}
         self._requests: list[transfer.TransferRequest] = []
         self._vocab_size = engine.model_config.get_vocab_size()
-        agent.set_room(self._max_jobs)
+        self.tell_room()
 
     @property
     def sending(self) -> bool:
@@ -69,6 +69,10 @@ class PrefillJobs:
     def has_requests(self) -> bool:
         """Whether the next step has something to carry down to the worker."""
         return bool(self._requests) or any(job.state is JobState.COMPUTED for job in self._jobs.values())
+
+    def tell_room(self) -> None:
+        """How many more jobs this engine takes. To be told after events were handled, all at once."""
+        self._agent.set_room(max(0, self._max_jobs - len(self._jobs)))
 
     def handle(self, event: Event, progress: Progress) -> None:
         """Take what the control thread has for this engine."""
@@ -86,7 +90,6 @@ class PrefillJobs:
         attempt = seq_group.first_seq.remote_decode
         if self._jobs.pop(attempt, None) is not None:
             self._agent.failed(attempt, "the prompt does not fit this engine")
-            self._tell_room()
 
     def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
         """The KV is there, in these blocks of the whole prompt; the scheduler holds them for us."""
@@ -147,10 +150,8 @@ class PrefillJobs:
             logger.warning("job %s can't run here: %s", attempt, error)
             self._engine.abort_request(job.request_id)
             self._agent.failed(attempt, f"the prefill engine can't run it: {error}")
-            self._tell_room()
             return
         self._jobs[attempt] = job
-        self._tell_room()
 
     def _add_request(self, job: _Job) -> None:
         from vllm import SamplingParams, TokensPrompt
@@ -171,7 +172,6 @@ class PrefillJobs:
             self._engine.abort_request(job.request_id)
             del self._jobs[attempt]
             self._agent.ended(attempt)
-            self._tell_room()
         elif job.state is JobState.COMPUTED:
             self._end(attempt, progress)
             self._agent.ended(attempt)
@@ -181,12 +181,7 @@ class PrefillJobs:
 
     def _end(self, attempt: Attempt, progress: Progress) -> _Job:
         progress.finished_transfers.append(attempt)
-        job = self._jobs.pop(attempt)
-        self._tell_room()
-        return job
-
-    def _tell_room(self) -> None:
-        self._agent.set_room(max(0, self._max_jobs - len(self._jobs)))
+        return self._jobs.pop(attempt)
 
     def find(self, attempt: Attempt) -> Optional[JobState]:
         """The state of a job, for tests."""
