@@ -136,9 +136,9 @@ class Progress:
         """Take in what was added to the log; a line that is still being written waits for its end."""
         *lines, self._rest = (self._rest + tail.read()).split("\n")
         for line in lines:
-            if match := _LINE.match(line):
+            if (match := _LINE.match(line)) and match["outcome"]:
                 self.last = match["test"]
-                self.done += match["outcome"] is not None
+                self.done += 1
                 self.failed += match["outcome"] in ("FAILED", "ERROR")
         if match := _LINE.match(self._rest):
             self.last = match["test"]
