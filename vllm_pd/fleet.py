@@ -97,7 +97,8 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     shares = split_cores(cores, count)
     numbers = [*range(options.decode), *range(options.prefill)]
     engines = tuple(
-        EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share, env=_omp_env(share),
+        EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share,
+                   env=_omp_env(share, crowded=0 < len(cores) < count),
                    command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
                             transfer_config(role, broker_url, options.pd), *options.serve_args))
         for role, number, port, share in zip(roles, numbers, ports, shares, strict=True))
@@ -145,7 +146,10 @@ def _refuse_ours(serve_args: Sequence[str]) -> None:
             raise ConfigError(f"-- {argument}", None, f"`up` sets this for each engine: use {flag}")
 
 
-def _omp_env(cores: Sequence[int]) -> dict[str, str]:
-    if not cores:
+def _omp_env(share: Sequence[int], *, crowded: bool) -> dict[str, str]:
+    """Threads that wait for each other must not share cores: an engine without cores of its own gets one thread."""
+    if crowded:
+        return {"VLLM_CPU_OMP_THREADS_BIND": "all", "OMP_NUM_THREADS": "1"}
+    if not share:
         return {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "OMP_NUM_THREADS": str(len(cores))}
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, share)), "OMP_NUM_THREADS": str(len(share))}

@@ -62,9 +62,12 @@ class TestPlan:
         assert [engine.cores for engine in made.engines] == [(4, ), (5, 6)]
         assert made.engines[1].env == {"VLLM_CPU_OMP_THREADS_BIND": "5,6", "OMP_NUM_THREADS": "2"}
 
-    def test_fewer_cores_than_engines_pins_nothing(self):
-        made = plan(cores=[0], prefill=1, decode=1)
-        assert [(engine.cores, engine.env) for engine in made.engines] == [((), {})] * 2
+    def test_fewer_cores_than_engines_gives_each_one_thread_and_pins_none(self):
+        made = plan(cores=[0, 1], prefill=1, decode=2)
+        assert [(engine.cores, engine.env["OMP_NUM_THREADS"]) for engine in made.engines] == [((), "1")] * 3
+
+    def test_without_cores_nothing_is_pinned_or_set(self):
+        assert [(engine.cores, engine.env) for engine in plan(cores=[]).engines] == [((), {})] * 2
 
     @pytest.mark.parametrize("cores, count", [(7, 3), (2, 2), (64, 5)])
     def test_shares_are_disjoint_complete_and_even(self, cores, count):
