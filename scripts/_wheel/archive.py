@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wheel files, byte for byte the same on every build: sorted entries, one fixed time, fixed modes, RECORD last.
 
-Entries of another wheel are taken over in their compressed form, so that hundreds of megabytes of compiled code are neither
-unpacked nor compressed again.
+Entries of another wheel are taken over in their compressed form, so that hundreds of megabytes of compiled code are
+neither unpacked nor compressed again.
 """
 
 import base64
@@ -38,13 +38,14 @@ class WheelWriter:
         self._taken: dict[str, tuple[zipfile.ZipFile, zipfile.ZipInfo, tuple[str, int]]] = {}
 
     def add(self, name: str, data: bytes | Path) -> None:
-        """Entry with the given content; a Path is read when the wheel is written. Replaces a taken entry of that name."""
+        """Entry with the given content; a Path is read when the wheel is written. Replaces a taken entry of that
+        name."""
         self._taken.pop(name, None)
         self._data[name] = data
 
     def take(self, source: zipfile.ZipFile, info: zipfile.ZipInfo, record: tuple[str, int]) -> None:
-        """Entry of another wheel as it is, compressed bytes included; record is its (hash, size) there. Source stays open
-        until ``close``; its hashes must have been verified by the caller."""
+        """Entry of another wheel as it is, compressed bytes included; record is its (hash, size) there. Source stays
+        open until ``close``; its hashes must have been verified by the caller."""
         self._taken[info.filename] = (source, info, record)
 
     def close(self) -> Path:

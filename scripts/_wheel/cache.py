@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache folder: every piece lives in ``<cache>/<kind>/<key>``, where key is a hash of all that the piece is made from.
+"""The cache folder: every piece is ``<cache>/<kind>/<key>``, where key is a hash of all that it is made from.
 
-A piece is built under a temporary name beside its place and renamed when it is complete, so what carries the final name can be
-trusted and an interrupted build is simply run again. Virtual environments hold their own path and cannot be renamed: they are
-built in place and get the file ``.complete`` last; without it they count as absent.
+A piece is built under a temporary name beside its place and renamed when it is complete, so what carries the final
+name can be trusted and an interrupted build is simply run again. Virtual environments hold their own path and cannot
+be renamed: they are built in place and get the file ``.complete`` last; without it they count as absent.
 """
 
 import contextlib
@@ -47,6 +47,11 @@ def say(text: str) -> None:
     print(f"vllm-pd: {text}", file=sys.stderr, flush=True)
 
 
+def has(kind: str, name: str) -> bool:
+    """Whether the piece (not one built in place) is there."""
+    return (root() / kind / name).is_dir()
+
+
 def piece(kind: str, name: str, build: Callable[[Path], None], what: str, *, in_place: bool = False) -> Path:
     """The folder ``<cache>/kind/name``, made by build(folder) if it is absent.
 
@@ -79,8 +84,8 @@ def prune(kinds: Iterable[str], keep_s: float) -> None:
 
 @contextlib.contextmanager
 def lock() -> Iterator[None]:
-    """Hold the cache folder for building. A second builder waits (and says so); the kernel lets go when we and the commands
-    that we started (``process.run``) have ended."""
+    """Hold the cache folder for building. A second builder waits (and says so); the kernel lets go when we and the
+    commands that we started (``process.run``) have ended."""
     root().mkdir(parents=True, exist_ok=True)
     with open(root() / "lock", "w") as file:
         try:

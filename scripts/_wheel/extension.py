@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled CPU extension, ``vllm/_C.abi3.so``: eight of upstream's sources against the installed torch.
 
-Upstream's CMake is not used: its ``find_package(Torch)`` refuses a CUDA build of torch on a machine without CUDA. The code is
-built for AVX2 also where the host has AVX-512, since the AVX-512 sources want oneDNN from the network and a wheel built on
-one host should run on another. ``VLLM_PD_CXXFLAGS`` adds flags (they are part of the cache key).
+Upstream's CMake is not used: its ``find_package(Torch)`` refuses a CUDA build of torch on a machine without CUDA. The
+code is built for AVX2 also where the host has AVX-512, since the AVX-512 sources want oneDNN from the network and a
+wheel built on one host should run on another. ``VLLM_PD_CXXFLAGS`` adds flags (they are part of the cache key).
 """
 
 import json
@@ -12,10 +12,12 @@ import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import cache
+from . import cache, project
 from .process import BuildError, run
 
-SOURCES = "activation attention cache utils layernorm mla_decode pos_encoding torch_bindings".split()
+SOURCES = [
+    "activation", "attention", "cache", "utils", "layernorm", "mla_decode", "pos_encoding", "torch_bindings",
+]  # fmt: skip
 FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-mavx2", "-mf16c", "-mfma",
     "-DVLLM_CPU_EXTENSION", "-DTORCH_EXTENSION_NAME=_C", "-DPy_LIMITED_API=0x030b0000",
@@ -24,33 +26,33 @@ LIBRARIES = ["-lc10", "-ltorch_cpu", "-ltorch", "-lnuma", "-lgomp"]
 FILE = "_C.abi3.so"
 TAG = "cp311-abi3-linux_x86_64"
 
-_FACTS = """
-import json, sysconfig, torch
-from torch.utils import cpp_extension
-include = cpp_extension.include_paths() + [sysconfig.get_paths()["include"]]
-print(json.dumps({"abi": int(torch._C._GLIBCXX_USE_CXX11_ABI), "include": include, "library": cpp_extension.TORCH_LIB_PATH}))
+_FACTS = """ import json, sysconfig, torch from torch.utils import cpp_extension include =
+cpp_extension.include_paths() + [sysconfig.get_paths()["include"]] print(json.dumps({"abi":
+int(torch._C._GLIBCXX_USE_CXX11_ABI), "include": include, "library": cpp_extension.TORCH_LIB_PATH}))
 """
 
 
 def sources_key(tree: Path) -> str:
     """Hash of everything under ``csrc/``: all that is compiled or included."""
-    return cache.tree_key(tree, (f for f in (tree / "csrc").rglob("*") if f.is_file()))
+    files = (f for f in (tree / "csrc").rglob("*") if f.is_file() and "__pycache__" not in f.parts)
+    return cache.tree_key(tree, files)
 
 
 def torch_version(python: str) -> str:
-    """Version of the torch that python has, as its distribution says. BuildError without one."""
+    """Version of the torch that python has, as its distribution says; the pinned one if it has none."""
     code = "from importlib.metadata import version; print(version('torch'))"
     try:
         return run([python, "-c", code]).strip()
-    except BuildError as error:
-        raise BuildError(
-            f"{python} has no torch to compile against: build inside the environment of scripts/env.sh "
-            "(`. scripts/env.sh`), or install the torch that pyproject.toml pins and turn build isolation off"
-        ) from error
+    except BuildError:
+        return project.overrides("cpu")["torch"].removeprefix("==")
 
 
 def key(tree: Path, torch: str) -> str:
     return cache.key(sources_key(tree), torch, *FLAGS, *LIBRARIES, os.environ.get("VLLM_PD_CXXFLAGS", ""))
+
+
+def is_cached(tree: Path, python: str) -> bool:
+    return cache.has("extension", key(tree, torch_version(python)))
 
 
 def extension(tree: Path, python: str) -> Path:
@@ -63,7 +65,13 @@ def extension(tree: Path, python: str) -> Path:
 
 def compile_into(folder: Path, tree: Path, python: str) -> None:
     """Compile and link into folder/FILE, as many compilers at once as there are cores (at most MAX_JOBS)."""
-    facts = json.loads(run([python, "-c", _FACTS]).splitlines()[-1])
+    try:
+        facts = json.loads(run([python, "-c", _FACTS]).splitlines()[-1])
+    except BuildError as error:
+        raise BuildError(
+            f"{python} has no torch to compile against: build inside the environment of scripts/env.sh "
+            f"(`. scripts/env.sh`), or install the torch that pyproject.toml pins and turn build isolation off\n{error}"
+        ) from error
     csrc = tree / "csrc"
     compiler = os.environ.get("CXX", "g++")
     flags = [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={facts['abi']}", *shlex.split(os.environ.get("VLLM_PD_CXXFLAGS", ""))]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dist-info files of our wheels, made from upstream's so that a newer pin brings its own along.
 
-Requirements start from upstream's list. Those named in ``[tool.vllm-pd.requires]`` are replaced, left out or added: 0.9.2 leaves
-open what has broken it since (transformers 4.54, numpy 2.3), and the CPU list names packages that are only on another index.
+Requirements start from upstream's list. Those named in ``[tool.vllm-pd.requires]`` are replaced, left out or added:
+0.9.2 leaves open what has broken it since (transformers 4.54, numpy 2.3), and the CPU list names packages that are
+only on another index.
 """
 
 import configparser
@@ -43,7 +44,8 @@ def read_requirements(files: dict[str, str], name: str) -> list[str]:
 
 
 def metadata(upstream: str, version: str, requirements: list[str], requires_python: str) -> str:
-    """METADATA from upstream's (PKG-INFO or METADATA text): version, Python and the unconditional requirements replaced."""
+    """METADATA from upstream's (PKG-INFO or METADATA text): version, Python and the unconditional requirements
+    replaced."""
     head, _, body = upstream.partition("\n\n")
     lines, written = [], False
     for line in head.splitlines():

@@ -13,8 +13,8 @@ class BuildError(RuntimeError):
 def run(command: list[str | Path], *, env: dict[str, str] | None = None, last_chars: int = 4000) -> str:
     """Run a command quietly; its stdout. BuildError if it fails or does not exist.
 
-    The child inherits the lock of the cache folder (``cache.lock``): if this process is killed and its child goes on writing,
-    the next run waits for it.
+    The child inherits the lock of the cache folder (``cache.lock``): if this process is killed and its child goes on
+    writing, the next run waits for it.
     """
     words = [str(word) for word in command]
     try:

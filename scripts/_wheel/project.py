@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This repository's own settings: ``[tool.vllm-pd]`` of pyproject.toml, the files of ``vllm_pd``, the version of our wheels."""
+"""What this repository says itself: ``[tool.vllm-pd]`` of pyproject.toml, the files of ``vllm_pd``, the version."""
 
 import tomllib
 from functools import cache
@@ -23,7 +23,8 @@ def check_target(target: str) -> str:
 
 
 def version(upstream: str, target: str) -> str:
-    """Version of our wheel: pin, number of the series' release, target. vLLM chooses the CPU platform by "cpu" in it."""
+    """Version of our wheel: pin, number of the series' release, target. vLLM chooses the CPU platform by "cpu" in
+    it."""
     return f"{upstream}+pd.{settings()['release']}.{check_target(target)}"
 
 

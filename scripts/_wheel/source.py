@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pinned upstream source in the cache: plain, and with the patch series applied. Both are read-only for everyone."""
+"""The pinned upstream source in the cache: plain, and with the patch series applied. Nobody writes there."""
 
 import hashlib
 import shutil
@@ -65,7 +65,7 @@ def apply_series(tree: Path) -> None:
     for line in (PATCHES / folder.SUMS).read_text().splitlines():
         digest, _, name = line.partition("  ")
         if hashlib.sha256((tree / name).read_bytes()).hexdigest() != digest:
-            raise BuildError(f"{name}: after the series it is not what patches/{folder.SUMS} says; run scripts/series.py check")
+            raise BuildError(f"{name}: not what patches/{folder.SUMS} says; run scripts/series.py check")
 
 
 def package(tree: Path) -> dict[str, Path]:

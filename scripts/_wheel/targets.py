@@ -2,8 +2,8 @@
 """The two wheels.
 
 ``cpu``: the package of the pinned sdist with the series applied, ``vllm_pd``, and the extension compiled here.
-``cuda``: the official wheel of the pin with the touched Python files replaced and ``vllm_pd`` added; every compiled file is the
-official one, byte for byte, so the series may touch nothing that is compiled.
+``cuda``: the official wheel of the pin with the touched Python files replaced and ``vllm_pd`` added; every compiled
+file is the official one, byte for byte, so the series may touch nothing that is compiled.
 
 Both carry ``vllm_pd/_build.json``: what the wheel was made from, for ``vllm-pd doctor`` and the tests.
 """
@@ -95,9 +95,9 @@ def official_wheel(python: str) -> Path:
     pin = source.upstream_pin()
 
     def fetch(folder: Path) -> None:
-        command = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder),
-                   "--implementation", "cp", "--abi", "abi3", "--platform", "manylinux1_x86_64",
-                   f"vllm=={pin.version}"]  # fmt: skip
+        command = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--implementation", "cp", "--abi", "abi3", "--platform", "manylinux1_x86_64"]
+        command += ["--dest", str(folder), f"vllm=={pin.version}"]
         run(command)
         check(folder / name)
 

@@ -69,12 +69,10 @@ def test_requirements_follow_includes_and_drop_comments():
 
 
 def test_metadata_replaces_version_and_requirements_only():
-    text = 'Name: vllm\nVersion: 1\nRequires-Python: >=3\nRequires-Dist: a\nRequires-Dist: b; extra == "x"\n\nRequires-Dist: text\n'
+    extra = 'Requires-Dist: b; extra == "x"\n\nRequires-Dist: text\n'
+    text = f"Name: vllm\nVersion: 1\nRequires-Python: >=3\nRequires-Dist: a\n{extra}"
     made = metadata.metadata(text, "1+pd", ["c", "d"], "<4")
-    assert made == (
-        'Name: vllm\nVersion: 1+pd\nRequires-Python: <4\nRequires-Dist: c\nRequires-Dist: d\nRequires-Dist: b; extra == "x"\n'
-        "\nRequires-Dist: text\n"
-    )
+    assert made == f"Name: vllm\nVersion: 1+pd\nRequires-Python: <4\nRequires-Dist: c\nRequires-Dist: d\n{extra}"
     with pytest.raises(ValueError, match="no requirement"):
         metadata.metadata("Name: vllm\n\n", "1", ["c"], "<4")
 
@@ -129,11 +127,11 @@ def test_tree_key_follows_names_and_contents(tmp_path):
 
 def test_lock_waits_for_a_command_that_outlives_its_builder(empty_cache):
     """A builder is killed; the command it started goes on. The next builder must wait for that command."""
-    builder = "import sys; from _wheel import cache, process\nwith cache.lock(): process.run(['sh', '-c', 'echo >started; sleep 3'])"
-    scripts = str(project.ROOT / "scripts")
+    builder = "from _wheel import cache, process\n"
+    builder += "with cache.lock(): process.run(['sh', '-c', 'echo >started; sleep 3'])"
+    env = {"VLLM_PD_CACHE": str(empty_cache), "PYTHONPATH": str(project.ROOT / "scripts"), "PATH": "/usr/bin:/bin"}
     empty_cache.mkdir()
-    process = subprocess.Popen([sys.executable, "-c", builder], env={"VLLM_PD_CACHE": str(empty_cache), "PYTHONPATH": scripts,
-                               "PATH": "/usr/bin:/bin"}, cwd=empty_cache)  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", builder], env=env, cwd=empty_cache)
     while not (empty_cache / "started").exists():
         assert process.poll() is None
     process.kill()

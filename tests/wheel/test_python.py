@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B53: what the wheels' Python does when it runs: the flags of ``vllm serve``, imports of the CUDA wheel without a GPU."""
+"""B53: what the wheels' Python does when it runs: the flags of ``vllm serve``, the CUDA wheel without a GPU."""
 
 import json
 import os
@@ -42,6 +42,11 @@ def serve_flags(tree: Path) -> dict[str, list[str]]:
     return flags
 
 
+def import_from(folder: Path, modules: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", IMPORTS, str(folder), *modules]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+
 def unpack_python(wheel: Path, folder: Path) -> None:
     """Everything but compiled code (over a gigabyte of it)."""
     with zipfile.ZipFile(wheel) as opened:
@@ -59,12 +64,12 @@ def test_b53_serve_has_the_flags_of_upstream(wheels, plain, tmp_path):
 
 def test_b53_cuda_wheels_python_imports_without_a_gpu(wheels, tmp_path):
     unpack_python(wheels["cuda"].path, tmp_path)
-    done = subprocess.run([sys.executable, "-c", IMPORTS, str(tmp_path), *MODULES], capture_output=True, text=True, cwd=tmp_path)
+    done = import_from(tmp_path, MODULES)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_b53_import_check_fails_on_a_broken_module(wheels, tmp_path):
     unpack_python(wheels["cuda"].path, tmp_path)
     (tmp_path / "vllm" / "sequence.py").write_text("import no_such_module\n")
-    done = subprocess.run([sys.executable, "-c", IMPORTS, str(tmp_path), "vllm.sequence"], capture_output=True, text=True, cwd=tmp_path)
+    done = import_from(tmp_path, ["vllm.sequence"])
     assert done.returncode != 0 and "no_such_module" in done.stderr

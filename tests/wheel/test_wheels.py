@@ -133,15 +133,16 @@ def test_b53_build_file_names_pin_series_and_touched_files(wheels, target, plain
 def test_b53_every_way_to_build_gives_the_same_bytes(tmp_path):
     """Twice the builder, once ``pip wheel .``."""
     first, second = (targets.build("cpu", tmp_path / name, sys.executable) for name in ("first", "second"))
-    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
-    subprocess.run(command, cwd=project.ROOT, check=True, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*command, str(tmp_path)], cwd=project.ROOT, check=True, capture_output=True, text=True)
     (third,) = tmp_path.glob("*.whl")
     assert first.name == second.name == third.name
     assert first.read_bytes() == second.read_bytes() == third.read_bytes()
 
 
 def test_b53_extension_has_only_the_stable_interface_of_python(wheels, tmp_path):
-    """The tag says abi3: the file may import Py* symbols of the limited API only (it needs the module creation alone)."""
+    """The tag says abi3: the file may import Py* symbols of the limited API only (it needs the module creation
+    alone)."""
     with zipfile.ZipFile(wheels["cpu"].path) as wheel:
         file = wheel.extract(f"vllm/{extension.FILE}", tmp_path)
     listed = subprocess.run(["nm", "-D", "--undefined-only", file], check=True, capture_output=True, text=True).stdout
@@ -157,3 +158,14 @@ def test_b53_touched_refuses_a_removed_file(tmp_path):
             file.touch()
     with pytest.raises(targets.BuildError, match=r"vllm/two\.py"):
         targets.touched(tmp_path / "a", tmp_path / "b")
+
+
+def test_b53_a_series_that_touches_compiled_code_makes_no_cuda_wheel(plain, tmp_path, monkeypatch):
+    other = tmp_path / "csrc" / "ops.h"
+    other.parent.mkdir()
+    other.write_text("// changed\n")
+    (tmp_path / "vllm").symlink_to(plain / "vllm")
+    monkeypatch.setattr(source, "patched", lambda python: tmp_path)
+    with pytest.raises(targets.BuildError, match="touches csrc/"):
+        targets.build("cuda", tmp_path / "out", sys.executable)
+    assert not list((tmp_path / "out").glob("*"))
