@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
 # Source this file:   . scripts/env.sh
 #
 # Builds what is missing of the environment (system packages if you are root on Debian, Python packages, the patched CPU wheel,
