@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B80: what an engine's arguments must be for disaggregation, seen through upstream's own way in."""
+
+import os
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.hooks import SETTINGS_KEY
+
+BROKER = {"broker": "tcp://127.0.0.1:5700"}
+
+
+@pytest.fixture(autouse=True)
+def no_engine_chosen(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+    monkeypatch.delenv("VLLM_USE_V1")
+
+
+@pytest.fixture
+def model() -> str:
+    return os.environ["VLLM_PD_TINY_MODEL"]
+
+
+def arguments(model: str, role: str = "kv_consumer", extra: dict | None = None, **more) -> EngineArgs:
+    transfer = KVTransferConfig(kv_connector="PDConnector", kv_role=role,
+                                kv_connector_extra_config=BROKER if extra is None else extra)
+    return EngineArgs(model=model, dtype="float32", max_model_len=512, kv_transfer_config=transfer, **more)
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
+def test_the_connector_selects_v0_and_is_taken_from_vllm(model, role):
+    config = arguments(model, role).create_engine_config()
+    assert os.environ["VLLM_USE_V1"] == "0"
+    assert config.kv_transfer_config is None
+    assert config.additional_config[SETTINGS_KEY] == {"kv_role": role, "extra": BROKER}
+    assert config.scheduler_config.max_num_seqs > 0
+
+
+def test_a_second_configuration_from_the_same_arguments_is_the_same(model):
+    args = arguments(model)
+    assert args.create_engine_config().additional_config == args.create_engine_config().additional_config
+
+
+def test_b50_another_connector_is_left_alone(model):
+    transfer = KVTransferConfig(kv_connector="PyNcclConnector", kv_role="kv_producer", kv_rank=0, kv_parallel_size=2)
+    args = EngineArgs(model=model, dtype="float32", max_model_len=512, kv_transfer_config=transfer)
+    config = args.create_engine_config()
+    assert config.kv_transfer_config is transfer
+    assert SETTINGS_KEY not in config.additional_config
+
+
+def test_b50_no_connector_no_trace(model):
+    config = EngineArgs(model=model, dtype="float32", max_model_len=512).create_engine_config()
+    assert config.kv_transfer_config is None
+    assert SETTINGS_KEY not in (config.additional_config or {})
+
+
+def test_b80_v1_is_refused(model, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    with pytest.raises(ConfigError, match="VLLM_USE_V1.*'?1'?.*unset it"):
+        arguments(model).create_engine_config()
+
+
+@pytest.mark.parametrize("extra, words", [
+    ({}, "broker"),
+    ({"brokers": "tcp://127.0.0.1:1"}, "brokers.*broker"),
+    ({**BROKER, "lease_s": "long"}, "lease_s.*long"),
+    ({**BROKER, "max_local_prefill_tokens": -1}, "max_local_prefill_tokens.*-1"),
+    ({"broker": "tcp://10.0.0.1:5700"}, "broker.*10.0.0.1"),
+], ids=str)
+def test_b80_a_wrong_setting_names_key_and_value(model, extra, words):
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        arguments(model, extra=extra).create_engine_config()
+
+
+@pytest.mark.parametrize("more", [
+    {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"num_scheduler_steps": 8}, {"enable_sleep_mode": True},
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+], ids=str)
+def test_b80_what_is_not_built_yet_is_refused_with_a_cure(model, more):
+    key = next(iter(more))
+    with pytest.raises(ConfigError, match=f"(?s){key}.*(use|remove)"):
+        arguments(model, **more).create_engine_config()

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine's jobs, driven by hand: every way in which one ends tells the peer once and frees the blocks once."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_pd.config import PDConfig
+from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Prefill
+from vllm_pd.core.messages import Attempt
+from vllm_pd.metrics import PDMetrics
+from vllm_pd.transfer import requests as transfer
+from vllm_pd.v0.prefill import JobState, PrefillJobs
+from vllm_pd.v0.progress import ArrivalNotice, Progress
+
+ATTEMPT = Attempt("decode-incarnation", "request", 7)
+TOKENS = list(range(40))  # three blocks of 16
+
+
+class Agent:
+    """The control agent's calls, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.lease_stands = True
+        self.room = -1
+
+    def set_room(self, jobs: int) -> None:
+        self.room = jobs
+
+    def may_write(self, attempt: Attempt) -> bool:
+        return self.lease_stands
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+
+class Engine:
+    """As much of LLMEngine as a job needs."""
+
+    def __init__(self, longest: int = 100) -> None:
+        self.scheduler = [SimpleNamespace(waiting=[])]
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
+        self.aborted: list[str] = []
+        self.longest = longest
+
+    def add_request(self, request_id, prompt, params) -> None:
+        if len(prompt["prompt_token_ids"]) > self.longest:
+            raise ValueError("too long")
+        assert params.max_tokens == 1 and params.ignore_eos
+        self.scheduler[0].waiting.append(
+            SimpleNamespace(request_id=request_id, first_seq=SimpleNamespace(remote_decode=None)))
+
+    def abort_request(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+@pytest.fixture
+def agent():
+    return Agent()
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def jobs(agent, engine):
+    config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700", "max_prefill_jobs": 2})
+    return PrefillJobs(config, agent, engine, PDMetrics("test"))
+
+
+def prefill(token_ids=TOKENS, attempt=ATTEMPT) -> Prefill:
+    return Prefill(attempt, token_ids, [21, 22], 1, [20], "decode-incarnation")
+
+
+def write_of(jobs, progress) -> transfer.Write:
+    requests = jobs.take_requests(progress)
+    assert [type(request) for request in requests] == [transfer.Write]
+    return requests[0]
+
+
+def test_life_of_a_job(jobs, agent, engine):
+    progress = Progress()
+    jobs.handle(prefill(), progress)
+    assert engine.scheduler[0].waiting[0].first_seq.remote_decode == ATTEMPT
+    jobs.tell_room()
+    assert agent.room == 1
+    assert not jobs.has_requests and not jobs.sending
+    jobs.computed(ATTEMPT, [5, 6, 7], progress)
+    assert jobs.has_requests
+    write = write_of(jobs, progress)
+    assert (write.local_block_ids, write.remote_block_ids) == ([6, 7], [21, 22])  # D has the first one
+    assert ArrivalNotice.decode(write.notice) == ArrivalNotice(ATTEMPT, 0)
+    assert jobs.sending and jobs.find(ATTEMPT) is JobState.SENDING
+    assert not progress
+    jobs.written(transfer.Finished(write.key, True, bytes=100, seconds=0.5), progress)
+    assert progress.finished_transfers == [ATTEMPT]
+    assert agent.names() == ["sent"]
+    timings = agent.calls[0][2]
+    assert (timings.transfer_s, timings.bytes, timings.measured) == (0.5, 100, True)
+    jobs.tell_room()
+    assert agent.room == 2
+
+
+def test_b22_a_lease_that_is_over_posts_no_write(jobs, agent):
+    progress = Progress()
+    jobs.handle(prefill(), progress)
+    jobs.computed(ATTEMPT, [5, 6, 7], progress)
+    agent.lease_stands = False
+    assert jobs.take_requests(progress) == []
+    assert agent.names() == ["failed"]
+    assert progress.finished_transfers == [ATTEMPT]
+
+
+def test_b27_a_failed_transfer_is_told_and_freed(jobs, agent):
+    progress = Progress()
+    jobs.handle(prefill(), progress)
+    jobs.computed(ATTEMPT, [5, 6, 7], progress)
+    write = write_of(jobs, progress)
+    jobs.written(transfer.Finished(write.key, False, error="ERR"), progress)
+    assert agent.names() == ["failed"] and "ERR" in agent.calls[0][2]
+    assert progress.finished_transfers == [ATTEMPT]
+    jobs.written(transfer.Finished(write.key, True), progress)  # a second end of the same write
+    assert agent.names() == ["failed"]
+
+
+@pytest.mark.parametrize("tokens", [list(range(200)), [1000] * 40, [-1] * 40], ids=["long", "beyond", "negative"])
+def test_b30_a_job_that_can_not_run_is_answered_at_once(jobs, agent, engine, tokens, caplog):
+    logging.getLogger("vllm.pd").propagate = True
+    progress = Progress()
+    jobs.handle(prefill(tokens), progress)
+    assert agent.names() == ["failed"]
+    assert engine.scheduler[0].waiting == []
+    jobs.tell_room()
+    assert agent.room == 2  # its place is free again
+
+
+def test_b30_a_job_that_the_scheduler_ignores_is_answered(jobs, agent, engine):
+    progress = Progress()
+    jobs.handle(prefill(), progress)
+    jobs.ignored(engine.scheduler[0].waiting[0])
+    assert agent.names() == ["failed"]
+    assert not progress  # it never had a block
+
+
+def test_b25_cancelled_while_it_computes(jobs, agent, engine):
+    progress = Progress()
+    jobs.handle(prefill(), progress)
+    jobs.handle(Cancelled(ATTEMPT), progress)
+    assert len(engine.aborted) == 1
+    assert agent.names() == ["ended"]
+    jobs.computed(ATTEMPT, [5, 6, 7], progress)  # it had just finished all the same: give the blocks back
+    assert progress.finished_transfers == [ATTEMPT]
+    assert jobs.take_requests(Progress()) == []
+
+
+def test_b25_cancelled_before_the_write_is_posted(jobs, agent):
+    progress = Progress()
+    jobs.handle(prefill(), progress)
+    jobs.computed(ATTEMPT, [5, 6, 7], progress)
+    jobs.handle(Cancelled(ATTEMPT), progress)
+    assert agent.names() == ["ended"]
+    assert progress.finished_transfers == [ATTEMPT]
+    assert jobs.take_requests(Progress()) == []
+
+
+def test_b25_cancelled_while_it_sends_waits_for_the_end(jobs, agent):
+    progress = Progress()
+    jobs.handle(prefill(), progress)
+    jobs.computed(ATTEMPT, [5, 6, 7], progress)
+    write = write_of(jobs, progress)
+    jobs.handle(Cancelled(ATTEMPT), progress)
+    jobs.handle(Cancelled(ATTEMPT), progress)
+    assert agent.calls == [] and not progress  # bytes may still land
+    assert jobs.take_requests(progress) == [transfer.CancelWrite(write.key)]
+    jobs.written(transfer.Finished(write.key, False, error="cancelled"), progress)
+    assert agent.names() == ["ended"]
+    assert progress.finished_transfers == [ATTEMPT]
+
+
+def test_b25_a_cancel_for_nothing_is_answered(jobs, agent):
+    jobs.handle(Cancelled(ATTEMPT), Progress())
+    assert agent.names() == ["ended"]
+
+
+def test_requests_of_a_step_that_was_given_up_go_with_the_next(jobs):
+    progress = Progress()
+    jobs.handle(AddPeer("peer", b"metadata"), progress)
+    taken = jobs.take_requests(progress)
+    jobs.handle(DropPeer("other"), progress)
+    jobs.return_requests(taken)
+    assert jobs.take_requests(progress) == [transfer.AddPeer("peer", b"metadata"), transfer.DropPeer("other")]
+
+
+def test_b29_what_is_no_notice_is_none():
+    for payload in (b"", b"\xc1", b"notice", b"\x92\x01\x02", ArrivalNotice(ATTEMPT, 0).encode() + b"x"):
+        assert ArrivalNotice.decode(payload) is None
