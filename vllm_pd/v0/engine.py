@@ -70,6 +70,7 @@ class Disaggregation:
         self._stalled = False  # whether the last schedule() could do nothing for those that wait
         self._pause_s = POLL_MIN_S
         self._metrics_due = 0.0
+        self._metrics_stale = True
         self._counted: dict[str, int] = {}
         self._scheduler.disagg = self
         # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
@@ -124,6 +125,7 @@ class Disaggregation:
         self._collect()
         progress, self._progress = self._progress, Progress()
         self._update_metrics()
+        self._metrics_stale = True  # the step that follows changes what was counted
         return progress.arguments()
 
     def has_work(self) -> bool:
@@ -136,6 +138,9 @@ class Disaggregation:
         else:
             self._pause_s = min(PAUSE_GROWTH * self._pause_s, POLL_MAX_S)
             self._bell.ring_in(self._pause_s)
+        if self._sleeping and self._metrics_stale:
+            self._metrics_due = 0.0
+            self._update_metrics()
         return not self._sleeping
 
     def serve(self, async_engine: AsyncLLMEngine) -> None:
@@ -159,10 +164,10 @@ class Disaggregation:
             if self.has_work():
                 return 1
             remaining_s = deadline - time.monotonic()
-            self._update_metrics()
             if self._bell.wait(min(remaining_s, self._pause_s if self._expecting() else remaining_s), socket):
                 return 1
             if remaining_s <= 0:
+                self._update_metrics()
                 return 0
 
     def close(self) -> None:
@@ -222,6 +227,7 @@ class Disaggregation:
         now = time.monotonic()
         if now >= self._metrics_due:
             self._metrics_due = now + METRICS_PERIOD_S
+            self._metrics_stale = False
             self.remote_prefills.update_metrics()
             for kind, count in self._agent.dropped().items():
                 if count > self._counted.get(kind, 0):
