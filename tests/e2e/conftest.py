@@ -4,27 +4,13 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import BrokerProcess, EngineProcess
-
-
-@dataclass
-class Pair:
-    """A broker, an engine P that prefills and an engine D that decodes (and may do both)."""
-    broker: BrokerProcess
-    p: EngineProcess
-    d: EngineProcess
-
-    def at_rest(self) -> None:
-        """B20, on both."""
-        self.d.at_rest()
-        self.p.at_rest()
+from harness import BrokerProcess, EngineProcess, Pair, lend
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,8 +53,4 @@ def mono(mono_process) -> EngineProcess:
 @pytest.fixture
 def pair(pair_processes) -> Iterator[Pair]:
     """One P and one D that sends everything away. At rest before and after each test (B20)."""
-    pair_processes.p.ready()
-    pair_processes.d.wait_for_peers()
-    pair_processes.at_rest()
-    yield pair_processes
-    pair_processes.at_rest()
+    yield from lend(pair_processes)

@@ -86,6 +86,11 @@ class Driver:
     def op_abort(self, ids: list) -> None:
         self.engine.abort_request(ids)
 
+    def op_abort_all(self) -> None:
+        scheduler = self.scheduler
+        self.engine.abort_request([group.request_id for group in (*scheduler.waiting, *scheduler.running,
+                                                                  *scheduler.remote_prefilling.values())])
+
     def op_wait(self, ids: list, timeout_s: float) -> dict:
         """Step until all of these have ended; their outputs, which are forgotten here."""
         deadline = time.monotonic() + timeout_s

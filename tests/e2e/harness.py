@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -89,6 +90,8 @@ class EngineProcess:
         self._numbers = 0
 
     def ready(self) -> "EngineProcess":
+        if self.process.poll() is not None:
+            raise ChildError(f"the engine {self.role} is dead: {self.process.returncode}")
         if not self._ready:
             self._receive(START_S)
             self._ready = True
@@ -96,7 +99,8 @@ class EngineProcess:
         return self
 
     def do(self, op: str, *, answer_s: float = WAIT_S, **arguments):
-        self.ready() if op != "stats" or self._ready else None
+        if not self._ready and op != "stats":
+            self.ready()
         self._pipe.send_bytes(json.dumps({"op": op, **arguments}).encode())
         return self._receive(answer_s)
 
@@ -198,6 +202,37 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+@dataclass
+class Pair:
+    """A broker, an engine P that prefills and an engine D that decodes (and may do both)."""
+    broker: BrokerProcess
+    p: EngineProcess
+    d: EngineProcess
+
+    def at_rest(self) -> None:
+        """B20, on both."""
+        self.d.at_rest()
+        self.p.at_rest()
+
+
+def lend(pair: Pair) -> Iterator[Pair]:
+    """The pair for one test. Whatever a failed test left behind is cleared, and the next one starts from rest."""
+    engines = (pair.d, pair.p)
+    for engine in engines:
+        engine.ready()
+    pair.d.wait_for_peers()
+    yield pair
+    for engine in engines:
+        engine.thaw()
+        engine.do("hold", held=False)
+    try:
+        pair.at_rest()
+    except AssertionError:
+        for engine in engines:
+            engine.do("abort_all")
+        raise
 
 
 class Counters(dict):

@@ -48,13 +48,13 @@ class TestParking:
         """B20, B29: late, twice, or never heard of."""
         attempt = parked(engine)
         before = engine.references()
-        engine.step(finished_prefills=["x"], failed_prefills=["y"], finished_transfers=["z", attempt])
+        engine.step(failed_prefills=["y"], finished_transfers=["z", attempt])
         assert engine.references() == before
         assert attempt in engine.scheduler.remote_prefilling
         engine.write_remotely(attempt)
-        engine.step(finished_prefills=[attempt, attempt])
+        engine.step(finished_prefills=[attempt])
         assert len(engine.scheduler.running) == 1
-        engine.step(finished_prefills=[attempt], failed_prefills=[attempt], finished_transfers=[attempt])
+        engine.step(failed_prefills=[attempt], finished_transfers=[attempt])
         engine.run()
         engine.check_at_rest()
 
@@ -71,7 +71,7 @@ class TestParking:
         engine.check_writers()
         engine.write_remotely(attempt)
         engine.step(finished_transfers=[attempt])
-        engine.step(finished_prefills=[attempt])  # too late, and of the first life of that id
+        engine.step(finished_transfers=[attempt], failed_prefills=[attempt])  # too late, and of that id's first life
         assert again in engine.scheduler.remote_prefilling
         engine.write_remotely(again)
         engine.step(finished_prefills=[again])

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that do both jobs, with prefix caching on one side only, chunked prefill on both, and lengths that differ."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from harness import BrokerProcess, EngineProcess, Pair, lend, prompt
+
+
+@pytest.fixture(scope="module")
+def both_processes(starting) -> Pair:
+    broker = BrokerProcess()
+    starting.callback(broker.stop)
+    extra = {"heartbeat_s": 0.3, "ttl_s": 1.5, "max_local_prefill_tokens": 20}
+    chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    p = EngineProcess("kv_both", 0, broker.url, extra, enable_prefix_caching=False, **{**chunked, "max_model_len": 512})
+    starting.callback(p.stop)
+    d = EngineProcess("kv_both", 1, broker.url, extra, **chunked)
+    starting.callback(d.stop)
+    return Pair(broker, p, d)
+
+
+@pytest.fixture
+def both(both_processes) -> Iterator[Pair]:
+    """Two engines of role kv_both. "p" has no prefix caching and takes 512 tokens, "d" has it and takes 1024."""
+    both_processes.p.ready()
+    both_processes.p.wait_for_peers()
+    yield from lend(both_processes)
+
+
+def test_b1_both_ways_at_once(both, mono):
+    """B1, and no dead-lock: each sends its long prompts to the other and computes what it gets."""
+    draw = random.Random(12)
+    prompts = [prompt(draw.randint(1, 300), 100 + seed) for seed in range(40)]
+    expected = mono.tokens(prompts)
+    before = both.p.counters(), both.d.counters()
+    first = both.p.add_all(prompts)
+    second = both.d.add_all(prompts)
+    assert [r["outputs"][0]["token_ids"] for r in both.p.wait(first, 120)] == expected
+    assert [r["outputs"][0]["token_ids"] for r in both.d.wait(second, 120)] == expected
+    for engine, start in ((both.p, before[0]), (both.d, before[1])):
+        counted = engine.counters().since(start)
+        assert counted["attempts_total:done"] == counted["decisions_total:remote,length"] >= 5
+        assert counted["decisions_total:local,threshold"] >= 1
+
+
+@pytest.mark.parametrize("sender", ["p", "d"])
+def test_b1_one_way_with_caching_on_one_side(sender, both, mono):
+    """B1, B5: with prefix caching here or there; twice, so that there is something in the caches."""
+    stem = prompt(64, 200)
+    prompts = [stem + prompt(10 + 9 * number, 201) for number in range(6)]
+    engine = {"p": both.p, "d": both.d}[sender]
+    before = engine.counters()
+    expected = mono.tokens(prompts)
+    assert engine.tokens(prompts) == expected
+    assert engine.tokens(prompts) == expected
+    counted = engine.counters().since(before)
+    assert counted["attempts_total:done"] == counted["decisions_total:remote,length"] >= (6 if sender == "d" else 12)
+
+
+def test_b30_a_prompt_too_long_for_p(both, mono):
+    """B30: P says no at once, D prefills by itself, P lives and is used again."""
+    before = both.d.counters()
+    long, short = prompt(700, 300), prompt(100, 301)
+    assert both.d.tokens([long]) == mono.tokens([long])
+    counted = both.d.counters().since(before)
+    assert counted["attempts_total:failed"] == 1
+    assert counted["decisions_total:local,retry"] == 1
+    assert counted["agent:decode_requeued"] == 0
+    assert both.d.tokens([short]) == mono.tokens([short])
+    assert both.d.counters().since(before)["attempts_total:done"] == 1
+
+
+def test_b25_abort_between_two_chunks_on_p(both, mono):
+    """B25, B10: P has computed a part; it stops, sends nothing and keeps nothing."""
+    tokens = prompt(400, 400)
+    before = both.p.counters()
+    both.p.do("hold", held=True)
+    both.d.add(tokens, "x")
+    both.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    both.p.do("step", count=3)
+    assert both.p.stats()["running"] == 1
+    both.d.abort("x")
+    both.p.do("hold", held=False)
+    both.at_rest()
+    assert both.p.counters().since(before)["transfer_bytes_total"] == 0
+    assert both.d.tokens([tokens]) == mono.tokens([tokens])
+
+
+def test_b10_an_aborted_chunked_prefill_in_a_real_engine(both, mono):
+    """B10: upstream's own defect, without any peer: what no chunk computed is no hit."""
+    tokens = prompt(300, 500)
+    both.d.do("hold", held=True)
+    name = both.d.add(tokens, "x", prompt_logprobs=0)  # stays local
+    both.d.do("step", count=2)
+    both.d.abort(name)
+    both.d.do("hold", held=False)
+    both.d.at_rest()
+    [result] = both.d.generate([tokens], prompt_logprobs=0)
+    assert result["outputs"][0]["token_ids"] == mono.tokens([tokens])[0]
+
+
+def test_b6_seeded_with_chunks(both, mono):
+    """B6: sampling starts on D whatever P did in how many steps."""
+    prompts = [prompt(150, 600 + number) for number in range(3)]
+    parameters = {"temperature": 1.0, "seed": 42, "max_tokens": 12}
+    assert both.d.tokens(prompts, **parameters) == mono.tokens(prompts, **parameters)
