@@ -208,12 +208,13 @@ class Driver:
         from prometheus_client import REGISTRY
         for family in REGISTRY.collect():
             for sample in family.samples if family.name.startswith("vllm:pd_") else ():
-                labels = ",".join(value for key, value in sorted(sample.labels.items()) if key not in ("model_name", "le"))
+                labels = ",".join(v for key, v in sorted(sample.labels.items()) if key not in ("model_name", "le"))
                 if not sample.name.endswith(("_created", "_bucket")):
                     name = sample.name.removeprefix("vllm:pd_")
                     counters[f"{name}:{labels}" if labels else name] = sample.value
         if self.disagg is not None:
-            counters |= {f"agent:{k}": v for k, v in (self.disagg._agent.totals() | self.disagg._agent.dropped()).items()}
+            agent = self.disagg._agent
+            counters |= {f"agent:{k}": v for k, v in (agent.totals() | agent.dropped()).items()}
         return counters
 
 
@@ -258,7 +259,7 @@ def logprobs(entries):
     """[{token id: log-probability}, ...], None where there are none."""
     if entries is None:
         return None
-    return [None if entry is None else {str(token): value.logprob for token, value in entry.items()} for entry in entries]
+    return [entry and {str(token): value.logprob for token, value in entry.items()} for entry in entries]
 
 
 if __name__ == "__main__":

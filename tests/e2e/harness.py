@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The test's end of engine processes and of the broker between them."""
 
+import contextlib
 import json
 import os
 import random
@@ -166,6 +167,16 @@ class EngineProcess:
     def wait_for_peers(self, count: int = 1, timeout_s: float = 30) -> None:
         self.wait_until(f"disagg._agent.view().broker_up and disagg._agent.view().prefill_peers == {count}", timeout_s)
 
+    @contextlib.contextmanager
+    def policy(self, **changes) -> Iterator[None]:
+        """Other bounds for what goes remote, for a while."""
+        self.execute("import msgspec; prefills = disagg.remote_prefills; policy = prefills._policy; "
+                     f"prefills._policy = msgspec.structs.replace(policy, **{changes!r})")
+        try:
+            yield
+        finally:
+            self.execute("prefills._policy = policy")
+
     def block_ids(self, request_id: str) -> list[int]:
         """The block table of a live request."""
         return self.evaluate("next((scheduler.block_manager.get_block_table(g.first_seq) for g in (*scheduler.running, "
@@ -248,6 +259,6 @@ class Counters(dict):
         return {key.removeprefix(prefix): value for key, value in self.items() if key.startswith(prefix)}
 
 
-def prompt(tokens: int, seed: int) -> list[int]:
+def prompt(tokens: int, seed: int | str) -> list[int]:
     """A prompt of so many tokens that shares no block with one of another seed."""
     return random.Random(f"{seed}/{tokens}").choices(VOCABULARY, k=tokens)

@@ -68,8 +68,6 @@ def test_b4_a_prompt_that_d_has_in_its_cache_sends_no_whole_block(pair, mono):
     pair.d.wait_until("not disagg._agent.open_attempts()")
     before = pair.d.counters()
     name = pair.d.add(tokens, max_tokens=20)
-    pair.d.wait_until(f"any(g.request_id == {name!r} for g in scheduler.running)")
-    counted = pair.d.counters()
     [result] = pair.d.wait([name])
     assert result["outputs"][0]["token_ids"][:8] == mono.tokens([tokens])[0]
     pair.d.wait_until(f"driver.op_counters()['transfer_bytes_total'] > {before['transfer_bytes_total']}")
@@ -82,12 +80,8 @@ def test_b4_a_prompt_that_fits_the_threshold_with_its_hit_stays(pair, mono):
     tokens = prompt(6 * BLOCK + 1, 4100)
     first = pair.d.tokens([tokens])
     before = pair.d.counters()
-    pair.d.execute("import dataclasses, msgspec; p = disagg.remote_prefills; driver.policy = p._policy; "
-                   "p._policy = msgspec.structs.replace(p._policy, max_local_prefill_tokens=10)")
-    try:
+    with pair.d.policy(max_local_prefill_tokens=10):
         assert pair.d.tokens([tokens]) == first == mono.tokens([tokens])
-    finally:
-        pair.d.execute("disagg.remote_prefills._policy = driver.policy")
     assert pair.d.counters().since(before)["decisions_total:local,threshold"] == 1
     assert pair.d.counters().since(before)["attempts_total:done"] == 0
 
@@ -95,7 +89,7 @@ def test_b4_a_prompt_that_fits_the_threshold_with_its_hit_stays(pair, mono):
 def test_b5_prefix_partly_cached_on_d(pair, mono):
     """B5: only the blocks after the hit are written; those of the hit keep their bytes."""
     stem = prompt(3 * BLOCK, 5000)
-    [warm] = pair.d.generate([stem + prompt(5, 5001)])
+    pair.d.generate([stem + prompt(5, 5001)])
     tokens = stem + prompt(40, 5002)
     before = pair.d.counters()
     pair.p.do("hold", held=True)
@@ -167,14 +161,12 @@ def test_b6_b7_sampling_stays_on_d(parameters, pair, mono):
     expected = mono.generate(prompts, **parameters)
     got = pair.d.generate(prompts, **parameters)
     for one, other in zip(got, expected, strict=True):
-        close = [(a.pop("logprobs"), b.pop("logprobs")) for a, b in zip(one["outputs"], other["outputs"], strict=True)]
+        for ours, theirs in zip(one["outputs"], other["outputs"], strict=True):
+            entries = list(zip(ours.pop("logprobs") or (), theirs.pop("logprobs") or (), strict=True))
+            assert bool(entries) == ("logprobs" in parameters)
+            for mine, yours in entries:
+                assert mine == pytest.approx(yours, abs=1e-3)  # and the same tokens
         assert one["outputs"] == other["outputs"]
-        for ours, theirs in close:
-            if theirs is not None:
-                assert [list(entry) for entry in ours] == [list(entry) for entry in theirs]
-                assert [list(e.values()) for e in ours] == pytest.approx([list(e.values()) for e in theirs], abs=1e-3) \
-                    or all(list(a.values()) == pytest.approx(list(b.values()), abs=1e-3)
-                           for a, b in zip(ours, theirs, strict=True))
     assert pair.d.counters().since(before)["decisions_total:remote,length"] >= 1
 
 
@@ -187,9 +179,11 @@ def test_b6_a_batch_of_seeded_requests(pair, mono):
     assert len({tuple(tokens) for tokens in expected}) == 4
 
 
-GUIDES = {"regex": {"regex": r"[0-9]{3}-[a-z]{2}"},
-          "choice": {"choice": ["prefill", "decode", "both"]},
-          "json": {"json": {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}}}
+GUIDES = {
+    "regex": {"regex": r"[0-9]{3}-[a-z]{2}"},
+    "choice": {"choice": ["prefill", "decode", "both"]},
+    "json": {"json": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+}
 
 
 @pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES.keys())
@@ -208,10 +202,10 @@ LOCAL = {"n": {"n": 3, "temperature": 0.9, "seed": 3}, "best_of": {"n": 2, "best
          "prompt_logprobs": {"prompt_logprobs": 2}}
 
 
-@pytest.mark.parametrize("parameters", LOCAL.values(), ids=LOCAL.keys())
-def test_b7_what_can_not_go_remote_stays(parameters, pair, mono):
-    """B7: counted as such, and right."""
-    tokens = prompt(50, 7100)
+@pytest.mark.parametrize("name", LOCAL)
+def test_b7_what_can_not_go_remote_stays(name, pair, mono):
+    """B7: counted as such, and right. (Upstream asserts on prompt_logprobs for a prompt that is cached.)"""
+    tokens, parameters = prompt(50, f"7100 {name}"), LOCAL[name]
     before = pair.d.counters()
     [got] = pair.d.generate([tokens], **parameters)
     [expected] = mono.generate([tokens], **parameters)
@@ -272,12 +266,10 @@ def test_b8_a_preempted_request_that_was_prefilled_remotely(pair, mono):
     pair.d.do("ballast", free_blocks=24)
     preempted = pair.d.evaluate("scheduler.num_cumulative_preemption")
     before = pair.d.counters()
-    pair.d.execute("import msgspec; p = disagg.remote_prefills; driver.policy = p._policy; "
-                   "p._policy = msgspec.structs.replace(p._policy, max_parked_fraction=1.0)")
     try:
-        assert pair.d.tokens(prompts, max_tokens=70) == expected
+        with pair.d.policy(max_parked_fraction=1.0):
+            assert pair.d.tokens(prompts, max_tokens=70) == expected
     finally:
-        pair.d.execute("disagg.remote_prefills._policy = driver.policy")
         pair.d.do("ballast", free_blocks=0)
     assert pair.d.evaluate("scheduler.num_cumulative_preemption") > preempted
     counted = pair.d.counters().since(before)

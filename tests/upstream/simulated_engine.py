@@ -3,8 +3,8 @@
 
 Each slot of a block holds what was last written there: the tokens up to its position, as a number. A step writes the
 slots that the CPU runner would compute and reads all those before them; reading anything but the sequence's own past is
-an error at once. So whatever makes the scheduler or the block manager treat KV as there that is not, or lets two writers
-at a block, shows as soon as somebody attends to it.
+an error at once. So whatever makes the scheduler or the block manager treat KV as there that is not, or lets two
+writers at a block, shows as soon as somebody attends to it.
 """
 
 import itertools
@@ -84,7 +84,8 @@ class SimulatedEngine:
 
     # Requests.
 
-    def add(self, request_id: str, token_ids: list[int], *, max_tokens: int = 4, remote_decode: str | None = None) -> None:
+    def add(self, request_id: str, token_ids: list[int], *, max_tokens: int = 4,
+            remote_decode: str | None = None) -> None:
         seq = Sequence(next(self._seq_ids), inputs=token_inputs(token_ids), block_size=BLOCK_SIZE)
         seq.remote_decode = remote_decode
         group = SequenceGroup(request_id, seqs=[seq], arrival_time=time.time(),

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pd up` with the real model, and beside it a decode engine whose front end runs in the engine's own process."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from harness import core, engine_env, model_folder
+from vllm_pd.client import Question, ask, is_healthy
+from vllm_pd.core.messages import Role
+from vllm_pd.fleet import SERVE, UpOptions, plan_fleet, transfer_config
+from vllm_pd.ports import take_free, take_free_run
+from vllm_pd.scrape import scrape
+from vllm_pd.up import Fleet
+
+MODEL = "real"
+SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "16", "--enable-prefix-caching",
+              "--served-model-name", MODEL, "--num-gpu-blocks-override", "512", "--max-num-seqs", "8",
+              "--disable-log-requests"]
+PD = {"max_local_prefill_tokens": 40, "ttl_s": 30}  # a P that stands still keeps its jobs waiting
+
+
+@dataclass
+class Servers:
+    """Base URLs, and the process ids of their first processes."""
+    p: str
+    d: str
+    async_d: str
+    pids: dict[str, int]
+
+    def engine_processes(self, url: str) -> list[psutil.Process]:
+        server = psutil.Process(self.pids[url])
+        return [server, *server.children(recursive=True)]
+
+    @contextlib.contextmanager
+    def p_stands_still(self) -> Iterator[None]:
+        """Every process of P is stopped."""
+        processes = self.engine_processes(self.p)
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    model = model_folder("VLLM_PD_MODEL")
+    os.environ.update({k: v for k, v in engine_env(0).items() if k.startswith(("VLLM_CPU_KV", "VLLM_CPU_CI", "VLLM_NO",
+                                                                               "HF_", "TOKENIZERS", "VLLM_LOGGING"))})
+    plan = plan_fleet(UpOptions(model, 1, 1, port=take_free_run("127.0.0.1", 2), pd=PD, serve_args=SERVE_ARGS),
+                      sorted(os.sched_getaffinity(0)))
+    fleet = Fleet(plan)
+    with fleet:
+        port = take_free("127.0.0.1")
+        alone = subprocess.Popen(
+            ["taskset", "-c", str(core(1)), *SERVE, model, "--host", "127.0.0.1", "--port", str(port), *SERVE_ARGS,
+             "--disable-frontend-multiprocessing", "--kv-transfer-config",
+             transfer_config(Role.DECODE, plan.broker_url, PD)], env=engine_env(1))
+        try:
+            url = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + 240
+            while not is_healthy(url):
+                assert alone.poll() is None and time.monotonic() < deadline
+                time.sleep(0.5)
+            d, p = plan.engines
+            pids = {engine.url: fleet._engines[engine].pid for engine in plan.engines}
+            yield Servers(p.url, d.url, url, {**pids, url: alone.pid})
+        finally:
+            alone.send_signal(signal.SIGTERM)
+            try:
+                alone.wait(20)
+            except subprocess.TimeoutExpired:
+                alone.kill()
+                pytest.fail("the server does not end upon SIGTERM")
+
+
+@pytest.fixture(params=["d", "async_d"], ids=["MQLLMEngine", "AsyncLLMEngine"])
+def decode(request, servers) -> Iterator[str]:
+    """The URL of a decode engine, of either kind. It holds no blocks for anybody in the end (B20)."""
+    url = getattr(servers, request.param)
+    yield url
+    deadline = time.monotonic() + 15
+    while held_blocks(url) or gauge(url, "vllm:num_requests_running") or gauge(url, "vllm:num_requests_waiting"):
+        assert time.monotonic() < deadline, scrape(url).samples
+        time.sleep(0.2)
+    assert gauge(url, "vllm:gpu_cache_usage_perc") == 0
+
+
+def gauge(url: str, name: str) -> float:
+    return scrape(url).value(name)
+
+
+def held_blocks(url: str) -> float:
+    return gauge(url, "vllm:pd_parked_blocks") + gauge(url, "vllm:pd_quarantined_blocks")
+
+
+def await_value(url: str, name: str, value: float, timeout_s: float = 10, **labels: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (found := scrape(url).value(name, **labels)) != value:
+        assert time.monotonic() < deadline, f"{name} is {found}, not {value}"
+        time.sleep(0.1)
+
+
+def text(sentences: int, start: int) -> str:
+    numbers = range(start, start + sentences)
+    return " ".join(f"Item {number} of the list costs {7 * number - 6 * start} coins." for number in numbers)
+
+
+def question(sentences: int, start: int, **options) -> Question:
+    content = text(sentences, start) + " The next item costs"
+    if options.get("chat"):
+        return Question([{"role": "user", "content": content}], 8, **options)
+    return Question(content, 8, **options)
+
+
+@contextlib.contextmanager
+def asked_and_left(url: str, body: dict) -> Iterator[http.client.HTTPConnection]:
+    """A client that asks and goes away without waiting for the answer."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True}, {"chat": True}, {"chat": True, "stream": True}], ids=str)
+def test_b1_b11_answers_equal_those_of_one_engine(options, decode, servers):
+    """B1, B11: text, tokens, usage and finish reason of the real model, over either front end; P asked directly is one
+    engine that computes it all by itself."""
+    start = 100 * len(str(options)) + 10 * len(decode)
+    before = scrape(decode)
+    for number, sentences in enumerate((1, 5, 12, 30)):
+        asked = question(sentences, start + number, **options)
+        ours, theirs = ask(decode, MODEL, asked), ask(servers.p, MODEL, asked)
+        assert ours.same_as(theirs), (ours, theirs)
+        assert ours.usage[0] > 0 and len(ours.token_ids) == ours.usage[1]
+    await_value(decode, "vllm:pd_attempts_total", before.value("vllm:pd_attempts_total", outcome="done") + 3,
+                outcome="done")
+    counted = scrape(decode).since(before)
+    assert counted.value("vllm:pd_decisions_total", decision="local", reason="threshold") == 1
+    assert counted.value("vllm:pd_decisions_total", decision="remote") == 3
+    for stage in ("queue", "claim", "prefill", "transfer", "first_step"):
+        assert counted.value("vllm:pd_handover_seconds_count", stage=stage) == 3
+    assert counted.value("vllm:pd_transfer_bytes_total") > 0
+    assert counted.value("vllm:time_to_first_token_seconds_count") == 4
+
+
+def test_b25_the_client_disconnects_while_its_prompt_waits(decode, servers):
+    """B25: from the disconnect on; the same prompt is then answered as ever."""
+    asked = question(20, 7000 + len(decode))
+    before = scrape(decode)
+    with servers.p_stands_still():
+        with asked_and_left(decode, asked.body(MODEL)):
+            deadline = time.monotonic() + 10
+            while not held_blocks(decode):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        await_value(decode, "vllm:pd_attempts_total", before.value("vllm:pd_attempts_total", outcome="cancelled") + 1,
+                    outcome="cancelled")
+    assert ask(decode, MODEL, asked).same_as(ask(servers.p, MODEL, asked))
+
+
+def test_b33_a_waiting_engine_sleeps_and_still_answers(decode, servers):
+    """B33: only a parked request for some seconds: next to no CPU; a short prompt is answered at once meanwhile."""
+    asked = question(20, 8000 + len(decode))
+    short = Question("The capital of France is", 2)
+    ask(decode, MODEL, short)
+    with servers.p_stands_still(), asked_and_left(decode, asked.body(MODEL)):
+        deadline = time.monotonic() + 10
+        while not held_blocks(decode):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        processes = servers.engine_processes(decode)
+        began, before = time.monotonic(), [process.cpu_times() for process in processes]
+        time.sleep(6)
+        used = sum(sum(process.cpu_times()[:2]) for process in processes) - sum(sum(times[:2]) for times in before)
+        share = used / (time.monotonic() - began)
+        assert share < 0.10, f"{share:.0%} of a core"
+        began = time.monotonic()
+        assert ask(decode, MODEL, short).text.strip().startswith("Paris")
+        assert time.monotonic() - began < 3
+        assert held_blocks(decode)
+
+
+def test_b80_a_wrong_setting_ends_vllm_serve_with_its_reason():
+    """B80: before a model is loaded, with the key and what to write."""
+    wrong = json.dumps({"kv_connector": "PDConnector", "kv_role": "kv_consumer",
+                        "kv_connector_extra_config": {"broker": "tcp://127.0.0.1:1", "max_local_prefil_tokens": 5}})
+    ended = subprocess.run([*SERVE, model_folder("VLLM_PD_TINY_MODEL"), "--kv-transfer-config", wrong],
+                           env=engine_env(0), capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    said = ended.stdout + ended.stderr
+    assert "max_local_prefil_tokens" in said and "did you mean max_local_prefill_tokens" in said
