@@ -7,7 +7,8 @@ from vllm_pd.core.policy import Decision, PolicyConfig, PolicyInput, Reason, dec
 
 CONFIG = PolicyConfig(max_local_prefill_tokens=1000, max_queue_length=4, max_parked_fraction=0.5)
 GOOD = PolicyInput(prompt_tokens=1500, cached_tokens=0, blocks=94, can_go_remote=True, been_remote=False,
-                   broker_up=True, prefill_peers=1, queue_length=3, parked_blocks=6, total_blocks=200)
+                   broker_up=True, prefill_peers=1, queue_length=3, parked_blocks=6, total_blocks=200,
+                   parked_requests=15, total_requests=32)
 CASES = [
     ({"prompt_tokens": 1000}, Reason.THRESHOLD),
     ({"cached_tokens": 500}, Reason.THRESHOLD),
@@ -17,6 +18,7 @@ CASES = [
     ({"prefill_peers": 0}, Reason.PEER),
     ({"queue_length": 4}, Reason.QUEUE),
     ({"parked_blocks": 7}, Reason.CAP),
+    ({"parked_requests": 16}, Reason.CAP),
 ]
 
 
@@ -28,6 +30,11 @@ def test_all_is_well_goes_remote():
 @pytest.mark.parametrize("change, reason", CASES)
 def test_each_no_has_its_reason(change, reason):
     assert decide(msgspec.structs.replace(GOOD, **change), CONFIG) == Decision(False, reason)
+
+
+def test_an_engine_of_one_request_may_park_it():
+    alone = msgspec.structs.replace(GOOD, parked_requests=0, total_requests=1)
+    assert decide(alone, CONFIG).remote
 
 
 def test_the_first_no_counts():

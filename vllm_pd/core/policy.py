@@ -18,7 +18,7 @@ class Reason(StrEnum):
     BROKER = "broker"  # the broker does not answer
     PEER = "peer"  # no prefill engine that fits is alive
     QUEUE = "queue"  # too many jobs wait already
-    CAP = "cap"  # too many blocks are set aside already
+    CAP = "cap"  # too many blocks, or seats in the batch, are set aside already
 
 
 class PolicyConfig(msgspec.Struct, frozen=True):
@@ -30,7 +30,8 @@ class PolicyConfig(msgspec.Struct, frozen=True):
 
 class PolicyInput(msgspec.Struct, frozen=True):
     """One request, and what is known at this moment. `parked_blocks` counts quarantined ones too; `blocks` are those
-    this request would set aside beyond its prefix hit; `total_blocks` is the size of the pool."""
+    this request would set aside beyond its prefix hit; `total_blocks` is the size of the pool, `total_requests` the
+    most that may run at a time."""
     prompt_tokens: int
     cached_tokens: int
     blocks: int
@@ -41,6 +42,8 @@ class PolicyInput(msgspec.Struct, frozen=True):
     queue_length: int
     parked_blocks: int
     total_blocks: int
+    parked_requests: int
+    total_requests: int
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -70,4 +73,6 @@ def _reason_to_stay(request: PolicyInput, config: PolicyConfig) -> "Reason | Non
         return Reason.QUEUE
     if request.parked_blocks + request.blocks > config.max_parked_fraction * request.total_blocks:
         return Reason.CAP
+    if request.parked_requests + 1 > max(1, config.max_parked_fraction * request.total_requests):
+        return Reason.CAP  # a parked request has a seat in the batch, and others need some, peers' jobs among them
     return None

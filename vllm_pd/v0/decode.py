@@ -132,7 +132,9 @@ class RemotePrefills:
                         prefill_peers=view.prefill_peers,
                         queue_length=view.queue_length,
                         parked_blocks=sum(self._held_blocks.values()),
-                        total_blocks=self._scheduler.cache_config.num_gpu_blocks), self._policy)
+                        total_blocks=self._scheduler.cache_config.num_gpu_blocks,
+                        parked_requests=len(self._scheduler.remote_prefilling),
+                        total_requests=self._scheduler.scheduler_config.max_num_seqs), self._policy)
 
     def _count_timings(self, timings: Timings) -> None:
         if timings.measured:
