@@ -58,7 +58,8 @@ class PDConfig:
         64, "With this many jobs waiting at the broker, new prompts are prefilled locally.", least=1)
     max_parked_fraction: float = _key(
         0.5, "The share of a decode engine's KV blocks that waiting and quarantined remote prefills may hold, and of "
-        "its `max_num_seqs` that the waiting ones may take; beyond it new prompts are prefilled locally.", above=0, most=1)
+        "its `max_num_seqs` that the waiting ones may take; beyond it new prompts are prefilled locally.", above=0,
+        most=1)
     max_prefill_jobs: int = _key(8, "How many jobs a prefill engine holds at a time.", least=1)
     lease_s: float = _key(
         30.0, "How long a prefill engine may write after a grant that is not renewed.", least=0.1, most=3600)
