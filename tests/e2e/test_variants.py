@@ -49,8 +49,8 @@ def test_b1_both_ways_at_once(both, mono):
 @pytest.mark.parametrize("sender", ["p", "d"])
 def test_b1_one_way_with_caching_on_one_side(sender, both, mono):
     """B1, B5: with prefix caching here or there; twice, so that there is something in the caches."""
-    stem = prompt(64, 200)
-    prompts = [stem + prompt(10 + 9 * number, 201) for number in range(6)]
+    stem = prompt(64, f"stem for {sender}")
+    prompts = [stem + prompt(21 + 9 * number, f"rest for {sender}") for number in range(6)]
     engine = {"p": both.p, "d": both.d}[sender]
     before = engine.counters()
     expected = mono.tokens(prompts)
