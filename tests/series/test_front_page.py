@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first screen of the README says what is true of the series and of the pin."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+TABLE = (ROOT / "patches" / "README.md").read_text()
+
+
+def rows(text: str) -> dict[str, tuple[str, str]]:
+    """File name of each patch in a table: (kind, +/-)."""
+    found = re.findall(r"^\| \[.+?\]\((?:patches/)?([\w-]+\.patch)\) \| (\w+) \| (\+\d+ -\d+) \|", text, re.MULTILINE)
+    return {name: (kind, size) for name, kind, size in found}
+
+
+def test_the_table_of_patches_is_that_of_the_series():
+    series = [line for line in (ROOT / "patches" / "series").read_text().splitlines() if line and line[0] != "#"]
+    assert list(rows(README)) == series
+    assert rows(README) == rows(TABLE)
+
+
+def test_the_sum_is_that_of_the_series():
+    total = re.search(r"^\d+ patches, \+\d+ -\d+ lines in \d+ upstream files, [\d,]+ characters of diff", TABLE, re.MULTILINE)
+    assert total and total.group() in README
+
+
+def test_the_pin_is_named():
+    version = re.search(r"^version\s*=\s*(\S+)", (ROOT / "UPSTREAM_VERSION").read_text(), re.MULTILINE)
+    assert version and f"vLLM {version.group(1)}" in README
+
+
+def test_the_ci_runs_the_test_command_of_the_readme():
+    assert "    bash scripts/test.sh" in README
+    assert "bash scripts/test.sh\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_file_that_the_readme_links_is_there():
+    for target in re.findall(r"\]\(([\w/.-]+)\)", README):
+        assert (ROOT / target).exists(), target
