@@ -28,7 +28,7 @@ from _upstream_tests import trees
 from _wheel import cache, process
 
 WORKER = Path(__file__).resolve().parent / "_bench_step" / "worker.py"
-STEPS = {"engine": 25, "scheduler": 400}  # of a round: about half a second, and 50 ms
+STEPS = {"engine": 8, "scheduler": 400}  # of a round: short, so that a pair meets the same neighbours on the machine
 
 
 class Worker:
@@ -130,7 +130,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--processes", type=int, default=3, metavar="N", help="fresh processes on each side (default 3)"
     )
-    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="pairs of rounds with each (default 40)")
+    parser.add_argument("--rounds", type=int, default=50, metavar="N", help="pairs of rounds with each (default 50)")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="requests in the batch (default 8)")
     parser.add_argument("--prompt-tokens", type=int, default=32, metavar="N")
     parser.add_argument(
