@@ -8,7 +8,7 @@ from _bench_step.pairs import Pair, judge
 
 
 def rounds(slowdown: float, processes: int = 3, count: int = 30, seed: int = 1) -> list[Pair]:
-    """Pairs on a machine that is up to three times as slow from moment to moment, with 2 % of noise between neighbours."""
+    """Pairs on a machine that is up to three times as slow now and then, with 2 % of noise between neighbours."""
     draw = random.Random(seed)
     pairs = []
     for process in range(processes):
