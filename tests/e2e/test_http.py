@@ -148,13 +148,17 @@ def test_b1_b11_answers_equal_those_of_one_engine(options, decode, servers):
         ours, theirs = ask(decode, MODEL, asked), ask(servers.p, MODEL, asked)
         assert ours.same_as(theirs), (ours, theirs)
         assert ours.usage[0] > 0 and len(ours.token_ids) == ours.usage[1]
-    await_value(decode, "vllm:pd_attempts_total", before.value("vllm:pd_attempts_total", outcome="done") + 3,
-                outcome="done")
     counted = scrape(decode).since(before)
-    assert counted.value("vllm:pd_decisions_total", decision="local", reason="threshold") == 1
-    assert counted.value("vllm:pd_decisions_total", decision="remote") == 3
-    for stage in ("queue", "claim", "prefill", "transfer", "first_step"):
-        assert counted.value("vllm:pd_handover_seconds_count", stage=stage) == 3
+    remote = counted.value("vllm:pd_decisions_total", decision="remote")
+    assert remote + counted.value("vllm:pd_decisions_total", decision="local", reason="threshold") == 4
+    assert remote == 3 or (options.get("chat") and remote == 4)  # the template makes the short one long, until cached
+    done = before.value("vllm:pd_attempts_total", outcome="done") + remote
+    await_value(decode, "vllm:pd_attempts_total", done, outcome="done")
+    first_steps = before.value("vllm:pd_handover_seconds_count", stage="first_step") + remote
+    await_value(decode, "vllm:pd_handover_seconds_count", first_steps, stage="first_step")
+    counted = scrape(decode).since(before)
+    for stage in ("queue", "claim", "prefill", "transfer"):
+        assert counted.value("vllm:pd_handover_seconds_count", stage=stage) == remote
     assert counted.value("vllm:pd_transfer_bytes_total") > 0
     assert counted.value("vllm:time_to_first_token_seconds_count") == 4
 
