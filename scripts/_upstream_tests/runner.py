@@ -110,11 +110,13 @@ def follow(
             start_new_session=True,
         )
         try:
-            while running(process):
+            while True:
                 progress.read(tail)
                 elapsed_s = time.monotonic() - began_s
                 if elapsed_s > site.run_limit_s or site.stop.is_set():
                     raise RunDied(site.name, f"no end after {elapsed_s:.0f} s, in {progress.last} (see {log})")
+                if not running(process):
+                    break
                 if elapsed_s // REPORT_S > told:
                     told = elapsed_s // REPORT_S
                     say(f"{elapsed_s:4.0f} s, {progress}")
