@@ -2,6 +2,7 @@
 """B80: what an engine's arguments must be for disaggregation, seen through upstream's own way in."""
 
 import os
+import socket
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -84,3 +85,12 @@ def test_b80_what_is_not_built_yet_is_refused_with_a_cure(model, more):
     key = next(iter(more))
     with pytest.raises(ConfigError, match=f"(?s){key}.*(use|remove)"):
         arguments(model, **more).create_engine_config()
+
+
+def test_b80_a_port_in_use_is_refused_before_anything_starts(model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"(?s)bind.*{address}.*in use"):
+            arguments(model, extra={**BROKER, "bind": f"tcp://{address}"}).create_engine_config()

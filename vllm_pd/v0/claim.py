@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.hooks import CONNECTOR, SETTINGS_KEY
+from vllm_pd.ports import require_free
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +28,9 @@ def claim(engine_args: EngineArgs) -> None:
     extra = dict(transfer.kv_connector_extra_config or {})
     config = PDConfig.parse(transfer.kv_role, extra)
     _check_arguments(engine_args)
+    bind = urlsplit(config.bind)
+    if bind.port and ":" not in bind.hostname:
+        require_free("bind", bind.hostname, [bind.port])
     if os.environ.get("VLLM_USE_V1") not in (None, "", "0"):
         raise ConfigError("VLLM_USE_V1", os.environ["VLLM_USE_V1"],
                           f"unset it: {CONNECTOR} runs in the V0 engine and selects it by itself")
