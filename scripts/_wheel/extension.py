@@ -26,9 +26,12 @@ LIBRARIES = ["-lc10", "-ltorch_cpu", "-ltorch", "-lnuma", "-lgomp"]
 FILE = "_C.abi3.so"
 TAG = "cp311-abi3-linux_x86_64"
 
-_FACTS = """ import json, sysconfig, torch from torch.utils import cpp_extension include =
-cpp_extension.include_paths() + [sysconfig.get_paths()["include"]] print(json.dumps({"abi":
-int(torch._C._GLIBCXX_USE_CXX11_ABI), "include": include, "library": cpp_extension.TORCH_LIB_PATH}))
+_FACTS = """
+import json, sysconfig, torch
+from torch.utils import cpp_extension
+include = cpp_extension.include_paths() + [sysconfig.get_paths()["include"]]
+print(json.dumps({"abi": int(torch._C._GLIBCXX_USE_CXX11_ABI), "include": include,
+                  "library": cpp_extension.TORCH_LIB_PATH}))
 """
 
 
