@@ -8,7 +8,7 @@ import threading
 import zipfile
 
 import pytest
-from _wheel import archive, cache, metadata, project
+from _wheel import archive, cache, extension, metadata, project
 from _wheel.process import BuildError, run
 
 from tests.wheel import checks
@@ -154,3 +154,16 @@ def test_failed_command_says_what_it_said():
         run(["sh", "-c", "echo the reason >&2; exit 3"])
     with pytest.raises(BuildError, match="no-such-command: not found"):
         run(["no-such-command"])
+
+
+def test_the_extension_is_compiled_as_the_torch_of_this_environment_wants(tmp_path, monkeypatch):
+    """With a compiler that only notes what it is asked: a machine that has the extension cached never asks torch."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\necho "$@" >> "$0.log"\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    extension.compile_into(tmp_path, tmp_path, sys.executable)
+    calls = (tmp_path / "compiler.log").read_text().splitlines()
+    assert len(calls) == len(extension.SOURCES) + 1
+    assert all("-D_GLIBCXX_USE_CXX11_ABI=" in call and "torch/include" in call for call in calls[:-1])
+    assert (tmp_path / extension.FILE).exists()
