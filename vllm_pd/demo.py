@@ -64,8 +64,9 @@ class PDOff:
                "OMP_NUM_THREADS": str(len(cores)),
                "OMP_WAIT_POLICY": "passive",  # threads that spin for each other crawl where cores are shared
                "VLLM_ENGINE_ITERATION_TIMEOUT_S": str(int(START_TIMEOUT_S))}
-        self._child = Child("PD off", [*SERVE, model, "--host", HOST, "--port", str(port),
-                                       "--disable-frontend-multiprocessing", *SERVE_ARGS], env=env, say=journal.say)
+        # Not in the front end's process: its engine runs steps on threads that are all bound to the first core.
+        self._child = Child("PD off", [*SERVE, model, "--host", HOST, "--port", str(port), *SERVE_ARGS], env=env,
+                            say=journal.say)
 
     def __enter__(self) -> "PDOff":
         self._child.start(queue.SimpleQueue())
