@@ -203,7 +203,7 @@ LOCAL = {"n": {"n": 3, "temperature": 0.9, "seed": 3}, "best_of": {"n": 2, "best
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_b7_what_can_not_go_remote_stays(name, pair, mono):
-    """B7: counted as such, and right. (Upstream asserts on prompt_logprobs for a prompt that is cached.)"""
+    """B7: counted as such, and right."""
     tokens, parameters = prompt(50, f"7100 {name}"), LOCAL[name]
     before = pair.d.counters()
     [got] = pair.d.generate([tokens], **parameters)
@@ -214,6 +214,17 @@ def test_b7_what_can_not_go_remote_stays(name, pair, mono):
     counted = pair.d.counters().since(before)
     assert counted["decisions_total:local,feature"] >= 1
     assert counted["decisions_total:remote,length"] == 0
+
+
+def test_b7_prompt_logprobs_of_a_prompt_that_is_cached(pair, mono):
+    """B7: upstream's engine dies of it."""
+    tokens = prompt(50, 7150)
+    [expected] = mono.generate([tokens], prompt_logprobs=1, **GREEDY)
+    pair.d.generate([tokens], **GREEDY)
+    for engine in (pair.d, pair.d, pair.p, mono):
+        [got] = engine.generate([tokens], prompt_logprobs=1, **GREEDY)
+        assert [list(e or ()) for e in got["prompt_logprobs"]] == [list(e or ()) for e in expected["prompt_logprobs"]]
+        assert got["outputs"][0]["token_ids"] == expected["outputs"][0]["token_ids"]
 
 
 def test_b7_beam_search(pair, mono):
