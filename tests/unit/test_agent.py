@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.unit.noise import send_noise
 from vllm_pd.control import agent as agent_module
 from vllm_pd.control import process
 from vllm_pd.control.agent import ControlAgent
@@ -573,21 +574,7 @@ def test_b81_noise_is_counted_and_dropped(pair, raw):
         m.Hello(prefill.agent.member, b""), m.Claim(attempt, 1), m.Renew(attempt, 1, 1), m.Failed(attempt, 2, "w"))]
     other = [codec.encode("x", m.Leave()), codec.encode("x", m.Cancel(attempt, 1)),
              b"PD" + bytes((m.PROTOCOL + 1,)) + b"from the future"]
-    for _ in range(1000):
-        kind = dice.randrange(5)
-        if kind == 0:
-            raw.socket.send(dice.randbytes(dice.randrange(200)))
-        elif kind == 1:
-            frame = dice.choice(good)
-            raw.socket.send(frame[:dice.randrange(len(frame))])
-        elif kind == 2:
-            frame = bytearray(dice.choice(good))
-            frame[dice.randrange(len(frame))] ^= 1 << dice.randrange(8)
-            raw.socket.send(bytes(frame))
-        elif kind == 3:
-            raw.socket.send_multipart([dice.randbytes(3)] * dice.randrange(2, 9))
-        else:
-            raw.socket.send(dice.choice(other))
+    send_noise(raw.socket, dice, good, other, 1000)
     huge = Raw(decode.agent.member.address)
     huge.socket.send(bytes(codec.MAX_FRAME_BYTES + 1))
     fresh = Raw(decode.agent.member.address)

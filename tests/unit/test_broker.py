@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.unit.noise import send_noise
 from vllm_pd.control.broker import Broker
 from vllm_pd.control.registry import QueueLimits, Registry
 from vllm_pd.core import messages as m
@@ -255,21 +256,7 @@ def test_b81_noise_is_counted_and_dropped(broker, raw):
     good = [codec.encode("d", message) for message in (
         m.Register(member("d", m.Role.DECODE)), m.Put(job(1)), m.Take(1, 0), m.Withdraw(m.Attempt("d", "r", 1)))]
     odd = [codec.encode("d", m.Cancel(m.Attempt("d", "r", 1), 1)), codec.encode("d", m.Heard("b", 1))]
-    for _ in range(1500):
-        kind = dice.randrange(5)
-        if kind == 0:
-            raw.socket.send(dice.randbytes(dice.randrange(200)))
-        elif kind == 1:
-            frame = dice.choice(good)
-            raw.socket.send(frame[:dice.randrange(len(frame))])
-        elif kind == 2:
-            frame = bytearray(dice.choice(good))
-            frame[dice.randrange(len(frame))] ^= 1 << dice.randrange(8)
-            raw.socket.send(bytes(frame))
-        elif kind == 3:
-            raw.socket.send_multipart([dice.randbytes(3)] * dice.randrange(2, 9))
-        else:
-            raw.socket.send(dice.choice(odd))
+    send_noise(raw.socket, dice, good, odd, 1500)
     huge = Raw(broker.address)
     huge.socket.send(bytes(codec.MAX_FRAME_BYTES + 1))  # the socket itself refuses, and drops the connection
     fresh = Raw(broker.address)

@@ -10,6 +10,7 @@ the scheduler parks and resumes groups with `choose_remote_prefill`, `start_remo
 """
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import weakref
@@ -19,7 +20,6 @@ import zmq
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.process import local_member
 from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt
 from vllm_pd.metrics import PDMetrics
@@ -55,7 +55,7 @@ class Disaggregation:
         self._scheduler = engine.scheduler[0]
         self._bell = Bell()
         self._metrics = PDMetrics(engine.model_config.served_model_name)
-        member, metadata, self._transfer = attach_transfer(engine, config.role, local_member)
+        member, metadata, self._transfer = attach_transfer(engine, config.role)
         self._agent = ControlAgent(config, member, metadata, wake=self._bell.ring)
         self._agent.start()
         self.remote_prefills = RemotePrefills(config, self._agent, self._scheduler, self._metrics,
@@ -145,7 +145,6 @@ class Disaggregation:
 
     def serve(self, async_engine: AsyncLLMEngine) -> None:
         """This engine runs in that loop: wake it, and let it run before the first client asks."""
-        import asyncio
         self._looped = True
         self._bell.serve(async_engine, self._is_worth_a_step)
         try:

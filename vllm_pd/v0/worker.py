@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING
 
-from vllm_pd.core.messages import Fingerprint, Member, Role
+from vllm_pd.control.process import local_member
+from vllm_pd.core.messages import Member, Role
 from vllm_pd.transfer.layout import describe
 from vllm_pd.transfer.nixl import NixlTransport
 from vllm_pd.transfer.worker import TransferWorker
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
     from vllm.engine.llm_engine import LLMEngine
 
 
-def attach_transfer(engine: LLMEngine, role: Role,
-                    new_member: Callable[[Role, Fingerprint], Member]) -> tuple[Member, bytes, TransferWorker]:
+def attach_transfer(engine: LLMEngine, role: Role) -> tuple[Member, bytes, TransferWorker]:
     """Register the one worker's caches with NIXL and let the worker carry out transfer requests.
 
     Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and
@@ -37,11 +37,10 @@ def attach_transfer(engine: LLMEngine, role: Role,
                            head_size=model.get_head_size(),
                            platform=platform,
                            backend=backend)
-    member = new_member(role, fingerprint(engine.vllm_config, description.layout.value))
+    member = local_member(role, fingerprint(engine.vllm_config, description.layout.value))
     # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
     transport = NixlTransport(member.incarnation, caches, description, progress_thread=role is not Role.PREFILL)
-    synchronize = torch.cuda.synchronize if platform == "cuda" else None
-    transfer = TransferWorker(transport, synchronize) if synchronize is not None else TransferWorker(transport)
+    transfer = TransferWorker(transport, torch.cuda.synchronize) if platform == "cuda" else TransferWorker(transport)
     worker.transfer = transfer
     return member, transport.metadata(), transfer
 
