@@ -5,7 +5,7 @@ Both hooks return at once, and import nothing, for an engine that does not name 
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -28,7 +28,7 @@ def claim_kv_transfer_config(engine_args: EngineArgs) -> None:
         claim(engine_args)
 
 
-def attach_engine(engine: LLMEngine) -> Optional[Disaggregation]:
+def attach_engine(engine: LLMEngine) -> Disaggregation | None:
     """The binding of this engine, which then belongs to it; None where disaggregation is off.
 
     Called by `LLMEngine.__init__` when all else is there. Raises ConfigError for an engine that can't take part.

@@ -120,10 +120,10 @@ class Driver:
 
     def op_evaluate(self, expression: str):
         """For a test that has to look, or meddle, where no other op does."""
-        return eval(expression, self.names)  # noqa: S307
+        return eval(expression, self.names)
 
     def op_execute(self, code: str) -> None:
-        exec(code, self.names)  # noqa: S102
+        exec(code, self.names)
 
     def op_hold(self, held: bool) -> None:
         """Whether to step no more between messages."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
-
 from harness import core, engine_env, model_folder
+
 from vllm_pd.client import Question, ask, is_healthy
 from vllm_pd.core.messages import Role
 from vllm_pd.fleet import SERVE, UpOptions, plan_fleet, transfer_config

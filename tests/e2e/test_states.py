@@ -5,8 +5,8 @@ import time
 
 import msgspec
 import pytest
-
 from harness import ChildError, prompt
+
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.process import local_member

@@ -4,7 +4,6 @@
 import random
 
 import pytest
-
 from harness import prompt
 
 BLOCK = 16

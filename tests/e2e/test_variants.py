@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterator
 
 import pytest
-
 from harness import BrokerProcess, EngineProcess, Pair, lend, prompt
 
 

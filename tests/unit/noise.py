@@ -7,8 +7,8 @@ import zmq
 
 
 def send_noise(socket: zmq.Socket, dice: random.Random, good: list[bytes], odd: list[bytes], count: int) -> None:
-    """Send `count` messages: random bytes, `good` frames cut short or with a bit turned, too many frames, and `odd` ones,
-    which are well-formed and do not belong there."""
+    """Send `count` messages: random bytes, `good` frames cut short or with a bit turned, too many frames, and `odd`
+    ones, which are well-formed and do not belong there."""
     for _ in range(count):
         kind = dice.randrange(5)
         if kind == 0:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill engine's jobs, driven by hand: every way in which one ends tells the peer once and frees the blocks once."""
+"""A prefill engine's jobs, driven by hand: every way in which one ends tells the peer once and frees the blocks
+once."""
 
 import logging
 from types import SimpleNamespace

@@ -4,7 +4,6 @@
 import random
 
 import pytest
-
 from simulated_engine import SimulatedEngine
 from vllm.sequence import SequenceStage, SequenceStatus
 

@@ -2,7 +2,6 @@
 """B6: a seeded request whose prompt step ran elsewhere begins to draw with its first decode here."""
 
 import torch
-
 from vllm import SamplingParams
 from vllm.model_executor.sampling_metadata import SamplingMetadata
 from vllm.sequence import SequenceData, SequenceGroupMetadata

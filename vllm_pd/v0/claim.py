@@ -59,7 +59,8 @@ def _check_arguments(engine_args: EngineArgs) -> None:
     if engine_args.distributed_executor_backend == "ray":
         raise ConfigError("distributed_executor_backend", "ray", 'remove it: a single worker needs none')
     if engine_args.enable_sleep_mode:
-        raise ConfigError("enable_sleep_mode", True, "remove it: a sleeping engine's cache is memory that peers write to")
+        raise ConfigError("enable_sleep_mode", True,
+                          "remove it: a sleeping engine's cache is memory that peers write to")
 
 
 def check_engine(config: VllmConfig) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from typing import TYPE_CHECKING, Container, Optional
+from collections.abc import Container
+from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
@@ -51,7 +52,7 @@ class RemotePrefills:
         """Whether a notice may arrive."""
         return bool(self._held_blocks)
 
-    def choose(self, seq_group: SequenceGroup, cached_tokens: int) -> Optional[Attempt]:
+    def choose(self, seq_group: SequenceGroup, cached_tokens: int) -> Attempt | None:
         """The attempt under which the group's prompt is to be prefilled elsewhere, or None. Counted once a stay in
         the waiting queue: a group that is to stay is not asked about again."""
         if seq_group in self._local:

@@ -14,7 +14,8 @@ import asyncio
 import logging
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -61,7 +62,7 @@ class Disaggregation:
         self.remote_prefills = RemotePrefills(config, self._agent, self._scheduler, self._metrics,
                                               engine.seq_id_to_seq_group)
         self._decodes = config.role.decodes
-        self.prefill_jobs: Optional[PrefillJobs] = None
+        self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self._agent, weakref.proxy(engine), self._metrics)
         self._progress = Progress()
@@ -80,7 +81,7 @@ class Disaggregation:
 
     # What the scheduler calls.
 
-    def choose_remote_prefill(self, seq_group: SequenceGroup, num_cached_tokens: int) -> Optional[Attempt]:
+    def choose_remote_prefill(self, seq_group: SequenceGroup, num_cached_tokens: int) -> Attempt | None:
         """The attempt under which a peer shall prefill this waiting group, or None: prefill it here."""
         if not self._decodes or seq_group.first_seq.remote_decode is not None:
             return None

@@ -6,7 +6,8 @@ stop conditions) goes remote unharmed. What a prompt step computes beside KV, or
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Container
+from collections.abc import Container
+from typing import TYPE_CHECKING
 
 from vllm_pd.core.messages import MAX_ID_CHARS
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from typing import TYPE_CHECKING, Callable, Optional
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -24,12 +25,12 @@ class Bell:
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         os.set_blocking(self._write_fd, False)
-        self._async_engine: Optional[weakref.ref[AsyncLLMEngine]] = None
+        self._async_engine: weakref.ref[AsyncLLMEngine] | None = None
         self._is_worth_a_step: Callable[[], bool] = bool
-        self._timer: Optional[asyncio.TimerHandle] = None
+        self._timer: asyncio.TimerHandle | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._read_fd, zmq.POLLIN)
-        self._socket: Optional[zmq.Socket] = None
+        self._socket: zmq.Socket | None = None
 
     def serve(self, async_engine: AsyncLLMEngine, is_worth_a_step: Callable[[], bool]) -> None:
         """From now on ringing also sets the event that this engine's background loop waits for, if `is_worth_a_step`
@@ -56,7 +57,7 @@ class Bell:
         if loop is not None and self._timer is None:
             self._timer = loop.call_later(seconds, self._rung, True)
 
-    def wait(self, timeout_s: float, socket: Optional[zmq.Socket] = None) -> bool:
+    def wait(self, timeout_s: float, socket: zmq.Socket | None = None) -> bool:
         """Sleep until it rings, the socket has input, or the time is over. True where the socket has input."""
         if socket is not self._socket:
             self._watch(socket)
@@ -77,14 +78,14 @@ class Bell:
             os.close(read_fd)
             os.close(write_fd)
 
-    def _watch(self, socket: Optional[zmq.Socket]) -> None:
+    def _watch(self, socket: zmq.Socket | None) -> None:
         if self._socket is not None:
             self._poller.unregister(self._socket)
         if socket is not None:
             self._poller.register(socket, zmq.POLLIN)
         self._socket = socket
 
-    def _async_loop(self) -> Optional[asyncio.AbstractEventLoop]:
+    def _async_loop(self) -> asyncio.AbstractEventLoop | None:
         engine = self._async_engine() if self._async_engine is not None else None
         task = engine._background_loop_unshielded if engine is not None else None
         return None if task is None else task.get_loop()

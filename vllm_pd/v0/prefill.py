@@ -2,8 +2,8 @@
 """The prefill engine's half of the binding: jobs of peers as requests of this engine.
 
 Life of a job: a Prefill event becomes a request for one token (COMPUTING); when that has finished, the scheduler holds
-its blocks in `prefill_sending` and calls `computed`; the write is posted with the next step (SENDING), its end frees the
-blocks and tells the peer. Whatever goes wrong on the way, the peer is told at once and the blocks are freed.
+its blocks in `prefill_sending` and calls `computed`; the write is posted with the next step (SENDING), its end frees
+the blocks and tells the peer. Whatever goes wrong on the way, the peer is told at once and the blocks are freed.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
@@ -183,7 +183,7 @@ class PrefillJobs:
         progress.finished_transfers.append(attempt)
         return self._jobs.pop(attempt)
 
-    def find(self, attempt: Attempt) -> Optional[JobState]:
+    def find(self, attempt: Attempt) -> JobState | None:
         """The state of a job, for tests."""
         job = self._jobs.get(attempt)
         return None if job is None else job.state

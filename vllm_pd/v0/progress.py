@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import msgspec
 
@@ -34,7 +34,7 @@ class ArrivalNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, payload: bytes) -> Optional[ArrivalNotice]:
+    def decode(cls, payload: bytes) -> ArrivalNotice | None:
         """None for bytes that are no notice."""
         try:
             return msgspec.msgpack.decode(payload, type=cls)
