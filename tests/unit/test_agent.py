@@ -475,12 +475,15 @@ def test_what_counts_as_dead():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = local_member(m.Role.PREFILL, FINGERPRINT)
     assert not process.is_gone(here)
-    member = msgspec.structs.replace(here, pid=child.pid, start_time=process.start_time(child.pid))
+    alive = m.Process(child.pid, process.start_time(child.pid))
+    reused = msgspec.structs.replace(alive, start_time=1)
+    member = msgspec.structs.replace(here, processes=(alive,))
     assert not process.is_gone(member)
-    assert process.is_gone(msgspec.structs.replace(member, start_time=1)), "the pid has a new owner"
-    elsewhere = msgspec.structs.replace(member, host_id="another boot", start_time=1)
+    assert process.is_gone(msgspec.structs.replace(member, processes=(reused,))), "the pid has a new owner"
+    elsewhere = msgspec.structs.replace(member, host_id="another boot", processes=(reused,))
     assert not process.is_gone(elsewhere), "silence across hosts is no death"
-    assert not process.is_gone(msgspec.structs.replace(member, host_id="", start_time=1))
+    assert not process.is_gone(msgspec.structs.replace(member, host_id="", processes=(reused,)))
+    assert not process.is_gone(msgspec.structs.replace(member, processes=(reused, alive))), "one of its ranks lives"
     child.kill()
     deadline = time.monotonic() + 5
     while not process.is_gone(member):  # a zombie is

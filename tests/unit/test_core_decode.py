@@ -274,7 +274,7 @@ def test_numbers_must_grow_so_that_a_reused_request_id_is_another_attempt(side):
 
 
 def test_b42_other_fingerprint_is_refused_with_both_values(side):
-    for key, theirs in [("protocol", 2), ("model", "other"), ("dtype", "bfloat16"), ("kv_dtype", "fp8"),
+    for key, theirs in [("protocol", 9), ("model", "other"), ("dtype", "bfloat16"), ("kv_dtype", "fp8"),
                         ("block_size", 32), ("layers", 3), ("kv_heads", 1), ("head_size", 128), ("layout", "nhd"),
                         ("tp", 2), ("pp", 2)]:
         fingerprint = m.Fingerprint(**{**{k: getattr(FINGERPRINT, k) for k in FINGERPRINT.__struct_fields__},

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a process still exists, as a fact.
 
-A process is named by (host id, pid, start time). The host id joins the boot with the process-id namespace: where either
+A process is named by host id, pid and start time. The host id joins the boot with the process-id namespace: where either
 differs, a pid says nothing about the peer, and nothing is concluded from it.
 """
 import functools
 import os
 import uuid
 
-from vllm_pd.core.messages import Fingerprint, Load, Member, Role
+from vllm_pd.core.messages import Fingerprint, Load, Member, Process, Role
 
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted from the state, which follows the name in brackets
 
@@ -45,16 +45,22 @@ def _threads(pid: int) -> int:
 
 
 def is_gone(member: Member) -> bool:
-    """True only where it is certain that the member's process has ended."""
-    if not member.host_id or member.host_id != host_id() or not member.pid or not member.start_time:
+    """True only where it is certain that every process of the member has ended."""
+    if not member.host_id or member.host_id != host_id() or not member.processes:
         return False
     try:
-        return start_time(member.pid) != member.start_time
+        return all(start_time(process.pid) != process.start_time for process in member.processes)
     except OSError:
         return False
 
 
-def local_member(role: Role, fingerprint: Fingerprint) -> Member:
-    """A registry entry for this process: a new incarnation. The agent fills in the address."""
+def this_process() -> Process:
+    """The calling process."""
     pid = os.getpid()
-    return Member(uuid.uuid4().hex, role, "", fingerprint, Load(), host_id(), pid, start_time(pid) or 0)
+    return Process(pid, start_time(pid) or 0)
+
+
+def local_member(role: Role, fingerprint: Fingerprint) -> Member:
+    """A registry entry for an engine in this process: a new incarnation. The agent fills in the addresses; an engine
+    with workers in other processes adds those."""
+    return Member(uuid.uuid4().hex, role, "", fingerprint, Load(), host_id(), (this_process(),))

@@ -67,6 +67,8 @@ class Registry:
             return []
         if isinstance(message, m.Leave):
             return self._drop_members([sender])
+        if isinstance(message, m.Census):
+            return [(sender, self._peers())]
         self.counters["unexpected"] += 1
         return []
 
@@ -104,8 +106,7 @@ class Registry:
             entry = self._entries[sender] = _Entry(member)
             entry.heard_at = now
             return self._changed()
-        changed = (member.address, member.role, member.fingerprint) != (
-            entry.member.address, entry.member.role, entry.member.fingerprint)
+        changed = msgspec.structs.replace(member, load=entry.member.load) != entry.member
         entry.member = member
         entry.heard_at = now
         if changed:
@@ -133,7 +134,7 @@ class Registry:
             return None
         if len(self) >= self.limits.max_jobs or self._tokens + len(job.token_ids) > self.limits.max_tokens:
             return m.PutRefusal.FULL
-        if not any(self._fits(entry, sender) for entry in self._entries.values()):
+        if not any(self._fits(entry, job) for entry in self._entries.values()):
             return m.PutRefusal.NO_PEER
         return None
 
@@ -154,7 +155,7 @@ class Registry:
         letters: list[Letter] = []
         open_to = [entry for entry in self._entries.values() if entry.free() > 0]
         for from_front, job, until in self._in_order() if open_to else ():
-            fitting = [entry for entry in open_to if self._fits(entry, job.attempt.incarnation)]
+            fitting = [entry for entry in open_to if self._fits(entry, job)]
             if not fitting:
                 continue
             entry = max(fitting, key=lambda e: (e.free(), -e.offered_at))
@@ -177,11 +178,12 @@ class Registry:
         return [(True, job, until) for job, until in self._front] + [
             (False, job, until) for job, until in self._jobs.values()]
 
-    def _fits(self, entry: _Entry, decode: str) -> bool:
-        """Whether this member may take jobs of that decode engine."""
-        theirs = self._entries.get(decode)
-        return (theirs is not None and theirs is not entry and entry.member.role.prefills
-                and entry.member.fingerprint.first_difference(theirs.member.fingerprint) is None)
+    def _fits(self, entry: _Entry, job: m.Job) -> bool:
+        """Whether this member may take that job."""
+        theirs, ours = self._entries.get(job.attempt.incarnation), entry.member
+        return (theirs is not None and theirs is not entry and ours.role.prefills and not ours.draining
+                and ours.incarnation not in job.avoid
+                and ours.fingerprint.first_difference(theirs.member.fingerprint) is None)
 
     def _drop_members(self, names: list[str]) -> list[Letter]:
         dropped = [name for name in names if self._entries.pop(name, None) is not None]

@@ -13,13 +13,15 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 MAX_ID_CHARS = 1024
 MAX_TOKENS = 4_000_000
 MAX_BLOCKS = 1_000_000
 MAX_METADATA_BYTES = 8 << 20
 MAX_MEMBERS = 4096
+MAX_PROCESSES = 4096  # of one engine
+MAX_AVOIDED = 16
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -89,17 +91,26 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     free_blocks: Count = 0
 
 
+class Process(msgspec.Struct, frozen=True, array_like=True):
+    """One process of an engine, as its host names it: the pid, and when it began in clock ticks since boot."""
+    pid: Count
+    start_time: Count
+
+
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A registry entry. `address` is the engine's control socket; (`host_id`, `pid`, `start_time`) name its process so
-    that another process in the same process namespace of the same boot can see by fact whether it still exists."""
+    """A registry entry. `address` is the engine's control socket. (`host_id`, `processes`) names every process of it
+    that can write, so that another process in the same process namespace of the same boot can see by fact whether any
+    still exists; `lifeline` is a listening socket that nothing but the end of the process closes, for all others.
+    `draining`: it takes no new jobs."""
     incarnation: Name
     role: Role
     address: Text
     fingerprint: Fingerprint
     load: Load = Load()
     host_id: Text = ""
-    pid: Count = 0
-    start_time: Count = 0
+    processes: Annotated[tuple[Process, ...], msgspec.Meta(max_length=MAX_PROCESSES)] = ()
+    lifeline: Text = ""
+    draining: bool = False
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
@@ -128,13 +139,15 @@ class PutRefusal(StrEnum):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """A prefill that wants a P: goes from D through the queue. It names no block; only a grant does."""
+    """A prefill that wants a P: goes from D through the queue. It names no block; only a grant does. The Ps in `avoid`
+    have failed at it before."""
     attempt: Attempt
     address: Text
     token_ids: TokenIds
     cached_tokens: Count
     deadline_s: Seconds
     lora: Text | None = None
+    avoid: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_AVOIDED)] = ()
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -291,13 +304,42 @@ class Offer(Wire):
     serial: Count
 
 
+class Census(Wire):
+    """Anybody asks the broker who is there. The answer is a `Peers`."""
+
+
+# Between an operator and an engine, on the engine's control socket.
+
+
+class Drain(Wire):
+    """Take nothing new, finish what is open, leave the registry."""
+
+
+class SetRole(Wire):
+    """Act as `role` from now on; what is open is finished. Only a `kv_both` engine can change."""
+    role: Role
+
+
+class Status(Wire):
+    """How are you?"""
+
+
+class StatusReply(Wire):
+    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `ControlAgent.counts`."""
+    member: Member
+    problem: Text = ""
+    gauges: dict[Name, Count] = {}
+
+
 TO_DECODE: tuple[type[Wire], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped)
 TO_PREFILL: tuple[type[Wire], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
-TO_BROKER: tuple[type[Wire], ...] = (Register, Leave, Put, Withdraw, Take)
+TO_BROKER: tuple[type[Wire], ...] = (Register, Leave, Put, Withdraw, Take, Census)
+TO_ENGINE: tuple[type[Wire], ...] = (Drain, SetRole, Status)  # from an operator
 FROM_BROKER: tuple[type[Wire], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
 Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
-           | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Take | Offer)
+           | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Take | Offer | Census | Drain
+           | SetRole | Status | StatusReply)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
