@@ -16,8 +16,9 @@ from vllm_pd.rpc.sockets import SendResult
 
 ATTEMPT = m.Attempt("d", "r", 3)
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
-MEMBER = m.Member("d", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT, m.Load(1, 2, 3), "host", 4, 5)
-JOB = m.Job(ATTEMPT, "tcp://127.0.0.1:1", [1, 2, 3], 0, 1.5)
+MEMBER = m.Member("d", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT, m.Load(1, 2, 3), "host", (m.Process(4, 5),),
+                  "tcp://127.0.0.1:2", True)
+JOB = m.Job(ATTEMPT, "tcp://127.0.0.1:1", [1, 2, 3], 0, 1.5, None, ("p",))
 MESSAGES = [
     m.Hello(MEMBER, b"x"), m.HelloReply(MEMBER, b""), m.Refused("k", "a", "b"), m.Claim(ATTEMPT, 1, 2),
     m.Grant(ATTEMPT, 1, [1, 2], 1, 2.5), m.Deny(ATTEMPT, 1, m.DenyReason.TAKEN), m.Renew(ATTEMPT, 1, 2),
@@ -25,7 +26,8 @@ MESSAGES = [
     m.Failed(ATTEMPT, 1, "w"), m.Cancel(ATTEMPT, 1), m.Writing(ATTEMPT, 1), m.Stopped(ATTEMPT, 1),
     m.Register(MEMBER, "b", 2), m.Heard("b", 1),
     m.Peers("b", 1, [MEMBER], 2), m.Leave(), m.Put(JOB), m.PutReply(ATTEMPT, m.PutRefusal.FULL, 3), m.Withdraw(ATTEMPT),
-    m.Take(1, 2), m.Offer(JOB, 3),
+    m.Take(1, 2), m.Offer(JOB, 3), m.Census(), m.Drain(), m.SetRole(m.Role.PREFILL), m.Status(),
+    m.StatusReply(MEMBER, "why", {"peers": 1}),
 ]
 
 
@@ -36,7 +38,8 @@ def test_every_message_survives_the_wire(message):
 
 def test_every_message_is_listed_and_has_a_direction():
     kinds = {type(message) for message in MESSAGES}
-    assert kinds == set(m.Message.__args__) == {*m.TO_DECODE, *m.TO_PREFILL, *m.TO_BROKER, *m.FROM_BROKER}
+    assert kinds == set(m.Message.__args__) == {*m.TO_DECODE, *m.TO_PREFILL, *m.TO_BROKER, *m.FROM_BROKER, *m.TO_ENGINE,
+                                                    *m.TO_OPERATOR}
 
 
 def raw(*parts, version=m.PROTOCOL):

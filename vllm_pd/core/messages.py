@@ -335,6 +335,7 @@ TO_DECODE: tuple[type[Wire], ...] = (Hello, Claim, Renew, Writing, Sent, Failed,
 TO_PREFILL: tuple[type[Wire], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
 TO_BROKER: tuple[type[Wire], ...] = (Register, Leave, Put, Withdraw, Take, Census)
 TO_ENGINE: tuple[type[Wire], ...] = (Drain, SetRole, Status)  # from an operator
+TO_OPERATOR: tuple[type[Wire], ...] = (StatusReply,)
 FROM_BROKER: tuple[type[Wire], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
 Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
