@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's sockets. Used by one thread only.
 
-One ROUTER, to which prefill engines connect, and where they get their answers; one DEALER to the broker; one DEALER to
-each decode engine that gives us jobs. A peer is answered on the connection that it last spoke on.
+One ROUTER, to which prefill engines connect, and where they get their answers; one DEALER to each decode engine that
+gives us jobs; and the `Uplink` to the broker. A peer is answered on the connection that it last spoke on.
 """
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from enum import Enum
 
 import zmq
 
+from vllm_pd.control.uplink import Uplink, ZmqUplink
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
@@ -26,15 +27,13 @@ class Source(Enum):
     PREFILL = "prefill"
 
 
-_EXPECTED = {Source.BROKER: m.FROM_BROKER, Source.DECODE: m.TO_PREFILL, Source.PREFILL: m.TO_DECODE}
+_EXPECTED = {Source.DECODE: m.TO_PREFILL, Source.PREFILL: m.TO_DECODE}
 
 
 class Links:
     """The constructor raises ConfigError where `bind` or `broker` can't be used; nothing else raises for a peer."""
 
     def __init__(self, incarnation: str, bind: str, broker: str):
-        self.counters: m.Counters = collections.Counter()
-        self.other_protocol: int | None = None
         self.waker = sockets.Waker()
         self._incarnation = incarnation
         self._context = zmq.Context()
@@ -42,31 +41,47 @@ class Links:
         self._decode: dict[str, zmq.Socket] = {}
         self._peer_of: dict[zmq.Socket, str] = {}
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
-        key, value, cure = "bind", bind, "name a free address, like tcp://127.0.0.1:0"
         try:
-            self._router = sockets.server(self._context, bind)
-            key, value, cure = "broker", broker, "say where the broker listens, like tcp://127.0.0.1:5700"
-            self._broker = sockets.client(self._context, broker, only_connected=True)
-        except zmq.ZMQError as error:
+            self._router = self._listen(bind)
+            self._uplink: Uplink = ZmqUplink(self._context, incarnation, broker)
+        except ConfigError:
             self._context.destroy(linger=0)
             self.waker.close()
-            raise ConfigError(key, value, f"{error}; {cure}") from error
+            raise
+        self.counters = self._uplink.counters
         self.address = sockets.endpoint(self._router)
-        self._poller.register(self.waker.fileno(), zmq.POLLIN)
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._broker, zmq.POLLIN)
+        for pollable in (self.waker.fileno(), self._router, self._uplink.pollable):
+            self._poller.register(pollable, zmq.POLLIN)
 
-    def poll(self, timeout_s: float | None) -> list[zmq.Socket]:
-        """Wait for messages or for the waker, at most so long; returns the sockets that have something."""
+    def _listen(self, bind: str) -> zmq.Socket:
+        try:
+            return sockets.server(self._context, bind)
+        except zmq.ZMQError as error:
+            raise ConfigError("bind", bind, f"{error}; name a free address, like tcp://127.0.0.1:0") from error
+
+    @property
+    def other_protocol(self) -> int | None:
+        """The version of the last speaker that had another one than ours. To be set to None by whoever has told."""
+        return self._uplink.other_protocol
+
+    @other_protocol.setter
+    def other_protocol(self, version: int | None) -> None:
+        self._uplink.other_protocol = version
+
+    def poll(self, timeout_s: float | None) -> list["zmq.Socket | int"]:
+        """Wait for messages or for the waker, at most so long; returns what has something for `receive`."""
         # Rounded up: to wake a little late costs less than to wake early and find nothing due.
         timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))
         ready = self._poller.poll(timeout_ms)
         self.waker.clear()
-        return [socket for socket, _ in ready if isinstance(socket, zmq.Socket)]
+        return [pollable for pollable, _ in ready if pollable != self.waker.fileno()]
 
-    def receive(self, ready: list[zmq.Socket]) -> Iterator[tuple[Source, str, m.Message]]:
+    def receive(self, ready: list["zmq.Socket | int"]) -> Iterator[tuple[Source, str, m.Message]]:
         """The messages that wait, a bounded batch from each socket. Bad ones are counted and skipped."""
         for socket in ready:
+            if socket == self._uplink.pollable:
+                yield from self._from_broker()
+                continue
             for _ in range(BATCH_MESSAGES):
                 frames = None if socket.closed else sockets.receive(socket)
                 if frames is None:
@@ -75,9 +90,15 @@ class Links:
                 if message is not None:
                     yield message
 
+    def _from_broker(self) -> Iterator[tuple[Source, str, m.Message]]:
+        for _ in range(BATCH_MESSAGES):
+            received = self._uplink.receive()
+            if received is None:
+                return
+            yield Source.BROKER, *received
+
     def _open(self, socket: zmq.Socket, frames: list[bytes]) -> tuple[Source, str, m.Message] | None:
-        source = Source.PREFILL if socket is self._router else (
-            Source.BROKER if socket is self._broker else Source.DECODE)
+        source = Source.PREFILL if socket is self._router else Source.DECODE
         try:
             sender, message = codec.decode(frames[1:] if source is Source.PREFILL else frames)
         except codec.BadFrame as fault:
@@ -120,7 +141,14 @@ class Links:
 
     def to_broker(self, message: m.Message) -> SendResult:
         """Send to the broker."""
-        return self._send(self._broker, None, message)
+        result = self._uplink.send(message)
+        if result is not SendResult.SENT:
+            self.counters["unsent"] += 1
+        return result
+
+    def holding(self, attempts: Set[m.Attempt]) -> None:
+        """Which of the offered jobs this engine still holds."""
+        self._uplink.holding(attempts)
 
     def to_decode(self, peer: str, message: m.Message) -> SendResult:
         """Send to a decode engine."""
@@ -149,7 +177,8 @@ class Links:
 
     def close(self, linger_ms: int) -> None:
         """Close all; last words get so long to leave."""
-        for socket in [self._router, self._broker, *self._decode.values()]:
+        self._uplink.close(linger_ms)
+        for socket in [self._router, *self._decode.values()]:
             socket.close(linger=linger_ms)
         self._decode.clear()
         self._peer_of.clear()
