@@ -65,6 +65,12 @@ class PDConfig:
         30.0, "How long a prefill engine may write after a grant that is not renewed.", least=0.1, most=3600)
     attempt_deadline_s: float = _key(
         120.0, "After this long a remote prefill is given up and the prompt prefilled elsewhere.", above=0, most=86400)
+    attempts: int = _key(
+        2, "How often a prompt is tried on a prefill engine, each time another one, before it is prefilled locally; "
+        "all attempts together take at most `attempt_deadline_s`.", least=1, most=16)
+    max_fallback_share: float = _key(
+        0.5, "The share of a decode engine's time that prompts which come back from a failed prefill engine may take "
+        "while other requests run.", above=0, most=1)
     claim_retry_s: float = _key(
         2.0, "A job that nobody has claimed for this long is queued again.", least=0.01, most=3600)
     heartbeat_s: float = _key(

@@ -219,7 +219,8 @@ def test_b30_failed_at_once_is_not_delivered_again(pair):
     prefill.agent.set_room(4)
     prefill.agent.failed(attempt, "token id 99999 is not in the vocabulary")
     assert decode.expect(Fallback) == Fallback(attempt, FallbackReason.FAILED, Outcome.FAILED,
-                                               "token id 99999 is not in the vocabulary")
+                                               "token id 99999 is not in the vocabulary",
+                                               prefill.agent.member.incarnation)
     assert decode.expect(Released).attempt == attempt
     time.sleep(0.7)  # longer than claim_retry_s
     decode.assert_clean()

@@ -34,7 +34,7 @@ def test_defaults_and_roles(kv_role, role):
 def test_every_key_can_be_set():
     extra = {"broker": "tcp://127.0.0.2:5701", "bind": "tcp://127.0.0.1:5702", "max_local_prefill_tokens": 0,
              "max_queue_length": 1, "max_parked_fraction": 1, "max_prefill_jobs": 3, "lease_s": 9,
-             "attempt_deadline_s": 8.5, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4}
+             "attempt_deadline_s": 8.5, "attempts": 3, "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4}
     assert set(extra) == {key.name for key in PDConfig.settings()}
     config = dataclasses.asdict(PDConfig.parse("kv_both", extra))
     assert {**config, **extra} == config

@@ -92,7 +92,7 @@ def test_b28_every_rank_must_give_notice(side):
     assert side.dropped == {"notice_duplicate": 1, "notice_unknown": 2}
     # at the end of the lease D moves on; the missing notice only lifts the fence
     fallback, cancel = side.tick(11.0)
-    assert fallback == Fallback(one, FallbackReason.LEASE, Outcome.EXPIRED, fallback.detail)
+    assert fallback == Fallback(one, FallbackReason.LEASE, Outcome.EXPIRED, fallback.detail, "p")
     assert cancel == ToPrefill("p", m.Cancel(one, 7))
     assert side.arrived(12.0, one, 1) == [Released(one)]
     assert_empty(side)
@@ -168,7 +168,7 @@ def test_b25_abort_while_granted_releases_on_ps_word(side, word):
 def test_p_gives_up_means_fallback_and_release(side):
     one = granted(side)
     assert side.receive(1.0, "p", m.Failed(one, 7, "too long")) == [
-        Fallback(one, FallbackReason.FAILED, Outcome.FAILED, "too long"), Released(one)]
+        Fallback(one, FallbackReason.FAILED, Outcome.FAILED, "too long", "p"), Released(one)]
     assert_empty(side)
 
 
@@ -237,11 +237,25 @@ def test_b26_broker_back_in_time(side):
 
 def test_no_prefill_engine_left(side):
     side.submit(0.0, attempt(1), TOKENS, [1, 2, 4], 0)
-    side.peers_are(1.0, False)
-    side.peers_are(2.0, False)
+    side.peers_are(1.0, [])
+    side.peers_are(2.0, [])
     side.tick(2.0)
     fallback, *_ = side.tick(6.0)
     assert fallback.reason is FallbackReason.PEER
+
+
+def test_b21_a_job_waits_for_no_peer_that_it_avoids(side):
+    side.submit(0.0, attempt(1), TOKENS, [1, 2, 4], 0, ("p",), 30.0)
+    (put, ) = side.requeue(0.0)
+    assert put.message.job.avoid == ("p",) and put.message.job.deadline_s == 30.0
+    claim = m.Claim(attempt(1), 1)
+    assert side.receive(0.5, "p", claim) == [ToPrefill("p", m.Deny(attempt(1), 1, m.DenyReason.AVOIDED))]
+    side.peers_are(1.0, ["p"])
+    side.peers_are(2.0, ["p", "q"])
+    side.peers_are(3.0, ["p"])
+    assert not any(isinstance(action, Fallback) for action in side.tick(7.9))
+    fallback, *_ = side.tick(8.0)
+    assert fallback.reason is FallbackReason.PEER and fallback.peer == ""
 
 
 def test_put_into_a_full_queue(side):

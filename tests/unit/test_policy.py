@@ -6,14 +6,15 @@ import pytest
 from vllm_pd.core.policy import Decision, PolicyConfig, PolicyInput, Reason, decide
 
 CONFIG = PolicyConfig(max_local_prefill_tokens=1000, max_queue_length=4, max_parked_fraction=0.5)
-GOOD = PolicyInput(prompt_tokens=1500, cached_tokens=0, blocks=94, can_go_remote=True, been_remote=False,
+GOOD = PolicyInput(prompt_tokens=1500, cached_tokens=0, blocks=94, can_go_remote=True, attempts_made=1, time_left_s=1.0,
                    broker_up=True, prefill_peers=1, queue_length=3, parked_blocks=6, total_blocks=200,
                    parked_requests=15, total_requests=32)
 CASES = [
     ({"prompt_tokens": 1000}, Reason.THRESHOLD),
     ({"cached_tokens": 500}, Reason.THRESHOLD),
     ({"can_go_remote": False}, Reason.FEATURE),
-    ({"been_remote": True}, Reason.RETRY),
+    ({"attempts_made": 2}, Reason.RETRY),
+    ({"time_left_s": 0.0}, Reason.RETRY),
     ({"broker_up": False}, Reason.BROKER),
     ({"prefill_peers": 0}, Reason.PEER),
     ({"queue_length": 4}, Reason.QUEUE),

@@ -10,7 +10,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -122,10 +122,10 @@ class ControlAgent:
             self._room = max(0, self._room - sum(isinstance(event, Prefill) for event in events))
         return events
 
-    def view(self) -> QueueView:
-        """What the policy wants to know of the world."""
+    def view(self, avoid: Collection[str] = ()) -> QueueView:
+        """What the policy wants to know of the world, for a request that shall not go to these Ps again."""
         with self._lock:
-            return self._outlook.view(self._clock(), self._decode.queued())
+            return self._outlook.view(self._clock(), self._decode.queued(), avoid)
 
     def open_attempts(self) -> list[m.Attempt]:
         """Every attempt with a record, on either side: empty when all has ended and all fences are down."""
@@ -163,15 +163,18 @@ class ControlAgent:
             self._last_number += 1
             return m.Attempt(self.member.incarnation, request_id, self._last_number)
 
-    def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int) -> None:
-        """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`. The blocks stay the caller's to keep
-        until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the caller's own `abort` ends it."""
+    def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
+               avoid: tuple[str, ...] = (), deadline_s: float | None = None) -> None:
+        """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`, by a P that is not to `avoid`. The
+        blocks stay the caller's to keep until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the
+        caller's own `abort` ends it, at the latest after `deadline_s` (the configured deadline where None)."""
         with self._lock:
             if self.error is not None:
                 self._do([Fallback(attempt, FallbackReason.CONTROL, Outcome.FAILED, str(self.error)),
                           Released(attempt)])
                 return
-            self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks))
+            self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks, avoid,
+                                         deadline_s))
 
     def abort(self, attempt: m.Attempt) -> None:
         """The request is gone; `Released` follows. No effect on an attempt that has ended."""
@@ -280,10 +283,12 @@ class ControlAgent:
         self._warn()
         with self._lock:
             now = self._clock()
-            self._decode.peers_are(now, bool(self._outlook.prefills()))
+            self._decode.peers_are(now, [member.incarnation for member in self._outlook.prefills()])
             self._do(self._decode.tick(now))
             self._do(self._prefill.tick(now))
+            held = self._prefill.states().keys()
         self._send()
+        self._links.holding(held)
         self._tell()
 
     def _warn(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine knows of the broker and, through it, of the others. Pure; the caller holds the lock."""
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -86,10 +86,11 @@ class Outlook:
         """A peer did not fit, as was seen when it spoke to us."""
         self._refused, self._refused_at = mismatch, now
 
-    def view(self, now: float, own_queued: int) -> QueueView:
+    def view(self, now: float, own_queued: int, avoid: Collection[str] = ()) -> QueueView:
         """For the policy. The broker's queue length is up to a heartbeat old, our own part of it is not."""
+        prefills = sum(member.incarnation not in avoid for member in self._prefills) if avoid else len(self._prefills)
         refused = self._refused if now - self._refused_at < REFUSAL_KEPT_S else None
-        return QueueView(self.up, max(self.queue_length, own_queued), len(self._prefills), self.mismatch or refused)
+        return QueueView(self.up, max(self.queue_length, own_queued), prefills, self.mismatch or refused)
 
     def gone(self, candidates: list[m.Member], is_gone: Callable[[m.Member], bool]) -> list[str]:
         """Which of these are newly known to be dead."""
@@ -105,5 +106,5 @@ class Outlook:
             difference = ours.first_difference(member.fingerprint)
             if difference is not None:
                 self.mismatch = str(PeerMismatch(*difference))
-            elif member.role.prefills:
+            elif member.role.prefills and not member.draining:
                 self._prefills.append(member)

@@ -11,7 +11,7 @@ kept, and P is told to stop again and again, until one of these comes. Then the 
 without a record changes nothing but a counter.
 """
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
 
 import msgspec
@@ -61,8 +61,10 @@ class DecodeLimits(msgspec.Struct, frozen=True):
 class _Record:
     """One open attempt. Deadlines are in the caller's clock."""
 
-    def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int):
+    def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
+                 avoid: tuple[str, ...]):
         self.attempt = attempt
+        self.avoid = avoid
         self.token_ids = token_ids
         self.block_ids = block_ids
         self.cached_blocks = cached_blocks
@@ -70,6 +72,7 @@ class _Record:
         self.fenced = False
         self.submitted = self.deadline = self.next_put = 0.0
         self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
+        self.peers_lost_at: float | None = None
         self.peer = ""
         self.claim = -1
         self.ranks = 1
@@ -94,7 +97,6 @@ class DecodeSide:
         self._done_order: collections.deque[m.Attempt] = collections.deque()
         self._last_number = -1
         self._broker_lost_at: float | None = None
-        self._peers_lost_at: float | None = None
         self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
             m.Hello: self._on_hello,
             m.Claim: self._on_claim,
@@ -108,16 +110,17 @@ class DecodeSide:
     # What the engine does.
 
     def submit(self, now: float, attempt: m.Attempt, token_ids: list[int], block_ids: list[int],
-               cached_blocks: int) -> list[Action]:
-        """Queue a job. The caller keeps the blocks set aside until `Prefilled` or `Released`. Attempt numbers must
+               cached_blocks: int, avoid: tuple[str, ...] = (), deadline_s: float | None = None) -> list[Action]:
+        """Queue a job for any P but those to `avoid`. The caller keeps the blocks set aside until `Prefilled` or
+        `Released`. `deadline_s` is less than the limits' where earlier attempts took some of it. Attempt numbers must
         grow from call to call (ValueError), or a late notice could be taken for another attempt's."""
         if attempt.number <= self._last_number or attempt.incarnation != self.member.incarnation:
             raise ValueError(f"attempt {attempt} is not newer than number {self._last_number} of this engine")
         self._last_number = attempt.number
-        record = _Record(attempt, list(token_ids), list(block_ids), cached_blocks)
+        record = _Record(attempt, list(token_ids), list(block_ids), cached_blocks, avoid)
         self._records[attempt] = record
         record.submitted = now
-        record.deadline = now + self.limits.deadline_s
+        record.deadline = now + (self.limits.deadline_s if deadline_s is None else deadline_s)
         if len(attempt.request_id) > m.MAX_ID_CHARS:
             return self._end(now, record, Outcome.FAILED, FallbackReason.FEATURE, "the request id is too long")
         if self._broker_lost_at is not None:
@@ -196,12 +199,15 @@ class DecodeSide:
                 actions += self._put(now, record)
         return actions
 
-    def peers_are(self, now: float, any_live: bool) -> None:
-        """Whether any compatible P is known. Jobs wait for one for `ttl_s`."""
-        if any_live:
-            self._peers_lost_at = None
-        elif self._peers_lost_at is None:
-            self._peers_lost_at = now
+    def peers_are(self, now: float, live: Collection[str]) -> None:
+        """The compatible Ps that are known. A job waits for one that it need not avoid for `ttl_s`."""
+        for record in self._records.values():
+            if record.state is not State.QUEUED:
+                continue
+            if any(name not in record.avoid for name in live):
+                record.peers_lost_at = None
+            elif record.peers_lost_at is None:
+                record.peers_lost_at = now
 
     def peer_dead(self, now: float, incarnation: str) -> list[Action]:
         """The process of a P is gone, as a fact: it will never write again."""
@@ -289,6 +295,8 @@ class DecodeSide:
             return self._deny(sender, message, m.DenyReason.UNPEERED)
         if record.state.ended:
             return self._deny(sender, message, m.DenyReason.ENDED)
+        if sender in record.avoid:
+            return self._deny(sender, message, m.DenyReason.AVOIDED)
         if record.state is State.GRANTED:
             if (record.peer, record.claim) != (sender, message.claim):
                 return self._deny(sender, message, m.DenyReason.TAKEN)
@@ -358,7 +366,7 @@ class DecodeSide:
         self.counters[outcome.value] += 1
         actions: list[Action] = []
         if reason is not None:
-            actions.append(Fallback(record.attempt, reason, outcome, detail))
+            actions.append(Fallback(record.attempt, reason, outcome, detail, record.peer))
         if was_queued and self._broker_lost_at is None:
             actions.append(ToBroker(m.Withdraw(record.attempt)))
         if not record.fenced:
@@ -379,13 +387,13 @@ class DecodeSide:
         record.next_put = now + self.limits.claim_retry_s
         cached_tokens = record.cached_blocks * self.member.fingerprint.block_size
         job = m.Job(record.attempt, self.member.address, record.token_ids, cached_tokens,
-                    max(0.0, record.deadline - now))
+                    max(0.0, record.deadline - now), avoid=record.avoid)
         return [ToBroker(m.Put(job))]
 
     def _due(self, record: _Record) -> float:
         if record.state is State.QUEUED:
             due = min(record.deadline, record.next_put)
-            for lost_at in (self._broker_lost_at, self._peers_lost_at):
+            for lost_at in (self._broker_lost_at, record.peers_lost_at):
                 if lost_at is not None:
                     due = min(due, self._waited_from(record, lost_at) + self.limits.ttl_s)
             return due
@@ -401,7 +409,7 @@ class DecodeSide:
         if record.state is State.GRANTED:
             return self._end(now, record, Outcome.EXPIRED, FallbackReason.LEASE, "the prefill engine fell silent")
         for lost_at, reason, detail in ((self._broker_lost_at, FallbackReason.BROKER, "the broker went away"),
-                                        (self._peers_lost_at, FallbackReason.PEER, "no prefill engine is left")):
+                                        (record.peers_lost_at, FallbackReason.PEER, "no prefill engine is left")):
             if lost_at is not None and now >= self._waited_from(record, lost_at) + self.limits.ttl_s:
                 return self._end(now, record, Outcome.FAILED, reason, detail)
         self.counters["requeued"] += 1

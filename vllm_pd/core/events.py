@@ -19,7 +19,7 @@ class Outcome(StrEnum):
 
 
 class FallbackReason(StrEnum):
-    """Why a prefill that was to be remote is done locally after all."""
+    """Why an attempt ended without the KV."""
     BROKER = "broker"  # the queue can't be reached
     QUEUE = "queue"  # the queue is full
     PEER = "peer"  # no prefill engine is there, or the one that had it died
@@ -28,6 +28,11 @@ class FallbackReason(StrEnum):
     DEADLINE = "deadline"  # it took too long
     FEATURE = "feature"  # the job can't be put on the wire
     CONTROL = "control"  # the control thread has ended
+
+    @property
+    def another_may_help(self) -> bool:
+        """Whether the cause lies with the prefill engine that had it, so that another one is worth an attempt."""
+        return self in (FallbackReason.PEER, FallbackReason.FAILED, FallbackReason.LEASE)
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -44,11 +49,13 @@ class Timed(msgspec.Struct, frozen=True):
 
 
 class Fallback(msgspec.Struct, frozen=True):
-    """D: prefill locally, in fresh blocks; those of the attempt stay set aside until its `Released`."""
+    """D: the attempt ended without the KV. Whatever comes next needs fresh blocks; those of the attempt stay set aside
+    until its `Released`. `peer` is the P that had it, empty where none had."""
     attempt: Attempt
     reason: FallbackReason
     outcome: Outcome
     detail: str = ""
+    peer: str = ""
 
 
 class Released(msgspec.Struct, frozen=True):

@@ -129,6 +129,7 @@ class DenyReason(StrEnum):
     TAKEN = "taken"
     ENDED = "ended"
     UNPEERED = "unpeered"
+    AVOIDED = "avoided"
 
 
 class PutRefusal(StrEnum):

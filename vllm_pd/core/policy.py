@@ -14,7 +14,7 @@ class Reason(StrEnum):
     LENGTH = "length"
     THRESHOLD = "threshold"  # too short to be worth it
     FEATURE = "feature"  # something in the request can't go remote
-    RETRY = "retry"  # it has been remote before
+    RETRY = "retry"  # it has been remote as often, or as long, as it may
     BROKER = "broker"  # the broker does not answer
     PEER = "peer"  # no prefill engine that fits is alive
     QUEUE = "queue"  # too many jobs wait already
@@ -26,17 +26,20 @@ class PolicyConfig(msgspec.Struct, frozen=True):
     max_local_prefill_tokens: int = 1000
     max_queue_length: int = 64
     max_parked_fraction: float = 0.5
+    attempts: int = 2
 
 
 class PolicyInput(msgspec.Struct, frozen=True):
     """One request, and what is known at this moment. `parked_blocks` counts quarantined ones too; `blocks` are those
     this request would set aside beyond its prefix hit; `total_blocks` is the size of the pool, `total_requests` the
-    most that may run at a time."""
+    most that may run at a time. `prefill_peers` are those that have not failed at it; `time_left_s` is what is left
+    of the time that all its attempts may take together."""
     prompt_tokens: int
     cached_tokens: int
     blocks: int
     can_go_remote: bool
-    been_remote: bool
+    attempts_made: int
+    time_left_s: float
     broker_up: bool
     prefill_peers: int
     queue_length: int
@@ -63,7 +66,7 @@ def _reason_to_stay(request: PolicyInput, config: PolicyConfig) -> "Reason | Non
         return Reason.THRESHOLD
     if not request.can_go_remote:
         return Reason.FEATURE
-    if request.been_remote:
+    if request.attempts_made >= config.attempts or request.time_left_s <= 0:
         return Reason.RETRY
     if not request.broker_up:
         return Reason.BROKER

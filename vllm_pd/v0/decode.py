@@ -2,7 +2,9 @@
 """The decode engine's half of the binding: which prompts leave, and what became of them.
 
 A group's stay: `choose` draws an attempt for it, the scheduler parks it and calls `start`; then one of the control
-thread's events ends the stay and becomes the scheduler's news. The blocks belong to the scheduler throughout.
+thread's events ends the stay and becomes the scheduler's news. After an attempt that failed the group waits again, in
+front, and `choose` is asked anew: for another attempt, on another peer, or for none. Those that will be prefilled here
+are given back batch by batch, so that the running ones go on. The blocks belong to the scheduler throughout.
 """
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ import logging
 import time
 import weakref
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.events import Event, Fallback, Prefilled, Released, Timed
 from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.core.pace import FallbackPace
 from vllm_pd.core.policy import Decision, PolicyConfig, PolicyInput, decide
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0.features import can_go_remote
@@ -26,6 +30,14 @@ if TYPE_CHECKING:
     from vllm.sequence import SequenceGroup
 
 logger = logging.getLogger("vllm.pd")
+
+
+@dataclass
+class _Tries:
+    """The attempts of one request: when the first began, how many there were, and the peers that failed at it."""
+    began_at: float
+    made: int = 0
+    failed_peers: tuple[str, ...] = ()
 
 
 class RemotePrefills:
@@ -40,11 +52,19 @@ class RemotePrefills:
         self._block_size = scheduler.cache_config.block_size
         self._policy = PolicyConfig(max_local_prefill_tokens=config.max_local_prefill_tokens,
                                     max_queue_length=config.max_queue_length,
-                                    max_parked_fraction=config.max_parked_fraction)
+                                    max_parked_fraction=config.max_parked_fraction,
+                                    attempts=config.attempts)
+        self._deadline_s = config.attempt_deadline_s
+        self._batch_tokens = scheduler.scheduler_config.max_num_batched_tokens
         self._local: weakref.WeakSet[SequenceGroup] = weakref.WeakSet()
-        self._been_remote: weakref.WeakSet[SequenceGroup] = weakref.WeakSet()
+        self._tries: weakref.WeakKeyDictionary[SequenceGroup, _Tries] = weakref.WeakKeyDictionary()
         # Blocks that an attempt holds beyond its prefix hit, until they may be reused.
         self._held_blocks: dict[Attempt, int] = {}
+        # Failed attempts whose group is still parked until its turn, and whether their blocks may be reused already.
+        self._fallen: dict[Attempt, bool] = {}
+        self._freed: list[Attempt] = []  # of those, the ones that were aborted there
+        self._pace = FallbackPace(config.max_fallback_share)
+        self._computing: list[SequenceGroup] = []  # the last batch that was given back
         self._resumed: list[tuple[SequenceGroup, float]] = []
 
     @property
@@ -57,24 +77,32 @@ class RemotePrefills:
         the waiting queue: a group that is to stay is not asked about again."""
         if seq_group in self._local:
             return None
-        decision = self._decide(seq_group, cached_tokens)
+        tries = self._tries.get(seq_group)
+        decision = self._decide(seq_group, cached_tokens, tries)
         self._metrics.decision("remote" if decision.remote else "local", decision.reason.value)
         if not decision.remote:
             self._local.add(seq_group)
             return None
-        self._been_remote.add(seq_group)
+        if tries is None:
+            tries = self._tries[seq_group] = _Tries(time.monotonic())
+        tries.made += 1
         return self._agent.next_attempt(seq_group.request_id)
 
     def start(self, attempt: Attempt, seq_group: SequenceGroup, block_ids: list[int], cached_tokens: int) -> None:
         """The group is parked: queue its job. `block_ids` cover the whole prompt, the cached prefix included."""
         cached_blocks = cached_tokens // self._block_size
         self._held_blocks[attempt] = len(block_ids) - cached_blocks
-        self._agent.submit(attempt, list(seq_group.first_seq.prompt_token_ids), list(block_ids), cached_blocks)
+        tries = self._tries[seq_group]
+        self._agent.submit(attempt, list(seq_group.first_seq.prompt_token_ids), list(block_ids), cached_blocks,
+                           tries.failed_peers, self._time_left_s(tries))
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
         self._agent.abort(attempt)
-        if attempt in self._held_blocks:  # else it has just been done
+        released = self._fallen.pop(attempt, None)
+        if released:
+            self._freed.append(attempt)  # their Released has come already
+        if released is None and attempt in self._held_blocks:  # else it has ended, and was counted
             self._metrics.attempt("cancelled")
 
     def notice(self, payload: bytes) -> None:
@@ -98,13 +126,42 @@ class RemotePrefills:
         elif isinstance(event, Timed):
             self._count_timings(event.timings)
         elif isinstance(event, Fallback):
-            logger.warning("request %s is prefilled here after all (%s): %s", event.attempt.request_id,
-                           event.reason.value, event.detail)
-            progress.failed_prefills.append(event.attempt)
-            self._metrics.attempt(event.outcome.value)
+            self._fall_back(event)
         elif isinstance(event, Released):
-            self._held_blocks.pop(event.attempt, None)
-            progress.finished_transfers.append(event.attempt)
+            if event.attempt in self._fallen:
+                self._fallen[event.attempt] = True  # its group has them still
+            else:
+                self._free(event.attempt, progress)
+
+    def give_back(self, progress: Progress, stalled: bool) -> None:
+        """Let the scheduler have the groups whose attempt failed: at once where another peer will be tried, else as
+        fast as the running ones can bear. `stalled`: the last batch can't run with what blocks there are."""
+        for attempt in self._freed:
+            self._free(attempt, progress)
+        self._freed.clear()
+        now = time.monotonic()
+        if self._computing and all(not group.is_prefill() or group.is_finished() for group in self._computing):
+            self._computing.clear()
+            self._pace.ended(now)
+        if not self._fallen:
+            return
+        local = []
+        for attempt in list(self._fallen):
+            seq_group = self._scheduler.remote_prefilling[attempt]
+            if self._decide(seq_group, 0, self._tries[seq_group], parked=True).remote:
+                self._give_back(attempt, progress)
+            else:
+                local.append((attempt, seq_group))
+        if not local or not (stalled or self._pace.may_begin(now, bool(self._scheduler.running))):
+            return
+        self._pace.began(now)
+        tokens = 0
+        for attempt, seq_group in local:
+            tokens += seq_group.first_seq.get_len()
+            if tokens > self._batch_tokens and seq_group is not local[0][1]:
+                break
+            self._computing.append(seq_group)
+            self._give_back(attempt, progress)
 
     def update_metrics(self) -> None:
         """Gauges, and the first steps that have happened since the last call."""
@@ -120,21 +177,52 @@ class RemotePrefills:
                 waiting.append((seq_group, resumed_at))
         self._resumed = waiting
 
-    def _decide(self, seq_group: SequenceGroup, cached_tokens: int) -> Decision:
-        view = self._agent.view()
+    def _fall_back(self, event: Fallback) -> None:
+        attempt = event.attempt
+        logger.warning("remote prefill %d of request %s has ended (%s): %s", attempt.number, attempt.request_id,
+                       event.reason.value, event.detail)
+        self._metrics.attempt(event.outcome.value)
+        seq_group = self._scheduler.remote_prefilling.get(attempt)
+        if seq_group is None:
+            return  # aborted in the meantime
+        self._fallen[attempt] = False
+        tries = self._tries[seq_group]
+        if not event.reason.another_may_help:
+            tries.made = self._policy.attempts
+        elif event.peer:
+            tries.failed_peers += (event.peer, )
+
+    def _give_back(self, attempt: Attempt, progress: Progress) -> None:
+        progress.failed_prefills.append(attempt)
+        if self._fallen.pop(attempt):
+            self._free(attempt, progress)
+
+    def _free(self, attempt: Attempt, progress: Progress) -> None:
+        """No peer will write its blocks any more."""
+        self._held_blocks.pop(attempt, None)
+        progress.finished_transfers.append(attempt)
+
+    def _time_left_s(self, tries: _Tries | None) -> float:
+        return self._deadline_s - (time.monotonic() - tries.began_at if tries is not None else 0.0)
+
+    def _decide(self, seq_group: SequenceGroup, cached_tokens: int, tries: _Tries | None,
+                parked: bool = False) -> Decision:
+        """`parked`: the group has a seat already."""
+        view = self._agent.view(tries.failed_peers if tries is not None else ())
         prompt_tokens = seq_group.first_seq.get_len()
         return decide(
             PolicyInput(prompt_tokens=prompt_tokens,
                         cached_tokens=cached_tokens,
                         blocks=-(-prompt_tokens // self._block_size) - cached_tokens // self._block_size,
                         can_go_remote=can_go_remote(seq_group, self._split_request_ids),
-                        been_remote=seq_group in self._been_remote,
+                        attempts_made=tries.made if tries is not None else 0,
+                        time_left_s=self._time_left_s(tries),
                         broker_up=view.broker_up,
                         prefill_peers=view.prefill_peers,
                         queue_length=view.queue_length,
                         parked_blocks=sum(self._held_blocks.values()),
                         total_blocks=self._scheduler.cache_config.num_gpu_blocks,
-                        parked_requests=len(self._scheduler.remote_prefilling),
+                        parked_requests=len(self._scheduler.remote_prefilling) - parked,
                         total_requests=self._scheduler.scheduler_config.max_num_seqs), self._policy)
 
     def _count_timings(self, timings: Timings) -> None:

@@ -206,6 +206,7 @@ class Disaggregation:
         for event in self._agent.take_events():
             self._stalled = False
             self._guard(self._handler(event), event, self._progress)
+        self._guard(self.remote_prefills.give_back, self._progress, self._stalled)
         if self.prefill_jobs is not None:
             self.prefill_jobs.tell_room()
 

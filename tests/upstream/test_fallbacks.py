@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode engine does with prompts whose remote prefill failed: another peer, or its own turn, in fresh blocks.
+
+The real scheduler and the real binding; the control thread's part is played by hand.
+"""
+
+import pytest
+from simulated_engine import BLOCK_SIZE, FakePeers, SimulatedEngine
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.outlook import QueueView
+from vllm_pd.core.events import Fallback, FallbackReason, Outcome, Prefilled, Released
+from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.metrics import PDMetrics
+from vllm_pd.v0 import decode
+from vllm_pd.v0.decode import RemotePrefills
+from vllm_pd.v0.progress import Progress
+
+PROMPT = list(range(100, 100 + 3 * BLOCK_SIZE))
+
+
+class Agent:
+    """The control agent as a decode engine's binding knows it; `peers` are the prefill engines there are."""
+
+    def __init__(self) -> None:
+        self.peers = {"p", "q"}
+        self.submitted: dict[Attempt, tuple] = {}
+        self.aborted: list[Attempt] = []
+
+    def view(self, avoid=()) -> QueueView:
+        return QueueView(True, 0, len(self.peers.difference(avoid)), None)
+
+    def next_attempt(self, request_id: str) -> Attempt:
+        return Attempt("d", request_id, len(self.submitted))
+
+    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s) -> None:
+        self.submitted[attempt] = (block_ids[cached_blocks:], avoid, deadline_s)
+
+    def abort(self, attempt: Attempt) -> None:
+        self.aborted.append(attempt)
+
+
+class Peers(FakePeers):
+    """The binding in the scheduler's place for it, with the record of who may write where."""
+
+    def __init__(self, prefills: RemotePrefills) -> None:
+        super().__init__(lambda group: True)
+        self.prefills = prefills
+
+    def choose_remote_prefill(self, seq_group, num_cached_tokens):
+        return self.prefills.choose(seq_group, num_cached_tokens)
+
+    def start_remote_prefill(self, attempt, seq_group, block_ids, num_cached_tokens) -> None:
+        super().start_remote_prefill(attempt, seq_group, block_ids, num_cached_tokens)
+        self.prefills.start(attempt, seq_group, block_ids, num_cached_tokens)
+
+    def abort_remote_prefill(self, attempt) -> None:
+        super().abort_remote_prefill(attempt)
+        self.prefills.abort(attempt)
+
+
+class Decoder:
+    """One decode engine. The clock stands still unless it is moved."""
+
+    def __init__(self, monkeypatch, max_num_seqs: int = 4, **settings) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(decode.time, "monotonic", lambda: self.now)
+        self.engine = SimulatedEngine(blocks=64, max_num_seqs=max_num_seqs, max_model_len=8 * BLOCK_SIZE)
+        self.agent = Agent()
+        extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": 2 * BLOCK_SIZE,
+                 "max_parked_fraction": 1.0, **settings}
+        self.prefills = RemotePrefills(PDConfig.parse("kv_consumer", extra), self.agent, self.engine.scheduler,
+                                       PDMetrics("test"), {})
+        self.engine.peers = self.engine.scheduler.disagg = Peers(self.prefills)
+        self.progress = Progress()
+
+    def add(self, request_id: str, first_token: int = 100, **more) -> Attempt:
+        self.engine.add(request_id, [first_token + i for i in range(len(PROMPT))], **more)
+        self.step()
+        return self.engine.attempt_of(request_id)
+
+    def tell(self, *events) -> None:
+        for event in events:
+            self.prefills.handle(event, self.progress)
+
+    def step(self, stalled: bool = False) -> list[str]:
+        self.prefills.give_back(self.progress, stalled)
+        progress, self.progress = self.progress, Progress()
+        batch = self.engine.step(**progress.arguments())
+        self.engine.check_references()
+        self.engine.check_writers()
+        return batch
+
+    def run(self) -> None:
+        for _ in range(100):
+            self.step()
+            if not self.engine.scheduler.has_schedulable_seqs():
+                return
+        raise AssertionError("no end in sight")
+
+
+@pytest.fixture
+def decoder(monkeypatch):
+    return Decoder(monkeypatch)
+
+
+def lost(attempt: Attempt, reason=FallbackReason.PEER, peer="p") -> Fallback:
+    return Fallback(attempt, reason, Outcome.FAILED, "", peer)
+
+
+def test_b21_a_second_attempt_goes_to_another_peer_in_fresh_blocks(decoder):
+    first = decoder.add("r")
+    decoder.now += 30
+    decoder.tell(lost(first))
+    decoder.step()
+    second = decoder.engine.attempt_of("r")
+    blocks, avoid, deadline_s = decoder.agent.submitted[second]
+    assert second.number > first.number and avoid == ("p", )
+    assert deadline_s == 90.0, "all attempts together have the deadline"
+    assert not set(blocks) & set(decoder.agent.submitted[first][0]), "the first peer may still write to its blocks"
+    decoder.engine.write_remotely(first)  # late
+    decoder.engine.write_remotely(second)
+    decoder.tell(Prefilled(second, Timings()), Released(first))
+    decoder.run()
+    decoder.engine.check_at_rest()
+    assert not decoder.prefills.waiting_for_peers
+
+
+def test_b21_attempts_are_counted(decoder):
+    first = decoder.add("r")
+    decoder.tell(lost(first), Released(first))
+    decoder.step()
+    second = decoder.engine.attempt_of("r")
+    decoder.agent.peers.add("s")
+    decoder.tell(lost(second, peer="q"), Released(second))
+    assert decoder.step() == ["r"], "prefilled here"
+    decoder.run()
+    decoder.engine.check_at_rest()
+
+
+@pytest.mark.parametrize("reason", [FallbackReason.BROKER, FallbackReason.QUEUE, FallbackReason.FEATURE,
+                                    FallbackReason.DEADLINE, FallbackReason.CONTROL])
+def test_no_second_attempt_where_the_peer_was_not_at_fault(decoder, reason):
+    attempt = decoder.add("r")
+    decoder.tell(lost(attempt, reason, ""), Released(attempt))
+    assert decoder.step() == ["r"]
+
+
+def test_no_second_attempt_without_another_peer_or_without_time(decoder):
+    decoder.agent.peers = {"p"}
+    attempt = decoder.add("r")
+    decoder.tell(lost(attempt), Released(attempt))
+    assert decoder.step() == ["r"]
+    decoder.run()
+    decoder.agent.peers = {"p", "q"}
+    attempt = decoder.add("s", 300)
+    decoder.now += 120.0
+    decoder.tell(lost(attempt), Released(attempt))
+    assert decoder.step() == ["s"]
+
+
+def test_fallbacks_leave_the_running_ones_their_share(monkeypatch):
+    decoder = Decoder(monkeypatch, max_num_seqs=8, attempts=1)
+    decoder.prefills._batch_tokens = len(PROMPT)  # one prompt a batch
+    running = decoder.add("running", 900, max_tokens=16)
+    decoder.engine.write_remotely(running)
+    decoder.tell(Prefilled(running, Timings()))
+    decoder.step()
+    attempts = [decoder.add(name, 100 * number) for number, name in enumerate("abc", 1)]
+    decoder.tell(*map(lost, attempts), *map(Released, attempts))
+    assert decoder.step() == ["a"], "in the order in which they came"
+    decoder.now += 2.0
+    decoder.step()
+    decoder.now += 0.5
+    for _ in range(2):
+        assert set(decoder.step()) == {"running", "a"}
+    decoder.now += 1.49
+    assert "b" not in decoder.step()
+    decoder.now += 0.01
+    assert decoder.step() == ["b"]
+    decoder.engine.abort("c")  # whose blocks were released long ago
+    decoder.run()
+    decoder.engine.check_at_rest()
+    assert not decoder.prefills.waiting_for_peers
+
+
+def test_fallbacks_that_hold_each_others_blocks_come_back_all_the_same(monkeypatch):
+    """The first one given back finds no free block, for the parked others have them."""
+    decoder = Decoder(monkeypatch, max_num_seqs=20, attempts=1)
+    attempts = [decoder.add(f"r{number}", 100 * number) for number in range(1, 21)]
+    assert decoder.engine.manager.get_num_free_gpu_blocks() < 2 * len(PROMPT) // BLOCK_SIZE
+    decoder.tell(*map(lost, attempts))  # no Released yet
+    stalled = False
+    for _ in range(30):
+        batch = decoder.step(stalled)
+        stalled = not batch
+    assert not decoder.engine.scheduler.remote_prefilling, "all were given back"
+    decoder.tell(*map(Released, attempts))
+    for _ in range(60):
+        decoder.now += 1.0
+        decoder.step()
+    decoder.engine.check_at_rest()
+
+
+@pytest.mark.parametrize("released_first", [False, True])
+def test_b25_abort_while_a_fallback_waits_for_its_turn(monkeypatch, released_first):
+    decoder = Decoder(monkeypatch, max_num_seqs=8, attempts=1)
+    attempts = [decoder.add(name, 100 * number) for number, name in enumerate("ab", 1)]
+    decoder.prefills._batch_tokens = len(PROMPT)
+    decoder.tell(*map(lost, attempts))
+    if released_first:
+        decoder.tell(*map(Released, attempts))
+    assert decoder.step() == ["a"]
+    decoder.engine.abort("b")
+    if not released_first:
+        decoder.tell(*map(Released, attempts))
+    decoder.run()
+    decoder.engine.check_at_rest()
+    assert not decoder.prefills.waiting_for_peers
