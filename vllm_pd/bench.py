@@ -11,6 +11,14 @@ TTFT is the client's: from before it connects until the first token's part of th
 transfer are the prefill engine's own times, as it reports them to the decode engine. The decode step is the median
 gap between two tokens over all measured requests. So the overhead holds everything else: the HTTP server, both
 schedulers, queue and claim, the notices, the detokeniser and the wake-ups of every process on the way.
+
+A request with a prompt of a few tokens, which stays local, follows each measured one. What it takes beside its one step
+is the front end's part, disaggregation or not; the rest of the overhead is the control plane's:
+
+    control plane = overhead - median over the short requests of (TTFT - one decode step)
+
+Fencing costs a round trip between the engines, for the claim, and nothing else on this path: its share of the TTFT is
+reported too.
 """
 
 import math
@@ -27,6 +35,7 @@ from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
 
 FORMULA = "overhead = TTFT (client) - prefill - transfer - median gap between two tokens of this run"
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999
+SHORT_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class Sample:
     stages_s: dict[str, float]
     transfer_bytes: float
     gaps_s: tuple[float, ...]
+    short_ttft_s: float = 0.0  # of the short request that followed
 
     def overhead_s(self, decode_step_s: float) -> float:
         return self.ttft_s - self.stages_s["prefill"] - self.stages_s["transfer"] - decode_step_s
@@ -75,15 +85,16 @@ def measure_handover(bench: HandoverBench) -> dict[str, Any]:
         prompt = [prompts.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(bench.prompt_tokens)]
         answer = ask(bench.decode, model, Question(prompt, bench.max_tokens, stream=True, ignore_eos=True))
         after = scrape_after_request(bench.decode, before)
+        short = ask(bench.decode, model, Question(prompt[:SHORT_TOKENS], 1, stream=True, ignore_eos=True))
         if number >= 0:
             added = after.since(before)
             if went_remote(added):
-                samples.append(sample_of(answer, added))
+                samples.append(sample_of(answer, added, short.ttft_s))
             else:
                 for (reason, ), count in added.by("vllm:pd_decisions_total", "reason").items():
                     if count:
                         local[reason] = local.get(reason, 0) + int(count)
-        before = after
+        before = scrape_after_request(bench.decode, after)
     if not samples:
         why = ", ".join(f"{count} x {reason}" for reason, count in local.items()) or "the engine decided nothing"
         raise PDError(f"no request was prefilled remotely ({why}); start the decode engine with "
@@ -97,15 +108,18 @@ def went_remote(added: Snapshot) -> bool:
             and added.value("vllm:pd_attempts_total", outcome="done") == 1)
 
 
-def sample_of(answer: Answer, added: Snapshot) -> Sample:
-    """The sample of one request from its answer and what it has added to the decode engine's figures."""
+def sample_of(answer: Answer, added: Snapshot, short_ttft_s: float) -> Sample:
+    """The sample of one request from its answer, what it has added to the decode engine's figures, and the short one
+    that followed."""
     stages_s = {stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES}
-    return Sample(answer.ttft_s, stages_s, added.value("vllm:pd_transfer_bytes_total"), tuple(answer.gaps_s))
+    return Sample(answer.ttft_s, stages_s, added.value("vllm:pd_transfer_bytes_total"), tuple(answer.gaps_s),
+                  short_ttft_s)
 
 
 def report(bench: HandoverBench, samples: Sequence[Sample], local: dict[str, int]) -> dict[str, Any]:
     """All figures in milliseconds; `local` are the requests that were not prefilled remotely, by reason."""
     step_s = statistics.median(gap for sample in samples for gap in sample.gaps_s)
+    front_end_s = statistics.median(sample.short_ttft_s - step_s for sample in samples)
     transfer_s = sum(sample.stages_s["transfer"] for sample in samples)
     moved = sum(sample.transfer_bytes for sample in samples)
     return {
@@ -114,6 +128,9 @@ def report(bench: HandoverBench, samples: Sequence[Sample], local: dict[str, int
         "measured": len(samples),
         "local": local,
         "overhead_ms": spread([sample.overhead_s(step_s) for sample in samples]),
+        "front_end_ms": spread([sample.short_ttft_s - step_s for sample in samples]),
+        "control_plane_ms": spread([sample.overhead_s(step_s) - front_end_s for sample in samples]),
+        "fencing_share_of_ttft": statistics.median(sample.stages_s["claim"] / sample.ttft_s for sample in samples),
         "ttft_ms": spread([sample.ttft_s for sample in samples]),
         "decode_step_ms": spread([gap for sample in samples for gap in sample.gaps_s]),
         "stages_ms": {stage: spread([sample.stages_s[stage] for sample in samples]) for stage in STAGES},

@@ -17,11 +17,14 @@ def bench(engine: FakeEngine, **changes) -> HandoverBench:
 
 def test_overhead_is_ttft_less_prefill_transfer_and_one_step():
     stages_s = {"queue": 0.001, "claim": 0.002, "prefill": 0.2, "transfer": 0.03, "first_step": 0.04}
-    samples = [Sample(0.3, stages_s, 3e6, (0.04, 0.05, 0.06)), Sample(0.31, stages_s, 3e6, (0.05, ))]
+    samples = [Sample(0.3, stages_s, 3e6, (0.04, 0.05, 0.06), 0.062), Sample(0.31, stages_s, 3e6, (0.05, ), 0.062)]
     found = report(HandoverBench("d", ("p", )), samples, {})
     assert found["overhead_ms"]["min"] == pytest.approx(300 - 200 - 30 - 50)
     assert found["overhead_ms"]["max"] == pytest.approx(310 - 200 - 30 - 50)
     assert found["decode_step_ms"]["p50"] == pytest.approx(50)
+    assert found["front_end_ms"]["p50"] == pytest.approx(12)
+    assert found["control_plane_ms"]["min"] == pytest.approx(20 - 12)
+    assert found["fencing_share_of_ttft"] == pytest.approx((2 / 300 + 2 / 310) / 2)
     assert found["outside_stages_ms"]["min"] == pytest.approx(300 - 273)
     assert found["transfer_gb_per_s"] == pytest.approx(0.1)
     assert found["samples_ms"][1]["overhead"] == pytest.approx(30)
@@ -46,7 +49,9 @@ def test_remote_requests_are_measured():
     assert subtracted == pytest.approx([subtracted[0]] * 4)
     assert found["decode_step_ms"]["min"] <= subtracted[0] - 25 <= found["decode_step_ms"]["max"]
     prompts = [tuple(body["prompt"]) for body in engine.bodies]
-    assert len(set(prompts)) == 5 and all(body["ignore_eos"] for body in engine.bodies)
+    assert len({prompt for prompt in prompts if len(prompt) == 200}) == 5
+    assert sum(len(prompt) == 4 for prompt in prompts) == 5, "a short one after each"
+    assert all(body["ignore_eos"] for body in engine.bodies)
 
 
 def test_nothing_remote_is_an_error_with_the_reasons():
