@@ -115,7 +115,7 @@ class FakeFabric:
         count = self._random.randrange(len(landing.local) + 1) if failed else len(landing.local)
         sender.copy(landing.key, landing.local[:count], landing.remote[:count])
         sender.end(landing.key, now_s - landing.started_s, "injected error" if failed else "")
-        if failed or self._random.random() < self.faults.notice_lost:
+        if failed or not landing.notice or self._random.random() < self.faults.notice_lost:
             return
         for _ in range(2 if self._random.random() < self.faults.notice_twice else 1):
             self._deliveries.append(
@@ -142,11 +142,11 @@ class FakeTransport:
     def metadata(self) -> bytes:
         return PeerMetadata(self.name, b"", self._cache).encode()
 
-    def add_peer(self, name: str, metadata: bytes) -> None:
+    def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
         theirs = PeerMetadata.decode(name, metadata).cache
         if name in self._peers and self._peers[name][0] != theirs:
             raise TransferError(f"peer {name} is known with other metadata; a new life needs a new name")
-        self._peers[name] = (theirs, plan(self._cache, theirs))
+        self._peers[name] = (theirs, plan(self._cache, theirs, heads))
 
     def drop_peer(self, name: str) -> None:
         self._peers.pop(name, None)

@@ -45,8 +45,8 @@ class _Peer(NamedTuple):
     metadata: bytes
     cache: CacheDescription
     lanes: list[Lane]
-    local_list: int  # prepared descriptors of our cache, lane by lane, block by block
-    remote_list: int
+    local_list: int | None  # prepared descriptors of our cache, lane by lane, block by block; None without lanes
+    remote_list: int | None
 
 
 class _Open(NamedTuple):
@@ -82,7 +82,7 @@ class NixlTransport:
     def metadata(self) -> bytes:
         return self._metadata
 
-    def add_peer(self, name: str, metadata: bytes) -> None:
+    def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
         agent = self._live_agent()
         known = self._peers.get(name)
         if known is not None:
@@ -91,22 +91,17 @@ class NixlTransport:
             self._dropped.discard(name)
             return
         theirs = PeerMetadata.decode(name, metadata)
-        lanes = plan(self._cache, theirs.cache)
+        lanes = plan(self._cache, theirs.cache, heads)
         loaded = agent.add_peer(theirs.agent)
         try:
             if loaded != name:
                 raise TransferError(f"the agent of peer {name} calls itself {loaded}")
-            ours = descriptor_rows([(lane.local, lane.bytes) for lane in lanes], self._cache)
-            shape = ours.tobytes()
-            if shape not in self._local_lists:
-                self._local_lists[shape] = agent.prepare(ours, self._cache.memory)
-            remote_list = agent.prepare(descriptor_rows([(lane.remote, lane.bytes) for lane in lanes], theirs.cache),
-                                        theirs.cache.memory, name)
+            local_list, remote_list = self._prepare(agent, name, lanes, theirs.cache) if lanes else (None, None)
         except TransferError:
             if loaded not in self._peers:
                 _quietly(agent.remove_peer, loaded)
             raise
-        self._peers[name] = _Peer(metadata, theirs.cache, lanes, self._local_lists[shape], remote_list)
+        self._peers[name] = _Peer(metadata, theirs.cache, lanes, local_list, remote_list)
 
     def drop_peer(self, name: str) -> None:
         if name not in self._peers:
@@ -130,7 +125,7 @@ class NixlTransport:
         except ValueError as error:
             raise TransferError(f"write {key}: {error}") from error
         started_s = time.monotonic()
-        if not local:
+        if not (local and target.lanes):
             agent.send_notice(peer, notice)
             self._finished.append(Finished(key=key, ok=True))
             return
@@ -183,6 +178,15 @@ class NixlTransport:
         _quietly(agent.deregister, self._registered)
         self._agent = None
 
+    def _prepare(self, agent: Agent, name: str, lanes: list[Lane], theirs: CacheDescription) -> tuple[int, int]:
+        """Descriptor lists of both sides, every block of every lane."""
+        ours = descriptor_rows([(lane.local, lane.bytes) for lane in lanes], self._cache)
+        shape = ours.tobytes()
+        if shape not in self._local_lists:
+            self._local_lists[shape] = agent.prepare(ours, self._cache.memory)
+        rows = descriptor_rows([(lane.remote, lane.bytes) for lane in lanes], theirs)
+        return self._local_lists[shape], agent.prepare(rows, theirs.memory, name)
+
     def _live_agent(self) -> Agent:
         if self._agent is None:
             raise TransferError("the transport is closed")
@@ -226,7 +230,9 @@ class NixlTransport:
 
     def _remove(self, name: str) -> None:
         self._dropped.discard(name)
-        _quietly(self._live_agent().release_prepared, self._peers.pop(name).remote_list)
+        remote_list = self._peers.pop(name).remote_list
+        if remote_list is not None:
+            _quietly(self._live_agent().release_prepared, remote_list)
         _quietly(self._live_agent().remove_peer, name)
 
 

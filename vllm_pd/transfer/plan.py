@@ -5,6 +5,9 @@ A plan is made once per peer from the two cache descriptions; it is a list of la
 (a layer's keys or values) that is contiguous in every block on both sides: with equal ranks the whole block, with
 different head ranges the heads that both hold. A write then takes pairs of block ids, and moves every lane of every
 pair. What cannot be mapped is refused when the peer is added, never in the middle of a request.
+
+Ranks hold head ranges by vLLM's rule (`head_range`): KV heads are split evenly over the ranks, and where there are fewer
+heads than ranks each is held by several. Of those one writes it (`heads_to_write`), so no byte is sent twice.
 """
 from __future__ import annotations
 
@@ -31,8 +34,38 @@ class Run(NamedTuple):
     count: int
 
 
-def plan(ours: CacheDescription, theirs: CacheDescription) -> list[Lane]:
-    """Lanes for writing from our cache into theirs: every layer and head that both ranks hold.
+def head_range(rank: int, ranks: int, kv_heads: int) -> range:
+    """The KV heads, of `kv_heads` in the model, that tensor-parallel rank `rank` of `ranks` holds.
+
+    Raises UnmappableSplit where vLLM has no such split: one number must divide the other.
+    """
+    if max(ranks, kv_heads) % min(ranks, kv_heads):
+        raise UnmappableSplit(f"{kv_heads} KV heads can't be split over {ranks} ranks: one must divide the other")
+    if ranks > kv_heads:
+        head = rank // (ranks // kv_heads)
+        return range(head, head + 1)
+    count = kv_heads // ranks
+    return range(rank * count, (rank + 1) * count)
+
+
+def heads_to_write(rank: int, ranks: int, peer_rank: int, peer_ranks: int, kv_heads: int) -> range:
+    """The KV heads that our rank writes into that rank of the peer; empty where it has none to write there.
+
+    Over all our ranks each head of the peer's rank comes up once: of those that hold a head, the peer's ranks take turns.
+    Raises UnmappableSplit where neither number of ranks divides the other.
+    """
+    if max(ranks, peer_ranks) % min(ranks, peer_ranks):
+        raise UnmappableSplit(f"tensor parallel size {ranks} over {peer_ranks}: one must divide the other")
+    ours, theirs = head_range(rank, ranks, kv_heads), head_range(peer_rank, peer_ranks, kv_heads)
+    copies = max(1, ranks // kv_heads)
+    if rank % copies != peer_rank % copies:
+        return range(0)
+    return _overlap(ours, theirs)
+
+
+def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None = None) -> list[Lane]:
+    """Lanes for writing from our cache into theirs: every layer and head that both ranks hold. Of the heads only those
+    in `heads`, if given; none at all where that is empty.
 
     Raises PeerMismatch when blocks differ in kind, UnmappableSplit when nothing, or no run, is shared. Both name both
     values.
@@ -41,12 +74,15 @@ def plan(ours: CacheDescription, theirs: CacheDescription) -> list[Lane]:
         mine, other = getattr(ours, key), getattr(theirs, key)
         if mine != other:
             raise PeerMismatch(key, _word(mine), _word(other))
-    layers = _shared(ours.first_layer, ours.layers, theirs.first_layer, theirs.layers)
-    heads = _shared(ours.first_head, ours.kv_heads, theirs.first_head, theirs.kv_heads)
+    if heads is not None and not heads:
+        return []
+    layers = _overlap(range(ours.first_layer, ours.first_layer + ours.layers),
+                      range(theirs.first_layer, theirs.first_layer + theirs.layers))
+    shared = _overlap(_heads(ours), _heads(theirs))
+    heads = shared if heads is None else _overlap(shared, heads)
     if not layers or not heads:
         raise UnmappableSplit(f"nothing is shared: ours is {_share(ours)}, theirs is {_share(theirs)}")
-    same_heads = (ours.first_head, ours.kv_heads) == (theirs.first_head, theirs.kv_heads)
-    if not same_heads and not ours.layout.heads_are_runs:
+    if not _heads(ours) == _heads(theirs) == heads and not ours.layout.heads_are_runs:
         raise UnmappableSplit(f"layout {ours.layout.value} keeps no head range in one run, so the heads must be equal: "
                               f"ours is {_share(ours)}, theirs is {_share(theirs)}")
     local_offset = (heads.start - ours.first_head) * ours.head_bytes
@@ -105,9 +141,13 @@ def descriptor_indices(block_ids: list[int], lanes: list[Lane], cache: CacheDesc
     return (first + np.array(block_ids, dtype=np.int32)[None, :]).ravel()
 
 
-def _shared(first: int, count: int, other_first: int, other_count: int) -> range:
-    start = max(first, other_first)
-    return range(start, max(start, min(first + count, other_first + other_count)))
+def _overlap(one: range, other: range) -> range:
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))
+
+
+def _heads(cache: CacheDescription) -> range:
+    return range(cache.first_head, cache.first_head + cache.kv_heads)
 
 
 def _share(cache: CacheDescription) -> str:

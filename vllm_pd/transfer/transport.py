@@ -9,13 +9,15 @@ byte of the write can land any more: the peer reuses its blocks on that word.
 from __future__ import annotations
 
 import zlib
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.layout import CacheDescription
 from vllm_pd.transfer.requests import Finished, Notice
+
+MAX_RANKS = 64  # tensor-parallel ranks of one engine
 
 
 class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +50,27 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
         return peer
 
 
+class RanksMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine gives its peers: the metadata of each of its tensor-parallel ranks, in order."""
+    ranks: Annotated[list[bytes], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, name: str, metadata: bytes) -> RanksMetadata:
+        """Read what the engine called `name` sent. Raises TransferError."""
+        try:
+            return msgspec.msgpack.decode(metadata, type=cls)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"metadata of peer {name} can't be read: {error}") from error
+
+
+def rank_name(engine: str, rank: int) -> str:
+    """The transport name of one rank of an engine."""
+    return f"{engine}/{rank}"
+
+
 class Progress(msgspec.Struct):
     """What happened at a transport since it was last polled."""
     finished: list[Finished]
@@ -60,9 +83,10 @@ class Transport(Protocol):
     def metadata(self) -> bytes:
         """What a peer must be given to write into our cache."""
 
-    def add_peer(self, name: str, metadata: bytes) -> None:
+    def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
         """Get ready to write to the peer called `name`. Again with the same metadata: nothing happens.
 
+        With `heads` writes carry only those KV heads; where it is empty they carry nothing but their notice.
         Raises TransferError or PeerMismatch; the transport is then as before.
         """
 
@@ -71,7 +95,8 @@ class Transport(Protocol):
 
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes) -> None:
-        """Post a write of our blocks into the peer's, pairwise. `notice` reaches the peer after the data.
+        """Post a write of our blocks into the peer's, pairwise. `notice` reaches the peer after the data; an empty one
+        is not sent.
 
         Without blocks only the notice is sent. Raises TransferError, with nothing written, when the peer is not known,
         the key is in use or a block id is out of range.
