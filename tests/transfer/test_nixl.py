@@ -46,7 +46,7 @@ def finish(rank, keys, timeout_s=10.0):
 
 
 def send(rank, peer, key, local, remote, notice=b"n"):
-    rank.worker.execute([Write(key, peer.name, local, remote, notice)])
+    rank.worker.execute([Write(key, peer.name, local, remote, [notice])])
 
 
 def connect(rank, peer):
@@ -147,7 +147,7 @@ def test_b29_the_same_notice_twice_arrives_twice(rank, peer):
 def test_b29_notices_of_an_unknown_sender_are_handed_on_by_its_name(rank):
     receiver_, sender = rank("d-unknown"), rank("p-unknown")
     sender.worker.execute([AddPeer("d-unknown", receiver_.transport.metadata()),
-                           Write("k", "d-unknown", [1], [1], b"\xff\x00junk")])
+                           Write("k", "d-unknown", [1], [1], [b"\xff\x00junk"])])
     notices, ended = [], []
     deadline_s = time.monotonic() + 5
     while not (notices and ended) and time.monotonic() < deadline_s:
@@ -170,7 +170,7 @@ def test_b27_a_write_out_of_range_ends_as_not_ok(rank, peer, local, remote):
 
 def test_b42_a_peer_of_another_kind_is_refused(rank, peer):
     p = rank("p-other", dtype=torch.float32)
-    p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], b"n")])
+    p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"])])
     progress = p.worker.take_progress()
     assert "int32" in progress.refused[0].reason and "float32" in progress.refused[0].reason
     assert not progress.finished[0].ok
@@ -208,7 +208,7 @@ def test_b23_a_peer_that_dies_costs_its_own_writes_only(rank, peer):
 def test_b23_a_peer_that_dies_before_it_ever_answered_ends_the_write(rank):
     p = rank("p-cold")
     with receiver("d-cold") as doomed:
-        p.worker.execute([AddPeer(doomed.name, doomed.metadata), Write("k", doomed.name, [0], [0], b"n")])
+        p.worker.execute([AddPeer(doomed.name, doomed.metadata), Write("k", doomed.name, [0], [0], [b"n"])])
         time.sleep(0.05)
         doomed.kill()
         assert not finish(p, ["k"])["k"].ok
@@ -220,7 +220,7 @@ def test_b22_b25_a_write_given_up_is_not_reported_ended_while_it_may_land(rank, 
     p = rank("p-stopped", progress_thread=isinstance(request_, DropPeer))
     with receiver("d-stopped") as peer:
         os.kill(peer.process.pid, signal.SIGSTOP)
-        p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], b"n"), request_])
+        p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"]), request_])
         deadline_s = time.monotonic() + 0.5
         while time.monotonic() < deadline_s:
             assert p.worker.take_progress().finished == []
@@ -236,7 +236,7 @@ def test_b20_closing_with_an_open_write_ends_in_bounded_time(rank):
     p = rank("p-close")
     with receiver("d-close") as peer:
         os.kill(peer.process.pid, signal.SIGSTOP)
-        p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], b"n")])
+        p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"])])
         started_s = time.monotonic()
         p.worker.close()
         assert time.monotonic() - started_s < 3 and p.worker.live_handles() == 0
@@ -250,7 +250,7 @@ def test_b20_b24_peers_that_come_and_go_leave_nothing(rank, peer):
         other = Rank(f"d-many-{number}", layers=1)
         sender = Rank(f"p-many-{number}", layers=1)
         sender.worker.execute([AddPeer(other.name, other.transport.metadata()),
-                               Write("k", other.name, [0, 2], [1, 0], b"n")])
+                               Write("k", other.name, [0, 2], [1, 0], [b"n"])])
         ended = []
         while not ended:
             ended = sender.worker.take_progress().finished

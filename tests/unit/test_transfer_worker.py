@@ -62,21 +62,21 @@ def pair(faults=NO_FAULTS, **other):
 
 def test_b20_a_write_is_answered_once_and_its_notice_arrives():
     _, _, p, d, add = pair()
-    p.execute([add, Write("k", "d", [1], [2], b"here")])
+    p.execute([add, Write("k", "d", [1], [2], [b"here"])])
     assert [(end.key, end.ok) for end in p.take_progress().finished] == [("k", True)]
     assert d.take_progress().notices == [Notice("p", b"here")]
     assert p.take_progress() == TransferProgress() and p.live_handles() == 0
 
 
 @pytest.mark.parametrize("write,word", [
-    (Write("k", "nobody", [1], [1], b""), "not known"),
-    (Write("k", "d", [1, 2], [1], b""), "against"),
-    (Write("k", "d", [BLOCKS], [1], b""), "outside"),
-    (Write("k", "d", [1], [-1], b""), "outside"),
+    (Write("k", "nobody", [1], [1], [b""]), "not known"),
+    (Write("k", "d", [1, 2], [1], [b""]), "against"),
+    (Write("k", "d", [BLOCKS], [1], [b""]), "outside"),
+    (Write("k", "d", [1], [-1], [b""]), "outside"),
 ])
 def test_b27_a_write_that_cant_be_made_ends_as_not_ok(write, word):
     _, _, p, d, add = pair()
-    p.execute([add, write, Write("next", "d", [1], [1], b"")])
+    p.execute([add, write, Write("next", "d", [1], [1], [b""])])
     ends = {end.key: end for end in p.take_progress().finished}
     assert not ends["k"].ok and word in ends["k"].error
     assert ends["next"].ok, "one bad write must not touch the others"
@@ -84,7 +84,7 @@ def test_b27_a_write_that_cant_be_made_ends_as_not_ok(write, word):
 
 def test_b42_a_peer_with_another_cache_is_refused_with_both_values():
     _, _, p, _, add = pair(dtype="bfloat16")
-    p.execute([add, Write("k", "d", [1], [1], b"")])
+    p.execute([add, Write("k", "d", [1], [1], [b""])])
     progress = p.take_progress()
     refusal, = progress.refused
     assert refusal.peer == "d" and "float32" in refusal.reason and "bfloat16" in refusal.reason
@@ -122,19 +122,19 @@ def test_b24_metadata_of_another_life_or_kind_is_refused(change, word):
 
 def test_b29_a_second_write_under_an_open_key_is_ignored():
     clock, _, p, d, add = pair(Faults(delay_s=1.0))
-    p.execute([add, Write("k", "d", [1], [1], b"first"), Write("k", "d", [2], [2], b"second")])
+    p.execute([add, Write("k", "d", [1], [1], [b"first"]), Write("k", "d", [2], [2], [b"second"])])
     clock.now_s = 5.0
     assert len(p.take_progress().finished) == 1
     clock.now_s = 9.0
     assert [notice.payload for notice in d.take_progress().notices] == [b"first"]
-    p.execute([Write("k", "d", [2], [2], b"third")])
+    p.execute([Write("k", "d", [2], [2], [b"third"])])
     clock.now_s = 19.0
     assert [end.ok for end in p.take_progress().finished] == [True], "an ended key is free again"
 
 
 def test_b25_cancelling_what_is_not_there_changes_nothing():
     _, _, p, _, add = pair()
-    p.execute([CancelWrite("k"), DropPeer("d"), add, Write("k", "d", [1], [1], b"")])
+    p.execute([CancelWrite("k"), DropPeer("d"), add, Write("k", "d", [1], [1], [b""])])
     assert p.take_progress().finished[0].ok
     p.execute([CancelWrite("k"), Poll()])
     assert p.take_progress() == TransferProgress()
@@ -142,7 +142,7 @@ def test_b25_cancelling_what_is_not_there_changes_nothing():
 
 def test_b20_closing_ends_open_writes():
     _, _, p, _, add = pair(Faults(delay_s=1.0))
-    p.execute([add, Write("k", "d", [1], [1], b"")])
+    p.execute([add, Write("k", "d", [1], [1], [b""])])
     assert p.live_handles() == 1
     p.close()
     assert p.live_handles() == 0
@@ -155,7 +155,7 @@ def test_device_work_is_waited_for_before_writes_only():
     _, transport = member(fabric, "d")
     p.execute([AddPeer("d", transport.metadata()), CancelWrite("k"), Poll()])
     assert events == []
-    p.execute([Write("a", "d", [1], [1], b""), Write("b", "d", [2], [2], b"")])
+    p.execute([Write("a", "d", [1], [1], [b""]), Write("b", "d", [2], [2], [b""])])
     assert events == ["waited"]
 
 
@@ -166,7 +166,7 @@ def test_what_is_not_a_request_is_our_own_bug():
 
 
 @pytest.mark.parametrize("request_", [
-    AddPeer("d", b"m"), DropPeer("d"), Write("k", "d", [1, 2], [3, 4], b"n"), CancelWrite("k"), Poll()])
+    AddPeer("d", b"m"), DropPeer("d"), Write("k", "d", [1, 2], [3, 4], [b"n"]), CancelWrite("k"), Poll()])
 def test_requests_survive_both_ways_to_a_worker(request_):
     assert pickle.loads(pickle.dumps(request_)) == request_
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request_), type=TransferRequest) == request_
@@ -200,7 +200,7 @@ def test_b20_any_order_of_requests_ends_each_write_once_and_leaves_nothing(steps
         elif what == 3 and block == 0:
             fabric.kill("d")
         elif name not in open_keys:
-            p.execute([Write(name, "d", [block], [block], b"n")])
+            p.execute([Write(name, "d", [block], [block], [b"n"])])
             open_keys.add(name)
         now = [end.key for end in p.take_progress().finished]
         assert len(now) == len(set(now)) and set(now) <= open_keys

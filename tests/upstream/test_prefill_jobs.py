@@ -46,6 +46,7 @@ class Engine:
     def __init__(self, longest: int = 100) -> None:
         self.scheduler = [SimpleNamespace(waiting=[])]
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
+        self.parallel_config = SimpleNamespace(world_size=1)
         self.aborted: list[str] = []
         self.longest = longest
 
@@ -97,7 +98,7 @@ def test_life_of_a_job(jobs, agent, engine):
     assert jobs.has_requests
     write = write_of(jobs, progress)
     assert (write.local_block_ids, write.remote_block_ids) == ([6, 7], [21, 22])  # D has the first one
-    assert ArrivalNotice.decode(write.notice) == ArrivalNotice(ATTEMPT, 0)
+    assert [ArrivalNotice.decode(notice) for notice in write.notices] == [ArrivalNotice(ATTEMPT, 0)]
     assert jobs.sending and jobs.find(ATTEMPT) is JobState.SENDING
     assert not progress
     jobs.written(transfer.Finished(write.key, True, bytes=100, seconds=0.5), progress)

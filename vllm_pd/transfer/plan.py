@@ -6,8 +6,8 @@ A plan is made once per peer from the two cache descriptions; it is a list of la
 different head ranges the heads that both hold. A write then takes pairs of block ids, and moves every lane of every
 pair. What cannot be mapped is refused when the peer is added, never in the middle of a request.
 
-Ranks hold head ranges by vLLM's rule (`head_range`): KV heads are split evenly over the ranks, and where there are fewer
-heads than ranks each is held by several. Of those one writes it (`heads_to_write`), so no byte is sent twice.
+Ranks hold head ranges by vLLM's rule (`head_range`): KV heads are split evenly over the ranks, and where there are
+fewer heads than ranks each is held by several. Of those one writes it (`heads_to_write`), so no byte is sent twice.
 """
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def head_range(rank: int, ranks: int, kv_heads: int) -> range:
 def heads_to_write(rank: int, ranks: int, peer_rank: int, peer_ranks: int, kv_heads: int) -> range:
     """The KV heads that our rank writes into that rank of the peer; empty where it has none to write there.
 
-    Over all our ranks each head of the peer's rank comes up once: of those that hold a head, the peer's ranks take turns.
+    Over all our ranks each head of the peer's rank comes up once: those of ours that hold the same take turns.
     Raises UnmappableSplit where neither number of ranks divides the other.
     """
     if max(ranks, peer_ranks) % min(ranks, peer_ranks):
@@ -106,8 +106,9 @@ def pair_blocks(local_ids: list[int], remote_ids: list[int], ours: CacheDescript
     for side, ids, end in (("local", local_ids, ours.num_blocks), ("remote", remote_ids, theirs.num_blocks)):
         if ids and not (min(ids) >= 0 and max(ids) < end):
             raise ValueError(f"{side} block ids {min(ids)}..{max(ids)} are outside 0..{end - 1}")
-    if len(set(remote_ids)) != len(remote_ids):
-        raise ValueError("a remote block is named twice")
+    for side, ids in (("remote", remote_ids), ("local", local_ids)):
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"a {side} block is named twice")
     order = sorted(range(len(local_ids)), key=local_ids.__getitem__)
     return [local_ids[i] for i in order], [remote_ids[i] for i in order]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine asks of its workers' transports, and what comes back.
 
-Requests ride down to the worker inside a step's execute-model request, in order, and are run before the step; the
-progress rides back in a side field. A `Write` is answered by exactly one `Finished` with its key, whatever happens.
-The worker owns nothing of what a request names: the engine keeps the local blocks untouched and allocated until
+Requests ride down to every worker inside a step's execute-model request, in order, and are run before the step; what
+became of them is asked of the worker (`TransferWorker`), or of all of them (`GatheredTransfer`). A `Write` is answered
+by exactly one `Finished` with its key, whatever happens. The worker owns nothing of what a request names: the engine keeps the local blocks untouched and allocated until
 `Finished`, the peer keeps the remote ones until the notice or our word that no more bytes will land.
 """
 from __future__ import annotations
@@ -23,16 +23,24 @@ class DropPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Copy our blocks to the peer's, pairwise, then deliver `notice` there."""
+    """Copy our blocks to the peer's, pairwise, then deliver a notice there: of `notices`, that of the rank."""
     key: str
     peer: str
     local_block_ids: list[int]
     remote_block_ids: list[int]
-    notice: bytes
+    notices: list[bytes]
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Copy the peer's blocks to ours, pairwise. The peer is told nothing and has nothing to do."""
+    key: str
+    peer: str
+    local_block_ids: list[int]
+    remote_block_ids: list[int]
 
 
 class CancelWrite(msgspec.Struct, frozen=True, tag=True):
-    """Give a write up. It still ends with one `Finished`, and only once no byte of it can land any more."""
+    """Give a write or a read up. It still ends with one `Finished`, and only once no byte of it can land any more."""
     key: str
 
 
@@ -40,14 +48,14 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
     """Nothing but progress, for a step without other work."""
 
 
-TransferRequest = AddPeer | DropPeer | Write | CancelWrite | Poll
+TransferRequest = AddPeer | DropPeer | Write | Read | CancelWrite | Poll
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The one end of a write. When it is reported no byte of that write can land any more."""
+    """The one end of a write or a read. When it is reported no byte of it can land any more."""
     key: str
     ok: bool
-    bytes: int = 0  # data written, without the notice
+    bytes: int = 0  # data moved, without the notice
     seconds: float = 0.0  # from the post to the moment the end was seen
     error: str = ""
 

@@ -2,7 +2,7 @@
 """The worker's side of the transfer requests: runs them on a transport and gathers the progress.
 
 Lives in the worker process, is called from the step loop only. No peer and no transfer can make it raise: what goes
-wrong with a write becomes its `Finished`, what goes wrong with a peer a `Refusal`.
+wrong with a write or a read becomes its `Finished`, what goes wrong with a peer a `Refusal`.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vllm_pd.transfer.requests import (
     DropPeer,
     Finished,
     Poll,
+    Read,
     Refusal,
     TransferProgress,
     TransferRequest,
@@ -31,22 +32,24 @@ def _nothing() -> None:
 
 
 class TransferWorker:
-    """Runs transfer requests. `synchronize` waits for the device work that fills the blocks to be written."""
+    """Runs transfer requests. `synchronize` waits for the device work that fills the blocks to be written; `rank` says
+    which notice of a write is ours."""
 
-    def __init__(self, transport: Transport, synchronize: Callable[[], None] = _nothing) -> None:
+    def __init__(self, transport: Transport, synchronize: Callable[[], None] = _nothing, rank: int = 0) -> None:
         self._transport = transport
         self._synchronize = synchronize
-        self._writing: set[str] = set()
+        self._rank = rank
+        self._open: set[str] = set()
         self._finished: list[Finished] = []
         self._refused: list[Refusal] = []
 
     def execute(self, requests: list[TransferRequest]) -> None:
         """Run the requests in order. Called before a step, with the requests that the engine sent along."""
-        if any(isinstance(request, Write) for request in requests):
+        if any(isinstance(request, Write | Read) for request in requests):
             self._synchronize()
         for request in requests:
-            if isinstance(request, Write):
-                self._write(request)
+            if isinstance(request, Write | Read):
+                self._move(request)
             elif isinstance(request, CancelWrite):
                 self._transport.cancel(request.key)
             elif isinstance(request, AddPeer):
@@ -61,7 +64,7 @@ class TransferWorker:
         progress = self._transport.poll()
         finished, self._finished = self._finished + progress.finished, []
         refused, self._refused = self._refused, []
-        self._writing.difference_update(end.key for end in progress.finished)
+        self._open.difference_update(end.key for end in progress.finished)
         return TransferProgress(finished=finished, notices=progress.notices, refused=refused)
 
     def live_handles(self) -> int:
@@ -72,19 +75,23 @@ class TransferWorker:
         """Release everything."""
         self._transport.close()
 
-    def _write(self, request: Write) -> None:
-        if request.key in self._writing:
-            # The first write under this key is still open and its end is what the engine waits for.
-            logger.error("Write %s is already under way; the second request is ignored", request.key)
+    def _move(self, request: Write | Read) -> None:
+        kind = type(request).__name__
+        if request.key in self._open:
+            # The first one under this key is still open and its end is what the engine waits for.
+            logger.error("%s %s is already under way; the second request is ignored", kind, request.key)
             return
+        blocks = request.local_block_ids, request.remote_block_ids
         try:
-            self._transport.write(request.key, request.peer, request.local_block_ids, request.remote_block_ids,
-                                  request.notice)
+            if isinstance(request, Write):
+                self._transport.write(request.key, request.peer, *blocks, request.notice)
+            else:
+                self._transport.read(request.key, request.peer, *blocks)
         except PDError as error:
-            logger.warning("Write %s to %s failed: %s", request.key, request.peer, error)
+            logger.warning("%s %s with %s failed: %s", kind, request.key, request.peer, error)
             self._finished.append(Finished(key=request.key, ok=False, error=str(error)))
         else:
-            self._writing.add(request.key)
+            self._open.add(request.key)
 
     def _add_peer(self, request: AddPeer) -> None:
         try:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.sequence import SequenceGroup
 
 logger = logging.getLogger("vllm.pd")
-RANK = 0  # the one rank there is
 
 
 class JobState(Enum):
@@ -58,6 +57,7 @@ class PrefillJobs:
         self._jobs: dict[Attempt, _Job] = {}
         self._requests: list[transfer.TransferRequest] = []
         self._vocab_size = engine.model_config.get_vocab_size()
+        self._ranks = engine.parallel_config.world_size
         self.tell_room()
 
     @property
@@ -118,7 +118,7 @@ class PrefillJobs:
                 continue
             job.state = JobState.SENDING
             requests.append(transfer.Write(str(attempt), job.prefill.peer, job.local_block_ids, job.prefill.block_ids,
-                                           ArrivalNotice(attempt, RANK).encode()))
+                                           [ArrivalNotice(attempt, rank).encode() for rank in range(self._ranks)]))
         self._metrics.sending_blocks.set(sum(len(j.local_block_ids) for j in self._jobs.values()))
         return requests
 

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's transport, when the engines at both ends may consist of several.
+
+A rank writes its share of the KV heads into every rank of the peer that holds some of them, and gives notice once, to
+the peer's rank 0, when all of it has landed there. So the peer needs to hear nothing from its other ranks: their memory
+is written to, and that is all.
+
+Where one write covers the share, the notice rides on it. Otherwise a write is split into parts, one for each rank of
+the peer, which bear no notice; it ends when the last part has ended, and the notice follows if all went well.
+"""
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from vllm_pd.errors import TransferError, UnmappableSplit
+from vllm_pd.transfer.plan import head_range, heads_to_write
+from vllm_pd.transfer.requests import Finished
+from vllm_pd.transfer.transport import PeerMetadata, Progress, RanksMetadata, Transport, rank_name
+
+
+class _Engine(NamedTuple):
+    """A peer: what it said of itself, and the transport names of those of its ranks that we write to."""
+    metadata: bytes
+    targets: list[str]
+    known: list[str]  # these, and the one that takes our notices
+
+
+class _Split:
+    """A write in several parts, none of which bears the notice."""
+
+    def __init__(self, peer: str, notice: bytes) -> None:
+        self.peer = peer
+        self.notice = notice
+        self.open: set[str] = set()
+        self.errors: list[str] = []
+        self.bytes = 0
+        self.started_s = time.monotonic()
+        self.noticed = False
+
+    def ended(self, key: str) -> Finished:
+        """The end of the whole."""
+        return Finished(key=key, ok=not self.errors, bytes=0 if self.errors else self.bytes,
+                        seconds=time.monotonic() - self.started_s, error="; ".join(self.errors))
+
+
+class RankedTransport:
+    """The `Transport` of tensor-parallel rank `rank` of `ranks`, for a model of `kv_heads` KV heads.
+
+    Peers are engines: their metadata is a `RanksMetadata`. `transport` is this rank's own, named by `rank_name`, and
+    belongs to this object.
+    """
+
+    def __init__(self, transport: Transport, rank: int, ranks: int, kv_heads: int) -> None:
+        self._transport = transport
+        self._rank = rank
+        self._ranks = ranks
+        self._kv_heads = kv_heads
+        self._engines: dict[str, _Engine] = {}
+        self._splits: dict[str, _Split] = {}
+        self._part_of: dict[str, str] = {}
+        self._finished: list[Finished] = []
+
+    def metadata(self) -> bytes:
+        """This rank's part of the engine's `RanksMetadata`."""
+        return self._transport.metadata()
+
+    def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
+        """As `Transport.add_peer`; `heads` is decided here."""
+        known = self._engines.get(name)
+        if known is not None and known.metadata != metadata:
+            raise TransferError(f"peer {name} is known with other metadata; a new life needs a new name")
+        ranks = RanksMetadata.decode(name, metadata).ranks
+        shares = [heads_to_write(self._rank, self._ranks, other, len(ranks), self._kv_heads)
+                  for other in range(len(ranks))]
+        engine = _Engine(metadata, [rank_name(name, other) for other, share in enumerate(shares) if share], [])
+        try:
+            for other, share in enumerate(shares):
+                self._check(name, other, len(ranks), ranks[other])
+                if share or other == 0:
+                    self._transport.add_peer(rank_name(name, other), ranks[other], share)
+                    engine.known.append(rank_name(name, other))
+        except Exception:
+            for rank in engine.known if known is None else ():
+                self._transport.drop_peer(rank)
+            raise
+        self._engines[name] = engine
+
+    def drop_peer(self, name: str) -> None:
+        engine = self._engines.pop(name, None)
+        for rank in engine.known if engine is not None else ():
+            self._transport.drop_peer(rank)
+
+    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
+              notice: bytes) -> None:
+        engine = self._engines.get(peer)
+        if engine is None:
+            raise TransferError(f"peer {peer} is not known")
+        if key in self._splits:
+            raise TransferError(f"write {key} is under way already")
+        front = rank_name(peer, 0)
+        if engine.targets == [front] or not engine.targets:
+            self._transport.write(key, front, local_block_ids, remote_block_ids, notice)
+            return
+        split = self._splits[key] = _Split(front, notice)
+        for number, target in enumerate(engine.targets):
+            part = f"{key}@{number}"
+            try:
+                self._transport.write(part, target, local_block_ids, remote_block_ids, b"")
+            except TransferError as error:
+                split.errors.append(str(error))
+            else:
+                split.open.add(part)
+                self._part_of[part] = key
+        self._go_on(key)
+
+    def cancel(self, key: str) -> None:
+        split = self._splits.get(key)
+        for open_key in list(split.open) if split is not None else [key]:
+            self._transport.cancel(open_key)
+
+    def poll(self) -> Progress:
+        progress = self._transport.poll()
+        for end in progress.finished:
+            key = self._part_of.pop(end.key, None)
+            if key is None:
+                self._finished.append(end)
+                continue
+            split = self._splits[key]
+            split.open.discard(end.key)
+            split.bytes += end.bytes
+            if not end.ok:
+                split.errors.append(end.error)
+            self._go_on(key)
+        finished, self._finished = self._finished, []
+        return Progress(finished=finished, notices=progress.notices)
+
+    def live_handles(self) -> int:
+        return max(self._transport.live_handles(), len(self._splits))
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _go_on(self, key: str) -> None:
+        """Give notice when the last part has ended well, and end with that."""
+        split = self._splits[key]
+        if split.open:
+            return
+        if not split.errors and not split.noticed:
+            split.noticed = True
+            part = f"{key}@notice"
+            try:
+                self._transport.write(part, split.peer, [], [], split.notice)
+            except TransferError as error:
+                split.errors.append(str(error))
+            else:
+                split.open.add(part)
+                self._part_of[part] = key
+                return
+        self._finished.append(self._splits.pop(key).ended(key))
+
+    def _check(self, name: str, rank: int, ranks: int, metadata: bytes) -> None:
+        """That this rank of the peer holds the heads that it should by the rule."""
+        cache = PeerMetadata.decode(rank_name(name, rank), metadata).cache
+        heads = head_range(rank, ranks, self._kv_heads)
+        if (cache.first_head, cache.kv_heads) != (heads.start, len(heads)):
+            raise UnmappableSplit(f"rank {rank} of {ranks} of {name} has KV heads {cache.first_head}.."
+                                  f"{cache.first_head + cache.kv_heads - 1}; of {self._kv_heads} it should have "
+                                  f"{heads.start}..{heads.stop - 1}")
