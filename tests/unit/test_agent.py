@@ -128,6 +128,7 @@ def engine(request):
     yield make
     for one in engines:
         one.agent.close()
+        one.agent.end_lifeline()
         assert not one.agent._thread.is_alive()
         assert one.agent.error is None or isinstance(one.agent.error, Planned)
         assert "link_frame_stumble" not in one.agent.dropped()
@@ -692,6 +693,7 @@ def test_b24_restarts_leave_no_descriptor_and_no_thread(broker, engine):
         prefill = Engine(settings, m.Role.PREFILL)
         prefill.expect(AddPeer)
         prefill.agent.close()
+        prefill.agent.end_lifeline()
         assert not prefill.agent._thread.is_alive()
 
     restart()

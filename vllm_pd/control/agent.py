@@ -12,12 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
 from vllm_pd.control import process
+from vllm_pd.control.lifeline import Lifeline
 from vllm_pd.control.links import Links, Source
 from vllm_pd.control.outlook import Outlook, QueueView
+from vllm_pd.control.standing import Standing
+from vllm_pd.control.vitals import Vitals
 from vllm_pd.core import messages as m
 from vllm_pd.core.decode import DecodeLimits, DecodeSide, State
 from vllm_pd.core.events import (
@@ -44,7 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
-LIVENESS_S = 0.25
 WRITING_POLL_S = 0.002
 LONG_WRITE_POLL_S = 0.020
 LONG_WRITE_S = 2.0
@@ -59,7 +62,7 @@ class ControlAgent:
 
     def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, wake: Callable[[], None],
                  clock: Callable[[], float] = time.monotonic,
-                 is_gone: Callable[[m.Member], bool] = process.is_gone):
+                 is_gone: Callable[[m.Member], bool] = process.is_gone, front: str | None = None):
         self.config = config
         self.member = member
         self.error: BaseException | None = None
@@ -67,6 +70,9 @@ class ControlAgent:
         self._wake = wake
         self._clock = clock
         self._is_gone = is_gone
+        self._front = front
+        self._lifeline: Lifeline | None = None
+        self._vitals = Vitals()
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._outbox: collections.deque[Action] = collections.deque()
@@ -76,7 +82,7 @@ class ControlAgent:
         self._room = 0
         self._told_room = -1
         self._serial = 0
-        self._next_liveness = 0.0
+        self._shown: tuple[m.Role, bool, bool] | None = None  # what the front end was last told
         self._warned: str | None = None
         self._next_notice_poll: float | None = None
         self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
@@ -92,15 +98,20 @@ class ControlAgent:
             ttl_s=config.ttl_s))
         self._prefill = PrefillSide(member, self._metadata, PrefillLimits(ttl_s=config.ttl_s))
         self._outlook = Outlook(member, config.heartbeat_s, config.ttl_s)
+        self._standing = Standing(member)
         self._decode.broker_is(self._clock(), False)
 
     # Life.
 
     def start(self) -> None:
-        """Bind, fill in `member.address`, and run. ConfigError where `bind` or `broker` can't be used."""
-        self._links = Links(self.member.incarnation, self.config.bind, self.config.broker)
+        """Bind, fill in the addresses of `member`, and run. ConfigError where `bind` or `broker` can't be used."""
+        self._links = Links(self.member.incarnation, self.config.bind, self.config.broker, self._front)
         self._link_counters = self._links.counters
-        self._build(msgspec.structs.replace(self.member, address=self._links.address))
+        self._lifeline = Lifeline(self.member.incarnation, urlsplit(self._links.address).hostname)
+        for source in (self._lifeline, self._vitals):
+            self._links.watch(source.fileno())
+        self._build(msgspec.structs.replace(self.member, address=self._links.address,
+                                            lifeline=self._lifeline.address))
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -111,6 +122,38 @@ class ControlAgent:
                 self._links.waker.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+
+    def end_lifeline(self) -> None:
+        """After `close`, once nothing of this engine can write to a peer's memory any more: the proof for its peers.
+        Where this is never called, the end of the process is."""
+        if self._lifeline is not None and not self._thread.is_alive():
+            self._lifeline.close()
+
+    # For an operator.
+
+    def drain(self) -> None:
+        """Take nothing new from others, finish what is open, then leave the registry for good. Refusing the clients of
+        this engine is its front end's part."""
+        with self._lock:
+            self._drain()
+
+    def set_role(self, role: m.Role) -> str:
+        """Act as `role` from now on; what is open is finished. Returns why not, empty where it is done."""
+        with self._lock:
+            return self._set_role(role)
+
+    @property
+    def standing(self) -> Standing:
+        """The present role, and whether the engine drains. To be read only."""
+        return self._standing
+
+    def set_load(self, load: m.Load) -> None:
+        """How busy the engine is, after each look at its events."""
+        with self._lock:
+            if self._standing.told_load(load):
+                self._rouse()
+            elif self._standing.draining and not (load.running or load.waiting):
+                self._rouse()
 
     # For the engine, either role.
 
@@ -135,15 +178,18 @@ class ControlAgent:
     def counts(self) -> dict[str, int]:
         """Gauges: jobs and attempts by state, peers, sockets."""
         with self._lock:
-            states = collections.Counter(self._decode.states().values())
-            return {
-                "decode_queued": states[State.QUEUED],
-                "decode_granted": states[State.GRANTED],
-                "decode_fenced": len(self._decode.fenced()),
-                "prefill_jobs": len(self._prefill.states()),
-                "peers": len(self._prefill.peers()) + len(self._decode.peers),
-                "sockets": self._links.count() if self._links else 0,
-            }
+            return self._counts()
+
+    def _counts(self) -> dict[str, int]:
+        states = collections.Counter(self._decode.states().values())
+        return {
+            "decode_queued": states[State.QUEUED],
+            "decode_granted": states[State.GRANTED],
+            "decode_fenced": len(self._decode.fenced()),
+            "prefill_jobs": len(self._prefill.states()),
+            "peers": len(self._prefill.peers()) + len(self._decode.peers),
+            "sockets": self._links.count() if self._links else 0,
+        }
 
     def totals(self) -> dict[str, int]:
         """Counters of what happened to attempts and jobs since the start."""
@@ -238,7 +284,7 @@ class ControlAgent:
 
     def _free_room(self) -> int:
         coming = self._prefill.waiting() + sum(isinstance(event, Prefill) for event in self._events)
-        return max(0, self._room - coming)
+        return max(0, self._room - coming) if self._standing.takes_jobs else 0
 
     # The thread.
 
@@ -260,6 +306,7 @@ class ControlAgent:
             with self._lock:
                 links, self._links = self._links, None
             links.close(LINGER_MS)
+            self._vitals.close()
 
     def _farewell(self) -> None:
         """Last words: what the engine still had to say, no more of what it had asked for, and goodbye."""
@@ -278,6 +325,8 @@ class ControlAgent:
                 except Exception:  # one peer's message must not silence the engine for all others
                     self._link_counters["frame_stumble"] += 1
                     logger.exception("stumbled over %s from %s", type(message).__name__, sender)
+        self._lifeline.turn()
+        self._leave_if_drained()
         self._heartbeat()
         self._liveness()
         self._warn()
@@ -289,6 +338,7 @@ class ControlAgent:
             held = self._prefill.states().keys()
         self._send()
         self._links.holding(held)
+        self._show()
         self._tell()
 
     def _warn(self) -> None:
@@ -312,16 +362,22 @@ class ControlAgent:
             if self._outbox or not self._announced:
                 return 0.0
             due = [self._decode.next_deadline(), self._prefill.next_deadline(), self._outlook.next_deadline(),
-                   self._next_notice_poll, self._next_liveness if self._watched() else None]
+                   self._next_notice_poll, self._vitals.next_deadline()]
             return max(0.0, min(when for when in due if when is not None) - self._clock())
 
     def _on_message(self, now: float, source: Source, sender: str, message: m.Message) -> None:
+        if source in (Source.PREFILL, Source.DECODE):
+            self._vitals.heard(now, sender)
+            if isinstance(message, (m.Hello, m.HelloReply)):
+                self._vitals.hasten(now)
         if source is Source.PREFILL:
             self._do(self._decode.receive(now, sender, message))
             if isinstance(message, (m.Writing, m.Sent)):
                 self._next_notice_poll = now
         elif source is Source.DECODE:
             self._do(self._prefill.receive(now, sender, message))
+        elif source in (Source.OPERATOR, Source.FRONT):
+            self._on_operator(source, sender, message)
         elif isinstance(message, m.Refused):
             self._outlook.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
         else:
@@ -336,6 +392,7 @@ class ControlAgent:
         self._do(self._decode.broker_is(now, True))
         if isinstance(message, m.Peers):
             self._outlook.peers(message)
+            self._standing.listed(self._outlook.listed())
             if self.member.role.prefills:
                 self._do(self._prefill.members_are(now, self._outlook.members()))
         elif isinstance(message, m.PutReply):
@@ -354,7 +411,13 @@ class ControlAgent:
                 self._check_broker(now)
             return
         outlook = self._outlook
-        result = self._links.to_broker(m.Register(self.member, outlook.broker, outlook.version))
+        with self._lock:
+            if self._standing.left:
+                outlook.next_heartbeat = now + outlook.heartbeat_s
+                self._check_broker(now)
+                return
+            member = self._standing.member()
+        result = self._links.to_broker(m.Register(member, outlook.broker, outlook.version))
         sent = result is SendResult.SENT
         outlook.next_heartbeat = now + (outlook.heartbeat_s if sent else min(RECONNECT_POLL_S, outlook.heartbeat_s))
         self._told_room = -1
@@ -368,24 +431,75 @@ class ControlAgent:
         if not self._outlook.up:
             self._do(self._decode.broker_is(max(self._outlook.heard_at, now - self.config.ttl_s), False))
 
-    def _watched(self) -> bool:
-        return bool(self._decode.states() or self._prefill.busy_peers())
-
     def _liveness(self) -> None:
         """See whether the processes that matter now still exist."""
         now = self._clock()
-        if now < self._next_liveness:
-            return
-        self._next_liveness = now + LIVENESS_S
-        with self._lock:
-            candidates = {member.incarnation: member for member in (
-                *self._outlook.members(), *self._decode.peers.values(), *self._prefill.peers().values())}
-        gone = self._outlook.gone(list(candidates.values()), self._is_gone)
+        gone: list[str] = []
+        if self._vitals.is_due(now):
+            with self._lock:
+                peers = {**self._decode.peers, **self._prefill.peers()}
+                candidates = {member.incarnation: member for member in (*self._outlook.members(), *peers.values())}
+                busy = self._decode.busy_peers() | self._prefill.busy_peers()
+            gone = self._outlook.gone(list(candidates.values()), self._is_gone)
+            self._vitals.look(now, {name: peer for name, peer in peers.items() if not self._outlook.is_dead(name)}, busy)
+        gone += self._vitals.probe(now)
         with self._lock:
             for incarnation in gone:
                 self._outlook.dead(incarnation)
                 self._do(self._decode.peer_dead(now, incarnation))
                 self._do(self._prefill.peer_lost(now, incarnation))
+
+    # Operators.
+
+    def _on_operator(self, source: Source, sender: str, message: m.Message) -> None:
+        problem = ""
+        if isinstance(message, m.Drain):
+            self._drain()
+        elif isinstance(message, m.SetRole):
+            problem = self._set_role(message.role)
+        reply = m.StatusReply(self._standing.member(), problem, {**self._counts(), **self._standing.gauges()})
+        if source is Source.FRONT:
+            self._links.to_front(reply)
+        else:
+            self._links.to_operator(sender, reply)
+
+    def _drain(self) -> None:
+        if not self._standing.draining:
+            logger.info("draining: no new work, what is open is finished")
+            self._standing.drain()
+            self._changed()
+
+    def _set_role(self, role: m.Role) -> str:
+        problem = self._standing.set_role(role)
+        self._changed()
+        return problem
+
+    def _changed(self) -> None:
+        """Tell everybody soon, the engine included."""
+        self._outlook.next_heartbeat = self._clock()
+        self._announced = False
+        self._rouse()
+
+    def _leave_if_drained(self) -> None:
+        with self._lock:
+            standing = self._standing
+            is_open = bool(self._decode.states() or self._prefill.states() or self._outbox or self._events)
+            if standing.left or not standing.is_drained(is_open, self._outlook.up):
+                return
+            standing.left = True
+        logger.info("drained: nothing is open any more")
+        self._links.to_broker(m.Leave())
+
+    def _show(self) -> None:
+        """Tell the front end when something has changed that it goes by."""
+        with self._lock:
+            standing = self._standing
+            shown = (standing.role, standing.draining, standing.left)
+            if shown == self._shown:
+                return
+            self._shown = shown
+            reply = m.StatusReply(standing.member(), "", {**self._counts(), **standing.gauges()})
+        self._links.to_front(reply)
 
     def _send(self) -> None:
         with self._lock:

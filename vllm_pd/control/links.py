@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's sockets. Used by one thread only.
 
-One ROUTER, to which prefill engines connect, and where they get their answers; one DEALER to each decode engine that
-gives us jobs; and the `Uplink` to the broker. A peer is answered on the connection that it last spoke on.
+One ROUTER, to which prefill engines and operators connect, and where they get their answers; another one for this
+engine's own front end; one DEALER to each decode engine that gives us jobs; and the `Uplink` to the broker. A peer is
+answered on the connection that it last spoke on.
 """
 import collections
 from collections.abc import Iterator, Set
@@ -25,15 +26,18 @@ class Source(Enum):
     BROKER = "broker"
     DECODE = "decode"
     PREFILL = "prefill"
+    OPERATOR = "operator"
+    FRONT = "front"
 
 
-_EXPECTED = {Source.DECODE: m.TO_PREFILL, Source.PREFILL: m.TO_DECODE}
+_EXPECTED = {Source.DECODE: m.TO_PREFILL, Source.PREFILL: m.TO_DECODE, Source.FRONT: m.TO_ENGINE}
 
 
 class Links:
-    """The constructor raises ConfigError where `bind` or `broker` can't be used; nothing else raises for a peer."""
+    """The constructor raises ConfigError where `bind`, `broker` or `front`, an address on this machine, can't be used;
+    nothing else raises for a peer."""
 
-    def __init__(self, incarnation: str, bind: str, broker: str):
+    def __init__(self, incarnation: str, bind: str, broker: str, front: str | None = None):
         self.waker = sockets.Waker()
         self._incarnation = incarnation
         self._context = zmq.Context()
@@ -42,7 +46,8 @@ class Links:
         self._peer_of: dict[zmq.Socket, str] = {}
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         try:
-            self._router = self._listen(bind)
+            self._router = self._listen("bind", bind)
+            self._front = self._listen("front", front) if front else None
             self._uplink: Uplink = ZmqUplink(self._context, incarnation, broker)
         except ConfigError:
             self._context.destroy(linger=0)
@@ -50,14 +55,22 @@ class Links:
             raise
         self.counters = self._uplink.counters
         self.address = sockets.endpoint(self._router)
-        for pollable in (self.waker.fileno(), self._router, self._uplink.pollable):
-            self._poller.register(pollable, zmq.POLLIN)
+        self._front_route: bytes | None = None
+        self._watched: set[int] = set()
+        for pollable in (self.waker.fileno(), self._router, self._front, self._uplink.pollable):
+            if pollable is not None:
+                self._poller.register(pollable, zmq.POLLIN)
 
-    def _listen(self, bind: str) -> zmq.Socket:
+    def _listen(self, key: str, address: str) -> zmq.Socket:
         try:
-            return sockets.server(self._context, bind)
+            return sockets.server(self._context, address)
         except zmq.ZMQError as error:
-            raise ConfigError("bind", bind, f"{error}; name a free address, like tcp://127.0.0.1:0") from error
+            raise ConfigError(key, address, f"{error}; name a free address, like tcp://127.0.0.1:0") from error
+
+    def watch(self, descriptor: int) -> None:
+        """Let `poll` also return when this can be read; the reading is the caller's business."""
+        self._watched.add(descriptor)
+        self._poller.register(descriptor, zmq.POLLIN)
 
     @property
     def other_protocol(self) -> int | None:
@@ -82,6 +95,8 @@ class Links:
             if socket == self._uplink.pollable:
                 yield from self._from_broker()
                 continue
+            if socket in self._watched:
+                continue
             for _ in range(BATCH_MESSAGES):
                 frames = None if socket.closed else sockets.receive(socket)
                 if frames is None:
@@ -98,20 +113,25 @@ class Links:
             yield Source.BROKER, *received
 
     def _open(self, socket: zmq.Socket, frames: list[bytes]) -> tuple[Source, str, m.Message] | None:
-        source = Source.PREFILL if socket is self._router else Source.DECODE
+        source = Source.PREFILL if socket is self._router else (
+            Source.FRONT if socket is self._front else Source.DECODE)
         try:
-            sender, message = codec.decode(frames[1:] if source is Source.PREFILL else frames)
+            sender, message = codec.decode(frames if source is Source.DECODE else frames[1:])
         except codec.BadFrame as fault:
             self.counters["frame_" + fault.fault.value] += 1
             self.other_protocol = fault.theirs or self.other_protocol
             return None
-        if not isinstance(message, _EXPECTED[source]):
+        if source is Source.PREFILL and isinstance(message, m.TO_ENGINE):
+            source = Source.OPERATOR
+        elif not isinstance(message, _EXPECTED[source]):
             self.counters["frame_unexpected"] += 1
             return None
         if source is Source.DECODE and self._peer_of.get(socket) != sender:
             self.counters["frame_other_sender"] += 1  # another process lives at that address now
             return None
-        if source is Source.PREFILL:
+        if source is Source.FRONT:
+            self._front_route = frames[0]
+        elif source is not Source.DECODE:
             self._routes[sender] = frames[0]
             self._routes.move_to_end(sender)
             if len(self._routes) > MAX_ROUTES:
@@ -159,6 +179,15 @@ class Links:
         route = self._routes.get(peer)
         return self._send(None if route is None else self._router, route, message)
 
+    def to_operator(self, name: str, message: m.Message) -> SendResult:
+        """Answer an operator."""
+        return self.to_prefill(name, message)
+
+    def to_front(self, message: m.Message) -> None:
+        """Tell the front end, if one has spoken to us."""
+        if self._front_route is not None:
+            self._send(self._front, self._front_route, message)
+
     def _send(self, socket: zmq.Socket | None, route: bytes | None, message: m.Message) -> SendResult:
         result = SendResult.UNREACHABLE
         if socket is not None:
@@ -173,12 +202,12 @@ class Links:
 
     def count(self) -> int:
         """Open sockets."""
-        return 2 + len(self._decode)
+        return (2 if self._front is None else 3) + len(self._decode)
 
     def close(self, linger_ms: int) -> None:
         """Close all; last words get so long to leave."""
         self._uplink.close(linger_ms)
-        for socket in [self._router, *self._decode.values()]:
+        for socket in [self._router, *self._decode.values(), *([self._front] if self._front is not None else [])]:
             socket.close(linger=linger_ms)
         self._decode.clear()
         self._peer_of.clear()

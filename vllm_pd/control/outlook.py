@@ -64,6 +64,14 @@ class Outlook:
             self._dead.popitem(last=False)
         self._judge()
 
+    def is_dead(self, incarnation: str) -> bool:
+        """Whether that process is known to be gone."""
+        return incarnation in self._dead
+
+    def listed(self) -> m.Member | None:
+        """Ourselves, as the registry lists us; None where it does not."""
+        return self._members.get(self.member.incarnation)
+
     def check(self, now: float) -> None:
         """A broker that has been silent for too long is away."""
         if self.up and now - self.heard_at >= self.silent_s:

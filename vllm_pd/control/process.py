@@ -44,9 +44,14 @@ def _threads(pid: int) -> int:
         return 0
 
 
+def is_visible(member: Member) -> bool:
+    """Whether `is_gone` can judge this member: its processes have names that mean something here."""
+    return bool(member.host_id and member.host_id == host_id() and member.processes)
+
+
 def is_gone(member: Member) -> bool:
     """True only where it is certain that every process of the member has ended."""
-    if not member.host_id or member.host_id != host_id() or not member.processes:
+    if not is_visible(member):
         return False
     try:
         return all(start_time(process.pid) != process.start_time for process in member.processes)

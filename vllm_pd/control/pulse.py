@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a peer on another host, or in another container, is dead: what to ask, and what the answers mean. Pure.
+
+A process id says nothing about a process that another kernel, or another process-id namespace, keeps. What can be seen
+from there is its *lifeline*, a listening TCP socket that only the end of its process closes:
+
+- its own greeting: it lives, and that address really leads to it;
+- refused, by an address that has greeted us before: the socket is gone, and with it the process;
+- the greeting of another engine there: the same, and somebody else has taken the port;
+- anything else (no way there, accepted but silent, a stranger's words): nothing is known. A stopped process is accepted
+  by its kernel and says nothing; it may go on later, so it is not dead.
+
+Death is believed when it is seen twice, `grace_s` apart. The grace also covers what the process had on its way when it
+ended: a kernel closes the descriptors of a dying process one after the other, the lifeline's perhaps before the network
+card's, and packets of a remote write may still be in the network for some milliseconds after that.
+"""
+from enum import Enum
+
+SILENT_S = 0.4
+IDLE_RETRY_S = 5.0
+GRACE_S = 0.25
+
+_NEVER = float("inf")
+
+
+class Answer(Enum):
+    """What came of a probe."""
+    GREETED = "greeted"
+    OTHER = "other"  # another engine greets there
+    REFUSED = "refused"
+    NOTHING = "nothing"
+
+
+class _Peer:
+    """One watched peer. Times are in the caller's clock."""
+
+    def __init__(self, address: str, now: float):
+        self.address = address
+        self.busy = False
+        self.reached = False  # its own greeting has come from that address
+        self.asked = False
+        self.next_probe = now
+        self.gone_since: float | None = None
+
+
+class Pulse:
+    """The peers that are judged by their lifelines. A *busy* one, whose death would end something of ours, is probed
+    when it has been silent for `silent_s`; any other only until it has been reached once."""
+
+    def __init__(self, silent_s: float = SILENT_S, grace_s: float = GRACE_S):
+        self.silent_s = silent_s
+        self.grace_s = grace_s
+        self._peers: dict[str, _Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def watch(self, now: float, lifelines: dict[str, str], busy: set[str]) -> None:
+        """All peers by incarnation, with their lifelines' addresses, and those that matter. Others are forgotten."""
+        for incarnation in self._peers.keys() - lifelines.keys():
+            del self._peers[incarnation]
+        for incarnation, address in lifelines.items():
+            peer = self._peers.get(incarnation)
+            if peer is None or peer.address != address:
+                peer = self._peers[incarnation] = _Peer(address, now)
+            if peer.busy is not (incarnation in busy):
+                peer.busy = incarnation in busy
+                if not peer.asked:
+                    peer.next_probe = min(peer.next_probe, now + self.silent_s) if peer.busy else self._later(peer, now)
+
+    def heard(self, now: float, incarnation: str) -> None:
+        """It has said something to us by other ways."""
+        peer = self._peers.get(incarnation)
+        if peer is not None:
+            peer.gone_since = None
+            if not peer.asked and peer.reached:
+                peer.next_probe = self._later(peer, now)
+
+    def due(self, now: float, most: int) -> list[tuple[str, str]]:
+        """(incarnation, address) of those to be probed now, the longest due first. Each is to be `answered`."""
+        due = sorted((peer.next_probe, name) for name, peer in self._peers.items()
+                     if not peer.asked and peer.next_probe <= now)[:max(0, most)]
+        for _, name in due:
+            self._peers[name].asked = True
+        return [(name, self._peers[name].address) for _, name in due]
+
+    def next_deadline(self) -> float | None:
+        """When a probe is next due; None where none is."""
+        due = min((peer.next_probe for peer in self._peers.values() if not peer.asked), default=_NEVER)
+        return None if due == _NEVER else due
+
+    def answered(self, now: float, incarnation: str, answer: Answer) -> bool:
+        """The end of a probe. Whether that peer is dead, as a fact."""
+        peer = self._peers.get(incarnation)
+        if peer is None:
+            return False
+        peer.asked = False
+        if peer.reached and answer in (Answer.REFUSED, Answer.OTHER):
+            if peer.gone_since is None:
+                peer.gone_since = now
+            peer.next_probe = peer.gone_since + self.grace_s
+            return now - peer.gone_since >= self.grace_s
+        peer.reached = peer.reached or answer is Answer.GREETED
+        peer.gone_since = None
+        peer.next_probe = self._later(peer, now)
+        return False
+
+    def _later(self, peer: _Peer, now: float) -> float:
+        if peer.busy:
+            return now + self.silent_s
+        return _NEVER if peer.reached else now + IDLE_RETRY_S

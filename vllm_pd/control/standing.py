@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this engine is to others at present: its role, whether it takes new work, whether it has left. Pure.
+
+An engine is born with a role, which says what its memory and its engine are prepared for. An operator may narrow a
+`kv_both` one to either part, widen it again, or have the engine drained: then it takes nothing new, finishes what is
+open and leaves the registry, for good. Only *new* work goes by what stands here; what was begun under another role,
+and what a peer had sent before it could know, is finished as if nothing had changed.
+"""
+import msgspec
+
+from vllm_pd.core import messages as m
+
+
+class Standing:
+    """Of one engine. `left`: it has drained and said goodbye to the broker."""
+
+    def __init__(self, member: m.Member):
+        self._born = member
+        self.role = member.role
+        self.draining = False
+        self.left = False
+        self.listed_as_draining = False
+        self._load: m.Load | None = None
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Whether others may send prefills here."""
+        return self.role.prefills and not self.draining
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether prefills of our own may go elsewhere."""
+        return self.role.decodes and not self.left
+
+    def member(self) -> m.Member:
+        """The registry entry of this moment."""
+        return msgspec.structs.replace(self._born, role=self.role, draining=self.draining,
+                                       load=self._load or m.Load())
+
+    def told_load(self, load: m.Load) -> bool:
+        """The engine says how busy it is. Whether that is the first word since the drain began."""
+        first, self._load = self._load is None, load
+        return first
+
+    def set_role(self, role: m.Role) -> str:
+        """Act as `role` from now on. Returns why not, empty where it is done."""
+        if role is self.role:
+            return ""
+        if self._born.role is not m.Role.BOTH:
+            return (f"role={role.value!r} can't be used: this engine was started as {self._born.role.value}; start it "
+                    f"as {m.Role.BOTH.value} to change its role while it runs")
+        self.role = role
+        return ""
+
+    def drain(self) -> None:
+        """Take nothing new from now on. What the engine said of its load before that counts no more."""
+        if not self.draining:
+            self.draining = True
+            self._load = None
+
+    def listed(self, member: m.Member | None) -> None:
+        """How the registry lists us; it does not where None."""
+        self.listed_as_draining = member is not None and member.draining
+
+    def is_drained(self, open_attempts: bool, broker_up: bool) -> bool:
+        """Whether nothing is open, and nothing more can come: the broker, if there is one, knows that we drain."""
+        if not self.draining or open_attempts or self._load is None or self._load.running or self._load.waiting:
+            return False
+        return self.listed_as_draining or not broker_up
+
+    def gauges(self) -> dict[str, int]:
+        """For a status."""
+        load = self._load or m.Load()
+        return {"running": load.running, "waiting": load.waiting, "free_blocks": load.free_blocks,
+                "drained": int(self.left)}
