@@ -62,10 +62,11 @@ class Peers(FakePeers):
 class Decoder:
     """One decode engine. The clock stands still unless it is moved."""
 
-    def __init__(self, monkeypatch, max_num_seqs: int = 4, **settings) -> None:
+    def __init__(self, monkeypatch, max_num_seqs: int = 4, chunk: int | None = None, **settings) -> None:
         self.now = 1000.0
         monkeypatch.setattr(decode.time, "monotonic", lambda: self.now)
-        self.engine = SimulatedEngine(blocks=64, max_num_seqs=max_num_seqs, max_model_len=8 * BLOCK_SIZE)
+        self.engine = SimulatedEngine(blocks=64, max_num_seqs=max_num_seqs, max_model_len=8 * BLOCK_SIZE,
+                                      chunk=chunk)
         self.agent = Agent()
         extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": 2 * BLOCK_SIZE,
                  "max_parked_fraction": 1.0, **settings}

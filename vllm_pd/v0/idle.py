@@ -7,6 +7,7 @@ its socket, AsyncLLMEngine in the event of its request tracker, and a bare `LLM`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
@@ -40,16 +41,12 @@ class Bell:
 
     def ring(self) -> None:
         """Wake the step loop, now or when it next goes to sleep."""
-        try:
+        with contextlib.suppress(OSError):  # rung already, or closed
             os.write(self._write_fd, b"!")
-        except (BlockingIOError, OSError):
-            pass  # rung already, or closed
         loop = self._async_loop()
         if loop is not None:
-            try:
+            with contextlib.suppress(RuntimeError):  # that loop is closed
                 loop.call_soon_threadsafe(self._rung)
-            except RuntimeError:
-                pass  # that loop is closed
 
     def ring_in(self, seconds: float) -> None:
         """Ring later, for the step loop of an AsyncLLMEngine. To be called from that loop."""
@@ -63,10 +60,8 @@ class Bell:
             self._watch(socket)
         ready = dict(self._poller.poll(max(0, timeout_s * 1000)))
         if self._read_fd in ready:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 os.read(self._read_fd, 4096)
-            except BlockingIOError:
-                pass
         return socket in ready
 
     def close(self) -> None:
