@@ -67,6 +67,11 @@ class TransferWorker:
         self._open.difference_update(end.key for end in progress.finished)
         return TransferProgress(finished=finished, notices=progress.notices, refused=refused)
 
+    @property
+    def busy(self) -> bool:
+        """Whether `take_progress` has or will have something to tell, without another request."""
+        return bool(self._open or self._finished or self._refused)
+
     def live_handles(self) -> int:
         """Transfers that are not released yet."""
         return self._transport.live_handles()
@@ -84,7 +89,7 @@ class TransferWorker:
         blocks = request.local_block_ids, request.remote_block_ids
         try:
             if isinstance(request, Write):
-                self._transport.write(request.key, request.peer, *blocks, request.notice)
+                self._transport.write(request.key, request.peer, *blocks, request.notices[self._rank])
             else:
                 self._transport.read(request.key, request.peer, *blocks)
         except PDError as error:
