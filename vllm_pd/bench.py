@@ -12,10 +12,10 @@ transfer are the prefill engine's own times, as it reports them to the decode en
 gap between two tokens over all measured requests. So the overhead holds everything else: the HTTP server, both
 schedulers, queue and claim, the notices, the detokeniser and the wake-ups of every process on the way.
 
-A request with a prompt of a few tokens, which stays local, follows each measured one. What it takes beside its one step
-is the front end's part, disaggregation or not; the rest of the overhead is the control plane's:
+A request with a prompt of a few tokens, which stays local, follows each measured one. What it takes beside its prefill
+(the engine's own figure) is the front end's part, disaggregation or not; the rest of the overhead is the control plane's:
 
-    control plane = overhead - median over the short requests of (TTFT - one decode step)
+    control plane = overhead - median over the short requests of (TTFT - prefill)
 
 Fencing costs a round trip between the engines, for the claim, and nothing else on this path: its share of the TTFT is
 reported too.
@@ -67,7 +67,7 @@ class Sample:
     stages_s: dict[str, float]
     transfer_bytes: float
     gaps_s: tuple[float, ...]
-    short_ttft_s: float = 0.0  # of the short request that followed
+    front_end_s: float = 0.0  # of the short request that followed
 
     def overhead_s(self, decode_step_s: float) -> float:
         return self.ttft_s - self.stages_s["prefill"] - self.stages_s["transfer"] - decode_step_s
@@ -86,15 +86,17 @@ def measure_handover(bench: HandoverBench) -> dict[str, Any]:
         answer = ask(bench.decode, model, Question(prompt, bench.max_tokens, stream=True, ignore_eos=True))
         after = scrape_after_request(bench.decode, before)
         short = ask(bench.decode, model, Question(prompt[:SHORT_TOKENS], 1, stream=True, ignore_eos=True))
+        last = scrape_after_request(bench.decode, after)
+        front_end_s = short.ttft_s - last.since(after).value("vllm:request_prefill_time_seconds_sum")
         if number >= 0:
             added = after.since(before)
             if went_remote(added):
-                samples.append(sample_of(answer, added, short.ttft_s))
+                samples.append(sample_of(answer, added, front_end_s))
             else:
                 for (reason, ), count in added.by("vllm:pd_decisions_total", "reason").items():
                     if count:
                         local[reason] = local.get(reason, 0) + int(count)
-        before = scrape_after_request(bench.decode, after)
+        before = last
     if not samples:
         why = ", ".join(f"{count} x {reason}" for reason, count in local.items()) or "the engine decided nothing"
         raise PDError(f"no request was prefilled remotely ({why}); start the decode engine with "
@@ -108,18 +110,18 @@ def went_remote(added: Snapshot) -> bool:
             and added.value("vllm:pd_attempts_total", outcome="done") == 1)
 
 
-def sample_of(answer: Answer, added: Snapshot, short_ttft_s: float) -> Sample:
-    """The sample of one request from its answer, what it has added to the decode engine's figures, and the short one
-    that followed."""
+def sample_of(answer: Answer, added: Snapshot, front_end_s: float) -> Sample:
+    """The sample of one request from its answer, what it has added to the decode engine's figures, and what the
+    front end took of the short one that followed."""
     stages_s = {stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES}
     return Sample(answer.ttft_s, stages_s, added.value("vllm:pd_transfer_bytes_total"), tuple(answer.gaps_s),
-                  short_ttft_s)
+                  front_end_s)
 
 
 def report(bench: HandoverBench, samples: Sequence[Sample], local: dict[str, int]) -> dict[str, Any]:
     """All figures in milliseconds; `local` are the requests that were not prefilled remotely, by reason."""
     step_s = statistics.median(gap for sample in samples for gap in sample.gaps_s)
-    front_end_s = statistics.median(sample.short_ttft_s - step_s for sample in samples)
+    front_end_s = statistics.median(sample.front_end_s for sample in samples)
     transfer_s = sum(sample.stages_s["transfer"] for sample in samples)
     moved = sum(sample.transfer_bytes for sample in samples)
     return {
@@ -128,7 +130,7 @@ def report(bench: HandoverBench, samples: Sequence[Sample], local: dict[str, int
         "measured": len(samples),
         "local": local,
         "overhead_ms": spread([sample.overhead_s(step_s) for sample in samples]),
-        "front_end_ms": spread([sample.short_ttft_s - step_s for sample in samples]),
+        "front_end_ms": spread([sample.front_end_s for sample in samples]),
         "control_plane_ms": spread([sample.overhead_s(step_s) - front_end_s for sample in samples]),
         "fencing_share_of_ttft": statistics.median(sample.stages_s["claim"] / sample.ttft_s for sample in samples),
         "ttft_ms": spread([sample.ttft_s for sample in samples]),

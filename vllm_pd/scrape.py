@@ -72,5 +72,6 @@ def _is_counted(added: Snapshot) -> bool:
         return False
     remote = added.value("vllm:pd_decisions_total", decision="remote")
     done = added.value("vllm:pd_attempts_total", outcome="done")
-    return (added.value("vllm:pd_attempts_total") >= remote
+    return (added.value("vllm:request_prefill_time_seconds_count") >= 1
+            and added.value("vllm:pd_attempts_total") >= remote
             and added.value("vllm:pd_handover_seconds_count", stage="first_step") >= done)

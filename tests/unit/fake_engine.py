@@ -25,6 +25,7 @@ class FakeEngine:
                                                    registry=self.registry)
         self.attempts = prometheus_client.Counter("vllm:pd_attempts_total", "", ["outcome"], registry=self.registry)
         self.handover = prometheus_client.Histogram("vllm:pd_handover_seconds", "", ["stage"], registry=self.registry)
+        self.prefill = prometheus_client.Histogram("vllm:request_prefill_time_seconds", "", registry=self.registry)
         self.bytes = prometheus_client.Counter("vllm:pd_transfer_bytes_total", "", registry=self.registry)
         engine = self
 
@@ -46,6 +47,7 @@ class FakeEngine:
         self._thread.join()
 
     def count(self, prompt_tokens: int) -> None:
+        self.prefill.observe(self.first_s / 2)
         if prompt_tokens <= self.max_local:
             self.decisions.labels("local", "threshold").inc()
             return

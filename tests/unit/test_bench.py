@@ -17,7 +17,7 @@ def bench(engine: FakeEngine, **changes) -> HandoverBench:
 
 def test_overhead_is_ttft_less_prefill_transfer_and_one_step():
     stages_s = {"queue": 0.001, "claim": 0.002, "prefill": 0.2, "transfer": 0.03, "first_step": 0.04}
-    samples = [Sample(0.3, stages_s, 3e6, (0.04, 0.05, 0.06), 0.062), Sample(0.31, stages_s, 3e6, (0.05, ), 0.062)]
+    samples = [Sample(0.3, stages_s, 3e6, (0.04, 0.05, 0.06), 0.012), Sample(0.31, stages_s, 3e6, (0.05, ), 0.012)]
     found = report(HandoverBench("d", ("p", )), samples, {})
     assert found["overhead_ms"]["min"] == pytest.approx(300 - 200 - 30 - 50)
     assert found["overhead_ms"]["max"] == pytest.approx(310 - 200 - 30 - 50)
@@ -42,6 +42,7 @@ def test_remote_requests_are_measured():
     assert (found["measured"], found["local"]) == (4, {})
     assert found["stages_ms"]["prefill"]["p50"] == pytest.approx(20)
     assert found["transfer_bytes"] == 4 * 200_000
+    assert 25 <= found["front_end_ms"]["min"] < 500, "its TTFT less its prefill"
     assert found["transfer_gb_per_s"] == pytest.approx(200_000 / 0.005 / 1e9)
     assert 50 <= found["ttft_ms"]["min"] < 500
     assert 10 <= found["decode_step_ms"]["p50"] < 100
