@@ -33,7 +33,7 @@ Urls = Annotated[list[str], typer.Option(help="Its base URL, like http://127.0.0
 def broker(bind: Bind = "tcp://127.0.0.1:5700",
            ttl_s: Annotated[float, typer.Option(help="Forget an engine that is silent for this long.")] = 5.0) -> None:
     """Run the broker: the queue of prefill jobs and the list of engines. Ctrl-C ends it."""
-    from vllm_pd.config import parse_endpoint
+    from vllm_pd.addresses import parse_endpoint
     from vllm_pd.control.broker import Broker
     from vllm_pd.ports import require_free
     host, port = parse_endpoint("--bind", bind)

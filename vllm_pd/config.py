@@ -8,17 +8,20 @@ The rules of a key stand beside its default, in the field's metadata; docs/confi
 
 import dataclasses
 import difflib
-import ipaddress
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_pd.addresses import EXAMPLE_BROKER, parse_endpoint, parse_nats
 from vllm_pd.core.messages import Role
+from vllm_pd.core.prefix import PrefixReads
 from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials
 
 KV_ROLES = {role.value: role for role in Role}
-EXAMPLE_BROKER = "tcp://127.0.0.1:5700"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Rule:
     least: float | None = None
     above: float | None = None
     most: float | None = None
+    choices: tuple[str, ...] = ()
 
     def allows(self, value: float) -> bool:
         return ((self.least is None or value >= self.least) and (self.above is None or value > self.above)
@@ -39,7 +43,7 @@ class Rule:
         return " and ".join(bounds)
 
 
-def _key(default: Any, text: str, **bounds: float) -> Any:
+def _key(default: Any, text: str, **bounds: Any) -> Any:
     return field(default=default, metadata={"rule": Rule(text, **bounds)})
 
 
@@ -51,6 +55,15 @@ class PDConfig:
     broker: str = field(metadata={"rule": Rule("Where the broker listens. There is no default: an engine without a "
                                                "broker has no peers.")})
     bind: str = _key("tcp://127.0.0.1:0", "Where this engine's control socket listens; port 0 takes a free one.")
+    keys: str | None = _key(
+        None, "The file with the cluster's key, which `vllm-pd keys` makes: the sockets then speak only to those that "
+        "have it. Needed beyond the loopback.")
+    nats_credentials: str | None = _key(
+        None, "The file of a NATS user: what `nsc` writes, or the seed of an nkey alone. Needed beyond the loopback.")
+    nats_ca: str | None = _key(
+        None, "The certificates that a `tls://` broker's is checked against; without it the system's.")
+    nats_prefix: str = _key(
+        DEFAULT_PREFIX, "What the names of this fleet's bucket and stream on a NATS server begin with.")
     max_local_prefill_tokens: int = _key(
         1000, "A prompt with more tokens than this after the prefix hit may be prefilled remotely; up to it the "
         "decode engine prefills by itself.", least=0)
@@ -61,6 +74,10 @@ class PDConfig:
         "its `max_num_seqs` that the waiting ones may take; beyond it new prompts are prefilled locally.", above=0,
         most=1)
     max_prefill_jobs: int = _key(8, "How many jobs a prefill engine holds at a time.", least=1)
+    prefix_reads: str = _key(
+        PrefixReads.AUTO.value, "Whether a prefill engine reads the part of a prompt that only the decode engine has "
+        "in its prefix cache, instead of computing it: `auto` where that takes less time.",
+        choices=tuple(word.value for word in PrefixReads))
     lease_s: float = _key(
         30.0, "How long a prefill engine may write after a grant that is not renewed.", least=0.1, most=3600)
     attempt_deadline_s: float = _key(
@@ -77,6 +94,9 @@ class PDConfig:
         1.0, "How often an engine reports to the broker and renews its leases.", least=0.01, most=600)
     ttl_s: float = _key(
         5.0, "The broker forgets an engine it has not heard of for this long.", least=0.02, most=3600)
+    drain_timeout_s: float = _key(
+        30.0, "How long a server that was told to stop may go on with what is open, before that is ended.", least=0,
+        most=86400)
 
     @classmethod
     def parse(cls, kv_role: str | None, extra: Mapping[str, Any] | None) -> "PDConfig":
@@ -95,7 +115,8 @@ class PDConfig:
         if "broker" not in values:
             raise ConfigError("broker", None, f'it is missing: start vllm-pd broker and write "broker": '
                               f'"{EXAMPLE_BROKER}"')
-        config = cls(role=KV_ROLES[kv_role], **{name: _checked(known[name], value) for name, value in values.items()})
+        config = cls(role=KV_ROLES[kv_role], **{name: _checked(known[name], value, values)
+                                                for name, value in values.items()})
         config._check_pairs()
         return config
 
@@ -116,39 +137,6 @@ class PDConfig:
                               f"write more than {self.claim_retry_s:g} (claim_retry_s)")
 
 
-def parse_endpoint(key: str, value: Any, *, any_port: bool = False) -> tuple[str, int]:
-    """(host, port) of `tcp://HOST:PORT`; HOST must be an IPv4 loopback address (`localhost` reads as 127.0.0.1).
-
-    With `any_port`, port 0 or `*` stands for a free one and comes back as 0. Raises ConfigError naming `key`.
-    """
-    example = "tcp://127.0.0.1:0" if any_port else EXAMPLE_BROKER
-    cure = f"write it like {example}"
-    if not isinstance(value, str):
-        raise ConfigError(key, value, f"it must be a string: {cure}")
-    scheme, separator, rest = value.partition("://")
-    host, colon, port_text = rest.rpartition(":")
-    if scheme != "tcp" or not separator or not colon or not host:
-        raise ConfigError(key, value, cure)
-    if not (port_text.isascii() and port_text.isdigit()) and not (any_port and port_text == "*"):
-        raise ConfigError(key, value, f"its port is not a number: {cure}")
-    port = 0 if port_text == "*" else int(port_text)
-    if not (0 if any_port else 1) <= port <= 65535:
-        raise ConfigError(key, value, f"its port is outside 1..65535: {cure}")
-    return _loopback(key, value, host), port
-
-
-def _loopback(key: str, value: str, host: str) -> str:
-    host = "127.0.0.1" if host == "localhost" else host
-    try:
-        inside = ipaddress.IPv4Address(host).is_loopback
-    except ValueError:
-        inside = False
-    if not inside:
-        raise ConfigError(key, value, f"the sockets carry no key yet, so they stay on this machine's loopback: write "
-                          f"127.0.0.1 in place of {host}")
-    return host
-
-
 def _cure_unknown(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     if near:
@@ -156,11 +144,17 @@ def _cure_unknown(name: str, known: list[str]) -> str:
     return f"there is no such key: write one of {', '.join(known)}"
 
 
-def _checked(key: dataclasses.Field, value: Any) -> Any:
+def _checked(key: dataclasses.Field, value: Any, values: Mapping[str, Any]) -> Any:
+    """`value` as it is used; `values` are all that were written."""
     rule: Rule = key.metadata["rule"]
-    if key.type is str:
-        host, port = parse_endpoint(key.name, value, any_port=key.name == "bind")
-        return f"tcp://{host}:{port}"
+    if rule.choices:
+        if value not in rule.choices:
+            raise ConfigError(key.name, value, f"write one of {', '.join(rule.choices)}")
+        return value
+    if key.name in _TEXTS:
+        if not isinstance(value, str):
+            raise ConfigError(key.name, value, f"it must be a string: {_TEXTS[key.name]}")
+        return _checked_text(key.name, value, values)
     wanted = "a whole number" if key.type is int else "a number"
     numeric = (int, ) if key.type is int else (int, float)
     endless = isinstance(value, float) and not math.isfinite(value)
@@ -169,3 +163,31 @@ def _checked(key: dataclasses.Field, value: Any) -> Any:
     if not rule.allows(value):
         raise ConfigError(key.name, value, f"it must be {rule.range_text()}, like {key.default}")
     return key.type(value)
+
+
+_TEXTS = {
+    "broker": f"write it like {EXAMPLE_BROKER}",
+    "bind": "write it like tcp://127.0.0.1:0",
+    "keys": "write the name of the file that vllm-pd keys made",
+    "nats_credentials": "write the name of a file",
+    "nats_ca": "write the name of a file",
+    "nats_prefix": f"write it like {DEFAULT_PREFIX}",
+}
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,32}")
+
+
+def _checked_text(name: str, value: str, values: Mapping[str, Any]) -> str:
+    if name == "broker" and NatsAddress.is_url(value):
+        return parse_nats(name, value, keyed="nats_credentials" in values)
+    if name in ("broker", "bind"):
+        host, port = parse_endpoint(name, value, any_port=name == "bind", keyed="keys" in values)
+        return f"tcp://{host}:{port}"
+    if name == "keys":
+        Keys.load(value)
+    elif name == "nats_credentials":
+        check_credentials(name, value)
+    elif name == "nats_ca":
+        check_certificates(name, value)
+    elif not _PREFIX.fullmatch(value):
+        raise ConfigError(name, value, f"it must be 1 to 32 letters, digits, - or _: {_TEXTS[name]}")
+    return value

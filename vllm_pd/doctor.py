@@ -19,7 +19,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from vllm_pd.config import parse_endpoint
+from vllm_pd.addresses import parse_endpoint
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.peers import Census, take_census
 from vllm_pd.ports import is_free

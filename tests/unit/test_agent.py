@@ -51,6 +51,10 @@ class Settings:
     claim_retry_s: float = 0.5
     heartbeat_s: float = 0.1
     ttl_s: float = 0.6
+    keys: str | None = None
+    nats_prefix: str = "test"
+    nats_credentials: str | None = None
+    nats_ca: str | None = None
 
 
 class Engine:
@@ -391,7 +395,8 @@ import msgspec
 @dataclass
 class Settings:
     broker: str = sys.argv[2]; bind: str = "tcp://127.0.0.1:0"; lease_s: float = 30.0; attempt_deadline_s: float = 60.0
-    claim_retry_s: float = 0.5; heartbeat_s: float = 0.1; ttl_s: float = 0.6
+    claim_retry_s: float = 0.5; heartbeat_s: float = 0.1; ttl_s: float = 0.6; keys: str | None = None
+    nats_prefix: str = "test"; nats_credentials: str | None = None; nats_ca: str | None = None
 bell = threading.Event()
 fingerprint = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 agent = ControlAgent(Settings(), local_member(m.Role(sys.argv[1]), fingerprint), b"m", bell.set)

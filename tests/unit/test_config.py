@@ -6,11 +6,15 @@ import json
 import re
 from pathlib import Path
 
+import certifi
+import nkeys
 import pytest
 
-from vllm_pd.config import KV_ROLES, PDConfig, parse_endpoint
+from vllm_pd.addresses import parse_endpoint
+from vllm_pd.config import KV_ROLES, PDConfig
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.keys import Keys
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -31,10 +35,21 @@ def test_defaults_and_roles(kv_role, role):
     assert config.max_local_prefill_tokens == 1000 and config.lease_s == 30.0
 
 
-def test_every_key_can_be_set():
+@pytest.fixture
+def files(tmp_path):
+    """Good values of the keys that name files."""
+    seed = tmp_path / "seed"
+    seed.touch(0o600)
+    seed.write_text(nkeys.encode_seed(bytes(32), nkeys.PREFIX_BYTE_USER).decode() + "\n")
+    return {"keys": str(Keys.make(tmp_path)), "nats_credentials": str(seed), "nats_ca": certifi.where()}
+
+
+def test_every_key_can_be_set(files):
     extra = {"broker": "tcp://127.0.0.2:5701", "bind": "tcp://127.0.0.1:5702", "max_local_prefill_tokens": 0,
              "max_queue_length": 1, "max_parked_fraction": 1, "max_prefill_jobs": 3, "lease_s": 9,
-             "attempt_deadline_s": 8.5, "attempts": 3, "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4}
+             "attempt_deadline_s": 8.5, "attempts": 3, "max_fallback_share": 1, "claim_retry_s": 0.25,
+             "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never", "drain_timeout_s": 5,
+             "nats_prefix": "mine", **files}
     assert set(extra) == {key.name for key in PDConfig.settings()}
     config = dataclasses.asdict(PDConfig.parse("kv_both", extra))
     assert {**config, **extra} == config
@@ -77,7 +92,7 @@ def test_b80_wrong_type(name, value):
     error = refused("kv_consumer", {**BROKER, name: value})
     assert error.key == name
     assert repr(value) in str(error)
-    assert "must be" in str(error)
+    assert any(word in str(error) for word in ("must be", "write one of", "No such file")), "and what to do"
 
 
 @pytest.mark.parametrize("name, value", [
@@ -111,14 +126,64 @@ def test_b80_malformed_address(name, value):
 
 @pytest.mark.parametrize("name", ["broker", "bind"])
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.0.0.7", "example.org", "[::1]", "127.0.0.1.example.org"])
-def test_b82_beyond_loopback(name, host):
+def test_b82_beyond_loopback_without_keys(name, host):
     error = refused("kv_consumer", {**BROKER, name: f"tcp://{host}:5700"})
-    assert error.key == name and host in str(error) and "loopback" in str(error) and "127.0.0.1" in error.cure
+    assert error.key == name and host in str(error) and "loopback" in str(error) and "vllm-pd keys" in error.cure
+    if name == "broker":
+        for scheme in ("nats", "tls"):
+            error = refused("kv_consumer", {name: f"{scheme}://{host}:4222"})
+            assert error.key == name and host in str(error) and "nats_credentials" in error.cure
+
+
+def test_b82_beyond_loopback_with_keys(files):
+    config = PDConfig.parse("kv_consumer", {**files, "broker": "tcp://broker.example:5700", "bind": "tcp://10.0.0.7:*"})
+    assert (config.broker, config.bind) == ("tcp://broker.example:5700", "tcp://10.0.0.7:0")
+    config = PDConfig.parse("kv_consumer", {**files, "broker": "tls://10.0.0.8:4222, tls://n2.example:4222"})
+    assert config.broker == "tls://10.0.0.8:4222,tls://n2.example:4222"
+
+
+@pytest.mark.parametrize("extra", [
+    {"bind": "tcp://0.0.0.0:1"}, {"bind": "tcp://*:1"}, {"bind": "tcp://example.org:1"}, {"bind": "tcp://[::1]:1"},
+    {"broker": "tcp://0.0.0.0:1"}, {"broker": "tcp://-x:1"}, {"broker": "tcp://10.0.0:1"}, {"broker": "nats://[::]:1"},
+    {"broker": "nats://me:secret@10.0.0.7:4222"}, {"broker": "nats://10.0.0.7:4222,tls://10.0.0.8:4222"},
+    {"broker": "nats://10.0.0.7"}, {"broker": "tls://10.0.0.7:0"}])
+def test_b80_addresses_that_no_key_helps(files, extra):
+    error = refused("kv_consumer", {**BROKER, **files, **extra})
+    assert error.key == next(iter(extra)) and "write" in str(error)
+
+
+def spoil(path, how):
+    if how == "absent":
+        path.unlink()
+    elif how == "folder":
+        path.unlink()
+        path.mkdir()
+    elif how == "open":
+        path.chmod(0o640)
+    elif how == "empty":
+        path.write_text("")
+    elif how == "garbage":
+        path.write_bytes(bytes(range(256)) * 40)
+    elif how == "short":
+        path.write_text(path.read_text()[:-20])
+    elif how == "mixed":
+        path.write_text("public: " + "0" * 40 + "\n" + path.read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("how", ["absent", "folder", "open", "empty", "garbage", "short", "mixed"])
+@pytest.mark.parametrize("name", ["keys", "nats_credentials"])
+def test_b82_a_secret_that_is_none_is_refused(files, name, how):
+    PDConfig.parse("kv_both", {**BROKER, **files})
+    spoil(Path(files[name]), how)
+    error = refused("kv_both", {**BROKER, **files})
+    assert error.key == name and files[name] in str(error)
+    assert any(word in error.cure for word in ("vllm-pd keys", "chmod 600", "nsc generate creds")), error
 
 
 def test_addresses_are_normalised():
     config = PDConfig.parse("kv_consumer", {"broker": "tcp://localhost:5700", "bind": "tcp://localhost:*"})
     assert (config.broker, config.bind) == ("tcp://127.0.0.1:5700", "tcp://127.0.0.1:0")
+    assert PDConfig.parse("kv_both", {"broker": "nats://localhost:4222"}).broker == "nats://127.0.0.1:4222"
 
 
 def test_b80_broker_needs_a_port_of_its_own():
@@ -128,7 +193,7 @@ def test_b80_broker_needs_a_port_of_its_own():
 
 
 def documented() -> dict[str, tuple[str, str]]:
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|", DOCUMENT.read_text().partition("## Errors")[0],
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|", DOCUMENT.read_text().partition("\n## Beyond")[0],
                       flags=re.MULTILINE)
     return {name: (default.strip().strip("`"), allowed.strip()) for name, default, allowed in rows}
 

@@ -105,7 +105,7 @@ class ControlAgent:
 
     def start(self) -> None:
         """Bind, fill in the addresses of `member`, and run. ConfigError where `bind` or `broker` can't be used."""
-        self._links = Links(self.member.incarnation, self.config.bind, self.config.broker, self._front)
+        self._links = Links(self.member.incarnation, self.config, self._front)
         self._link_counters = self._links.counters
         self._lifeline = Lifeline(self.member.incarnation, urlsplit(self._links.address).hostname)
         for source in (self._lifeline, self._vitals):
@@ -249,6 +249,11 @@ class ControlAgent:
             if allowed:
                 self._do(self._prefill.writing(now, attempt))
         return allowed
+
+    def lease_stands(self, attempt: m.Attempt) -> bool:
+        """Whether the job is still wanted. D keeps what it granted either way."""
+        with self._lock:
+            return self._prefill.may_write(self._clock(), attempt)
 
     def sent(self, attempt: m.Attempt, timings: m.Timings) -> None:
         """All handles of all ranks are done and released."""

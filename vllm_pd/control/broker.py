@@ -15,25 +15,29 @@ from vllm_pd.control.registry import Letter, QueueLimits, Registry
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.gate import Gate
+from vllm_pd.rpc.keys import Keys
 
 TICK_S = 0.5
 BATCH_MESSAGES = 256
 
 
 class Broker:
-    """Binds at once (ConfigError where it can't); `run` serves until `stop`."""
+    """Binds at once (ConfigError where it can't); `run` serves until `stop`. With keys only those who have the same
+    ones are heard."""
 
     def __init__(self, bind: str, *, ttl_s: float = 5.0, limits: "QueueLimits | None" = None,
-                 clock: Callable[[], float] = time.monotonic):
-        if not sockets.is_local(bind):
-            raise ConfigError("bind", bind, "bind to loopback, like tcp://127.0.0.1:5700; there are no keys yet")
+                 keys: Keys | None = None, clock: Callable[[], float] = time.monotonic):
+        if keys is None and not sockets.is_local(bind):
+            raise ConfigError("bind", bind, "bind to loopback, like tcp://127.0.0.1:5700, or give it keys")
         self.counters: m.Counters = collections.Counter()
         self._clock = clock
         self._context = zmq.Context()
+        self._gate = None if keys is None else Gate(self._context, keys)
         try:
-            self._socket = sockets.server(self._context, bind)
+            self._socket = sockets.server(self._context, bind, keys)
         except zmq.ZMQError as error:
-            self._context.term()
+            self._context.destroy(linger=0)
             raise ConfigError("bind", bind, f"{error}; choose a free address like tcp://127.0.0.1:5700") from error
         self.address = sockets.endpoint(self._socket)
         self._registry = Registry(uuid.uuid4().hex, limits or QueueLimits(ttl_s=ttl_s))
@@ -46,10 +50,14 @@ class Broker:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.fileno(), zmq.POLLIN)
+        if self._gate is not None:
+            poller.register(self._gate.socket, zmq.POLLIN)
         next_tick = self._clock() + TICK_S
         try:
             while not self._stopping:
                 poller.poll(max(0, int((next_tick - self._clock()) * 1000) + 1))
+                if self._gate is not None:
+                    self._gate.answer()
                 for _ in range(BATCH_MESSAGES):
                     frames = sockets.receive(self._socket)
                     if frames is None:
@@ -61,6 +69,8 @@ class Broker:
                     self._prune_routes()
         finally:
             self._socket.close()
+            if self._gate is not None:
+                self._gate.close()
             self._context.term()
             self._waker.close()
 

@@ -8,14 +8,20 @@ answered on the connection that it last spoke on.
 import collections
 from collections.abc import Iterator, Set
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import zmq
 
-from vllm_pd.control.uplink import Uplink, ZmqUplink
+from vllm_pd.control.uplink import Uplink, open_uplink
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.gate import Gate
+from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.sockets import SendResult
+
+if TYPE_CHECKING:
+    from vllm_pd.config import PDConfig
 
 MAX_ROUTES = 4096
 BATCH_MESSAGES = 128
@@ -34,10 +40,10 @@ _EXPECTED = {Source.DECODE: m.TO_PREFILL, Source.PREFILL: m.TO_DECODE, Source.FR
 
 
 class Links:
-    """The constructor raises ConfigError where `bind`, `broker` or `front`, an address on this machine, can't be used;
-    nothing else raises for a peer."""
+    """The constructor raises ConfigError where a setting or `front`, an address on this machine, can't be used; nothing
+    else raises for a peer."""
 
-    def __init__(self, incarnation: str, bind: str, broker: str, front: str | None = None):
+    def __init__(self, incarnation: str, config: "PDConfig", front: str | None = None):
         self.waker = sockets.Waker()
         self._incarnation = incarnation
         self._context = zmq.Context()
@@ -45,10 +51,14 @@ class Links:
         self._decode: dict[str, zmq.Socket] = {}
         self._peer_of: dict[zmq.Socket, str] = {}
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
+        self._gate: Gate | None = None
         try:
-            self._router = self._listen("bind", bind)
-            self._front = self._listen("front", front) if front else None
-            self._uplink: Uplink = ZmqUplink(self._context, incarnation, broker)
+            self._keys = None if config.keys is None else Keys.load(config.keys)
+            if self._keys is not None:
+                self._gate = Gate(self._context, self._keys)
+            self._router = self._listen("bind", config.bind, self._keys)
+            self._front = self._listen("front", front, None) if front else None
+            self._uplink: Uplink = open_uplink(self._context, incarnation, config, self._keys)
         except ConfigError:
             self._context.destroy(linger=0)
             self.waker.close()
@@ -60,10 +70,12 @@ class Links:
         for pollable in (self.waker.fileno(), self._router, self._front, self._uplink.pollable):
             if pollable is not None:
                 self._poller.register(pollable, zmq.POLLIN)
+        if self._gate is not None:
+            self._poller.register(self._gate.socket, zmq.POLLIN)
 
-    def _listen(self, key: str, address: str) -> zmq.Socket:
+    def _listen(self, key: str, address: str, keys: Keys | None) -> zmq.Socket:
         try:
-            return sockets.server(self._context, address)
+            return sockets.server(self._context, address, keys)
         except zmq.ZMQError as error:
             raise ConfigError(key, address, f"{error}; name a free address, like tcp://127.0.0.1:0") from error
 
@@ -87,7 +99,10 @@ class Links:
         timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))
         ready = self._poller.poll(timeout_ms)
         self.waker.clear()
-        return [pollable for pollable, _ in ready if pollable != self.waker.fileno()]
+        if self._gate is not None:
+            self._gate.answer()
+        silent = (self.waker.fileno(), None if self._gate is None else self._gate.socket)
+        return [pollable for pollable, _ in ready if pollable not in silent]
 
     def receive(self, ready: list["zmq.Socket | int"]) -> Iterator[tuple[Source, str, m.Message]]:
         """The messages that wait, a bounded batch from each socket. Bad ones are counted and skipped."""
@@ -143,7 +158,9 @@ class Links:
         if peer in self._decode:
             return
         try:
-            socket = sockets.client(self._context, address, only_connected=False)
+            if not address.startswith("tcp://"):
+                raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
+            socket = sockets.client(self._context, address, only_connected=False, keys=self._keys)
         except zmq.ZMQError:
             self.counters["address_bad"] += 1
             return
@@ -211,5 +228,7 @@ class Links:
             socket.close(linger=linger_ms)
         self._decode.clear()
         self._peer_of.clear()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
         self.waker.close()

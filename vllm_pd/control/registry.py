@@ -21,6 +21,13 @@ class QueueLimits(msgspec.Struct, frozen=True):
     max_members: int = 1024
 
 
+def may_take(taker: m.Member, job: m.Job, owner: m.Member) -> bool:
+    """Whether this member may do that job of the owner's."""
+    return (taker.incarnation != owner.incarnation and taker.role.prefills and not taker.draining
+            and taker.incarnation not in job.avoid
+            and taker.fingerprint.first_difference(owner.fingerprint) is None)
+
+
 class _Entry:
     """One member. `room` is what it said it can take beyond offer number `seen`; `offered` offers went to it."""
 
@@ -180,10 +187,8 @@ class Registry:
 
     def _fits(self, entry: _Entry, job: m.Job) -> bool:
         """Whether this member may take that job."""
-        theirs, ours = self._entries.get(job.attempt.incarnation), entry.member
-        return (theirs is not None and theirs is not entry and ours.role.prefills and not ours.draining
-                and ours.incarnation not in job.avoid
-                and ours.fingerprint.first_difference(theirs.member.fingerprint) is None)
+        theirs = self._entries.get(job.attempt.incarnation)
+        return theirs is not None and may_take(entry.member, job, theirs.member)
 
     def _drop_members(self, names: list[str]) -> list[Letter]:
         dropped = [name for name in names if self._entries.pop(name, None) is not None]

@@ -7,13 +7,19 @@ a put with its fate, and offers come while there is room. Nothing here ever bloc
 import abc
 import collections
 from collections.abc import Set
+from typing import TYPE_CHECKING
 
 import zmq
 
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.sockets import SendResult
+
+if TYPE_CHECKING:
+    from vllm_pd.config import PDConfig
 
 
 class Uplink(abc.ABC):
@@ -48,11 +54,11 @@ class Uplink(abc.ABC):
 class ZmqUplink(Uplink):
     """A DEALER to `vllm-pd broker`. Raises ConfigError where `address` can't be used."""
 
-    def __init__(self, context: zmq.Context, incarnation: str, address: str):
+    def __init__(self, context: zmq.Context, incarnation: str, address: str, keys: Keys | None = None):
         super().__init__()
         self._incarnation = incarnation
         try:
-            self._socket = sockets.client(context, address, only_connected=True)
+            self._socket = sockets.client(context, address, only_connected=True, keys=keys)
         except zmq.ZMQError as error:
             raise ConfigError("broker", address, f"{error}; say where the broker listens, like tcp://127.0.0.1:5700"
                               ) from error
@@ -85,3 +91,15 @@ class ZmqUplink(Uplink):
 
     def close(self, linger_ms: int) -> None:
         self._socket.close(linger=linger_ms)
+
+
+def open_uplink(context: zmq.Context, incarnation: str, config: "PDConfig", keys: Keys | None) -> Uplink:
+    """The line to the configured broker. Raises ConfigError where it can't be one; it need not be there."""
+    if not NatsAddress.is_url(config.broker):
+        return ZmqUplink(context, incarnation, config.broker, keys)
+    try:
+        from vllm_pd.control.nats_uplink import NatsUplink
+    except ImportError as error:
+        raise ConfigError("broker", config.broker, f"{error}; pip install 'nats-py[nkeys]'") from error
+    address = NatsAddress.of(config.broker, config.nats_prefix, config.nats_credentials, config.nats_ca)
+    return NatsUplink(incarnation, address, config.ttl_s)

