@@ -44,9 +44,10 @@ def core(index: int) -> int:
     return cores[index % len(cores)]
 
 
-def engine_env(index: int) -> dict[str, str]:
-    """The environment of an engine that has one core."""
-    return {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": str(core(index)), "OMP_NUM_THREADS": "1",
+def engine_env(index: int, ranks: int = 1) -> dict[str, str]:
+    """The environment of an engine that has one core for each rank."""
+    bind = "|".join(str(core(index + rank)) for rank in range(ranks))
+    return {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
 
@@ -82,9 +83,11 @@ class EngineProcess:
         self.role = role
         self.block_size = setup["llm"]["block_size"]
         self.max_model_len = setup["llm"]["max_model_len"]
+        ranks = setup["llm"].get("tensor_parallel_size", 1)
+        cores = ",".join(str(core(index + rank)) for rank in range(ranks))
         self.process = subprocess.Popen(
-            ["taskset", "-c", str(core(index)), sys.executable, str(PROGRAM), str(theirs.fileno()), json.dumps(setup)],
-            env=engine_env(index), pass_fds=[theirs.fileno()])
+            ["taskset", "-c", cores, sys.executable, str(PROGRAM), str(theirs.fileno()), json.dumps(setup)],
+            env=engine_env(index, ranks), pass_fds=[theirs.fileno()])
         theirs.close()
         self._pipe = Connection(ours.detach())
         self._ready = False

@@ -22,6 +22,7 @@ MAX_METADATA_BYTES = 8 << 20
 MAX_MEMBERS = 4096
 MAX_PROCESSES = 4096  # of one engine
 MAX_AVOIDED = 16
+SPLIT_LAYOUTS = ("heads-first", "packed")  # a range of heads is one run in each block: transfer.layout.Layout
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -76,12 +77,17 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
     pp: int = 1
 
     def first_difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
-        """(key, ours, theirs) of the first field that differs, None where KV can go between both engines."""
+        """(key, ours, theirs) of the first field that differs, None where KV can go between both engines. `tp` may
+        differ where the KV heads can be mapped."""
         for key in self.__struct_fields__:
             ours, theirs = getattr(self, key), getattr(other, key)
-            if ours != theirs:
+            if ours != theirs and not (key == "tp" and self._maps(ours, theirs)):
                 return key, ours, theirs
         return None
+
+    def _maps(self, ours: int, theirs: int) -> bool:
+        """Whether the KV heads of so many ranks fall into whole runs of those of as many others."""
+        return self.layout in SPLIT_LAYOUTS and min(ours, theirs) > 0 and not max(ours, theirs) % min(ours, theirs)
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

@@ -11,7 +11,8 @@ the peer, which bear no notice; it ends when the last part has ended, and the no
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from vllm_pd.errors import TransferError, UnmappableSplit
 from vllm_pd.transfer.plan import head_range, heads_to_write
@@ -20,23 +21,23 @@ from vllm_pd.transfer.transport import PeerMetadata, Progress, RanksMetadata, Tr
 
 
 class _Engine(NamedTuple):
-    """A peer: what it said of itself, and the transport names of those of its ranks that we write to."""
+    """A peer: what it said of itself, and the transport names of its ranks."""
     metadata: bytes
-    targets: list[str]
-    known: list[str]  # these, and the one that takes our notices
+    targets: list[str]  # those that we write to
+    sources: list[str]  # those that hold all our heads, each once; empty where we don't write what we hold
+    known: list[str]
 
 
 class _Split:
-    """A write in several parts, none of which bears the notice."""
+    """A write, or a read, in several parts, none of which bears a notice."""
 
     def __init__(self, peer: str, notice: bytes) -> None:
         self.peer = peer
-        self.notice = notice
+        self.notice = notice  # empty once it was sent
         self.open: set[str] = set()
         self.errors: list[str] = []
         self.bytes = 0
         self.started_s = time.monotonic()
-        self.noticed = False
 
     def ended(self, key: str) -> Finished:
         """The end of the whole."""
@@ -73,7 +74,8 @@ class RankedTransport:
         ranks = RanksMetadata.decode(name, metadata).ranks
         shares = [heads_to_write(self._rank, self._ranks, other, len(ranks), self._kv_heads)
                   for other in range(len(ranks))]
-        engine = _Engine(metadata, [rank_name(name, other) for other, share in enumerate(shares) if share], [])
+        engine = _Engine(metadata, [rank_name(name, other) for other, share in enumerate(shares) if share],
+                         self._sources(name, shares), [])
         try:
             for other, share in enumerate(shares):
                 self._check(name, other, len(ranks), ranks[other])
@@ -102,16 +104,24 @@ class RankedTransport:
         if engine.targets == [front] or not engine.targets:
             self._transport.write(key, front, local_block_ids, remote_block_ids, notice)
             return
-        split = self._splits[key] = _Split(front, notice)
+        self._splits[key] = _Split(front, notice)
         for number, target in enumerate(engine.targets):
-            part = f"{key}@{number}"
-            try:
-                self._transport.write(part, target, local_block_ids, remote_block_ids, b"")
-            except TransferError as error:
-                split.errors.append(str(error))
-            else:
-                split.open.add(part)
-                self._part_of[part] = key
+            self._begin(key, f"{key}@{number}", self._transport.write, target, local_block_ids, remote_block_ids, b"")
+        self._go_on(key)
+
+    def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        engine = self._engines.get(peer)
+        if engine is None or not engine.sources:
+            raise TransferError(f"peer {peer} is not known" if engine is None else
+                                f"KV heads that several ranks hold are not read from {peer}")
+        if key in self._splits:
+            raise TransferError(f"transfer {key} is under way already")
+        if len(engine.sources) == 1:
+            self._transport.read(key, engine.sources[0], local_block_ids, remote_block_ids)
+            return
+        self._splits[key] = _Split("", b"")
+        for number, source in enumerate(engine.sources):
+            self._begin(key, f"{key}@{number}", self._transport.read, source, local_block_ids, remote_block_ids)
         self._go_on(key)
 
     def cancel(self, key: str) -> None:
@@ -146,18 +156,29 @@ class RankedTransport:
         split = self._splits[key]
         if split.open:
             return
-        if not split.errors and not split.noticed:
-            split.noticed = True
-            part = f"{key}@notice"
-            try:
-                self._transport.write(part, split.peer, [], [], split.notice)
-            except TransferError as error:
-                split.errors.append(str(error))
-            else:
-                split.open.add(part)
-                self._part_of[part] = key
-                return
-        self._finished.append(self._splits.pop(key).ended(key))
+        if split.notice and not split.errors:
+            notice, split.notice = split.notice, b""
+            self._begin(key, f"{key}@notice", self._transport.write, split.peer, [], [], notice)
+        if not split.open:
+            self._finished.append(self._splits.pop(key).ended(key))
+
+    def _begin(self, key: str, part: str, start: Callable[..., None], *arguments: Any) -> None:
+        """One part of a split transfer; one that can't start has ended."""
+        try:
+            start(part, *arguments)
+        except TransferError as error:
+            self._splits[key].errors.append(str(error))
+        else:
+            self._splits[key].open.add(part)
+            self._part_of[part] = key
+
+    def _sources(self, name: str, shares: list[range]) -> list[str]:
+        ours, sources, covered = head_range(self._rank, self._ranks, self._kv_heads), [], set()
+        for other, share in enumerate(shares):
+            if not covered.issuperset(share):
+                covered.update(share)
+                sources.append(rank_name(name, other))
+        return sources if covered == set(ours) else []
 
     def _check(self, name: str, rank: int, ranks: int, metadata: bytes) -> None:
         """That this rank of the peer holds the heads that it should by the rule."""

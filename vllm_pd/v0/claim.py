@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -11,6 +12,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.hooks import CONNECTOR, SETTINGS_KEY
 from vllm_pd.ports import require_free
+from vllm_pd.transfer.transport import MAX_RANKS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,15 +39,21 @@ def claim(engine_args: EngineArgs) -> None:
     os.environ["VLLM_USE_V1"] = "0"
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
-        SETTINGS_KEY: {"kv_role": transfer.kv_role, "extra": extra},
+        SETTINGS_KEY: {"kv_role": transfer.kv_role, "extra": extra, "front": _front_address()},
     }
     engine_args.kv_transfer_config = None
     logger.info("%s: role %s, broker %s, V0 engine", CONNECTOR, config.role.value, config.broker)
 
 
+def _front_address() -> str:
+    """Where the control agent and the server's front end, which may be another process, meet."""
+    from vllm import envs
+    return f"ipc://{envs.VLLM_RPC_BASE_PATH}/vllm-pd-{uuid.uuid4().hex}"
+
+
 def _check_arguments(engine_args: EngineArgs) -> None:
     for key, most, cure in (
-        ("tensor_parallel_size", 1, "use 1: a split over ranks is not transferred yet"),
+        ("tensor_parallel_size", MAX_RANKS, f"use at most {MAX_RANKS}"),
         ("pipeline_parallel_size", 1, "use 1: a split over stages is not transferred yet"),
         ("data_parallel_size", 1, "use 1 and start more engines: V0 has no data parallelism"),
         ("num_scheduler_steps", 1, "use 1: a request can't join a batch between multi-steps"),
@@ -57,7 +65,7 @@ def _check_arguments(engine_args: EngineArgs) -> None:
         raise ConfigError("speculative_config", engine_args.speculative_config,
                           "remove it: the draft model's KV of a prompt is not transferred")
     if engine_args.distributed_executor_backend == "ray":
-        raise ConfigError("distributed_executor_backend", "ray", 'remove it: a single worker needs none')
+        raise ConfigError("distributed_executor_backend", "ray", 'write "mp": all workers must be on this host')
     if engine_args.enable_sleep_mode:
         raise ConfigError("enable_sleep_mode", True,
                           "remove it: a sleeping engine's cache is memory that peers write to")
@@ -73,8 +81,14 @@ def check_engine(config: VllmConfig) -> None:
         (model.has_inner_state, "model", "serve a model without recurrent state: it is not in the KV blocks"),
         (config.cache_config.sliding_window is not None, "sliding_window",
          "add --disable-sliding-window: blocks that slide out have no place in the peer's table"),
-        (config.parallel_config.world_size > 1, "world_size", "use one worker: ranks are not split yet"),
     ):
         if refused:
             value = config.cache_config.sliding_window if key == "sliding_window" else model.model
             raise ConfigError(key, value, cure)
+    parallel = config.parallel_config
+    if parallel.world_size > 1 and parallel.distributed_executor_backend != "mp":
+        raise ConfigError("distributed_executor_backend", parallel.distributed_executor_backend,
+                          'write "mp": all workers must be on this host')
+    ranks, kv_heads = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
+    if max(ranks, kv_heads) % min(ranks, kv_heads):
+        raise ConfigError("tensor_parallel_size", ranks, f"choose one that divides the model's {kv_heads} KV heads")

@@ -1,48 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Giving the workers of a V0 engine a transport over their KV caches."""
+"""Giving the workers of a V0 engine a transport over their KV caches.
+
+Every tensor-parallel rank has its own transport over its own cache. Rank 0 lives in the engine's process; the others
+run `_attach_rank` by the executor's own call while the engine starts, before they enter their execution loop, and from
+then on are reached by the requests that ride with a step. What they report comes over `vllm_pd.transfer.gather`.
+"""
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+import socket
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_pd.control.process import local_member
-from vllm_pd.core.messages import Member, Role
-from vllm_pd.transfer.layout import describe
+import msgspec
+
+from vllm_pd.control.process import local_member, this_process
+from vllm_pd.core.messages import Member, Process, Role
+from vllm_pd.transfer.gather import GatheredTransfer, RankListener, connect
+from vllm_pd.transfer.layout import CacheDescription, describe
 from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.plan import head_range
+from vllm_pd.transfer.rank import RankThread
+from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker
 from vllm_pd.v0.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from vllm.engine.llm_engine import LLMEngine
+    from vllm.worker.worker_base import WorkerWrapperBase
 
 
-def attach_transfer(engine: LLMEngine, role: Role) -> tuple[Member, bytes, TransferWorker]:
-    """Register the one worker's caches with NIXL and let the worker carry out transfer requests.
+class _Report(NamedTuple):
+    """What a rank says when it is ready: plain values, for they travel in the executor's own queue."""
+    rank: int
+    metadata: bytes
+    layout: str
+    pid: int
+    start_time: int
 
-    Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and
-    the worker's transfer object, which the caller closes. Raises ConfigError for a cache that can't be transferred.
+
+def attach_transfer(engine: LLMEngine, role: Role) -> tuple[Member, bytes, TransferWorker | GatheredTransfer]:
+    """Register the caches of all workers with NIXL and let each carry out transfer requests.
+
+    Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and the
+    transfers of all ranks, which the caller closes. Raises ConfigError for a cache that can't be transferred,
+    ControlError where a worker does not connect.
     """
+    member = local_member(role, fingerprint(engine.vllm_config, ""))
+    executor = engine.model_executor
+    listener = RankListener()
+    connections: dict[int, socket.socket] = {}
+    try:
+        reports = sorted(_Report(*answer) for answer in executor.collective_rpc(
+            _attach_rank, args=(member.incarnation, role is not Role.PREFILL, listener.address)))
+        ranks = {report.pid: report.rank for report in reports[1:]}
+        for pid, connection in listener.accept(ranks).items():
+            connections[ranks[pid]] = connection
+    finally:
+        listener.close()
+    own: TransferWorker = executor.driver_worker.worker.transfer
+    member = msgspec.structs.replace(
+        member,
+        fingerprint=msgspec.structs.replace(member.fingerprint, layout=reports[0].layout),
+        processes=tuple(Process(report.pid, report.start_time) for report in reports))
+    metadata = RanksMetadata([report.metadata for report in reports]).encode()
+    return member, metadata, GatheredTransfer(own, connections) if connections else own
+
+
+def _attach_rank(wrapper: WorkerWrapperBase, incarnation: str, receives: bool, address: bytes) -> tuple:
+    """Runs in every worker's process. The fields of its `_Report`."""
     import torch
     from vllm.platforms import current_platform
 
-    worker = engine.model_executor.driver_worker.worker
+    worker = wrapper.worker
+    parallel = worker.parallel_config
+    rank, ranks = worker.rank, parallel.tensor_parallel_size
+    kv_heads = worker.model_config.get_total_num_kv_heads()
     caches = list(worker.kv_cache[0])
-    platform = current_platform.device_type
-    backend = _cpu_backend() if platform == "cpu" else worker.model_runner.attn_backend.get_name()
-    model, parallel = engine.model_config, engine.parallel_config
-    description = describe(caches,
-                           num_blocks=engine.cache_config.num_gpu_blocks,
-                           block_size=engine.cache_config.block_size,
-                           kv_heads=model.get_num_kv_heads(parallel),
-                           head_size=model.get_head_size(),
-                           platform=platform,
-                           backend=backend)
-    member = local_member(role, fingerprint(engine.vllm_config, description.layout.value))
+    description = _describe(worker, caches, head_range(rank, ranks, kv_heads))
     # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
-    transport = NixlTransport(member.incarnation, caches, description, progress_thread=role is not Role.PREFILL)
-    transfer = TransferWorker(transport, torch.cuda.synchronize) if platform == "cuda" else TransferWorker(transport)
-    worker.transfer = transfer
-    return member, transport.metadata(), transfer
+    transport = NixlTransport(rank_name(incarnation, rank), caches, description, progress_thread=receives)
+    ranked = RankedTransport(transport, rank, ranks, kv_heads)
+    if current_platform.device_type == "cuda":
+        transfer = TransferWorker(ranked, torch.cuda.synchronize, rank=rank)
+    else:
+        transfer = TransferWorker(ranked, rank=rank)
+    worker.transfer = transfer if rank == 0 else RankThread(transfer, connect(address))
+    return _Report(rank, transport.metadata(), description.layout.value, *msgspec.structs.astuple(this_process()))
+
+
+def _describe(worker: Any, caches: list, heads: range) -> CacheDescription:
+    from vllm.platforms import current_platform
+
+    platform = current_platform.device_type
+    return describe(caches,
+                    num_blocks=worker.cache_config.num_gpu_blocks,
+                    block_size=worker.cache_config.block_size,
+                    kv_heads=worker.model_config.get_num_kv_heads(worker.parallel_config),
+                    head_size=worker.model_config.get_head_size(),
+                    platform=platform,
+                    backend=_cpu_backend() if platform == "cpu" else worker.model_runner.attn_backend.get_name(),
+                    first_head=heads.start)
 
 
 def _cpu_backend() -> str:

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B3, B28, B42, B44: engines of several ranks. Every KV head lands where it belongs, and each rank speaks for itself."""
+import ctypes
+import itertools
+
+import msgspec
+import pytest
+
+from vllm_pd.core import messages as m
+from vllm_pd.errors import TransferError, UnmappableSplit
+from vllm_pd.transfer.fake import FakeFabric, FakeTransport, Faults
+from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
+from vllm_pd.transfer.plan import head_range, heads_to_write
+from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.requests import Finished
+from vllm_pd.transfer.transport import RanksMetadata, rank_name
+
+BLOCKS, BLOCK_SIZE, HEAD_SIZE, LAYERS = 5, 4, 2, 2
+HEAD_BYTES = BLOCK_SIZE * HEAD_SIZE  # of one byte each
+SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4)]
+
+
+class Rank:
+    """One rank's cache, of bytes, and its transport."""
+
+    def __init__(self, fabric: FakeFabric, engine: str, rank: int, ranks: int, kv_heads: int, layout: Layout):
+        self.heads = head_range(rank, ranks, kv_heads)
+        block_bytes = HEAD_BYTES * len(self.heads)
+        plane_bytes = BLOCKS * block_bytes
+        self.memory = bytearray(2 * LAYERS * plane_bytes)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        cache = CacheDescription(layout=layout, memory=Memory.DRAM, device_id=0, dtype="int8", num_blocks=BLOCKS,
+                                 block_size=BLOCK_SIZE, head_size=HEAD_SIZE, first_head=self.heads.start,
+                                 kv_heads=len(self.heads), first_layer=0, layers=LAYERS, block_bytes=block_bytes,
+                                 block_stride_bytes=block_bytes,
+                                 planes=tuple(base + plane * plane_bytes for plane in range(2 * LAYERS)))
+        self.own = FakeTransport(fabric, rank_name(engine, rank), [self.memory], cache)
+        self.transport = RankedTransport(self.own, rank, ranks, kv_heads)
+
+    def head(self, plane: int, block: int, head: int) -> memoryview:
+        """The bytes of one head, by its number in the model, in one block."""
+        at = ((plane * BLOCKS + block) * len(self.heads) + head - self.heads.start) * HEAD_BYTES
+        return memoryview(self.memory)[at:at + HEAD_BYTES]
+
+    def fill(self) -> None:
+        for plane, block, head in itertools.product(range(2 * LAYERS), range(BLOCKS), self.heads):
+            self.head(plane, block, head)[:] = pattern(plane, block, head)
+
+
+def pattern(plane: int, block: int, head: int) -> bytes:
+    """What this head of that block holds; no two are alike, and none is zero."""
+    return bytes((1 + 17 * plane + 5 * block + 71 * head + 3 * i) % 251 + 1 for i in range(HEAD_BYTES))
+
+
+class Engines:
+    """P with its caches filled, D with its caches empty, and P's ranks know D."""
+
+    def __init__(self, p_ranks: int, d_ranks: int, kv_heads: int, faults: Faults = Faults(),
+                 layout: Layout = Layout.HEADS_FIRST):
+        self.fabric = FakeFabric(0, faults)
+        self.kv_heads = kv_heads
+        self.p = [Rank(self.fabric, "p", rank, p_ranks, kv_heads, layout) for rank in range(p_ranks)]
+        self.d = [Rank(self.fabric, "d", rank, d_ranks, kv_heads, layout) for rank in range(d_ranks)]
+        self.metadata = RanksMetadata([rank.transport.metadata() for rank in self.d]).encode()
+        for rank in self.p:
+            rank.transport.add_peer("d", self.metadata)
+
+    def run(self, rank: Rank) -> list[Finished]:
+        """Poll until nothing is open."""
+        finished: list[Finished] = []
+        for _ in range(10):
+            finished += rank.transport.poll().finished
+        assert rank.transport.live_handles() == 0
+        return finished
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("p_ranks, d_ranks", SPLITS)
+def test_b44_every_head_lands_where_it_belongs(p_ranks, d_ranks, kv_heads):
+    """B44, B3: also where there are fewer heads than ranks. No byte is written twice, or beside its place."""
+    engines = Engines(p_ranks, d_ranks, kv_heads)
+    local, remote = [3, 1, 0], [2, 4, 1]
+    written = 0
+    for rank in engines.p:
+        rank.fill()
+        rank.transport.write("k", "d", local, remote, b"n")
+        (end,) = engines.run(rank)
+        assert end.ok and end.key == "k"
+        written += end.bytes
+    assert written == sum(3 * 2 * LAYERS * HEAD_BYTES * len(rank.heads) for rank in engines.d)
+    there = dict(zip(remote, local, strict=True))
+    for rank in engines.d:
+        for plane, block, head in itertools.product(range(2 * LAYERS), range(BLOCKS), rank.heads):
+            expected = pattern(plane, there[block], head) if block in there else bytes(HEAD_BYTES)
+            assert rank.head(plane, block, head) == expected, (rank.heads, plane, block, head)
+
+
+@pytest.mark.parametrize("p_ranks, d_ranks", SPLITS)
+def test_b28_each_rank_gives_one_notice_and_gives_it_to_rank_0(p_ranks, d_ranks):
+    """B28: D hears as many notices as P has ranks, at its rank 0, whoever wrote where."""
+    engines = Engines(p_ranks, d_ranks, kv_heads=2)
+    for number, rank in enumerate(engines.p):
+        rank.transport.write("k", "d", [0], [0], b"from %d" % number)
+        engines.run(rank)
+    arrived = [[(n.peer, n.payload) for n in rank.transport.poll().notices] for rank in engines.d]
+    assert sorted(arrived[0]) == [(f"p/{number}", b"from %d" % number) for number in range(p_ranks)]
+    assert not any(arrived[1:])
+
+
+def test_b28_the_notice_waits_for_the_last_rank_that_is_written_to():
+    engines = Engines(1, 2, kv_heads=2)
+    (p,) = engines.p
+    engines.fabric.stop("p/0")
+    p.transport.write("k", "d", [0], [0], b"n")
+    p.fill()
+    assert not p.transport.poll().finished and p.transport.live_handles()
+    engines.fabric.resume("p/0")
+    assert not engines.d[0].transport.poll().notices  # the data has landed, and P has not looked yet
+    assert [bytes(rank.head(0, 0, head)) for rank in engines.d for head in rank.heads] == [pattern(0, 0, 0),
+                                                                                          pattern(0, 0, 1)]
+    assert [end.ok for end in engines.run(p)] == [True]
+    assert [n.payload for n in engines.d[0].transport.poll().notices] == [b"n"]
+
+
+@pytest.mark.parametrize("p_ranks, d_ranks", [(1, 2), (2, 1), (2, 2)])
+def test_b27_a_write_that_fails_in_part_gives_no_notice(p_ranks, d_ranks):
+    """B27, B20: it ends once, as not ok, when its last part has ended."""
+    engines = Engines(p_ranks, d_ranks, kv_heads=4, faults=Faults(error=1.0))
+    for rank in engines.p:
+        rank.transport.write("k", "d", [0], [0], b"n")
+        (end,) = engines.run(rank)
+        assert not end.ok and "injected error" in end.error and end.bytes == 0
+    assert not any(rank.transport.poll().notices for rank in engines.d)
+
+
+def test_b25_a_cancelled_write_ends_as_not_ok_in_all_its_parts():
+    engines = Engines(1, 4, kv_heads=4)
+    (p,) = engines.p
+    p.transport.write("k", "d", [0], [0], b"n")
+    p.transport.cancel("k")
+    (end,) = engines.run(p)
+    assert not end.ok and "cancelled" in end.error
+    assert not engines.d[0].transport.poll().notices
+
+
+def test_b29_a_key_in_use_and_an_unknown_peer_are_refused():
+    (p,) = (engines := Engines(1, 2, kv_heads=2)).p
+    p.transport.write("k", "d", [0], [0], b"n")
+    with pytest.raises(TransferError, match="under way"):
+        p.transport.write("k", "d", [1], [1], b"n")
+    with pytest.raises(TransferError, match="not known"):
+        p.transport.write("l", "x", [1], [1], b"n")
+    assert len(engines.run(p)) == 1
+
+
+def test_b2_blocks_that_are_out_of_range_end_the_write():
+    (p,) = (engines := Engines(1, 2, kv_heads=2)).p
+    p.transport.write("k", "d", [BLOCKS], [0], b"n")
+    (end,) = engines.run(p)
+    assert not end.ok and "outside" in end.error
+
+
+def test_b23_a_dropped_peer_is_dropped_with_all_its_ranks():
+    (p,) = (engines := Engines(1, 2, kv_heads=2)).p
+    engines.fabric.stop("p/0")
+    p.transport.write("k", "d", [0], [0], b"n")
+    p.transport.drop_peer("d")
+    engines.fabric.resume("p/0")
+    assert [end.ok for end in engines.run(p)] == [False]
+    for rank in ("d/0", "d/1"):
+        with pytest.raises(TransferError, match="not known"):
+            p.own.write("l", rank, [0], [0], b"")
+    p.transport.add_peer("d", engines.metadata)
+    p.transport.write("k", "d", [0], [0], b"n")
+    assert [end.ok for end in engines.run(p)] == [True]
+
+
+@pytest.mark.parametrize("p_ranks, d_ranks", [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])
+def test_b5_a_read_brings_every_head_of_the_rank(p_ranks, d_ranks):
+    engines = Engines(p_ranks, d_ranks, kv_heads=4)
+    for rank in engines.d:
+        rank.fill()
+    for rank in engines.p:
+        rank.transport.read("k", "d", [4, 2], [0, 3])
+        assert [end.ok for end in engines.run(rank)] == [True]
+        for plane, head in itertools.product(range(2 * LAYERS), rank.heads):
+            assert rank.head(plane, 4, head) == pattern(plane, 0, head)
+            assert rank.head(plane, 2, head) == pattern(plane, 3, head)
+    assert not any(rank.transport.poll().notices for rank in engines.d)
+
+
+def test_b5_replicated_heads_are_not_read():
+    engines = Engines(4, 1, kv_heads=2)
+    with pytest.raises(TransferError, match="several ranks hold"):
+        engines.p[1].transport.read("k", "d", [0], [0])
+
+
+@pytest.mark.parametrize("ours, theirs", [(3, 2), (2, 3)])
+def test_b44_what_cannot_be_mapped_is_refused_with_both_values(ours, theirs):
+    with pytest.raises(UnmappableSplit, match=f"{ours} over {theirs}"):
+        heads_to_write(0, ours, 0, theirs, kv_heads=6)
+    with pytest.raises(UnmappableSplit, match=f"{ours} over {theirs}"):
+        Engines(ours, theirs, kv_heads=6)
+
+
+def test_b44_heads_that_do_not_divide_are_refused():
+    with pytest.raises(UnmappableSplit, match="3 KV heads.*2 ranks"):
+        head_range(0, 2, 3)
+
+
+def test_b44_tokens_first_needs_equal_ranks():
+    assert Engines(2, 2, kv_heads=4, layout=Layout.TOKENS_FIRST).p
+    with pytest.raises(UnmappableSplit, match="tokens-first"):
+        Engines(2, 1, kv_heads=4, layout=Layout.TOKENS_FIRST)
+
+
+def test_b42_a_rank_that_holds_other_heads_than_it_should_is_refused():
+    engines = Engines(2, 2, kv_heads=4)
+    swapped = RanksMetadata(RanksMetadata.decode("d", engines.metadata).ranks[::-1]).encode()
+    with pytest.raises(TransferError, match="other metadata"):
+        engines.p[0].transport.add_peer("d", swapped)
+    other = Rank(engines.fabric, "e", 0, 1, 4, Layout.HEADS_FIRST), Rank(engines.fabric, "e", 1, 2, 4,
+                                                                         Layout.HEADS_FIRST)
+    metadata = RanksMetadata([rank.transport.metadata() for rank in other]).encode()
+    with pytest.raises(UnmappableSplit, match=r"rank 0 of 2 of e has KV heads 0\.\.3.*should have 0\.\.1"):
+        engines.p[0].transport.add_peer("e", metadata)
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\xc1", RanksMetadata([]).encode(), RanksMetadata([b""] * 65).encode(),
+                                      msgspec.msgpack.encode("d")], ids=str)
+def test_b81_metadata_that_is_none_is_refused(metadata):
+    (p,) = Engines(1, 1, kv_heads=1).p
+    with pytest.raises(TransferError, match="metadata of peer x"):
+        p.transport.add_peer("x", metadata)
+
+
+def fingerprint(tp: int, layout: str = "packed", **more) -> m.Fingerprint:
+    return m.Fingerprint(**{**dict(protocol=m.PROTOCOL, model="m", dtype="float32", kv_dtype="float32", block_size=16,
+                                   layers=4, kv_heads=4, head_size=32, layout=layout, tp=tp), **more})
+
+
+@pytest.mark.parametrize("ours, theirs", SPLITS)
+def test_b42_engines_of_other_ranks_fit_where_the_heads_can_be_mapped(ours, theirs):
+    assert fingerprint(ours).first_difference(fingerprint(theirs)) is None
+
+
+@pytest.mark.parametrize("ours, theirs, layout", [(3, 2, "packed"), (2, 3, "heads-first"), (2, 1, "tokens-first"),
+                                                  (2, 1, "unheard of"), (0, 1, "packed")])
+def test_b42_others_do_not_and_both_values_are_named(ours, theirs, layout):
+    assert fingerprint(ours, layout).first_difference(fingerprint(theirs, layout)) == ("tp", ours, theirs)
+
+
+def test_b42_stages_must_be_equal():
+    assert fingerprint(2, pp=2).first_difference(fingerprint(1)) == ("pp", 2, 1)
+
+
+def test_the_layouts_that_split_are_those_whose_heads_are_runs():
+    """The core knows layouts by name only."""
+    assert set(m.SPLIT_LAYOUTS) == {layout.value for layout in Layout if layout.heads_are_runs}
