@@ -24,7 +24,7 @@ class EmbeddedBroker:
     """`vllm-pd broker`, on a thread. A killed one forgets everything."""
 
     def __init__(self, ttl_s: float = 0.6, keys=None):
-        self.url = f"tcp://127.0.0.1:{take_free('127.0.0.1')}"
+        self.address = self.url = f"tcp://127.0.0.1:{take_free('127.0.0.1')}"
         self._ttl_s, self._keys = ttl_s, keys
         self.start()
 
@@ -55,11 +55,11 @@ class NatsServer:
 
     def __init__(self, folder: Path, config: str = "", scheme: str = "nats"):
         self.port = take_free("127.0.0.1")
-        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        self.address = self.url = f"{scheme}://127.0.0.1:{self.port}"
         self._folder = folder
         self._config = folder / "server.conf"
         self._config.write_text(f'listen: "127.0.0.1:{self.port}"\nmax_payload: 1MB\n'
-                                f'jetstream {{store_dir: "{folder}", max_memory_store: 1GB}}\n{config}\n')
+                                f'jetstream {{store_dir: "{folder}", max_memory_store: 8GB}}\n{config}\n')
         self._life = 0
         self.start()
 

@@ -16,11 +16,11 @@ import msgspec
 import pytest
 import zmq
 
+from tests.unit.brokers import KINDS, running
 from tests.unit.noise import send_noise
 from vllm_pd.control import agent as agent_module
 from vllm_pd.control import process
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.broker import Broker
 from vllm_pd.control.process import local_member
 from vllm_pd.core import messages as m
 from vllm_pd.core.events import (
@@ -101,22 +101,9 @@ class Engine:
         assert self.agent.open_attempts() == [] and self.events == [] and self.agent.take_events() == []
 
 
-@contextlib.contextmanager
-def serving(bind="tcp://127.0.0.1:0"):
-    broker = Broker(bind, ttl_s=0.6)
-    thread = threading.Thread(target=broker.run)
-    thread.start()
-    try:
-        yield broker
-    finally:
-        broker.stop()
-        thread.join(5)
-        assert not thread.is_alive()
-
-
-@pytest.fixture
-def broker():
-    with serving() as broker:
+@pytest.fixture(params=KINDS)
+def broker(request, tmp_path):
+    with running(request.param, tmp_path) as broker:
         yield broker
 
 
@@ -318,33 +305,31 @@ def test_b40_second_engines_join_and_all_are_served(broker, engine):
 # B26: the broker comes and goes.
 
 
-def test_b26_gone_at_submit_and_back_without_a_restart_of_anything(engine):
-    with serving() as broker:
-        settings = Settings(broker.address)
-        decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
+def test_b26_gone_at_submit_and_back_without_a_restart_of_anything(broker, pair):
+    decode, prefill = pair
+    broker.kill()
     begun = time.monotonic()
     attempt = decode.submit()
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.BROKER)
     assert decode.expect(Released).attempt == attempt and time.monotonic() - begun < 2.0
     decode.expect_view(lambda view: not view.broker_up)
-    with serving(settings.broker):
-        decode.expect_view(lambda view: view.broker_up and view.prefill_peers == 1)
-        hand_over(decode, prefill)
+    broker.start()
+    decode.expect_view(lambda view: view.broker_up and view.prefill_peers == 1)
+    hand_over(decode, prefill)
     decode.assert_clean()
     prefill.assert_clean()
 
 
-def test_b26_gone_while_a_job_waits(engine):
-    with serving() as broker:
-        settings = Settings(broker.address)
-        decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
-        granted = decode.submit()
-        prefill.expect(Prefill)
-        prefill.agent.set_room(0)
-        time.sleep(0.1)
-        waiting = decode.submit()
-        time.sleep(0.1)
+def test_b26_gone_while_a_job_waits(broker, pair):
+    decode, prefill = pair
+    granted = decode.submit()
+    prefill.expect(Prefill)
+    prefill.agent.set_room(0)
+    time.sleep(0.1)
+    waiting = decode.submit()
+    time.sleep(0.1)
+    broker.kill()
     fallback = decode.expect(Fallback, timeout_s=3.0)
     assert (fallback.attempt, fallback.reason) == (waiting, FallbackReason.BROKER)
     assert decode.expect(Released).attempt == waiting
@@ -353,32 +338,33 @@ def test_b26_gone_while_a_job_waits(engine):
     time.sleep(0.05)
     decode.agent.arrived(granted, 0)
     assert decode.expect(Prefilled).attempt == granted
+    broker.start()  # for the end of it all
 
 
-def test_b26_back_in_time_the_job_is_still_done(engine):
-    with serving() as broker:
-        settings = dataclasses.replace(Settings(broker.address), ttl_s=3.0)
-        decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
-        prefill.agent.set_room(0)
-        time.sleep(0.1)
-        waiting = decode.submit()
-        time.sleep(0.1)
-    with serving(settings.broker):
-        decode.expect_view(lambda view: view.broker_up and view.queue_length == 1)
-        prefill.agent.set_room(1)
-        assert prefill.expect(Prefill).attempt == waiting
+def test_b26_back_in_time_the_job_is_still_done(broker, engine):
+    settings = dataclasses.replace(Settings(broker.address), ttl_s=3.0)
+    decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
+    prefill.agent.set_room(0)
+    time.sleep(0.1)
+    waiting = decode.submit()
+    time.sleep(0.1)
+    broker.kill()
+    decode.expect_view(lambda view: not view.broker_up)
+    broker.start()
+    decode.expect_view(lambda view: view.broker_up and view.queue_length == 1)
+    prefill.agent.set_room(1)
+    assert prefill.expect(Prefill).attempt == waiting
 
 
 def test_broker_that_is_silent_but_connected_counts_as_away(broker, engine):
     """As when it is stopped by a signal."""
     decode = engine(Settings(broker.address), m.Role.DECODE)
     decode.expect_view(lambda view: view.broker_up)
-    held = threading.Event()
-    broker._registry.receive = lambda *_: held.wait(3) and []
-    begun = time.monotonic()
-    decode.expect_view(lambda view: not view.broker_up)
-    assert time.monotonic() - begun < 1.0
-    held.set()
+    with broker.silent():
+        begun = time.monotonic()
+        decode.expect_view(lambda view: not view.broker_up)
+        assert time.monotonic() - begun < 1.0
+    decode.expect_view(lambda view: view.broker_up)
 
 
 # Real processes.

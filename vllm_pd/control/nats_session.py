@@ -20,11 +20,12 @@ from vllm_pd.control.directory import Directory
 from vllm_pd.control.nats_store import (
     ACK_WAIT_S,
     MAX_DELIVER,
+    TIMED_OUT,
     Full,
     Store,
     group,
     is_refusal,
-    refused,
+    status,
     token,
 )
 from vllm_pd.control.registry import may_take
@@ -38,7 +39,7 @@ PROGRESS_S = ACK_WAIT_S / 5
 PULL_S = 5.0
 PULL_GRACE_S = 1.0
 PAUSE_S = 0.1
-PAUSE_MAX_S = 2.0
+PAUSE_MAX_S = 0.5
 STRANGE_DELIVERIES = 4  # so often a job of a D that is not known, yet, is handed back
 MAX_NUMBERS = 8192
 MAX_ROOM = 4096
@@ -67,8 +68,8 @@ class Session:
         self._room = 0
         self._serial = 0
         self._inbox = ""
-        self._pulls: collections.OrderedDict[int, list] = collections.OrderedDict()  # number: [jobs to come, until]
         self._pull_number = 0
+        self._pull_until = 0.0  # one job has been asked for, and may come until then
         self._held: dict[m.Attempt, Msg] = {}
         self._next_progress = 0.0
         self._seen_at = time.monotonic()
@@ -240,14 +241,14 @@ class Session:
     # P's jobs.
 
     async def _pull(self) -> None:
-        """Ask for what there is room for and has not been asked for."""
-        if self._member is None or not self._member.role.prefills or self._member.draining or not self._complete:
+        """Ask for a job if there is room for one. One at a time: so a job that was handed back goes to all others that
+        wait before it comes here again, and none comes when there is no room any more."""
+        if (self._room <= 0 or time.monotonic() < self._pull_until or not self._complete or self._member is None
+                or not self._member.role.prefills or self._member.draining):
             return
-        jobs = self._room - sum(pull[0] for pull in self._pulls.values())
-        if jobs > 0:
-            self._pull_number += 1
-            self._pulls[self._pull_number] = [jobs, time.monotonic() + PULL_S + PULL_GRACE_S]
-            await self._store.pull(self._group, self._inbox, self._pull_number, jobs, PULL_S)
+        self._pull_number += 1
+        self._pull_until = time.monotonic() + PULL_S + PULL_GRACE_S
+        await self._store.pull(self._group, self._inbox, self._pull_number, PULL_S)
 
     async def _on_delivered(self, delivered: Msg) -> None:
         try:
@@ -262,27 +263,24 @@ class Session:
             logger.exception("stumbled over a message on %s", delivered.subject)
 
     async def _on_pull_end(self, delivered: Msg) -> None:
-        status, _ = refused(delivered)
-        number = delivered.subject.rpartition(".")[2]
-        self._pulls.pop(int(number) if number.isdecimal() else -1, None)
-        if status == "408":  # its time was over; everything else waits for the next tick
+        if delivered.subject.rpartition(".")[2] == str(self._pull_number):
+            ended = status(delivered) == TIMED_OUT
+            self._pull_until = 0.0 if ended else time.monotonic() + TICK_S  # else something is wrong for the moment
             await self._pull()
 
     async def _on_job(self, delivered: Msg) -> None:
         now, meta = time.monotonic(), delivered.metadata
-        for number, pull in list(self._pulls.items()):
-            pull[0] -= 1
-            if pull[0] <= 0:
-                del self._pulls[number]
-            break
+        self._pull_until = 0.0
         put = self._open(delivered.data, m.Put)
         if put is None:
             await delivered.term()
+            await self._pull()
             return
         job = put.job
         if job.attempt in self._held:  # the server thought that we had forgotten it
             self._held[job.attempt] = delivered
             await delivered.in_progress()
+            await self._pull()
             return
         left_s = job.deadline_s - self._directory.age_s(now, meta.timestamp.timestamp())
         theirs = self._directory.find(job.attempt.incarnation)
@@ -319,8 +317,6 @@ class Session:
             now = time.monotonic()
             if self._directory.expire(now):
                 self._report(self._peers())
-            for number in [number for number, pull in self._pulls.items() if pull[1] <= now]:
-                del self._pulls[number]
             if now >= self._next_progress:
                 self._next_progress = now + PROGRESS_S
                 for delivered in list(self._held.values()):

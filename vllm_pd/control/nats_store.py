@@ -34,16 +34,16 @@ MEMBER_KEPT_S = 3600.0  # longer than any engine may be silent; who is silent fo
 MEMBER_BYTES = 1 << 20
 JOBS_KEPT_S = 86400.0
 MAX_JOBS = 4096
-MAX_JOBS_BYTES = 256 << 20
+MAX_JOBS_BYTES = 64 << 20
 ACK_WAIT_S = 5.0
-MAX_DELIVER = 16
+MAX_DELIVER = 32
 CONSUMER_KEPT_S = 3600.0
 STORE_FAILED = 10077  # the server's code for a message that a stream has no room for
 AWAY = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, EOFError)
 
 _SAFE = re.compile(r"[A-Za-z0-9-]{1,64}")
 _STATUS = "Status"
-_PENDING = "Nats-Pending-Messages"
+TIMED_OUT = "408"
 
 
 class Unsuitable(nats.errors.Error):
@@ -73,10 +73,9 @@ def is_refusal(delivered: Msg) -> bool:
     return bool(delivered.headers) and _STATUS in delivered.headers
 
 
-def refused(delivered: Msg) -> tuple[str, int]:
-    """(status, jobs that were asked for and will not come) of such a word."""
-    left = delivered.headers.get(_PENDING, "0")
-    return delivered.headers[_STATUS], int(left) if left.isdigit() else 0
+def status(refusal: Msg) -> str:
+    """What such a word says, as a number."""
+    return refusal.headers[_STATUS]
 
 
 class Store:
@@ -214,9 +213,9 @@ class Store:
         await self._client.subscribe(inbox + ".*", cb=callback)
         return inbox
 
-    async def pull(self, name: str, inbox: str, number: int, jobs: int, expires_s: float) -> None:
-        """Ask for so many jobs, to come within that time."""
-        request = json.dumps({"batch": jobs, "expires": int(expires_s * 1e9)}).encode()
+    async def pull(self, name: str, inbox: str, number: int, expires_s: float) -> None:
+        """Ask for a job, to come within that time."""
+        request = json.dumps({"batch": 1, "expires": int(expires_s * 1e9)}).encode()
         await self._client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{name}", request,
                                    reply=f"{inbox}.{number}")
 

@@ -162,7 +162,7 @@ class Registry:
         letters: list[Letter] = []
         open_to = [entry for entry in self._entries.values() if entry.free() > 0]
         for from_front, job, until in self._in_order() if open_to else ():
-            fitting = [entry for entry in open_to if self._fits(entry, job)]
+            fitting = [entry for entry in open_to if self._fits(entry, job)] if until > now else ()
             if not fitting:
                 continue
             entry = max(fitting, key=lambda e: (e.free(), -e.offered_at))

@@ -43,7 +43,7 @@ class Uplink(abc.ABC):
         """The next message and its sender, None where there is none. Bad ones are counted and skipped."""
 
     def holding(self, attempts: Set[m.Attempt]) -> None:
-        """Jobs that this engine holds now, of those that `receive` gave; all others have ended. Told after each turn."""
+        """The jobs, of those that `receive` gave, that this engine holds now; all others have ended."""
         return None
 
     @abc.abstractmethod

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What any broker does for an engine: one suite over the embedded broker and a real nats-server."""
+import time
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import zmq
+
+from tests.unit.brokers import KINDS, running
+from vllm_pd.control.uplink import open_uplink
+from vllm_pd.core import messages as m
+from vllm_pd.rpc.sockets import SendResult
+
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+OTHER = msgspec.structs.replace(FINGERPRINT, model="other")
+TTL_S = 0.6
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an uplink wants to know."""
+    broker: str
+    nats_prefix: str
+    ttl_s: float = TTL_S
+    nats_credentials: str | None = None
+    nats_ca: str | None = None
+
+
+class Speaker:
+    """An engine that says and hears only what a test wants; it answers for its heartbeats itself."""
+
+    def __init__(self, settings, role, fingerprint=FINGERPRINT, **more):
+        self.context = zmq.Context()
+        self.name = f"{role.value.replace('_', '-')}-{next(_NUMBERS)}"
+        self.member = m.Member(self.name, role, "tcp://127.0.0.1:1", fingerprint, **more)
+        self.line = open_uplink(self.context, self.name, settings, None)
+        self.heard = []
+        self.broker, self.version = "", 0
+        self.serial = 0
+        self._due = 0.0
+
+    def say(self, message):
+        deadline = time.monotonic() + 5
+        while self.line.send(message) is not SendResult.SENT:
+            assert time.monotonic() < deadline, message
+            time.sleep(0.02)
+
+    def register(self, **changes):
+        self.member = msgspec.structs.replace(self.member, **changes)
+        self._due = 0.0
+        return self.expect(m.Peers, lambda peers: self.member in peers.members)
+
+    def listen(self, for_s):
+        """Heartbeats go on meanwhile."""
+        end = time.monotonic() + for_s
+        while (now := time.monotonic()) < end:
+            if now >= self._due:
+                sent = self.line.send(m.Register(self.member, self.broker, self.version)) is SendResult.SENT
+                self._due = now + (0.1 if sent else 0.02)
+            poller = zmq.Poller()
+            poller.register(self.line.pollable, zmq.POLLIN)
+            poller.poll(max(1, int(1000 * (min(end, self._due) - now))))
+            while (received := self.line.receive()) is not None:
+                self._hear(received[1])
+                return
+
+    def _hear(self, message):
+        self.heard.append(message)
+        if isinstance(message, m.Peers):
+            self.broker, self.version = message.broker, message.version
+        elif isinstance(message, m.Offer):
+            self.serial = message.serial
+
+    def expect(self, kind, condition=lambda message: True, within_s=5.0):
+        deadline = time.monotonic() + within_s
+        while True:
+            for index, message in enumerate(self.heard):
+                if isinstance(message, kind) and condition(message):
+                    return self.heard.pop(index)
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, f"{self.name} heard no {kind.__name__}, but {self.heard}"
+            self.listen(left_s)
+
+    def expect_peers(self, *others, within_s=5.0):
+        names = sorted(other.name for other in others)
+        self.expect(m.Peers, lambda peers: sorted(one.incarnation for one in peers.members) == names, within_s)
+
+    def expect_nothing(self, kind, for_s):
+        end = time.monotonic() + for_s
+        while (left_s := end - time.monotonic()) > 0:
+            self.listen(left_s)
+        assert not [message for message in self.heard if isinstance(message, kind)], self.heard
+
+    def put(self, number, deadline_s=60.0, **more):
+        job = m.Job(m.Attempt(self.name, "r", number), "tcp://127.0.0.1:1", [1, 2, 3], 0, deadline_s, **more)
+        self.say(m.Put(job))
+        return self.expect(m.PutReply, lambda reply: reply.attempt == job.attempt)
+
+    def take(self, room):
+        self.say(m.Take(room, self.serial))
+
+    def offer(self, within_s=5.0):
+        offer = self.expect(m.Offer, within_s=within_s)
+        return offer.job.attempt.number
+
+    def attempts(self):
+        return {message.job.attempt for message in self.heard if isinstance(message, m.Offer)}
+
+    def close(self):
+        self.line.close(100)
+        self.context.destroy(linger=0)
+
+
+def live(for_s, *speakers):
+    """All go on for so long."""
+    end = time.monotonic() + for_s
+    while time.monotonic() < end:
+        for one in speakers:
+            one.listen(0.02)
+
+
+_NUMBERS = iter(range(1, 10_000))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(request, tmp_path_factory):
+    with running(request.param, tmp_path_factory.mktemp("broker")) as server:
+        yield server
+
+
+@pytest.fixture
+def speaker(server, request):
+    """A factory. Each test has names of its own on a NATS server."""
+    speakers = []
+    prefix = f"t{next(_NUMBERS)}"
+
+    def make(role, *arguments, **more):
+        speakers.append(Speaker(Settings(server.url, prefix), role, *arguments, **more))
+        return speakers[-1]
+
+    yield make
+    for one in speakers:
+        one.line.send(m.Leave())
+        one.close()
+
+
+@pytest.fixture
+def pair(speaker):
+    """(d, p) that are registered and know it."""
+    return know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+
+
+def know_each_other(*speakers):
+    for one in speakers:
+        one.register()
+    for one in speakers:
+        one.expect_peers(*speakers) if one is not speakers[-1] else one.listen(0.01)
+        one.heard.clear()
+    return speakers
+
+
+def test_heartbeats_are_answered_with_news_or_with_none(pair, speaker):
+    d, p = pair
+    heard = d.expect(m.Heard)
+    assert heard.broker == d.broker and heard.queue_length == 0
+    third = speaker(m.Role.PREFILL)
+    third.register()
+    d.expect_peers(d, p, third)
+    p.expect_peers(d, p, third)
+    third.say(m.Leave())
+    third._due = float("inf")
+    d.expect_peers(d, p, within_s=TTL_S)
+    d.register(draining=True)
+    peers = p.expect(m.Peers, lambda peers: any(one.draining for one in peers.members))
+    assert len(peers.members) == 2
+    d.register(draining=False, load=m.Load(1, 2, 3))
+
+
+def test_silence_ends_a_membership(pair):
+    d, p = pair
+    begun = time.monotonic()
+    d.expect_peers(d, within_s=TTL_S + 2.0)
+    assert time.monotonic() - begun > 0.3
+    assert p.line.send(m.Register(p.member)) is SendResult.SENT, "and it may come back"
+    d.expect_peers(d, p)
+
+
+def test_a_census(pair):
+    d, p = pair
+    d.say(m.Census())
+    assert {one.incarnation for one in d.expect(m.Peers).members} == {d.name, p.name}
+
+
+def test_jobs_wait_in_order_for_room(pair):
+    d, p = pair
+    for number in range(4):
+        assert d.put(number).refusal is None
+    d.listen(0.15)
+    d.heard.clear()
+    assert d.expect(m.Heard, lambda heard: heard.queue_length == 4)
+    p.take(2)
+    assert [p.offer(), p.offer()] == [0, 1]
+    p.expect_nothing(m.Offer, 0.3)
+    d.expect(m.Heard, lambda heard: heard.queue_length == 2)
+    p.take(1)
+    assert p.offer() == 2
+    p.take(5)
+    assert p.offer() == 3
+    assert d.put(4).refusal is None
+    assert p.offer() == 4, "at once, for there was room"
+
+
+def test_room_is_shared(pair, speaker):
+    d, p = pair
+    q = speaker(m.Role.PREFILL)
+    q.register()
+    d.expect_peers(d, p, q)
+    p.take(2)
+    q.take(2)
+    time.sleep(0.05)
+    for number in range(4):
+        assert d.put(number).refusal is None
+    assert {p.offer(), p.offer(), q.offer(), q.offer()} == {0, 1, 2, 3}
+
+
+def test_an_offer_has_the_time_that_is_left(pair):
+    d, p = pair
+    d.put(1, deadline_s=60.0)
+    d.expect_nothing(m.Offer, 0.3)
+    p.take(1)
+    offer = p.expect(m.Offer)
+    assert 50 < offer.job.deadline_s < 59.95 and offer.serial == 1 and offer.job.token_ids == [1, 2, 3]
+
+
+def test_put_again_of_a_waiting_job_changes_nothing(pair):
+    d, p = pair
+    assert d.put(1).refusal is d.put(2).refusal is d.put(1).refusal is None
+    d.expect(m.Heard, lambda heard: heard.queue_length == 2)
+    p.take(4)
+    assert [p.offer(), p.offer()] == [1, 2]
+    p.expect_nothing(m.Offer, 0.2)
+
+
+def test_put_again_of_an_offered_job_offers_it_again(pair, speaker):
+    """Whoever got it has not claimed it."""
+    d, p = pair
+    q = speaker(m.Role.PREFILL)
+    q.register()
+    d.expect_peers(d, p, q)
+    p.take(1)
+    d.put(1)
+    assert p.offer() == 1
+    q.take(1)
+    assert d.put(1).refusal is None
+    assert q.offer() == 1
+
+
+def test_withdrawn_and_expired_jobs_are_offered_to_nobody(pair):
+    d, p = pair
+    for number, deadline_s in ((1, 60.0), (2, 0.3), (3, 60.0)):
+        d.put(number, deadline_s=deadline_s)
+    d.say(m.Withdraw(m.Attempt(d.name, "r", 1)))
+    p.say(m.Withdraw(m.Attempt(d.name, "r", 3)))  # which is not its own
+    live(0.5, d, p)
+    p.take(4)
+    assert p.offer() == 3
+    p.expect_nothing(m.Offer, 0.3)
+
+
+def test_jobs_of_those_who_left_go(pair):
+    d, p = pair
+    d.put(1)
+    d.say(m.Withdraw(m.Attempt(d.name, "r", 1)))  # as an agent does that closes
+    d.say(m.Leave())
+    p.expect_peers(p)
+    p.take(4)
+    p.expect_nothing(m.Offer, 0.3)
+
+
+def test_refusals_of_a_put(speaker):
+    d = speaker(m.Role.DECODE)
+    d.register()
+    assert d.put(1).refusal is m.PutRefusal.NO_PEER
+    p = speaker(m.Role.PREFILL, OTHER)
+    p.register()
+    d.expect_peers(d, p)
+    assert d.put(1).refusal is m.PutRefusal.NO_PEER
+    q = speaker(m.Role.PREFILL)
+    q.register()
+    d.expect_peers(d, p, q)
+    assert d.put(1).refusal is None
+    assert d.put(2, avoid=(q.name,)).refusal is m.PutRefusal.NO_PEER
+    q.register(draining=True)
+    d.expect(m.Peers, lambda peers: any(one.draining for one in peers.members))
+    assert d.put(3).refusal is m.PutRefusal.NO_PEER
+
+
+def test_b42_jobs_go_only_to_engines_that_fit(speaker):
+    d, x, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL, OTHER), speaker(m.Role.PREFILL))
+    x.take(9)
+    d.expect_peers(d, x, p) if not d.version else None
+    assert d.put(1).refusal is None
+    p.take(9)
+    assert p.offer() == 1
+    x.expect_nothing(m.Offer, 0.2)
+
+
+def test_a_job_goes_round_those_that_it_avoids(pair, speaker):
+    """And round its owner, who can prefill too."""
+    d, p = pair
+    q = speaker(m.Role.PREFILL)
+    q.register()
+    d.register(role=m.Role.BOTH)
+    d.expect_peers(d, p, q)
+    d.take(5)
+    p.take(5)
+    live(0.1, p, q)
+    assert d.put(1, avoid=(p.name,)).refusal is None
+    live(0.3, d, p, q)
+    q.take(1)
+    begun = time.monotonic()
+    while not q.attempts():
+        assert time.monotonic() - begun < 5
+        live(0.05, d, p, q)
+    assert not p.attempts() and not d.attempts()
+
+
+def test_a_draining_engine_gets_no_job(pair, speaker):
+    d, p = pair
+    q = speaker(m.Role.PREFILL)
+    q.register()
+    p.register(draining=True)
+    d.expect(m.Peers, lambda peers: len(peers.members) == 3 and any(one.draining for one in peers.members))
+    p.take(3)
+    assert d.put(1).refusal is None
+    p.expect_nothing(m.Offer, 0.3)
+    q.take(3)
+    assert q.offer() == 1
