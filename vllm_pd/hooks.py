@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the patched vLLM calls in: the only module that a patch imports.
 
-Both hooks return at once, and import nothing, for an engine that does not name our connector.
+All hooks return at once, and import nothing, for an engine that does not name our connector.
 """
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import uvicorn
+    from fastapi import FastAPI
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.llm_engine import LLMEngine
 
@@ -38,3 +42,16 @@ def attach_engine(engine: LLMEngine) -> Disaggregation | None:
         return None
     from vllm_pd.v0.engine import Disaggregation
     return Disaggregation(engine, additional[SETTINGS_KEY])
+
+
+def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]) -> Callable[[], None]:
+    """What SIGTERM is to call: `stop`, or with disaggregation on a drain that ends with it.
+
+    Called by `serve_http` in the server's event loop, before the server starts.
+    """
+    config = getattr(app.state, "vllm_config", None)
+    additional = config.additional_config if config is not None else None
+    if not isinstance(additional, dict) or SETTINGS_KEY not in additional:
+        return stop
+    from vllm_pd.v0.front import open_front_door
+    return open_front_door(app, server, additional[SETTINGS_KEY], stop)

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 STAGES = ("queue", "claim", "prefill", "transfer", "first_step")
 OUTCOMES = ("done", "failed", "cancelled", "expired")
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
 HANDOVER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
 
 
@@ -38,6 +39,9 @@ class _Families(Collector):
         self.quarantined_blocks = gauge("vllm:pd_quarantined_blocks", "KV blocks of given-up attempts that a prefill "
                                         "engine might still write.")
         self.sending_blocks = gauge("vllm:pd_sending_blocks", "KV blocks that this engine is sending to a decode one.")
+        self.role = prometheus_client.Gauge("vllm:pd_role", "1 for the role in which this engine acts at present.",
+                                            labels + ["role"], registry=None, multiprocess_mode="livesum")
+        self.draining = gauge("vllm:pd_draining", "1 once this engine takes nothing new.")
         self.transfer_bytes = counter("vllm:pd_transfer_bytes_total", "KV bytes of completed hand-overs.", labels)
         self.frames_dropped = counter("vllm:pd_frames_dropped_total", "Control messages that were refused.",
                                       labels + ["kind"])
@@ -75,6 +79,12 @@ class PDMetrics:
         self._handover = {stage: families.handover.labels(model_name, stage) for stage in STAGES}
         for outcome in OUTCOMES:
             families.attempts.labels(model_name, outcome)
+
+    def standing(self, role: str, draining: bool) -> None:
+        """The engine acts in this role now, and takes new work or not."""
+        for one in ROLES:
+            self._families.role.labels(self._model_name, one).set(one == role)
+        self._families.draining.labels(self._model_name).set(draining)
 
     def decision(self, decision: str, reason: str) -> None:
         """One prompt's final decision: `decision` is "remote" or "local", `reason` a value of the policy's Reason."""

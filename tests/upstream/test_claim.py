@@ -36,7 +36,9 @@ def test_the_connector_selects_v0_and_is_taken_from_vllm(model, role):
     config = arguments(model, role).create_engine_config()
     assert os.environ["VLLM_USE_V1"] == "0"
     assert config.kv_transfer_config is None
-    assert config.additional_config[SETTINGS_KEY] == {"kv_role": role, "extra": BROKER}
+    settings = config.additional_config[SETTINGS_KEY]
+    assert (settings["kv_role"], settings["extra"]) == (role, BROKER)
+    assert settings["front"].startswith("ipc:///")
     assert config.scheduler_config.max_num_seqs > 0
 
 

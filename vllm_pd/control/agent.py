@@ -150,9 +150,7 @@ class ControlAgent:
     def set_load(self, load: m.Load) -> None:
         """How busy the engine is, after each look at its events."""
         with self._lock:
-            if self._standing.told_load(load):
-                self._rouse()
-            elif self._standing.draining and not (load.running or load.waiting):
+            if self._standing.told_load(load) or self._standing.draining and not (load.running or load.waiting):
                 self._rouse()
 
     # For the engine, either role.
@@ -446,7 +444,7 @@ class ControlAgent:
                 candidates = {member.incarnation: member for member in (*self._outlook.members(), *peers.values())}
                 busy = self._decode.busy_peers() | self._prefill.busy_peers()
             gone = self._outlook.gone(list(candidates.values()), self._is_gone)
-            self._vitals.look(now, {name: peer for name, peer in peers.items() if not self._outlook.is_dead(name)}, busy)
+            self._vitals.look(now, {name: one for name, one in peers.items() if not self._outlook.is_dead(name)}, busy)
         gone += self._vitals.probe(now)
         with self._lock:
             for incarnation in gone:

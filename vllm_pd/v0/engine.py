@@ -22,7 +22,7 @@ import zmq
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
-from vllm_pd.core.messages import Attempt
+from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer.worker import TransferWorker
 from vllm_pd.v0.claim import check_engine
@@ -57,11 +57,10 @@ class Disaggregation:
         self._bell = Bell()
         self._metrics = PDMetrics(engine.model_config.served_model_name)
         member, metadata, self._transfer = attach_transfer(engine, config.role)
-        self._agent = ControlAgent(config, member, metadata, wake=self._bell.ring)
+        self._agent = ControlAgent(config, member, metadata, wake=self._bell.ring, front=settings.get("front"))
         self._agent.start()
         self.remote_prefills = RemotePrefills(config, self._agent, self._scheduler, self._metrics,
                                               engine.seq_id_to_seq_group)
-        self._decodes = config.role.decodes
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self._agent, weakref.proxy(engine), self._metrics)
@@ -176,6 +175,10 @@ class Disaggregation:
 
     # Inside.
 
+    @property
+    def _decodes(self) -> bool:
+        return self._agent.standing.hands_over
+
     def _is_worth_a_step(self) -> bool:
         """For a ring in the async loop: the transport may be looked at only while no step is under way."""
         return not self._sleeping or self.has_work()
@@ -209,6 +212,12 @@ class Disaggregation:
         self._guard(self.remote_prefills.give_back, self._progress, self._stalled)
         if self.prefill_jobs is not None:
             self.prefill_jobs.tell_room()
+        self._agent.set_load(self._load())
+
+    def _load(self) -> Load:
+        scheduler = self._scheduler
+        return Load(len(scheduler.running) + len(scheduler.swapped) + len(scheduler.remote_prefilling),
+                    len(scheduler.waiting), scheduler.block_manager.get_num_free_gpu_blocks())
 
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
         if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:
@@ -230,6 +239,7 @@ class Disaggregation:
             self._metrics_due = now + METRICS_PERIOD_S
             self._metrics_stale = False
             self.remote_prefills.update_metrics()
+            self._metrics.standing(self._agent.standing.role.value, self._agent.standing.draining)
             for kind, count in self._agent.dropped().items():
                 if count > self._counted.get(kind, 0):
                     self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))
@@ -239,4 +249,5 @@ class Disaggregation:
 def _shut(agent: ControlAgent, transfer: TransferWorker, bell: Bell) -> None:
     agent.close()
     transfer.close()
+    agent.end_lifeline()
     bell.close()
