@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B3, B28, B42, B44: engines of several ranks. Every KV head lands where it belongs, and each rank speaks for itself."""
+"""B3, B28, B42, B44: engines of several ranks. Every KV head lands where it belongs, and each rank gives notice."""
 import ctypes
 import itertools
 
@@ -17,6 +17,7 @@ from vllm_pd.transfer.transport import RanksMetadata, rank_name
 
 BLOCKS, BLOCK_SIZE, HEAD_SIZE, LAYERS = 5, 4, 2, 2
 HEAD_BYTES = BLOCK_SIZE * HEAD_SIZE  # of one byte each
+NO_FAULTS = Faults()
 SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4)]
 
 
@@ -55,7 +56,7 @@ def pattern(plane: int, block: int, head: int) -> bytes:
 class Engines:
     """P with its caches filled, D with its caches empty, and P's ranks know D."""
 
-    def __init__(self, p_ranks: int, d_ranks: int, kv_heads: int, faults: Faults = Faults(),
+    def __init__(self, p_ranks: int, d_ranks: int, kv_heads: int, faults: Faults = NO_FAULTS,
                  layout: Layout = Layout.HEADS_FIRST):
         self.fabric = FakeFabric(0, faults)
         self.kv_heads = kv_heads

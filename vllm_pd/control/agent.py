@@ -123,6 +123,11 @@ class ControlAgent:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    def lifeline_fileno(self) -> int:
+        """The lifeline's socket, for every other process of this engine that can write to a peer's memory: it holds it
+        for as long as it can. After `start`."""
+        return self._lifeline.fileno()
+
     def end_lifeline(self) -> None:
         """After `close`, once nothing of this engine can write to a peer's memory any more: the proof for its peers.
         Where this is never called, the end of the process is."""

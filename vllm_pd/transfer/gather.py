@@ -8,8 +8,9 @@ up as soon as the rank sees it, whether the engine steps, sleeps or computes, an
 A write has ended when every rank has said so, and well only if it did for all of them. A rank that is gone says nothing
 more, so its writes never end here: the executor ends such an engine, and the peers see that all its processes are gone.
 
-Down the socket go only a farewell and, for a rank to hold as long as it lives, an open file. Its end without a
-farewell tells the rank that the engine is gone. Frames are msgpack; the kernel tells whose process is at the other end.
+Down the socket go only a farewell and, for a rank to hold until its transfers are closed, an open file. Its end without
+a farewell tells the rank that the engine is gone. Frames are msgpack; the kernel tells whose process is at the other
+end.
 """
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ class GatheredTransfer:
         return max(self._own.live_handles(), len(self._endings))
 
     def hold(self, descriptor: int) -> None:
-        """Let every rank hold this open file for as long as it lives."""
+        """Let every rank hold this open file for as long as it can write to a peer's memory."""
         for rank, connection in self._connections.items():
             try:
                 socket.send_fds(connection, [HOLD], [descriptor])

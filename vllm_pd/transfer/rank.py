@@ -38,7 +38,7 @@ class RankThread:
         self._connection = connection
         self._lock = threading.Lock()
         self._unsent: collections.deque[bytes] = collections.deque()
-        self._held: list[int] = []  # open files, for as long as this process lives
+        self._held: list[int] = []  # open files, for as long as this process can write to a peer's memory
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
@@ -70,6 +70,8 @@ class RankThread:
                 pause_s = STUMBLE_S
         with self._lock:
             self._transfer.close()
+        while self._held:
+            os.close(self._held.pop())
         self._connection.close()
 
     def _look(self) -> None:
