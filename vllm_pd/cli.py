@@ -26,23 +26,39 @@ StateFile = Annotated[Path | None, typer.Option(help="Where to write the address
                                                         "once all engines are healthy.")]
 Settings = Annotated[list[str] | None, typer.Option("--pd", metavar="KEY=VALUE", help="A setting of every engine, "
                                                        "like max_local_prefill_tokens=500; may be repeated.")]
+KeyFile = Annotated[str | None, typer.Option("--keys", metavar="FILE", help="The cluster's key, as `vllm-pd keys` made "
+                                             "it; needed beyond the loopback.")]
 Urls = Annotated[list[str], typer.Option(help="Its base URL, like http://127.0.0.1:8000.")]
 
 
 @app.command()
 def broker(bind: Bind = "tcp://127.0.0.1:5700",
-           ttl_s: Annotated[float, typer.Option(help="Forget an engine that is silent for this long.")] = 5.0) -> None:
+           ttl_s: Annotated[float, typer.Option(help="Forget an engine that is silent for this long.")] = 5.0,
+           keys: KeyFile = None) -> None:
     """Run the broker: the queue of prefill jobs and the list of engines. Ctrl-C ends it."""
     from vllm_pd.addresses import parse_endpoint
     from vllm_pd.control.broker import Broker
     from vllm_pd.ports import require_free
-    host, port = parse_endpoint("--bind", bind)
+    from vllm_pd.rpc.keys import Keys
+    loaded = None if keys is None else Keys.load(keys, "--keys")
+    host, port = parse_endpoint("--bind", bind, keyed=loaded is not None)
     require_free("--bind", host, [port])
-    server = Broker(f"tcp://{host}:{port}", ttl_s=ttl_s)
+    server = Broker(f"tcp://{host}:{port}", ttl_s=ttl_s, keys=loaded)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     typer.echo(f"broker: listening at {server.address}")
     server.run()
+
+
+@app.command()
+def keys(path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="What to write, or where. Nothing is ever "
+                                                                         "overwritten.")]) -> None:
+    """Make the key of a cluster: a file that all its brokers and engines share."""
+    from vllm_pd.rpc.keys import Keys
+    file = Keys.make(path)
+    typer.echo(f"{file}: copy it to every machine of the cluster, for its owner alone to read (mode 0600); then\n"
+               f'  vllm-pd broker --bind tcp://ADDRESS:5700 --keys {file}\n  and in every engine\'s settings "keys": '
+               f'"{file}"')
 
 
 @app.command()
@@ -77,11 +93,16 @@ def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` tak
 @app.command()
 def doctor(broker: Annotated[str | None, typer.Option(help="Also ask this broker for its engines.")] = None,
            port: Annotated[list[int] | None, typer.Option(help="Also try whether this port is free; 5700 and "
-                                                              "8000 where no --broker is given.")] = None
-           ) -> None:
+                                                              "8000 where no --broker is given.")] = None,
+           keys: KeyFile = None,
+           nats_credentials: Annotated[str | None, typer.Option(metavar="FILE", help="The NATS user's file.")] = None,
+           nats_ca: Annotated[str | None, typer.Option(metavar="FILE", help="Certificates for tls://.")] = None,
+           nats_prefix: Annotated[str, typer.Option(help="As in the engines' settings.")] = "vllm_pd") -> None:
     """Check the installation, NIXL, the ports and the engines; say what to do about each fault."""
     from vllm_pd.doctor import examine
-    findings = examine(broker, port or ([] if broker else [5700, 8000]))
+    from vllm_pd.peers import Access
+    access = Access(keys, nats_credentials, nats_ca, nats_prefix)
+    findings = examine(broker, port or ([] if broker else [5700, 8000]), access)
     for finding in findings:
         typer.echo(str(finding))
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)

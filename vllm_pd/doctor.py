@@ -19,9 +19,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from vllm_pd.addresses import parse_endpoint
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.peers import Census, take_census
+from vllm_pd.peers import Access, Census, take_census
 from vllm_pd.ports import is_free
 
 INSTALL_CURE = "enter the environment (`. scripts/env.sh`), or pip install the wheel of scripts/build_wheel.py again"
@@ -51,12 +50,12 @@ class Finding:
         return line if self.ok else f"{line}\n               -> {self.cure}"
 
 
-def examine(broker: str | None, ports: Sequence[int]) -> list[Finding]:
+def examine(broker: str | None, ports: Sequence[int], access: Access | None = None) -> list[Finding]:
     """All findings, in the order in which one would repair them. `broker` and `ports` are looked at where given."""
     findings = [*check_pin(), *check_series(), *check_requirements(), *check_wheel(), *check_nixl()]
     findings += [finding for port in ports for finding in check_port(port)]
     if broker is not None:
-        findings += check_peers(broker)
+        findings += check_peers(broker, access)
     return findings
 
 
@@ -142,16 +141,16 @@ def check_port(port: int) -> Iterator[Finding]:
                       "--broker-port or --bind")
 
 
-def check_peers(broker: str) -> Iterator[Finding]:
+def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
     """The broker answers, and its engines fit each other."""
     try:
-        host, port = parse_endpoint("--broker", broker)
-        census = take_census(f"tcp://{host}:{port}")
+        census = take_census(broker, access=access)
     except ConfigError as error:
-        yield Finding("broker", f"{broker} is no address", error.cure)
+        yield Finding("broker", f"{error.key}={error.value} can't be used", error.cure)
         return
     except PDError as error:
-        yield Finding("broker", str(error), f"start it: vllm-pd broker --bind {broker}")
+        yield Finding("broker", str(error), "start a nats-server with JetStream there, and an engine"
+                      if broker.startswith(("nats:", "tls:")) else f"start it: vllm-pd broker --bind {broker}")
         return
     yield Finding("broker", f"{broker} answers; {census.queue_length} jobs wait")
     yield from judge_peers(census)

@@ -102,7 +102,8 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
                    command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
                             transfer_config(role, broker_url, options.pd), *options.serve_args))
         for role, number, port, share in zip(roles, numbers, ports, shares, strict=True))
-    return FleetPlan(broker_port, (*broker, "--bind", broker_url), engines)
+    keys = ("--keys", str(options.pd["keys"])) if "keys" in options.pd else ()
+    return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys), engines)
 
 
 def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:

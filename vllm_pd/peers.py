@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 import zmq
 
+from vllm_pd.addresses import parse_endpoint, parse_nats
+from vllm_pd.config import PDConfig
 from vllm_pd.core import messages
 from vllm_pd.core.messages import PROTOCOL, Member, Peers, Refused
-from vllm_pd.errors import ControlError, PeerMismatch
+from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
 from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials
+
+TTL_S = next(key.default for key in PDConfig.settings() if key.name == "ttl_s")
 
 
 @dataclass(frozen=True)
@@ -20,16 +26,52 @@ class Census:
     queue_length: int
 
 
-def take_census(broker: str, timeout_s: float = 5.0) -> Census:
-    """Raises ControlError where nobody answers in time, PeerMismatch where the broker speaks another protocol."""
+@dataclass(frozen=True)
+class Access:
+    """What a command needs to be let in: files, as an engine's settings of these names have them."""
+    keys: str | None = None
+    nats_credentials: str | None = None
+    nats_ca: str | None = None
+    nats_prefix: str = DEFAULT_PREFIX
+
+    def load_keys(self) -> Keys | None:
+        """Raises ConfigError where there is a file that is none."""
+        return None if self.keys is None else Keys.load(self.keys, "--keys")
+
+    def nats(self, key: str, broker: str) -> NatsAddress:
+        """Raises ConfigError, naming `key`, where the address or a file can't be used."""
+        if self.nats_credentials is not None:
+            check_credentials("--nats-credentials", self.nats_credentials)
+        if self.nats_ca is not None:
+            check_certificates("--nats-ca", self.nats_ca)
+        url = parse_nats(key, broker, keyed=self.nats_credentials is not None)
+        return NatsAddress.of(url, self.nats_prefix, self.nats_credentials, self.nats_ca)
+
+
+def take_census(broker: str, timeout_s: float = 5.0, access: Access | None = None, key: str = "--broker") -> Census:
+    """Raises ConfigError, naming `key`, for an address that is none, ControlError where nobody answers in time,
+    PeerMismatch where the broker speaks another protocol."""
+    access = access or Access()
+    if NatsAddress.is_url(broker):
+        try:
+            from vllm_pd.control.nats_census import take_nats_census
+        except ImportError as error:
+            raise ConfigError(key, broker, f"{error}; pip install 'nats-py[nkeys]'") from error
+        members, queue_length = take_nats_census(access.nats(key, broker), TTL_S, timeout_s)
+        return Census(tuple(members), queue_length)
+    keys = access.load_keys()
+    host, port = parse_endpoint(key, broker, keyed=keys is not None)
+    return _ask(f"tcp://{host}:{port}", keys, timeout_s)
+
+
+def _ask(broker: str, keys: Keys | None, timeout_s: float) -> Census:
     context = zmq.Context()
     name = f"visitor-{uuid.uuid4().hex}"
-    socket = sockets.client(context, broker, only_connected=True)
+    socket = sockets.client(context, broker, only_connected=True, keys=keys)
     try:
         deadline = time.monotonic() + timeout_s
         _send(socket, codec.encode(name, messages.Census()), broker, deadline)
-        census = _await_peers(socket, broker, deadline)
-        return census
+        return _await_peers(socket, broker, deadline)
     finally:
         socket.close()
         context.term()
@@ -38,7 +80,7 @@ def take_census(broker: str, timeout_s: float = 5.0) -> Census:
 def _send(socket: zmq.Socket, frame: bytes, broker: str, deadline: float) -> None:
     left_ms = max(0, int(1000 * (deadline - time.monotonic())))
     if not socket.poll(left_ms, zmq.POLLOUT) or sockets.send(socket, frame) is not sockets.SendResult.SENT:
-        raise ControlError(f"nobody listens at {broker}")
+        raise ControlError(f"nobody listens at {broker} who speaks to us: no broker, or one with another key")
 
 
 def _await_peers(socket: zmq.Socket, broker: str, deadline: float) -> Census:

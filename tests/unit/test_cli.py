@@ -46,9 +46,9 @@ def test_unknown_options_are_refused(monkeypatch, capsys, arguments):
 
 def test_doctor_tells_by_its_status(monkeypatch, capsys):
     good, bad = doctor.Finding("a", "fact"), doctor.Finding("b", "fault", "cure")
-    monkeypatch.setattr(doctor, "examine", lambda broker, ports: [good])
+    monkeypatch.setattr(doctor, "examine", lambda broker, ports, access: [good])
     assert call(monkeypatch, "doctor") == 0
-    monkeypatch.setattr(doctor, "examine", lambda broker, ports: [good, bad])
+    monkeypatch.setattr(doctor, "examine", lambda broker, ports, access: [good, bad])
     assert call(monkeypatch, "doctor") == 1
     assert "-> cure" in capsys.readouterr().out
 

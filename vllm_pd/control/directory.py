@@ -40,11 +40,15 @@ class Directory:
         """How long ago the server stamped something, as far as is known."""
         return 0.0 if self._offset_s is None else max(0.0, now + self._offset_s - stamp_s)
 
-    def heard(self, now: float, key: str, member: m.Member, stamp_s: float) -> bool:
-        """An entry with its server's stamp, in seconds of that clock. Returns whether anything has changed."""
-        offset_s = stamp_s - now
+    def clock_is(self, now: float, server_s: float) -> None:
+        """The server's clock showed that at some moment up to now."""
+        offset_s = server_s - now
         if self._offset_s is None or offset_s > self._offset_s:
             self._offset_s = offset_s
+
+    def heard(self, now: float, key: str, member: m.Member, stamp_s: float) -> bool:
+        """An entry with its server's stamp, in seconds of that clock. Returns whether anything has changed."""
+        self.clock_is(now, stamp_s)
         heard_at = now - self.age_s(now, stamp_s)
         if now - heard_at >= self._ttl_s:
             return self.left(key)

@@ -138,6 +138,7 @@ class Session:
         return m.Peers(self._store.generation, self._directory.version, self._directory.members(), self._queue_length)
 
     async def _watch(self) -> None:
+        self._directory.clock_is(time.monotonic(), await self._store.now_s())
         async for change in self._store.watch_members():
             now = time.monotonic()
             if change is None:
@@ -151,29 +152,12 @@ class Session:
         raise ConnectionError("the watch on the members has ended")
 
     def _hear(self, now: float, key: str, frame: bytes, stamp_s: float) -> bool:
-        member = self._open(frame, m.Register)
-        if member is None or token(member.member.incarnation) != key:
-            self._counters["foreign"] += member is not None
+        member = open_entry(key, frame, self._counters, self._note_protocol)
+        if member is None:
             return False
-        if member.member.incarnation == self._incarnation:
+        if member.incarnation == self._incarnation:
             self._seen_at = now
-        return self._directory.heard(now, key, member.member, stamp_s)
-
-    def _open(self, frame: bytes, kind: type[m.Wire]) -> m.Message | None:
-        """What a stored value says, if its sender speaks of itself."""
-        try:
-            sender, message = codec.decode([frame])
-        except codec.BadFrame as fault:
-            self._counters["frame_" + fault.fault.value] += 1
-            if fault.theirs is not None:
-                self._note_protocol(fault.theirs)
-            return None
-        owner = (message.member.incarnation if isinstance(message, m.Register) else
-                 message.job.attempt.incarnation if isinstance(message, m.Put) else None)
-        if not isinstance(message, kind) or owner != sender:
-            self._counters["frame_unexpected"] += 1
-            return None
-        return message
+        return self._directory.heard(now, key, member, stamp_s)
 
     async def _leave(self) -> None:
         for delivered in self._held.values():
@@ -271,7 +255,7 @@ class Session:
     async def _on_job(self, delivered: Msg) -> None:
         now, meta = time.monotonic(), delivered.metadata
         self._pull_until = 0.0
-        put = self._open(delivered.data, m.Put)
+        put = _open(delivered.data, m.Put, self._counters, self._note_protocol)
         if put is None:
             await delivered.term()
             await self._pull()
@@ -322,3 +306,31 @@ class Session:
                 for delivered in list(self._held.values()):
                     await delivered.in_progress()
             await self._pull()
+
+
+def open_entry(key: str, frame: bytes, counters: m.Counters,
+               note_protocol: Callable[[int], None] = lambda version: None) -> m.Member | None:
+    """Who speaks in an entry of the bucket; None, and a count, where it is nobody who may."""
+    register = _open(frame, m.Register, counters, note_protocol)
+    if register is not None and token(register.member.incarnation) != key:
+        counters["foreign"] += 1
+        return None
+    return None if register is None else register.member
+
+
+def _open(frame: bytes, kind: type[m.Wire], counters: m.Counters,
+          note_protocol: Callable[[int], None]) -> m.Message | None:
+    """What a stored value says, if its sender speaks of itself."""
+    try:
+        sender, message = codec.decode([frame])
+    except codec.BadFrame as fault:
+        counters["frame_" + fault.fault.value] += 1
+        if fault.theirs is not None:
+            note_protocol(fault.theirs)
+        return None
+    owner = (message.member.incarnation if isinstance(message, m.Register) else
+             message.job.attempt.incarnation if isinstance(message, m.Put) else None)
+    if not isinstance(message, kind) or owner != sender:
+        counters["frame_unexpected"] += 1
+        return None
+    return message

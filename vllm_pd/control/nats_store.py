@@ -6,6 +6,7 @@ and they are used as they are. Every method belongs to the one event loop that `
 server is gone, or refuses; the connection is then of no more use.
 """
 import asyncio
+import datetime
 import hashlib
 import json
 import logging
@@ -91,8 +92,8 @@ class Store:
 
     @classmethod
     async def open(cls, address: NatsAddress, on_close: Callable[[], None],
-                   on_error: Callable[[Exception], None]) -> "Store":
-        """Connect, and make what is missing. Raises AWAY."""
+                   on_error: Callable[[Exception], None], *, make: bool = True) -> "Store":
+        """Connect, and make what is missing (or raise for it). Raises AWAY."""
         async def closed() -> None:
             on_close()
 
@@ -104,7 +105,7 @@ class Store:
             error_cb=error, closed_cb=closed, disconnected_cb=closed, **address.options())
         store = cls(client, address.prefix)
         try:
-            await store._prepare()
+            await store._prepare(make)
         except BaseException:
             await store.close()
             raise
@@ -120,16 +121,25 @@ class Store:
         if not self._client.is_closed:
             await self._client.close()
 
-    async def _prepare(self) -> None:
+    async def now_s(self) -> float:
+        """What the server's clock shows."""
+        reply = await self._client.request(f"$JS.API.STREAM.INFO.{self._stream}", timeout=REQUEST_S)
+        return datetime.datetime.fromisoformat(json.loads(reply.data)["ts"]).timestamp()
+
+    async def _prepare(self, make: bool) -> None:
         try:
             self._bucket = await self._js.key_value(self._bucket_name)
-        except nats.js.errors.NotFoundError:
+        except nats.js.errors.NotFoundError as error:
+            if not make:
+                raise Unsuitable(f"there is no bucket {self._bucket_name}: no engine has ever been here") from error
             self._bucket = await self._js.create_key_value(config=api.KeyValueConfig(
                 bucket=self._bucket_name, ttl=MEMBER_KEPT_S, storage=api.StorageType.MEMORY,
                 max_value_size=MEMBER_BYTES))
         try:
             jobs = await self._js.stream_info(self._stream)
-        except nats.js.errors.NotFoundError:
+        except nats.js.errors.NotFoundError as error:
+            if not make:
+                raise Unsuitable(f"there is no stream {self._stream}: no engine has ever been here") from error
             jobs = await self._js.add_stream(api.StreamConfig(
                 name=self._stream, subjects=[self._subjects + ".>"], retention=api.RetentionPolicy.WORK_QUEUE,
                 storage=api.StorageType.MEMORY, discard=api.DiscardPolicy.NEW, discard_new_per_subject=True,

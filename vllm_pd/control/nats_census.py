@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is there and how many jobs wait, read from a NATS server without leaving a trace."""
+import asyncio
+import collections
+import time
+
+from vllm_pd.control.directory import Directory
+from vllm_pd.control.nats_session import open_entry
+from vllm_pd.control.nats_store import AWAY, Store
+from vllm_pd.core import messages as m
+from vllm_pd.errors import ControlError
+from vllm_pd.rpc.nats_address import NatsAddress
+
+
+def take_nats_census(address: NatsAddress, ttl_s: float, timeout_s: float) -> tuple[list[m.Member], int]:
+    """(those who have been heard within `ttl_s`, jobs that nobody has got yet). Raises ControlError where the server
+    can't be reached in time, or has nothing of ours."""
+    try:
+        return asyncio.run(asyncio.wait_for(_read(address, ttl_s), timeout_s))
+    except AWAY as error:
+        raise ControlError(f"NATS at {', '.join(address.urls)} can't be asked: {error or 'no answer in time'}"
+                           ) from error
+
+
+async def _read(address: NatsAddress, ttl_s: float) -> tuple[list[m.Member], int]:
+    store = await Store.open(address, lambda: None, lambda error: None, make=False)
+    try:
+        directory = Directory(ttl_s)
+        directory.clock_is(time.monotonic(), await store.now_s())
+        async for change in store.watch_members():
+            if change is None:
+                break
+            if change.frame is not None:
+                member = open_entry(change.key, change.frame, collections.Counter())
+                if member is not None:
+                    directory.heard(time.monotonic(), change.key, member, change.stamp_s)
+        return directory.members(), await store.all_waiting()
+    finally:
+        await store.close()
