@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done to whom, drawn from the seed: the plan of a run."""
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Blow(Enum):
+    """What may be done to a process."""
+    KILL_P = "kill P"
+    STOP_P = "stop P"
+    KILL_D = "kill D"
+    STOP_D = "stop D"
+    KILL_BROKER = "kill broker"
+    STOP_BROKER = "stop broker"
+
+    @property
+    def is_kill(self) -> bool:
+        return self in (Blow.KILL_P, Blow.KILL_D, Blow.KILL_BROKER)
+
+
+WEIGHTS = {Blow.KILL_P: 34, Blow.STOP_P: 24, Blow.KILL_D: 14, Blow.STOP_D: 8, Blow.KILL_BROKER: 12, Blow.STOP_BROKER: 8}
+BURST_S = 1.2  # within which an episode's requests come, and its blow
+SPARED_AFTER = 1 / 3  # of the run: from then on the first P and the first D are only stopped
+
+
+@dataclass
+class Struck:
+    """A blow that was given. `pause_s` is how long a stopped process stands still, or how long the broker is away."""
+    number: int
+    blow: Blow
+    place: str
+    incarnation: str
+    at: float
+    pause_s: float
+    open_requests: int = 0
+    felt_by: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A blow to be given `offset_s` into its episode, to the `pick`-th (of 1) of those that are eligible."""
+    blow: Blow
+    offset_s: float
+    pick: float
+    pause_s: float
+    spare_first: bool
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that comes `offset_s` into its episode to the `pick`-th decode engine; `abort_s` later it goes."""
+    number: int
+    offset_s: float
+    pick: float
+    abort_s: float | None
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A burst of requests with at most one blow in it."""
+    asks: Sequence[Ask]
+    blow: Planned | None
+
+
+def plan(seed: int, requests: int, episodes: int, abort_share: float, lease_s: float, ttl_s: float,
+         first_number: int = 0, calm: bool = False) -> list[Episode]:
+    """The run, decided before it begins. A `calm` one has the same requests at the same moments and no blow."""
+    draw = random.Random(f"plan {seed}")
+    numbers = iter(range(first_number, first_number + requests))
+    result = []
+    for index in range(episodes):
+        share = requests * (index + 1) // episodes - requests * index // episodes
+        asks = [Ask(next(numbers), draw.uniform(0, BURST_S), draw.random(),
+                    draw.uniform(0, 0.6) if draw.random() < abort_share else None) for _ in range(share)]
+        [blow] = draw.choices(list(WEIGHTS), WEIGHTS.values())
+        if not blow.is_kill:
+            # From a hiccup to far beyond the lease, or beyond what the broker forgives.
+            pause_s = draw.uniform(0.3, 2.2 * (ttl_s if blow is Blow.STOP_BROKER else lease_s))
+        else:
+            pause_s = draw.uniform(0.2, 2 * ttl_s) if blow is Blow.KILL_BROKER else 0.0
+        planned = Planned(blow, draw.uniform(0.1, BURST_S), draw.random(), pause_s, index >= SPARED_AFTER * episodes)
+        result.append(Episode(asks, None if calm else planned))
+    return result

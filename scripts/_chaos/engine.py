@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine under test: the real scheduler, sockets and transport, driven over a pipe.
+
+The loop is that of `MQLLMEngine`: it sleeps in `disagg.poll` with the pipe in place of the front end's socket. Commands
+are JSON objects with an `op`; what the engine has to say comes as JSON objects of one key:
+
+    {"ready": {...}}                incarnation and base of all counts
+    {"end": [id, tokens, times]}    a request has ended; the monotonic time of each token (and the margin, if asked)
+    {"fallback": [id, reason, peer, time]}      an attempt ended without the KV
+    {"gauges": {...}}               some ten times a second while it is not idle, else each second
+    {"counters": {...}}             every other second
+    {"reply": ...}                  to `stats`
+"""
+import json
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+POLL_MS = 250
+GAUGES_S = 0.2
+COUNTERS_S = 2.0
+
+
+def serve(pipe: Connection, model: str, role: str | None, pd: dict, llm: dict) -> None:
+    """Build the engine and run it until the pipe is closed or a `stop` comes."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.llm_engine import LLMEngine
+    os.environ["VLLM_USE_V1"] = "0"
+    if role is not None:
+        llm = {**llm, "kv_transfer_config": KVTransferConfig(kv_connector="PDConnector", kv_role=role,
+                                                             kv_connector_extra_config=pd)}
+    engine = LLMEngine.from_engine_args(EngineArgs(model, **llm))
+    served = Served(engine, pipe)
+    pipe.send_bytes(json.dumps({"ready": {"incarnation": served.incarnation, "base": served.stats()}}).encode())
+    served.run()
+    if engine.disagg is not None:
+        engine.disagg.close()
+
+
+class Served:
+    """Owns the engine. A method named `op_NAME` carries out the command with that op."""
+
+    def __init__(self, engine, pipe: Connection) -> None:
+        self.engine = engine
+        self.scheduler = engine.scheduler[0]
+        self.disagg = engine.disagg
+        self.incarnation = ""
+        self._pipe = pipe
+        self._times: dict[str, list[float]] = {}
+        self._gauges_at = self._counters_at = 0.0
+        self._stopping = False
+        if self.disagg is not None:
+            self.incarnation = self.disagg._agent.member.incarnation
+            self._watch_fallbacks()
+
+    def run(self) -> None:
+        """The engine's loop."""
+        while not self._stopping:
+            self._wait()
+            while self._pipe.poll():
+                command = json.loads(self._pipe.recv_bytes())
+                operation: Callable = getattr(self, "op_" + command.pop("op"))
+                operation(**command)
+            self._step()
+            self._tell_gauges()
+
+    def _wait(self) -> None:
+        if self.disagg is not None:
+            self.disagg.poll(self._pipe.fileno(), POLL_MS)
+        elif not self.engine.has_unfinished_requests():
+            self._pipe.poll(POLL_MS / 1000)
+
+    def _step(self) -> None:
+        outputs = self.engine.step()
+        now = time.monotonic()
+        for output in outputs:
+            times = self._times.get(output.request_id)
+            if times is None:
+                continue  # a peer's job
+            tokens = output.outputs[0].token_ids
+            times += [now] * (len(tokens) - len(times))
+            if output.finished:
+                del self._times[output.request_id]
+                margin = _margin(output.outputs[0].logprobs)
+                self._say({"end": [output.request_id, list(tokens), times, *margin]})
+
+    # Commands.
+
+    def op_add(self, requests: list, margins: bool = False) -> None:
+        """[[id, token ids, tokens to make], ...]: greedy. With `margins` an end tells how sure the answer was."""
+        from vllm import SamplingParams, TokensPrompt
+        for request_id, token_ids, max_tokens in requests:
+            self._times[request_id] = []
+            parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False,
+                                        logprobs=2 if margins else None)
+            self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=token_ids), parameters)
+
+    def op_abort(self, ids: list) -> None:
+        self.engine.abort_request(ids)
+        for request_id in ids:
+            self._times.pop(request_id, None)
+
+    def op_stats(self) -> None:
+        self._say({"reply": self.stats()})
+
+    def op_stop(self) -> None:
+        self._stopping = True
+
+    # Looking.
+
+    def stats(self) -> dict:
+        """All that must be back at its start when nothing is open (B20), then what may not grow without end."""
+        from vllm.utils import Device
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        pool = manager.block_allocator._allocators[Device.GPU]
+        stats = {
+            "unfinished": int(self.engine.has_unfinished_requests()),
+            "waiting": len(scheduler.waiting),
+            "running": len(scheduler.running),
+            "swapped": len(scheduler.swapped),
+            "remote_prefilling": len(scheduler.remote_prefilling),
+            "prefill_sending": len(scheduler.prefill_sending),
+            "quarantined": len(scheduler.quarantined),
+            "block_tables": len(manager.block_tables),
+            "free_blocks": manager.get_num_free_gpu_blocks(),
+            "references": sum(pool._refcounter._refcounts.values()),
+            "tracked": len(manager._computed_blocks_tracker._seq_id_to_blocks_hashes)
+            + len(manager._last_access_blocks_tracker._seq_last_access),
+            "split_requests": len(self.engine.seq_id_to_seq_group),
+        }
+        if self.disagg is not None:
+            agent, jobs = self.disagg._agent, self.disagg.prefill_jobs
+            counts = agent.counts()
+            stats |= {
+                "open_attempts": len(agent.open_attempts()),
+                "held_blocks": len(self.disagg.remote_prefills._held_blocks),
+                "jobs": len(jobs._jobs) if jobs is not None else 0,
+                "live_handles": self.disagg._transfer.live_handles(),
+                "agent_errors": int(agent.error is not None),
+                "peers": counts["peers"],
+                "sockets": counts["sockets"],
+            }
+        return stats | {"descriptors": len(os.listdir("/proc/self/fd")), "memory_bytes": _anonymous_bytes(),
+                        "threads": len(os.listdir("/proc/self/task"))}
+
+    def counters(self) -> dict:
+        """The metrics of ours by name and labels, and what the control thread has counted."""
+        from prometheus_client import REGISTRY
+        counters: dict[str, float] = {}
+        for family in REGISTRY.collect():
+            for sample in family.samples if family.name.startswith("vllm:pd_") else ():
+                labels = ",".join(v for key, v in sorted(sample.labels.items()) if key not in ("model_name", "le"))
+                if not sample.name.endswith(("_created", "_bucket")):
+                    counters[":".join(filter(None, [sample.name.removeprefix("vllm:pd_"), labels]))] = sample.value
+        if self.disagg is not None:
+            agent = self.disagg._agent
+            counters |= {f"agent:{name}": count for name, count in (agent.totals() | agent.dropped()).items()}
+        return counters
+
+    def _tell_gauges(self) -> None:
+        now = time.monotonic()
+        if now < self._gauges_at:
+            return
+        self._gauges_at = now + GAUGES_S
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        gauges = {"time": now, "free": manager.get_num_free_gpu_blocks(), "in_flight": len(self._times)}
+        if self.disagg is not None:
+            gauges |= {name: sum(map(len, (self._table(group) for group in groups.values())))
+                       for name, groups in (("parked", scheduler.remote_prefilling),
+                                            ("sending", scheduler.prefill_sending))}
+            gauges["quarantined"] = sum(len(table.physical_block_ids) for table in scheduler.quarantined.values())
+        self._say({"gauges": gauges})
+        if now >= self._counters_at:
+            self._counters_at = now + COUNTERS_S
+            self._say({"counters": self.counters()})
+
+    def _table(self, group) -> list:
+        return self.scheduler.block_manager.get_block_table(group.first_seq)
+
+    def _watch_fallbacks(self) -> None:
+        """Tell when an attempt falls back: the moment at which the step loop has it."""
+        from vllm_pd.core.events import Fallback
+        prefills = self.disagg.remote_prefills
+        handle = prefills.handle
+
+        def handle_and_tell(event, progress) -> None:
+            if isinstance(event, Fallback):
+                self._say({"fallback": [event.attempt.request_id, event.reason.value, event.peer, time.monotonic()]})
+            handle(event, progress)
+
+        prefills.handle = handle_and_tell
+
+    def _say(self, message: dict) -> None:
+        self._pipe.send_bytes(json.dumps(message).encode())
+
+
+def _margin(logprobs: list | None) -> list[float]:
+    """The least distance between the first and the second choice, in log-probability, where it was asked for."""
+    if logprobs is None:
+        return []
+    values = [sorted((entry.logprob for entry in entries.values()), reverse=True) for entries in logprobs]
+    return [min(first - second for first, second, *_ in values)]
+
+
+def _anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))

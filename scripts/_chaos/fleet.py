@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes under test and what is done to them: engines in slots, one broker, one proxy.
+
+A slot outlives its engines: when one is killed the next one is forked into it. `pump` hears all engines at once.
+"""
+import json
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from multiprocessing.connection import Connection
+
+from _chaos.zygote import Zygote
+from vllm_pd.core.messages import Role
+from vllm_pd.ports import take_free
+
+HOST = "127.0.0.1"
+ANSWER_S = 60.0
+
+
+class Health(Enum):
+    """What is known of a slot's process."""
+    STARTING = "starting"
+    UP = "up"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+class Lost(AssertionError):
+    """A process that should be there is not."""
+
+
+@dataclass
+class Slot:
+    """One engine's place. `life` counts the processes that were in it; `base` is what the present one began with."""
+    name: str
+    role: Role | None
+    cores: list[int]
+    life: int = 0
+    health: Health = Health.DEAD
+    pid: int = 0
+    pipe: Connection | None = None
+    incarnation: str = ""
+    base: dict = field(default_factory=dict)
+    began_at: float = 0.0
+
+
+class BrokerSlot:
+    """The broker, always at the same address."""
+
+    def __init__(self, zygote: Zygote, cores: list[int], ttl_s: float) -> None:
+        self.url = f"tcp://{HOST}:{take_free(HOST)}"
+        self._zygote, self._cores, self._ttl_s = zygote, cores, ttl_s
+        self.pid = 0
+        self.start()
+
+    def start(self) -> None:
+        """Another broker's process; the pipe only ties its life to ours."""
+        self.pid, self._pipe = self._zygote.fork("_chaos.fleet:serve_broker", self._cores, url=self.url,
+                                                 ttl_s=self._ttl_s)
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self._pipe.poll(ANSWER_S)  # its end: the address is free
+        self._pipe.close()
+
+
+class Fleet:
+    """Everything that runs. `on_message(slot, kind, value)` gets what engines say, `on_death(slot)` an end that
+    nobody asked for."""
+
+    def __init__(self, env: Mapping[str, str], model: str, seed: int, pd: dict, llm: dict, cores: list[int],
+                 through_proxy: bool) -> None:
+        self.zygote = Zygote(env)
+        self.slots: dict[str, Slot] = {}
+        self.on_message: Callable[[Slot, str, object], None] = lambda *_: None
+        self._model, self._llm, self._cores = model, llm, cores
+        self._selector = selectors.DefaultSelector()
+        self._replies: dict[str, object] = {}
+        self.broker = BrokerSlot(self.zygote, cores, pd["ttl_s"])
+        self._proxy: Connection | None = None
+        url = self.broker.url
+        if through_proxy:
+            _, self._proxy = self.zygote.fork("_chaos.proxy:serve", cores, broker=url, seed=seed)
+            url = self._ask_proxy(None)["address"]
+        self._pd = {**pd, "broker": url}
+
+    def add(self, name: str, role: Role | None, core: int) -> Slot:
+        """A slot with its first engine, which is starting."""
+        slot = self.slots[name] = Slot(name, role, [self._cores[core % len(self._cores)]])
+        self.start(slot)
+        return slot
+
+    def start(self, slot: Slot) -> None:
+        """A new engine in a slot whose last one is dead."""
+        slot.life += 1
+        slot.health, slot.began_at = Health.STARTING, time.monotonic()
+        limits = {} if slot.role is Role.PREFILL else {"max_local_prefill_tokens": self._pd["max_local_prefill_tokens"]}
+        slot.pid, slot.pipe = self.zygote.fork("_chaos.engine:serve", slot.cores, model=self._model,
+                                               role=slot.role and slot.role.value, pd={**self._pd, **limits},
+                                               llm=self._llm)
+        self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
+
+    def kill(self, slot: Slot) -> None:
+        """SIGKILL, also where it stands still. What it has said before is heard."""
+        os.kill(slot.pid, signal.SIGKILL)
+        slot.health = Health.DEAD
+        self._hear(slot, until_end=True)
+
+    def stop(self, slot: Slot) -> None:
+        """SIGSTOP."""
+        os.kill(slot.pid, signal.SIGSTOP)
+        slot.health = Health.STOPPED
+
+    def go_on(self, slot: Slot) -> None:
+        """SIGCONT; nothing where it was killed meanwhile."""
+        if slot.health is Health.STOPPED:
+            os.kill(slot.pid, signal.SIGCONT)
+            slot.health = Health.UP
+
+    def retire(self, slot: Slot) -> None:
+        """Let an engine end by itself, and forget its slot."""
+        self.tell(slot, "stop")
+        self._forget_pipe(slot)
+        del self.slots[slot.name]
+
+    def tell(self, slot: Slot, op: str, **arguments: object) -> None:
+        """A command without an answer."""
+        try:
+            slot.pipe.send_bytes(json.dumps({"op": op, **arguments}).encode())
+        except OSError as error:
+            raise Lost(f"{slot.name} (pid {slot.pid}) has ended: {error}") from error
+
+    def ask(self, slot: Slot, op: str) -> dict:
+        """A command's answer."""
+        self.tell(slot, op)
+        deadline = time.monotonic() + ANSWER_S
+        while slot.name not in self._replies:
+            if time.monotonic() > deadline:
+                raise Lost(f"{slot.name} (pid {slot.pid}) gives no answer to {op} in {ANSWER_S:g} s")
+            self.pump(1.0)
+        return self._replies.pop(slot.name)
+
+    def faults(self, **faults: float) -> dict[str, int]:
+        """What the proxy does from now on; what it has done so far."""
+        return {} if self._proxy is None else self._ask_proxy({"faults": faults})["counters"]
+
+    def pump(self, timeout_s: float) -> None:
+        """Hear whoever speaks, at most so long until the first word."""
+        for key, _ in self._selector.select(max(0.0, timeout_s)):
+            self._hear(key.data)
+
+    def close(self) -> None:
+        """End everything."""
+        self._selector.close()
+        self.zygote.close()
+
+    def _ask_proxy(self, command: dict | None) -> dict:
+        if command is not None:
+            self._proxy.send_bytes(json.dumps(command).encode())
+        if not self._proxy.poll(ANSWER_S):
+            raise Lost("the proxy gives no answer")
+        return json.loads(self._proxy.recv_bytes())
+
+    def _hear(self, slot: Slot, until_end: bool = False) -> None:
+        pipe = slot.pipe
+        try:
+            while pipe is slot.pipe and pipe.poll(ANSWER_S if until_end else 0):
+                [(kind, value)] = json.loads(pipe.recv_bytes()).items()
+                if kind == "ready":
+                    slot.incarnation, slot.base = value["incarnation"], value["base"]
+                    if slot.health is Health.STARTING:
+                        slot.health = Health.UP
+                if kind == "reply":
+                    self._replies[slot.name] = value
+                else:
+                    self.on_message(slot, kind, value)
+        except (EOFError, OSError):
+            self._forget_pipe(slot)
+            if slot.health is not Health.DEAD:
+                raise Lost(f"{slot.name} (pid {slot.pid}) has ended by itself") from None
+
+    def _forget_pipe(self, slot: Slot) -> None:
+        self._selector.unregister(slot.pipe)
+        slot.pipe.close()
+
+
+def serve_broker(pipe: Connection, url: str, ttl_s: float) -> None:
+    """Be a broker process. It is ended from outside."""
+    from vllm_pd.control.broker import Broker
+    Broker(url, ttl_s=ttl_s).run()

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients ask, what one engine alone answers, and what became of each request."""
+import random
+from dataclasses import dataclass, field
+from enum import Enum
+
+BLOCK = 16
+VOCABULARY = range(1000, 40000)  # plain tokens of the models' tokenizer
+STEMS = 12
+SURPLUS = 1.15  # prompts that are drawn for each that is asked: some have no safe answer
+SAFE_MARGIN = 1e-3  # between the first and the second choice, in log-probability: float32 sums differ by 1e-5
+
+
+class End(Enum):
+    """What became of a request, in the client's eyes."""
+    OPEN = "open"
+    ANSWERED = "answered"
+    ABORTED = "aborted"
+
+
+@dataclass
+class Request:
+    """One client's request. `place` is the slot that has it; `tries` counts the decode engines that it was put to: a
+    client asks again where the engine that it talked to is gone."""
+    number: int
+    token_ids: list[int]
+    max_tokens: int
+    expected: list[int]
+    end: End = End.OPEN
+    place: str = ""
+    tries: int = 0
+    asked_at: float = 0.0
+    ended_at: float = 0.0
+    right: bool = False
+    token_times: list[float] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+    hit_by: set[int] = field(default_factory=set)  # numbers of the blows that it felt
+
+    @property
+    def name(self) -> str:
+        """The request id of the present try."""
+        return f"{self.number}.{self.tries}"
+
+
+def draw_prompts(seed: int, count: int, longest: int) -> list[tuple[list[int], int]]:
+    """(token ids, tokens to make) of so many requests: short ones that stay, long ones, some that share a beginning."""
+    draw = random.Random(f"prompts {seed}")
+    stems = [draw.choices(VOCABULARY, k=BLOCK * draw.randint(2, 12)) for _ in range(STEMS)]
+    prompts = []
+    for _ in range(count):
+        kind = draw.random()
+        if kind < 0.15:
+            token_ids = draw.choices(VOCABULARY, k=draw.randint(1, 32))
+        elif kind < 0.40:
+            token_ids = draw.choice(stems) + draw.choices(VOCABULARY, k=draw.randint(1, 160))
+        elif kind < 0.90:
+            token_ids = draw.choices(VOCABULARY, k=draw.randint(33, 400))
+        else:
+            token_ids = draw.choices(VOCABULARY, k=draw.randint(400, longest - 40))
+        prompts.append((token_ids, draw.randint(4, 32)))
+    return prompts
+
+
+def safe(expected: dict, wanted: int) -> bool:
+    """Whether an answer depends on no rounding: mono's own could change with its batch."""
+    return len(expected["tokens"]) == wanted and expected["margin"] >= SAFE_MARGIN

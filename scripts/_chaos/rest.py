@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether every engine that lives is back at its base (B20)."""
+import time
+from dataclasses import dataclass
+
+from _chaos.fleet import Fleet, Slot
+
+EXACT = ("unfinished", "waiting", "running", "swapped", "remote_prefilling", "prefill_sending", "quarantined",
+         "block_tables", "free_blocks", "references", "tracked", "split_requests", "open_attempts", "held_blocks",
+         "jobs", "live_handles", "agent_errors")
+GROWING = ("peers", "sockets", "descriptors", "threads", "memory_bytes")
+REST_S = 30.0
+MEMORY_SLACK_BYTES = 48 << 20  # the allocator's, and vLLM's own caches
+DESCRIPTOR_SLACK = 4
+
+
+@dataclass
+class Rest:
+    """`left`: engine -> count -> (is, should be). `stats` are those of the engines at rest."""
+    left: dict[str, dict[str, tuple[int, int]]]
+    stats: dict[str, dict[str, int]]
+
+    @property
+    def leaked_blocks(self) -> int:
+        """KV blocks that are not in their pools."""
+        return sum(should - found for counts in self.left.values()
+                   for name, (found, should) in counts.items() if name == "free_blocks")
+
+
+def come_to_rest(fleet: Fleet) -> Rest:
+    """Wait until each count of each engine is what it was when the engine began; say which are not."""
+    deadline = time.monotonic() + REST_S
+    while True:
+        stats = {slot.name: fleet.ask(slot, "stats") for slot in fleet.slots.values()}
+        left = {name: counts for name in stats if (counts := _differences(fleet.slots[name], stats[name]))}
+        if not left or time.monotonic() > deadline:
+            return Rest(left, stats)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            fleet.pump(until - time.monotonic())
+
+
+def _differences(slot: Slot, stats: dict[str, int]) -> dict[str, tuple[int, int]]:
+    return {name: (stats[name], slot.base[name]) for name in EXACT if name in stats and stats[name] != slot.base[name]}
+
+
+def grown(fleet: Fleet, before: Rest, after: Rest) -> dict[str, dict[str, tuple[int, int]]]:
+    """What is more than after the calm run, on the engine of the same role that had most then: engine -> count ->
+    (is, was). Memory is compared within one life, for a young engine has less than its predecessor had."""
+    result: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, stats in after.stats.items():
+        slot = fleet.slots[name]
+        alike = [before.stats[other.name] for other in fleet.slots.values()
+                 if other.role is slot.role and other.name in before.stats]
+        for count in GROWING:
+            was = max(other[count] for other in alike)
+            slack = {"memory_bytes": MEMORY_SLACK_BYTES, "descriptors": DESCRIPTOR_SLACK}.get(count, 0)
+            if stats[count] > was + slack:
+                result.setdefault(name, {})[count] = (stats[count], was)
+    return result

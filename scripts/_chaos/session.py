@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From nothing to a verdict: engines up, answers of one engine alone, a calm run, the chaos, rest."""
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from _chaos import blows, report
+from _chaos.fleet import Fleet, Health, Slot
+from _chaos.load import SURPLUS, Request, draw_prompts, safe
+from _chaos.picture import draw
+from _chaos.rest import Rest, come_to_rest, grown
+from _chaos.run import Record, Run
+from vllm_pd.core.messages import Role
+
+START_S = 240.0
+EXPECT_S = 600.0
+WARM_UP = 6  # requests to each decode engine, so that every prefill engine has met it
+LLM = {"dtype": "float32", "max_model_len": 1024, "block_size": 16, "enable_prefix_caching": True,
+       "num_gpu_blocks_override": 640, "max_num_seqs": 32, "skip_tokenizer_init": True, "disable_log_stats": True}
+PD = {"heartbeat_s": 0.4, "ttl_s": 2.0, "claim_retry_s": 0.5, "lease_s": 2.0, "attempt_deadline_s": 15.0,
+      "max_local_prefill_tokens": 32}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is to be like."""
+    model: str = ""
+    seed: int = 0
+    requests: int = 400
+    episodes: int = 20
+    calm_episodes: int = 8
+    decode: int = 2
+    prefill: int = 2
+    aborts: float = 0.08
+    lost: float = 0.02
+    doubled: float = 0.02
+    delayed: float = 0.05
+    delay_s: float = 0.4
+    proxy: bool = True
+
+
+@dataclass
+class Result:
+    """`figures` is JSON; `faults` says what was not as promised."""
+    figures: dict
+    faults: list[str]
+    record: Record
+
+    def draw(self, path: Path) -> None:
+        """The picture over time."""
+        figures = self.figures
+        draw(self.record, path, f"{figures['requests']} requests, {figures['kills']} kills, {figures['stops']} stops: "
+             f"{figures['wrong_answers']} wrong, {figures['unfinished']} unfinished, {figures['leaked_blocks']} blocks "
+             f"leaked (seed {figures['settings']['seed']})")
+
+
+def chaos(settings: Settings, say: Callable[[str], None]) -> Result:
+    """The whole run. Raises `Lost` where an engine ends that nobody killed."""
+    began = time.monotonic()
+    with fleet_of(settings) as fleet:
+        mono = fleet.add("mono", None, 0)
+        await_up(fleet, [mono])
+        say(f"one engine is up after {time.monotonic() - began:.1f} s: it answers all prompts first")
+        per_episode = settings.requests / settings.episodes
+        calm_requests = round(per_episode * settings.calm_episodes)
+        warm = 2 * WARM_UP * settings.decode
+        requests = expect(fleet, mono, settings.seed, settings.requests + calm_requests + warm)
+        fleet.retire(mono)
+        for role, letter, count in ((Role.DECODE, "D", settings.decode), (Role.PREFILL, "P", settings.prefill)):
+            for number in range(count):
+                fleet.add(f"{letter}{number + 1}", role, 0 if role is Role.DECODE else 1)
+        await_up(fleet, list(fleet.slots.values()))
+        warm_up(fleet, requests[:warm // 2], say)
+        calm = Run(fleet, requests[warm:warm + calm_requests], say)
+        bounds = (settings.aborts, 2.0, 2.0)
+        calm.carry_out(blows.plan(settings.seed, calm_requests, settings.calm_episodes, *bounds, warm, calm=True))
+        before = come_to_rest(fleet)
+        say(f"calm: {calm_requests} requests in {calm.record.ended_at - calm.record.began_at:.0f} s; now the blows")
+        wild = Run(fleet, requests[warm + calm_requests:], say)
+        fleet.faults(lost=settings.lost, doubled=settings.doubled, delayed=settings.delayed, delay_s=settings.delay_s)
+        wild.carry_out(blows.plan(settings.seed, settings.requests, settings.episodes, settings.aborts, PD["lease_s"],
+                                  PD["ttl_s"], warm + calm_requests))
+        messages = fleet.faults()
+        warm_up(fleet, requests[warm // 2:warm], say)
+        after = come_to_rest(fleet)
+        figures = report.judge(calm.record, wild.record, after, grown(fleet, before, after))
+        told = {**dataclasses.asdict(settings), "model": Path(settings.model).name, "pd": PD, "llm": LLM}
+        figures |= {"messages": messages, "at_rest": after.stats, "at_rest_after_calm": before.stats, "settings": told}
+    say(f"done after {time.monotonic() - began:.0f} s")
+    return Result(figures, report.faults(figures) + unrested(before), wild.record)
+
+
+def unrested(rest: Rest) -> list[str]:
+    """What was not at rest even after the calm run."""
+    return [f"after the calm run {name} is not at rest: {counts}" for name, counts in rest.left.items()]
+
+
+@contextlib.contextmanager
+def fleet_of(settings: Settings) -> Iterator[Fleet]:
+    """A broker and a proxy, no engines yet; all is ended with the block."""
+    env = {**os.environ, "VLLM_USE_V1": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+           "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+           "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TQDM_DISABLE": "1"}
+    fleet = Fleet(env, settings.model, settings.seed, PD, LLM, sorted(os.sched_getaffinity(0)), settings.proxy)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def await_up(fleet: Fleet, slots: list[Slot]) -> None:
+    """Until all of these are there. Raises TimeoutError."""
+    deadline = time.monotonic() + START_S
+    while any(slot.health is not Health.UP for slot in slots):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not up after {START_S:g} s: {[s.name for s in slots if s.health is not Health.UP]}")
+        fleet.pump(1.0)
+
+
+def expect(fleet: Fleet, mono: Slot, seed: int, count: int) -> list[Request]:
+    """So many requests with the answers of one engine. Prompts whose answer hangs on a rounding are left out."""
+    prompts = draw_prompts(seed, int(SURPLUS * count) + 20, LLM["max_model_len"])
+    ends: dict[int, dict] = {}
+    fleet.on_message = lambda slot, kind, value: kind == "end" and ends.update(
+        {int(value[0]): {"tokens": value[1], "margin": value[3]}})
+    for first in range(0, len(prompts), 100):
+        chunk = list(enumerate(prompts[first:first + 100], first))
+        fleet.tell(mono, "add", margins=True,
+                   requests=[[str(n), token_ids, wanted] for n, (token_ids, wanted) in chunk])
+        deadline = time.monotonic() + EXPECT_S
+        while len(ends) < first + len(chunk):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"one engine alone has not answered in {EXPECT_S:g} s")
+            fleet.pump(1.0)
+    good = [n for n, (_, wanted) in enumerate(prompts) if safe(ends[n], wanted)]
+    if len(good) < count:
+        raise ValueError(f"only {len(good)} of {len(prompts)} prompts have an answer that no rounding changes")
+    return [Request(number, *prompts[n], ends[n]["tokens"]) for number, n in enumerate(good[:count])]
+
+
+def warm_up(fleet: Fleet, requests: list[Request], say: Callable[[str], None]) -> None:
+    """Some requests to each decode engine in turn: everybody has met everybody afterwards."""
+    per_engine = len(requests) // sum(slot.role is not Role.PREFILL for slot in fleet.slots.values())
+    run = Run(fleet, requests, say)
+    asks = [blows.Ask(request.number, 0.0, index // per_engine / (len(requests) // per_engine), None)
+            for index, request in enumerate(requests)]
+    run.carry_out([blows.Episode(asks, None)])

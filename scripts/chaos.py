@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Kill, stop and misinform real engines under load, and compare every answer with that of one engine alone (B20-B34).
+
+    . scripts/env.sh
+    python scripts/chaos.py --requests 2000 --episodes 110 --json chaos.json --png chaos.png
+
+Each episode is a burst of requests and one blow within it: SIGKILL or SIGSTOP of a prefill engine, a decode engine or
+the broker. Meanwhile a proxy loses, doubles and delays control messages, and some clients go away. A request whose
+decode engine is killed is asked again at another one, as a client would, and counted as such. The same bursts without
+any blow or fault come first: the calm run. What is drawn depends on the seed alone; what the scheduling of processes
+makes of it does not.
+
+Exit status 1, with the seed, if an answer was wrong, a request did not end, or an engine is not back at its base.
+"""
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from _chaos.session import Settings, chaos
+
+LONG = ("counters", "settings", "at_rest", "at_rest_after_calm")  # in the JSON only
+
+
+def main() -> int:
+    defaults = Settings()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=os.environ.get("VLLM_PD_TINY_MODEL"), help="folder; the tiny random model")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000, help="default: from the clock")
+    parser.add_argument("--requests", type=int, default=defaults.requests)
+    parser.add_argument("--episodes", type=int, default=defaults.episodes, help="of one blow each")
+    parser.add_argument("--calm-episodes", type=int, default=defaults.calm_episodes)
+    parser.add_argument("--decode", type=int, default=defaults.decode, help="decode engines, at least 2")
+    parser.add_argument("--prefill", type=int, default=defaults.prefill)
+    parser.add_argument("--aborts", type=float, default=defaults.aborts, help="share of clients that go away")
+    parser.add_argument("--lost", type=float, default=defaults.lost, help="share of control messages")
+    parser.add_argument("--doubled", type=float, default=defaults.doubled, help="share of control messages")
+    parser.add_argument("--delayed", type=float, default=defaults.delayed, help="share of control messages")
+    parser.add_argument("--no-proxy", action="store_true", help="engines speak to each other directly")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    arguments = vars(parser.parse_args())
+    outputs = {name: arguments.pop(name) for name in ("json", "png")}
+    if not arguments["model"]:
+        parser.error("--model is missing, and VLLM_PD_TINY_MODEL is not set: source scripts/env.sh first")
+    settings = Settings(proxy=not arguments.pop("no_proxy"), **arguments)
+    result = chaos(settings, print_line)
+    if outputs["json"]:
+        outputs["json"].write_text(json.dumps(result.figures, indent=1) + "\n")
+    if outputs["png"]:
+        result.draw(outputs["png"])
+    for name, value in result.figures.items():
+        if name not in LONG:
+            print(f"{name:45}", json.dumps(value))
+    for fault in result.faults:
+        print(f"FAILED with seed {settings.seed}: {fault}", file=sys.stderr)
+    return 1 if result.faults else 0
+
+
+def print_line(text: str) -> None:
+    print(time.strftime("%H:%M:%S "), text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
