@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B20, B21, B28: the ranks of one engine report over their own line, and end with their engine."""
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+
+from vllm_pd.control import process
+from vllm_pd.core import messages as m
+from vllm_pd.errors import ControlError
+from vllm_pd.transfer.gather import ENDS_A_WORD, MAX_WORD_BYTES, GatheredTransfer, RankListener, RankWord, words
+from vllm_pd.transfer.rank import RankThread
+from vllm_pd.transfer.requests import Finished, Notice, Refusal, TransferProgress, Write
+
+
+class Transfers:
+    """A `TransferWorker` whose writes end when the test says so."""
+
+    def __init__(self) -> None:
+        self.requests: list = []
+        self.progress = TransferProgress()
+        self.busy = False
+        self.looks = 0
+        self.closed = 0
+        self.stumbles = 0
+
+    def execute(self, requests: list) -> None:
+        self.requests += requests
+        self.busy = True
+
+    def end(self, *finished: Finished, refused: tuple[Refusal, ...] = (), notices: tuple[Notice, ...] = ()) -> None:
+        self.progress = TransferProgress(list(finished), list(notices), list(refused))
+
+    def take_progress(self) -> TransferProgress:
+        self.looks += 1
+        if self.stumbles:
+            self.stumbles -= 1
+            raise RuntimeError("injected")
+        progress, self.progress = self.progress, TransferProgress()
+        self.busy = self.busy and not progress.finished
+        return progress
+
+    def live_handles(self) -> int:
+        return int(self.busy)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Engine:
+    """An engine of three ranks, all in this process."""
+
+    def __init__(self) -> None:
+        self.own, self.others = Transfers(), [Transfers(), Transfers()]
+        lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in self.others]
+        for pair in lines:
+            for end in pair:
+                end.setblocking(False)
+        self.ranks = [RankThread(transfer, line[1]) for transfer, line in zip(self.others, lines, strict=True)]
+        self.gathered = GatheredTransfer(self.own, {1: lines[0][0], 2: lines[1][0]})
+
+    def until(self, done, timeout_s: float = 5.0) -> TransferProgress:
+        """Take progress until `done` of all that has come."""
+        everything = TransferProgress([], [], [])
+        deadline_s = time.monotonic() + timeout_s
+        while not done(everything):
+            assert time.monotonic() < deadline_s, everything
+            progress = self.gathered.take_progress()
+            everything.finished.extend(progress.finished)
+            everything.notices.extend(progress.notices)
+            everything.refused.extend(progress.refused)
+            time.sleep(0.002)
+        return everything
+
+
+@pytest.fixture
+def engine():
+    engine = Engine()
+    yield engine
+    engine.gathered.close()
+    assert [transfer.closed for transfer in (engine.own, *engine.others)] == [1, 1, 1]
+    for rank in engine.ranks:
+        rank._thread.join(2)
+        assert not rank._thread.is_alive()
+
+
+def start(engine: Engine, key: str = "k") -> None:
+    for rank in (engine.own, *engine.ranks):
+        rank.execute([Write(key, "d", [0], [0], [b"0", b"1", b"2"])])
+
+
+def test_b28_a_write_ends_when_every_rank_has_ended(engine):
+    start(engine)
+    engine.own.end(Finished("k", True, bytes=10, seconds=0.1))
+    engine.others[1].end(Finished("k", True, bytes=30, seconds=0.3))
+    assert engine.until(lambda p: engine.gathered.live_handles() and not engine.others[1].busy).finished == []
+    for _ in range(20):
+        assert not engine.gathered.take_progress().finished
+        time.sleep(0.002)
+    engine.others[0].end(Finished("k", True, bytes=20, seconds=0.2))
+    (end,) = engine.until(lambda p: p.finished).finished
+    assert end == Finished("k", True, bytes=60, seconds=0.3)
+    assert engine.gathered.live_handles() == 0
+
+
+def test_b27_one_rank_that_fails_fails_the_write(engine):
+    start(engine)
+    engine.own.end(Finished("k", True, bytes=10))
+    engine.others[0].end(Finished("k", False, error="the transfer failed"))
+    engine.others[1].end(Finished("k", True, bytes=10))
+    (end,) = engine.until(lambda p: p.finished).finished
+    assert (end.ok, end.bytes, end.error) == (False, 0, "rank 1: the transfer failed")
+
+
+def test_notices_and_refusals_come_through(engine):
+    engine.own.end(notices=(Notice("p/0", b"n"),), refused=(Refusal("d", "0"),))
+    engine.others[0].end(refused=(Refusal("d", "1" * 10_000),))
+    engine.ranks[0].execute([])
+    progress = engine.until(lambda p: len(p.refused) == 2)
+    assert progress.notices == [Notice("p/0", b"n")]
+    assert [r.reason for r in progress.refused] == ["0", "1" * 500]
+
+
+def test_b33_a_rank_with_nothing_open_sleeps(engine):
+    start(engine)
+    for transfer in (engine.own, *engine.others):
+        transfer.end(Finished("k", True))
+    engine.until(lambda p: p.finished)
+    looks = engine.others[0].looks
+    time.sleep(0.1)
+    assert engine.others[0].looks == looks
+
+
+def test_b20_a_stumble_ends_no_rank(engine, caplog, monkeypatch):
+    monkeypatch.setattr("vllm_pd.transfer.rank.STUMBLE_S", 0.01)
+    engine.others[0].stumbles = 1
+    start(engine)
+    for transfer in (engine.own, *engine.others):
+        transfer.end(Finished("k", True))
+    assert engine.until(lambda p: p.finished).finished[0].ok
+    assert "stumbled" in caplog.text
+
+
+def test_b20_an_engine_that_stands_still_is_told_later(engine):
+    """More ends than the line can hold: none is lost, and the rank does not wait in the middle of a step."""
+    count = 20_000
+    start(engine)
+    engine.others[0].end(*(Finished(f"k{i}", True) for i in range(count)))
+    engine.others[1].end(*(Finished(f"k{i}", True) for i in range(count)))
+    engine.ranks[0].execute([])
+    engine.ranks[1].execute([])
+    time.sleep(0.05)
+    engine.own.end(*(Finished(f"k{i}", True) for i in range(count)))
+    finished = engine.until(lambda p: len(p.finished) >= count, 20).finished
+    assert {end.key for end in finished} == {f"k{i}" for i in range(count)} and len(finished) == count
+
+
+def test_b20_every_word_fits_its_bound():
+    longest = str(m.Attempt("i" * 32, "r" * m.MAX_ID_CHARS, 1 << 61))
+    frames = words([Finished(longest, False, error="e" * 5000)] * 100, [Refusal("i" * 32, "e" * 5000)])
+    assert max(map(len, frames)) < MAX_WORD_BYTES
+    assert sum(len(msgspec.msgpack.decode(frame, type=RankWord).finished) for frame in frames) == 100
+    assert all(len(msgspec.msgpack.decode(frame, type=RankWord).finished) <= ENDS_A_WORD for frame in frames)
+
+
+def test_b29_noise_on_the_line_is_dropped(engine, caplog):
+    rank = engine.ranks[0]
+    for frame in (b"\xc1", b"noise", b"\x93\x90\x90\x90"):
+        rank._connection.send(frame)
+    engine.until(lambda p: caplog.text.count("can't be read") == 3)
+
+
+CHILD = """
+import os, socket, sys, time
+sys.path.insert(0, sys.argv[1])
+from test_gather import Transfers
+from vllm_pd.transfer.gather import connect
+from vllm_pd.transfer.rank import RankThread
+rank = RankThread(Transfers(), connect(bytes.fromhex(sys.argv[2])))
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child():
+    """Another process with a rank in it, its connection, and what the listener thought of it."""
+    listener = RankListener()
+    program = [sys.executable, "-c", CHILD, os.path.dirname(__file__), listener.address.hex()]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as running:
+        assert int(running.stdout.readline()) == running.pid
+        yield listener, running
+        running.kill()
+    listener.close()
+
+
+def test_b21_a_rank_ends_with_its_engine_and_only_then_is_the_engine_gone(child):
+    """B21: the engine's process is gone, its other rank is not: the fence stays. Then it goes by itself."""
+    listener, running = child
+    connections = listener.accept({running.pid})
+    with subprocess.Popen(["true"]) as gone:
+        engine = m.Process(gone.pid, process.start_time(gone.pid) or 1)
+    rank = m.Process(running.pid, process.start_time(running.pid))
+    member = m.Member("p", m.Role.PREFILL, "", m.Fingerprint(1, "", "", "", 1, 1, 1, 1, ""), m.Load(),
+                      process.host_id(), (engine, rank))
+    assert not process.is_gone(member)
+    connections[running.pid].close()
+    assert running.wait(10) == 1
+    assert process.is_gone(member)
+
+
+def test_b20_a_rank_that_was_told_goodbye_lives_and_lets_go_of_what_it_held(child):
+    listener, running = child
+    gathered = GatheredTransfer(Transfers(), {1: listener.accept({running.pid})[running.pid]})
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        gathered.hold(held.fileno())
+        address = held.getsockname()
+    socket.create_connection(address, 2).close()  # the rank has it
+    gathered.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, 2)
+    assert running.poll() is None
+
+
+def test_b80_a_worker_that_does_not_come_is_named(child):
+    listener, running = child
+    with pytest.raises(ControlError, match=r"\[1\].*0.2 s"):
+        listener.accept({running.pid, 1}, timeout_s=0.2)
+
+
+def test_b81_another_process_is_turned_away(child):
+    """The kernel says who connects."""
+    listener, running = child
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with stranger:
+        stranger.connect(listener.address)
+        assert running.pid in listener.accept({running.pid})
