@@ -123,8 +123,12 @@ class Store:
 
     async def now_s(self) -> float:
         """What the server's clock shows."""
-        reply = await self._client.request(f"$JS.API.STREAM.INFO.{self._stream}", timeout=REQUEST_S)
-        return datetime.datetime.fromisoformat(json.loads(reply.data)["ts"]).timestamp()
+        return datetime.datetime.fromisoformat((await self._info(self._stream))["ts"]).timestamp()
+
+    async def _info(self, stream: str) -> dict[str, str]:
+        """What the server says of a stream; the library's older releases leave some of it out."""
+        reply = await self._client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=REQUEST_S)
+        return json.loads(reply.data)
 
     async def _prepare(self, make: bool) -> None:
         try:
@@ -149,8 +153,8 @@ class Store:
             raise Unsuitable(f"the stream {self._stream} is there, but it is no work queue with one message a subject: "
                              "delete it, or name another nats_prefix")
         self._ttl_allowed = bool(jobs.config.allow_msg_ttl)
-        members = await self._js.stream_info("KV_" + self._bucket_name)
-        self.generation = hashlib.sha256(f"{members.created} {jobs.created}".encode()).hexdigest()[:32]
+        births = [(await self._info(stream))["created"] for stream in ("KV_" + self._bucket_name, self._stream)]
+        self.generation = hashlib.sha256(" ".join(births).encode()).hexdigest()[:32]
 
     # Members.
 
