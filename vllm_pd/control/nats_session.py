@@ -149,7 +149,6 @@ class Session:
                 changed = self._hear(now, change.key, change.frame, change.stamp_s)
             if changed and self._complete:
                 self._report(self._peers())
-        raise ConnectionError("the watch on the members has ended")
 
     def _hear(self, now: float, key: str, frame: bytes, stamp_s: float) -> bool:
         member = open_entry(key, frame, self._counters, self._note_protocol)

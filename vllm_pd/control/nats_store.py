@@ -31,6 +31,7 @@ logger = logging.getLogger("vllm.pd")
 
 REQUEST_S = 2.0
 PING_S = 2
+WATCH_S = 60.0
 MEMBER_KEPT_S = 3600.0  # longer than any engine may be silent; who is silent for how long, each engine sees by itself
 MEMBER_BYTES = 1 << 20
 JOBS_KEPT_S = 86400.0
@@ -169,7 +170,11 @@ class Store:
     async def watch_members(self) -> AsyncIterator[Member | None]:
         """All entries, then None, then every change, for as long as the connection lasts."""
         watcher = await self._bucket.watchall()
-        async for entry in watcher:
+        while True:
+            try:
+                entry = await watcher.updates(WATCH_S)
+            except nats.errors.TimeoutError:  # nothing new; whether it still works, the echo of our own entry shows
+                continue
             if entry is None:
                 yield None
             else:
