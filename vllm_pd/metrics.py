@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 STAGES = ("queue", "claim", "prefill", "transfer", "first_step")
 OUTCOMES = ("done", "failed", "cancelled", "expired")
+READ_OUTCOMES = ("done", "failed", "late")
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 HANDOVER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
 
@@ -43,6 +44,11 @@ class _Families(Collector):
                                             labels + ["role"], registry=None, multiprocess_mode="livesum")
         self.draining = gauge("vllm:pd_draining", "1 once this engine takes nothing new.")
         self.transfer_bytes = counter("vllm:pd_transfer_bytes_total", "KV bytes of completed hand-overs.", labels)
+        self.prefix_reads = counter("vllm:pd_prefix_reads_total", "Reads of a prompt's beginning from the decode "
+                                    "engine's cache by how they ended: done, failed, or late (over after its use).",
+                                    labels + ["outcome"])
+        self.prefix_read_bytes = counter("vllm:pd_prefix_read_bytes_total", "KV bytes of completed prefix reads.",
+                                         labels)
         self.frames_dropped = counter("vllm:pd_frames_dropped_total", "Control messages that were refused.",
                                       labels + ["kind"])
 
@@ -79,6 +85,9 @@ class PDMetrics:
         self._handover = {stage: families.handover.labels(model_name, stage) for stage in STAGES}
         for outcome in OUTCOMES:
             families.attempts.labels(model_name, outcome)
+        self._prefix_read_bytes = families.prefix_read_bytes.labels(model_name)
+        for outcome in READ_OUTCOMES:
+            families.prefix_reads.labels(model_name, outcome)
 
     def standing(self, role: str, draining: bool) -> None:
         """The engine acts in this role now, and takes new work or not."""
@@ -101,6 +110,11 @@ class PDMetrics:
     def transfer_bytes(self, count: int) -> None:
         """So many bytes of KV have landed."""
         self._transfer_bytes.inc(count)
+
+    def prefix_read(self, outcome: str, count: int) -> None:
+        """One prefix read has ended (see READ_OUTCOMES), with so many bytes that are of use."""
+        self._families.prefix_reads.labels(self._model_name, outcome).inc()
+        self._prefix_read_bytes.inc(count)
 
     def frames_dropped(self, kind: str, count: int = 1) -> None:
         """So many control messages were refused as malformed, late or meant for another life of the engine."""

@@ -46,6 +46,9 @@ class FakePeers:
             return None
         return f"{seq_group.request_id}#{next(self._numbers)}"
 
+    def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
+        return False
+
     def start_remote_prefill(self, attempt: str, seq_group: SequenceGroup, block_ids: list[int],
                              num_cached_tokens: int) -> None:
         self.work[attempt] = RemoteWork(list(seq_group.first_seq.get_token_ids()), list(block_ids), num_cached_tokens)

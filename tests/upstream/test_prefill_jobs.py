@@ -6,6 +6,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Prefill
@@ -45,8 +46,12 @@ class Engine:
 
     def __init__(self, longest: int = 100) -> None:
         self.scheduler = [SimpleNamespace(waiting=[])]
-        self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000, dtype=torch.float32,
+                                            get_num_layers=lambda parallel: 2, get_total_num_kv_heads=lambda: 2,
+                                            get_head_size=lambda: 8)
+        self.cache_config = SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto")
         self.parallel_config = SimpleNamespace(world_size=1)
+        self.vllm_config = self
         self.aborted: list[str] = []
         self.longest = longest
 
@@ -55,7 +60,8 @@ class Engine:
             raise ValueError("too long")
         assert params.max_tokens == 1 and params.ignore_eos
         self.scheduler[0].waiting.append(
-            SimpleNamespace(request_id=request_id, first_seq=SimpleNamespace(remote_decode=None)))
+            SimpleNamespace(request_id=request_id, metrics=SimpleNamespace(first_scheduled_time=None),
+                            first_seq=SimpleNamespace(remote_decode=None)))
 
     def abort_request(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -101,7 +107,7 @@ def test_life_of_a_job(jobs, agent, engine):
     assert [ArrivalNotice.decode(notice) for notice in write.notices] == [ArrivalNotice(ATTEMPT, 0)]
     assert jobs.sending and jobs.find(ATTEMPT) is JobState.SENDING
     assert not progress
-    jobs.written(transfer.Finished(write.key, True, bytes=100, seconds=0.5), progress)
+    jobs.ended(transfer.Finished(write.key, True, bytes=100, seconds=0.5), progress)
     assert progress.finished_transfers == [ATTEMPT]
     assert agent.names() == ["sent"]
     timings = agent.calls[0][2]
@@ -125,10 +131,10 @@ def test_b27_a_failed_transfer_is_told_and_freed(jobs, agent):
     jobs.handle(prefill(), progress)
     jobs.computed(ATTEMPT, [5, 6, 7], progress)
     write = write_of(jobs, progress)
-    jobs.written(transfer.Finished(write.key, False, error="ERR"), progress)
+    jobs.ended(transfer.Finished(write.key, False, error="ERR"), progress)
     assert agent.names() == ["failed"] and "ERR" in agent.calls[0][2]
     assert progress.finished_transfers == [ATTEMPT]
-    jobs.written(transfer.Finished(write.key, True), progress)  # a second end of the same write
+    jobs.ended(transfer.Finished(write.key, True), progress)  # a second end of the same write
     assert agent.names() == ["failed"]
 
 
@@ -181,7 +187,7 @@ def test_b25_cancelled_while_it_sends_waits_for_the_end(jobs, agent):
     jobs.handle(Cancelled(ATTEMPT), progress)
     assert agent.calls == [] and not progress  # bytes may still land
     assert jobs.take_requests(progress) == [transfer.CancelWrite(write.key)]
-    jobs.written(transfer.Finished(write.key, False, error="cancelled"), progress)
+    jobs.ended(transfer.Finished(write.key, False, error="cancelled"), progress)
     assert agent.names() == ["ended"]
     assert progress.finished_transfers == [ATTEMPT]
 

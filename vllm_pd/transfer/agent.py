@@ -81,6 +81,11 @@ class Agent:
         return self._call(self._agent.makeXferReq, self._nixl.NIXL_WRITE, local, local_indices, remote,
                           remote_indices, notice, self._backends)
 
+    def make_read(self, local: int, local_indices: np.ndarray, remote: int, remote_indices: np.ndarray) -> int:
+        """The same in the other direction, without a notice."""
+        return self._call(self._agent.makeXferReq, self._nixl.NIXL_READ, local, local_indices, remote,
+                          remote_indices, b"", self._backends)
+
     def post(self, handle: int) -> State:
         return self._state(self._call(self._agent.postXferReq, handle))
 

@@ -5,8 +5,8 @@ It ships for tests and simulations. Addresses come from the same descriptions an
 wrong offset shows as wrong bytes. Everything is decided by one seeded generator and a clock that is passed in.
 
 Life of a write: it lands at a random moment within `Faults.delay_s`, its notice at or after that moment; the fabric
-carries out what is due whenever anyone polls. A stopped peer's writes wait and land once it goes on; a killed peer's
-never land, and writes to it end as not ok.
+carries out what is due whenever anyone polls. A read lives alike, without a notice. A stopped peer's writes and reads
+wait and land once it goes on; a killed peer's never land, and those to it end as not ok.
 """
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from vllm_pd.transfer.transport import PeerMetadata, Progress
 @dataclass(frozen=True)
 class Faults:
     """What goes wrong: probabilities per write, and the longest delay of data and of notices."""
-    error: float = 0.0  # the write ends as not ok, with some of its bytes landed
+    error: float = 0.0  # the write, or read, ends as not ok, with some of its bytes landed
     notice_lost: float = 0.0
     notice_twice: float = 0.0
     delay_s: float = 0.0
 
 
 class _Landing(NamedTuple):
-    """A write on its way."""
+    """A write, or a read (that has no notice), on its way."""
     due_s: float
     started_s: float
     sender: str
@@ -41,12 +41,13 @@ class _Landing(NamedTuple):
     peer: str
     local: list[int]
     remote: list[int]
-    notice: bytes
+    notice: bytes | None
 
 
 class _Open(NamedTuple):
-    """A write that has not ended: whom it goes to, by which lanes."""
+    """A transfer that has not ended: with whom, by which lanes, in which direction."""
     peer: str
+    reads: bool
     bytes: int
     theirs: CacheDescription
     lanes: list[Lane]
@@ -88,7 +89,8 @@ class FakeFabric:
     def resume(self, name: str) -> None:
         self._stopped.discard(name)
 
-    def post(self, sender: str, key: str, peer: str, local: list[int], remote: list[int], notice: bytes) -> None:
+    def post(self, sender: str, key: str, peer: str, local: list[int], remote: list[int],
+             notice: bytes | None) -> None:
         now_s = self.clock()
         self._landings.append(_Landing(now_s + self._delay_s(), now_s, sender, key, peer, local, remote, notice))
 
@@ -156,16 +158,23 @@ class FakeTransport:
 
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes) -> None:
+        self._post(key, peer, local_block_ids, remote_block_ids, notice)
+
+    def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        self._post(key, peer, local_block_ids, remote_block_ids, None)
+
+    def _post(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
+              notice: bytes | None) -> None:
         if key in self._open:
-            raise TransferError(f"write {key} is under way already")
+            raise TransferError(f"transfer {key} is under way already")
         if peer not in self._peers:
             raise TransferError(f"peer {peer} is not known")
         theirs, lanes = self._peers[peer]
         try:
             local, remote = pair_blocks(local_block_ids, remote_block_ids, self._cache, theirs)
         except ValueError as error:
-            raise TransferError(f"write {key}: {error}") from error
-        self._open[key] = _Open(peer, len(local) * sum(lane.bytes for lane in lanes), theirs, lanes)
+            raise TransferError(f"transfer {key}: {error}") from error
+        self._open[key] = _Open(peer, notice is None, len(local) * sum(lane.bytes for lane in lanes), theirs, lanes)
         self._fabric.post(self.name, key, peer, local, remote, notice)
 
     def cancel(self, key: str) -> None:
@@ -187,16 +196,17 @@ class FakeTransport:
         self._peers.clear()
 
     def copy(self, key: str, local: list[int], remote: list[int]) -> None:
-        """The fabric's hardware: move these blocks of a write."""
-        write, ours = self._open[key], self._cache
+        """The fabric's hardware: move these blocks of a transfer."""
+        transfer, ours = self._open[key], self._cache
         for run in merge_runs(local, remote):
-            for lane in write.lanes:
+            for lane in transfer.lanes:
                 for block in range(run.count):
-                    ctypes.memmove(lane.remote + (run.remote + block) * write.theirs.block_stride_bytes,
-                                   lane.local + (run.local + block) * ours.block_stride_bytes, lane.bytes)
+                    there = lane.remote + (run.remote + block) * transfer.theirs.block_stride_bytes
+                    here = lane.local + (run.local + block) * ours.block_stride_bytes
+                    ctypes.memmove(*((here, there) if transfer.reads else (there, here)), lane.bytes)
 
     def end(self, key: str, seconds: float, error: str) -> None:
-        """The fabric's word that a write is over."""
+        """The fabric's word that a transfer is over."""
         write = self._open.pop(key)
         error = self._given_up.pop(key, "") or error
         self._finished.append(

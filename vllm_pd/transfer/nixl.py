@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NIXL transport (UCX underneath): one-sided writes into the peer's registered cache.
+"""The NIXL transport (UCX underneath): one-sided writes into the peer's registered cache, and reads from it.
 
 Life of a peer: its metadata is checked against our cache, loaded into the agent, and one descriptor list per side is
 prepared at block granularity; the peer's addresses are not looked at again. Life of a write: the block pairs become
@@ -50,7 +50,7 @@ class _Peer(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A posted write whose handle is not released."""
+    """A posted write or read whose handle is not released."""
     handle: int
     peer: str
     bytes: int
@@ -115,29 +115,27 @@ class NixlTransport:
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes) -> None:
         agent = self._live_agent()
-        if key in self._open:
-            raise TransferError(f"write {key} is under way already")
-        if peer not in self._peers or peer in self._dropped:
-            raise TransferError(f"peer {peer} is not known")
-        target = self._peers[peer]
-        try:
-            local, remote = pair_blocks(local_block_ids, remote_block_ids, self._cache, target.cache)
-        except ValueError as error:
-            raise TransferError(f"write {key}: {error}") from error
-        started_s = time.monotonic()
+        target, local, remote = self._pairs(key, peer, local_block_ids, remote_block_ids)
         if not (local and target.lanes):
-            agent.send_notice(peer, notice)
+            if notice:
+                agent.send_notice(peer, notice)
             self._finished.append(Finished(key=key, ok=True))
             return
-        handle = agent.make_write(target.local_list, descriptor_indices(local, target.lanes, self._cache),
-                                  target.remote_list, descriptor_indices(remote, target.lanes, target.cache), notice)
-        nbytes = len(local) * sum(lane.bytes for lane in target.lanes)
-        self._open[key] = _Open(handle, peer, nbytes, started_s)
-        self._settle(key, agent.post)
-        posted_s = time.monotonic()
-        while key in self._open and time.monotonic() - posted_s < self._linger_s:
-            time.sleep(0.0002)
-            self._settle(key, agent.check)
+        started_s = time.monotonic()
+        self._post(key, peer, len(local), started_s,
+                   agent.make_write(target.local_list, descriptor_indices(local, target.lanes, self._cache),
+                                    target.remote_list, descriptor_indices(remote, target.lanes, target.cache), notice))
+
+    def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        agent = self._live_agent()
+        source, local, remote = self._pairs(key, peer, local_block_ids, remote_block_ids)
+        if not (local and source.lanes):
+            self._finished.append(Finished(key=key, ok=True))
+            return
+        started_s = time.monotonic()
+        self._post(key, peer, len(local), started_s,
+                   agent.make_read(source.local_list, descriptor_indices(local, source.lanes, self._cache),
+                                   source.remote_list, descriptor_indices(remote, source.lanes, source.cache)))
 
     def cancel(self, key: str) -> None:
         if key in self._open:
@@ -191,6 +189,28 @@ class NixlTransport:
         if self._agent is None:
             raise TransferError("the transport is closed")
         return self._agent
+
+    def _pairs(self, key: str, peer: str, local_block_ids: list[int],
+               remote_block_ids: list[int]) -> tuple[_Peer, list[int], list[int]]:
+        """The peer and the block pairs of a new transfer. Raises TransferError for one that must not be made."""
+        if key in self._open:
+            raise TransferError(f"transfer {key} is under way already")
+        if peer not in self._peers or peer in self._dropped:
+            raise TransferError(f"peer {peer} is not known")
+        try:
+            return self._peers[peer], *pair_blocks(local_block_ids, remote_block_ids, self._cache,
+                                                   self._peers[peer].cache)
+        except ValueError as error:
+            raise TransferError(f"transfer {key}: {error}") from error
+
+    def _post(self, key: str, peer: str, blocks: int, started_s: float, handle: int) -> None:
+        nbytes = blocks * sum(lane.bytes for lane in self._peers[peer].lanes)
+        self._open[key] = _Open(handle, peer, nbytes, started_s)
+        self._settle(key, self._live_agent().post)
+        posted_s = time.monotonic()
+        while key in self._open and time.monotonic() - posted_s < self._linger_s:
+            time.sleep(0.0002)
+            self._settle(key, self._live_agent().check)
 
     def _give_up(self, key: str, why: str) -> None:
         """From now on the write ends as not ok; when it ends is not ours to say."""

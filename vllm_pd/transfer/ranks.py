@@ -101,7 +101,7 @@ class RankedTransport:
         if key in self._splits:
             raise TransferError(f"write {key} is under way already")
         front = rank_name(peer, 0)
-        if engine.targets == [front] or not engine.targets:
+        if engine.targets == [front] or not (engine.targets and local_block_ids):
             self._transport.write(key, front, local_block_ids, remote_block_ids, notice)
             return
         self._splits[key] = _Split(front, notice)

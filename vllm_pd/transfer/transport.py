@@ -4,7 +4,7 @@
 A transport belongs to one worker and is used by one thread. Nothing blocks for longer than handing the work to the
 hardware takes. Life of a write: `write` posts it; `poll` reports its one `Finished`; from then on the key is free
 again and the handle released. `cancel` and `drop_peer` turn that end into a failure, but it is reported only when no
-byte of the write can land any more: the peer reuses its blocks on that word.
+byte of the write can land any more: the peer reuses its blocks on that word. A read lives just so.
 """
 from __future__ import annotations
 
@@ -102,8 +102,12 @@ class Transport(Protocol):
         the key is in use or a block id is out of range.
         """
 
+    def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        """Post a read of the peer's blocks into ours, pairwise. Ends, and fails to start, as a write does. The peer
+        takes no part in it and must keep the blocks as they are."""
+
     def cancel(self, key: str) -> None:
-        """Ask for an early end of a write. An unknown key is no error: it has ended already."""
+        """Ask for an early end of a write or a read. An unknown key is no error: it has ended already."""
 
     def poll(self) -> Progress:
         """Make progress and take what has finished and arrived. Never raises for a peer."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Container
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from vllm_pd.v0.progress import ArrivalNotice, Progress
 
 if TYPE_CHECKING:
     from vllm.core.scheduler import Scheduler
-    from vllm.sequence import SequenceGroup
+    from vllm.sequence import SequenceGroup, SequenceGroupBase
 
 logger = logging.getLogger("vllm.pd")
 
@@ -44,11 +44,12 @@ class RemotePrefills:
     """All prompts of one decode engine that are, or might be, prefilled elsewhere. Used from the step loop only."""
 
     def __init__(self, config: PDConfig, agent: ControlAgent, scheduler: Scheduler, metrics: PDMetrics,
-                 split_request_ids: Container[str]) -> None:
+                 split_requests: Mapping[str, SequenceGroupBase]) -> None:
         self._agent = agent
         self._scheduler = scheduler
         self._metrics = metrics
-        self._split_request_ids = split_request_ids
+        self._split_requests = split_requests
+        self._caching = bool(scheduler.cache_config.enable_prefix_caching)
         self._block_size = scheduler.cache_config.block_size
         self._policy = PolicyConfig(max_local_prefill_tokens=config.max_local_prefill_tokens,
                                     max_queue_length=config.max_queue_length,
@@ -81,12 +82,18 @@ class RemotePrefills:
         decision = self._decide(seq_group, cached_tokens, tries)
         self._metrics.decision("remote" if decision.remote else "local", decision.reason.value)
         if not decision.remote:
-            self._local.add(seq_group)
+            self._stay(seq_group)
             return None
         if tries is None:
             tries = self._tries[seq_group] = _Tries(time.monotonic())
         tries.made += 1
         return self._agent.next_attempt(seq_group.request_id)
+
+    def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
+        """Whether another part of the same request (n > 1) is parked. Once that one is done, or has to stay here, all
+        of them stay."""
+        siblings = self._siblings(seq_group)
+        return bool(siblings) and any(group in siblings for group in self._scheduler.remote_prefilling.values())
 
     def start(self, attempt: Attempt, seq_group: SequenceGroup, block_ids: list[int], cached_tokens: int) -> None:
         """The group is parked: queue its job. `block_ids` cover the whole prompt, the cached prefix included."""
@@ -122,6 +129,8 @@ class RemotePrefills:
             self._count_timings(event.timings)
             seq_group = self._scheduler.remote_prefilling.get(event.attempt)
             if seq_group is not None:
+                self._tries[seq_group].made = self._policy.attempts  # should it be preempted: it has outputs by then
+                self._local.update(group for group in self._siblings(seq_group) if group is not seq_group)
                 self._resumed.append((seq_group, time.time()))
         elif isinstance(event, Timed):
             self._count_timings(event.timings)
@@ -177,6 +186,16 @@ class RemotePrefills:
                 waiting.append((seq_group, resumed_at))
         self._resumed = waiting
 
+    def _siblings(self, seq_group: SequenceGroup) -> Collection[SequenceGroup]:
+        """All parts of a request with n > 1 that have not ended, itself among them."""
+        split = self._split_requests.get(seq_group.request_id)
+        return split.to_be_finished.values() if split is not None else ()
+
+    def _stay(self, seq_group: SequenceGroup) -> None:
+        """Neither this group nor a sibling of it is asked about any more."""
+        self._local.add(seq_group)
+        self._local.update(self._siblings(seq_group))
+
     def _fall_back(self, event: Fallback) -> None:
         attempt = event.attempt
         logger.warning("remote prefill %d of request %s has ended (%s): %s", attempt.number, attempt.request_id,
@@ -193,7 +212,7 @@ class RemotePrefills:
             tries.failed_peers += (event.peer, )
 
     def _give_back(self, attempt: Attempt, progress: Progress) -> None:
-        progress.failed_prefills.append(attempt)
+        progress.failed_prefills[attempt] = 0
         if self._fallen.pop(attempt):
             self._free(attempt, progress)
 
@@ -214,7 +233,7 @@ class RemotePrefills:
             PolicyInput(prompt_tokens=prompt_tokens,
                         cached_tokens=cached_tokens,
                         blocks=-(-prompt_tokens // self._block_size) - cached_tokens // self._block_size,
-                        can_go_remote=can_go_remote(seq_group, self._split_request_ids),
+                        can_go_remote=can_go_remote(seq_group, () if self._caching else self._split_requests),
                         attempts_made=tries.made if tries is not None else 0,
                         time_left_s=self._time_left_s(tries),
                         broker_up=view.broker_up,

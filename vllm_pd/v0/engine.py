@@ -24,6 +24,7 @@ from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.metrics import PDMetrics
+from vllm_pd.transfer.gather import GatheredTransfer
 from vllm_pd.transfer.worker import TransferWorker
 from vllm_pd.v0.claim import check_engine
 from vllm_pd.v0.decode import RemotePrefills
@@ -59,6 +60,8 @@ class Disaggregation:
         member, metadata, self._transfer = attach_transfer(engine, config.role)
         self._agent = ControlAgent(config, member, metadata, wake=self._bell.ring, front=settings.get("front"))
         self._agent.start()
+        if isinstance(self._transfer, GatheredTransfer):
+            self._transfer.hold(self._agent.lifeline_fileno())
         self.remote_prefills = RemotePrefills(config, self._agent, self._scheduler, self._metrics,
                                               engine.seq_id_to_seq_group)
         self.prefill_jobs: PrefillJobs | None = None
@@ -81,19 +84,32 @@ class Disaggregation:
     # What the scheduler calls.
 
     def choose_remote_prefill(self, seq_group: SequenceGroup, num_cached_tokens: int) -> Attempt | None:
-        """The attempt under which a peer shall prefill this waiting group, or None: prefill it here."""
-        if not self._decodes or seq_group.first_seq.remote_decode is not None:
-            return None
-        return self.remote_prefills.choose(seq_group, num_cached_tokens)
+        """The attempt under which a peer shall prefill this waiting group, or None: prefill it here. A peer's own job
+        is parked where the beginning of its prompt shall be read from that peer first."""
+        attempt = seq_group.first_seq.remote_decode
+        if attempt is not None:
+            return attempt if self.prefill_jobs.wants_prefix(attempt, num_cached_tokens) else None
+        return self.remote_prefills.choose(seq_group, num_cached_tokens) if self._decodes else None
+
+    def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
+        """Whether another sequence of this waiting group's request has its prompt, the same one, prefilled by a
+        peer right now: then it waits, without standing in anybody's way, and finds the prompt in the prefix cache."""
+        return self._decodes and self.remote_prefills.waits_for_sibling(seq_group)
 
     def start_remote_prefill(self, attempt: Attempt, seq_group: SequenceGroup, block_ids: list[int],
                              num_cached_tokens: int) -> None:
         """The group is parked; the blocks after the cached ones may be written from now on."""
-        self.remote_prefills.start(attempt, seq_group, block_ids, num_cached_tokens)
+        if seq_group.first_seq.remote_decode is not None:
+            self.prefill_jobs.read_prefix(attempt, block_ids, num_cached_tokens)
+        else:
+            self.remote_prefills.start(attempt, seq_group, block_ids, num_cached_tokens)
 
     def abort_remote_prefill(self, attempt: Attempt) -> None:
         """The parked group is gone; its blocks stay with the scheduler until this attempt's transfers have finished."""
-        self.remote_prefills.abort(attempt)
+        if self.prefill_jobs is not None and self.prefill_jobs.find(attempt) is not None:
+            self.prefill_jobs.aborted(attempt)
+        else:
+            self.remote_prefills.abort(attempt)
 
     def start_transfer(self, attempt: Attempt, block_ids: list[int]) -> None:
         """A group that was prefilled for a peer has finished; the scheduler holds its blocks until they were sent."""
@@ -203,7 +219,7 @@ class Disaggregation:
                     self._guard(self.remote_prefills.notice, notice.payload)
                 if self.prefill_jobs is not None:
                     for end in news.finished:
-                        self._guard(self.prefill_jobs.written, end, self._progress)
+                        self._guard(self.prefill_jobs.ended, end, self._progress)
                     for refusal in news.refused:
                         self._guard(self.prefill_jobs.refused, refusal)
         for event in self._agent.take_events():
@@ -246,7 +262,7 @@ class Disaggregation:
                     self._counted[kind] = count
 
 
-def _shut(agent: ControlAgent, transfer: TransferWorker, bell: Bell) -> None:
+def _shut(agent: ControlAgent, transfer: TransferWorker | GatheredTransfer, bell: Bell) -> None:
     agent.close()
     transfer.close()
     agent.end_lifeline()

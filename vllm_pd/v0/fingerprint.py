@@ -36,6 +36,15 @@ def fingerprint(config: VllmConfig, layout: str) -> Fingerprint:
     )
 
 
+def token_bytes(config: VllmConfig) -> int:
+    """The KV of one token, over all layers and ranks, in bytes."""
+    from vllm.utils import STR_DTYPE_TO_TORCH_DTYPE
+    model, kv_dtype = config.model_config, config.cache_config.cache_dtype
+    dtype = model.dtype if kv_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_dtype]
+    layers = model.get_num_layers(config.parallel_config)
+    return 2 * layers * model.get_total_num_kv_heads() * model.get_head_size() * dtype.itemsize
+
+
 def model_digest(model: ModelConfig) -> str:
     """Architecture and a digest of configuration and weights, the same wherever the same model lies.
 

@@ -4,6 +4,11 @@
 Life of a job: a Prefill event becomes a request for one token (COMPUTING); when that has finished, the scheduler holds
 its blocks in `prefill_sending` and calls `computed`; the write is posted with the next step (SENDING), its end frees
 the blocks and tells the peer. Whatever goes wrong on the way, the peer is told at once and the blocks are freed.
+
+Where the peer has more of the prompt in its prefix cache than this engine, and reading that is quicker than computing
+it, the request is parked before it is computed, and the read goes into its pending blocks (READING). When it has ended
+they enter this engine's prefix cache and the request waits again, in front. That is so only if the read went well and
+the job still stands by then: of a read that failed, or came too late, nothing is kept.
 """
 from __future__ import annotations
 
@@ -17,8 +22,10 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.core.prefix import PrefixCost, PrefixReads
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer import requests as transfer
+from vllm_pd.v0.fingerprint import token_bytes
 from vllm_pd.v0.progress import ArrivalNotice, Progress
 
 if TYPE_CHECKING:
@@ -31,6 +38,7 @@ logger = logging.getLogger("vllm.pd")
 class JobState(Enum):
     """Where a job is."""
     COMPUTING = "computing"
+    READING = "reading"
     COMPUTED = "computed"
     SENDING = "sending"
 
@@ -44,6 +52,8 @@ class _Job:
     prefill_s: float = 0.0
     local_block_ids: list[int] = field(default_factory=list)
     cancelled: bool = False
+    read_tokens: int = 0  # how many of the peer's tokens were asked for
+    group: SequenceGroup | None = None
 
 
 class PrefillJobs:
@@ -56,14 +66,18 @@ class PrefillJobs:
         self._max_jobs = config.max_prefill_jobs
         self._jobs: dict[Attempt, _Job] = {}
         self._requests: list[transfer.TransferRequest] = []
+        caching = engine.cache_config.enable_prefix_caching
+        self._cost = PrefixCost(PrefixReads(config.prefix_reads) if caching else PrefixReads.NEVER,
+                                token_bytes(engine.vllm_config))
+        self._block_size = engine.cache_config.block_size
         self._vocab_size = engine.model_config.get_vocab_size()
         self._ranks = engine.parallel_config.world_size
         self.tell_room()
 
     @property
     def sending(self) -> bool:
-        """Whether a write is under way."""
-        return any(job.state is JobState.SENDING for job in self._jobs.values())
+        """Whether a write or a read is under way."""
+        return any(job.state in (JobState.SENDING, JobState.READING) for job in self._jobs.values())
 
     @property
     def has_requests(self) -> bool:
@@ -91,6 +105,29 @@ class PrefillJobs:
         if self._jobs.pop(attempt, None) is not None:
             self._agent.failed(attempt, "the prompt does not fit this engine")
 
+    def wants_prefix(self, attempt: Attempt, cached_tokens: int) -> bool:
+        """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, shall be read
+        from the peer first. Once a job: a read that was of no use is not made again."""
+        job = self._jobs.get(attempt)
+        return (job is not None and not job.read_tokens and self._cost.worth_reading(
+            job.prefill.cached_blocks * self._block_size - cached_tokens))
+
+    def read_prefix(self, attempt: Attempt, block_ids: list[int], cached_tokens: int) -> None:
+        """The job's request is parked with these blocks for the whole prompt. The read goes with the coming step."""
+        job = self._jobs[attempt]
+        first, last = cached_tokens // self._block_size, job.prefill.cached_blocks
+        job.read_tokens = last * self._block_size - cached_tokens
+        job.state = JobState.READING
+        self._requests.append(transfer.Read(_read_key(attempt), job.prefill.peer, list(block_ids[first:last]),
+                                            job.prefill.cached_block_ids[first:last]))
+
+    def aborted(self, attempt: Attempt) -> None:
+        """The job's request was aborted while it was parked. Its blocks stay until the read has ended."""
+        job = self._jobs[attempt]
+        if job.state is JobState.READING and not job.cancelled:
+            job.cancelled = True
+            self._requests.append(transfer.CancelWrite(_read_key(attempt)))
+
     def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
         """The KV is there, in these blocks of the whole prompt; the scheduler holds them for us."""
         job = self._jobs.get(attempt)
@@ -100,6 +137,7 @@ class PrefillJobs:
         first = job.prefill.cached_blocks
         job.local_block_ids = list(block_ids[first:first + len(job.prefill.block_ids)])
         job.prefill_s = time.monotonic() - job.started_at
+        self._learn(job)
         job.state = JobState.COMPUTED
 
     def return_requests(self, requests: list[transfer.TransferRequest]) -> None:
@@ -122,16 +160,38 @@ class PrefillJobs:
         self._metrics.sending_blocks.set(sum(len(j.local_block_ids) for j in self._jobs.values()))
         return requests
 
-    def written(self, end: transfer.Finished, progress: Progress) -> None:
-        """A write has ended, one way or the other: no byte of it can land any more."""
-        attempt = next((a for a, job in self._jobs.items() if str(a) == end.key), None)
-        if attempt is None:
+    def ended(self, end: transfer.Finished, progress: Progress) -> None:
+        """A write or a read has ended, one way or the other: no byte of it can land any more."""
+        for attempt, job in self._jobs.items():
+            if job.state is JobState.SENDING and end.key == str(attempt):
+                return self._written(attempt, end, progress)
+            if job.state is JobState.READING and end.key == _read_key(attempt):
+                return self._read(attempt, end, progress)
+
+    def _read(self, attempt: Attempt, end: transfer.Finished, progress: Progress) -> None:
+        job = self._jobs[attempt]
+        arrived = end.ok and not job.cancelled and self._agent.lease_stands(attempt)
+        self._metrics.prefix_read("done" if arrived else "late" if end.ok or job.cancelled else "failed",
+                                  end.bytes if arrived else 0)
+        progress.failed_prefills[attempt] = job.prefill.cached_blocks * self._block_size if arrived else 0
+        progress.finished_transfers.append(attempt)
+        if job.cancelled:
+            del self._jobs[attempt]
+            self._agent.ended(attempt)
             return
+        if end.ok:
+            self._cost.moved(job.read_tokens, end.seconds)
+        else:
+            logger.warning("job %s computes what could not be read from its peer: %s", attempt, end.error)
+        job.state = JobState.COMPUTING
+
+    def _written(self, attempt: Attempt, end: transfer.Finished, progress: Progress) -> None:
         job = self._end(attempt, progress)
         if job.cancelled:
             self._agent.ended(attempt)
         elif end.ok:
             self._metrics.transfer_bytes(end.bytes)
+            self._cost.moved(len(job.local_block_ids) * self._block_size, end.seconds)
             self._agent.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
                                               measured=True))
         else:
@@ -162,6 +222,7 @@ class PrefillJobs:
         self._engine.add_request(job.request_id, TokensPrompt(prompt_token_ids=token_ids), params)
         seq_group = self._engine.scheduler[0].waiting[-1]
         assert seq_group.request_id == job.request_id
+        job.group = seq_group
         seq_group.first_seq.remote_decode = job.prefill.attempt
 
     def _cancel(self, attempt: Attempt, progress: Progress) -> None:
@@ -175,9 +236,18 @@ class PrefillJobs:
         elif job.state is JobState.COMPUTED:
             self._end(attempt, progress)
             self._agent.ended(attempt)
+        elif job.state is JobState.READING:
+            self._engine.abort_request(job.request_id)  # which calls `aborted`
         elif not job.cancelled:
             job.cancelled = True
             self._requests.append(transfer.CancelWrite(str(attempt)))
+
+    def _learn(self, job: _Job) -> None:
+        """How fast prompts are computed here. The time of a job that has read began with its read."""
+        began_at = job.group.metrics.first_scheduled_time
+        if began_at is not None and not job.read_tokens:
+            self._cost.computed(len(job.prefill.token_ids) - job.group.first_seq.data.get_num_cached_tokens(),
+                                time.time() - began_at)
 
     def _end(self, attempt: Attempt, progress: Progress) -> _Job:
         progress.finished_transfers.append(attempt)
@@ -187,3 +257,7 @@ class PrefillJobs:
         """The state of a job, for tests."""
         job = self._jobs.get(attempt)
         return None if job is None else job.state
+
+
+def _read_key(attempt: Attempt) -> str:
+    return f"read {attempt}"

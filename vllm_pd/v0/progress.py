@@ -12,9 +12,10 @@ from vllm_pd.core.messages import Attempt
 
 @dataclass
 class Progress:
-    """The keyword arguments of the patched `Scheduler.schedule`, as they gather between two steps."""
+    """The keyword arguments of the patched `Scheduler.schedule`, as they gather between two steps. `failed_prefills`
+    says with how many tokens' KV in its blocks a parked group comes back."""
     finished_prefills: list[Attempt] = field(default_factory=list)
-    failed_prefills: list[Attempt] = field(default_factory=list)
+    failed_prefills: dict[Attempt, int] = field(default_factory=dict)
     finished_transfers: list[Attempt] = field(default_factory=list)
 
     def __bool__(self) -> bool:

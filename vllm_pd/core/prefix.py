@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a prefill engine reads the beginning of a prompt from the decode engine's cache, or computes it.
+
+Both costs are estimated from what this engine has seen: how fast KV moved between it and its peers, and how fast it
+computed prompts. Until something was seen, figures stand in for it that neither a fast network nor a fast model needs
+long to correct. The estimate decides about time only; a wrong one costs some of it.
+"""
+from enum import StrEnum
+
+READ_OVERHEAD_S = 0.005  # a read makes a prompt wait for a step of its own, at least
+START_BYTES_PER_S = 2e9
+START_TOKENS_PER_S = 5e3
+MIN_BYTES = 1 << 20  # what is smaller tells about latencies, not about rates
+MIN_TOKENS = 64
+KEPT = 0.8  # the weight of all earlier observations together, after each new one
+
+
+class PrefixReads(StrEnum):
+    """What an operator may want."""
+    AUTO = "auto"  # read where it takes less time than computing
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class _Rate:
+    """Amount per second, the latest observations weighing most. It starts as if `start` had been seen for a while."""
+
+    def __init__(self, start: float) -> None:
+        self._amount, self._seconds = start / 10, 0.1
+
+    def saw(self, amount: float, seconds: float) -> None:
+        self._amount = KEPT * self._amount + amount
+        self._seconds = KEPT * self._seconds + seconds
+
+    @property
+    def per_s(self) -> float:
+        return self._amount / self._seconds
+
+
+class PrefixCost:
+    """One per prefill engine. `token_bytes` is the KV of one token, over all layers and ranks."""
+
+    def __init__(self, wanted: PrefixReads, token_bytes: int) -> None:
+        self._wanted = wanted
+        self._token_bytes = token_bytes
+        self._moves = _Rate(START_BYTES_PER_S)
+        self._computes = _Rate(START_TOKENS_PER_S)
+
+    def moved(self, tokens: int, seconds: float) -> None:
+        """The KV of so many tokens went from one engine to another in this time."""
+        if tokens * self._token_bytes >= MIN_BYTES and seconds > 0:
+            self._moves.saw(tokens * self._token_bytes, seconds)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """So many tokens of a prompt were computed here in this time."""
+        if tokens >= MIN_TOKENS and seconds > 0:
+            self._computes.saw(tokens, seconds)
+
+    def read_s(self, tokens: int) -> float:
+        """How long a read of so many tokens' KV would take."""
+        return READ_OVERHEAD_S + tokens * self._token_bytes / self._moves.per_s
+
+    def compute_s(self, tokens: int) -> float:
+        """How long computing them would take."""
+        return tokens / self._computes.per_s
+
+    def worth_reading(self, tokens: int) -> bool:
+        """Whether to read these tokens' KV, which the peer has and this engine has not."""
+        if tokens <= 0 or self._wanted is PrefixReads.NEVER:
+            return False
+        return self._wanted is PrefixReads.ALWAYS or self.read_s(tokens) < self.compute_s(tokens)
