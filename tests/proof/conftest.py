@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the tests here import the worlds that they explore, and the engine that tests/upstream simulates."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent / "upstream"):
+    sys.path.insert(0, str(folder))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol, broken on purpose: each class leaves out one thing that the proof is about.
+
+`VARIANTS` says, for each, in which scene the search has to find that out, and within how many steps.
+"""
+import dataclasses
+from dataclasses import dataclass
+
+from explorer.model import Shape
+from explorer.world import Scene
+from vllm_pd.core import messages as m
+from vllm_pd.core.decode import DecodeSide
+from vllm_pd.core.prefill import JobState, PrefillSide
+
+NEVER = float("inf")
+
+
+class NoFence(DecodeSide):
+    """The blocks of an attempt are free with its end."""
+
+    def _end(self, now, record, outcome, reason, detail=""):
+        record.fenced = False
+        return super()._end(now, record, outcome, reason, detail)
+
+
+class ReuseByTime(DecodeSide):
+    """The blocks of an attempt that has ended are free when its lease is over."""
+
+    def _on_due(self, now, record):
+        if record.state.ended and now >= record.lease_until:
+            return self._release(record)
+        return super()._on_due(now, record)
+
+
+class AckAtDequeue(DecodeSide):
+    """A job is put once. Whoever is offered it has it, also if the offer gets lost."""
+
+    def _put(self, now, record):
+        if record.next_put == NEVER:
+            return []
+        actions = super()._put(now, record)
+        record.next_put = NEVER
+        return actions
+
+
+class NoRankCount(DecodeSide):
+    """The first rank's notice is taken for all."""
+
+    def arrived(self, now, attempt, rank):
+        record = self._records.get(attempt)
+        if record is not None:
+            record.ranks = 1
+        return super().arrived(now, attempt, 0)
+
+
+class NoClaimNumber(DecodeSide):
+    """A word of P counts for its present claim, whichever it was about."""
+
+    def _held_by(self, sender, message):
+        record = self._records.get(message.attempt)
+        return None if record is None or not record.fenced or record.peer != sender else record
+
+
+class GrantsToAll(DecodeSide):
+    """A second P that claims is granted, too."""
+
+    def _on_claim(self, now, sender, message):
+        record = self._records.get(message.attempt)
+        if record is not None and not record.state.ended and record.peer != sender:
+            record.state = type(record.state).QUEUED
+        return super()._on_claim(now, sender, message)
+
+
+class LeaseFromGrant(PrefillSide):
+    """P counts its lease from when the grant comes."""
+
+    def _on_grant(self, now, sender, grant):
+        job = self._held(sender, grant, JobState.CLAIMING)
+        if job is not None:
+            job.claimed_at = now
+        return super()._on_grant(now, sender, grant)
+
+
+class StopsTooSoon(PrefillSide):
+    """P answers a cancel before its writes have ended."""
+
+    def _stop(self, job):
+        return super()._stop(job) + self._say(job, m.Stopped(job.attempt, job.claim))
+
+
+class NoLease(PrefillSide):
+    """P posts its writes whenever it comes round to it."""
+
+    def may_write(self, now, attempt):
+        job = self._jobs.get(attempt)
+        return job is not None and job.state is JobState.RUNNING
+
+
+def _without_number(incarnation: str, request_id: str, number: int) -> m.Attempt:
+    return m.Attempt(incarnation, request_id, 0)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is broken, where it shows, and a part of what the search then says."""
+    name: str
+    scene: Scene
+    depth: int
+    says: str
+    heal: bool = False  # whether it only shows in what becomes of it
+
+    @property
+    def mended(self) -> Scene:
+        """The same scene with the real protocol."""
+        shape = self.scene.shape
+        return dataclasses.replace(self.scene, shape=Shape(
+            ranks=shape.ranks, requests=shape.requests, lives=shape.lives, blocks=shape.blocks,
+            prefill_blocks=shape.prefill_blocks, attempts=shape.attempts))
+
+
+VARIANTS = [
+    Variant("no fence", Scene(aborts=1, shape=Shape(decode_type=NoFence)), 8, "may reuse"),
+    Variant("reuse by time", Scene(pauses=4, shape=Shape(decode_type=ReuseByTime)), 12, "may reuse"),
+    Variant("id without attempt number",
+            Scene(aborts=1, shape=Shape(lives=2, attempts=1, attempt_of=_without_number, names_come_again=True)), 18,
+            "reads KV that is not its own"),
+    Variant("ack at dequeue", Scene(shape=Shape(decode_type=AckAtDequeue)), 6, "never claimed", heal=True),
+    Variant("free at finish", Scene(shape=Shape(requests=2, prefill_blocks=1, frees_at_finish=True)), 14,
+            "reads KV that is not its own"),
+    Variant("lease from the grant", Scene(pauses=3, shape=Shape(prefill_type=LeaseFromGrant)), 12,
+            "saw its lease end"),
+    Variant("no lease", Scene(pauses=4, shape=Shape(prefill_type=NoLease)), 12, "saw its lease end"),
+    Variant("notice without rank count", Scene(shape=Shape(ranks=2, decode_type=NoRankCount)), 10,
+            "reads KV that is not its own"),
+    Variant("no claim number", Scene(pauses=3, shape=Shape(decode_type=NoClaimNumber)), 14, "may reuse"),
+    Variant("granted to all", Scene(prefills=2, shape=Shape(decode_type=GrantsToAll)), 8, "granted twice"),
+    Variant("stopped before the writes have ended", Scene(aborts=1, shape=Shape(prefill_type=StopsTooSoon)), 10,
+            "may reuse"),
+]

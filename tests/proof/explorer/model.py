@@ -1,0 +1,508 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines as the protocol sees them: the real core, beside it a model of what the core can't see.
+
+The model of a decode engine holds its blocks: who owns each, and whose KV lies in it. That of a prefill engine holds
+its own blocks and every write that is under way. So a write to a block that has found another owner is seen when it
+lands, a wrong answer when it is read, and a block that nobody owns when the engine is looked at.
+
+An engine is a value: `World` copies it before each step. Every step returns letters, `(to, kind, content)`.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from explorer.snapshots import NOW
+from vllm_pd.core import messages as m
+from vllm_pd.core.decode import DecodeLimits, DecodeSide
+from vllm_pd.core.events import (
+    Action,
+    AddPeer,
+    Cancelled,
+    Connect,
+    Disconnect,
+    DropPeer,
+    Fallback,
+    Prefill,
+    Prefilled,
+    Released,
+    Timed,
+    ToBroker,
+    ToDecode,
+    ToPrefill,
+)
+from vllm_pd.core.prefill import PrefillLimits, PrefillSide
+
+BLOCK_SIZE = 4
+BROKER = "broker"
+
+# Few different durations, so that few different moments arise; in the order in which the real defaults stand.
+DECODE_LIMITS = DecodeLimits(lease_s=6.0, deadline_s=12.0, claim_retry_s=2.0, ttl_s=4.0, cancel_retry_max_s=2.0)
+PREFILL_LIMITS = PrefillLimits(peering_s=2.0, hello_retry_s=1.0, claim_wait_s=2.0, claim_retry_s=1.0, ttl_s=4.0)
+
+Letter = tuple[str, str, Any]
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+
+def require(condition: object, text: str) -> None:
+    """Raise Violation unless the condition holds."""
+    if not condition:
+        raise Violation(text)
+
+
+def fingerprint(ranks: int) -> m.Fingerprint:
+    """What all engines of a world agree on."""
+    return m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", BLOCK_SIZE, 2, 2, 64, "hnd", tp=ranks)
+
+
+def member(name: str, role: m.Role, ranks: int) -> m.Member:
+    """The registry entry of an engine."""
+    return m.Member(name, role, f"tcp://{name}", fingerprint(ranks))
+
+
+class Stage(Enum):
+    """Where a request is on its decode engine."""
+    PARKED = "parked"  # its prompt is prefilled elsewhere
+    WAITING = "waiting"  # it is to be prefilled here, when there are blocks
+    RUNNING = "running"
+    OVER = "over"
+
+
+class Request:
+    """One life of a request id: a client may use the id again afterwards. `tag` is its prompt, and its KV."""
+
+    def __init__(self, request_id: str, life: int, tag: int):
+        self.request_id = request_id
+        self.life = life
+        self.tag = tag
+        self.stage = Stage.WAITING
+        self.attempt: m.Attempt | None = None
+        self.tries = 0
+        self.avoid: tuple[str, ...] = ()
+        self.blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How big a world is, and what of the core is replaced in it."""
+    ranks: int = 1
+    requests: int = 1  # ids that each decode engine's clients use
+    lives: int = 1  # how often a client uses one id
+    blocks: int = 3  # of each decode engine
+    prompt_blocks: int = 1
+    prefill_blocks: int = 2  # of each prefill engine
+    attempts: int = 2
+    decode_type: type[DecodeSide] = DecodeSide
+    prefill_type: type[PrefillSide] = PrefillSide
+    frees_at_finish: bool = False
+    attempt_of: Callable[[str, str, int], m.Attempt] = m.Attempt
+    names_come_again: bool = False
+    decode_limits: DecodeLimits = field(default=DECODE_LIMITS)
+    prefill_limits: PrefillLimits = field(default=PREFILL_LIMITS)
+
+
+class DecodeEngine:
+    """A decode engine: its side of the protocol, its requests and its blocks."""
+
+    def __init__(self, name: str, shape: Shape):
+        self.name = name
+        self.shape = shape
+        self.side = shape.decode_type(member(name, m.Role.DECODE, shape.ranks), b"d", shape.decode_limits)
+        self.number = 0
+        self.lives: dict[str, int] = {f"r{index}": 0 for index in range(shape.requests)}
+        self.requests: dict[str, Request] = {}
+        self.free: set[int] = set(range(shape.blocks))
+        self.quarantined: dict[m.Attempt, tuple[int, ...]] = {}
+        self.kv: dict[tuple[int, int], int] = {}  # (block, rank): whose
+        self.granted: dict[m.Attempt, tuple[str, int]] = {}
+        self.expired_by_lease: frozenset[m.Attempt] = frozenset()
+
+    # What can happen next.
+
+    def inputs(self) -> list[tuple]:
+        """What its clients may do now."""
+        found: list[tuple] = []
+        for request_id, life in self.lives.items():
+            request = self.requests.get(request_id)
+            if request is None or request.stage is Stage.OVER:
+                if life < self.shape.lives and len(self.free) >= self.shape.prompt_blocks and self._name_is_free(
+                        request_id):
+                    found.append(("submit", request_id))
+            else:
+                found.append(("abort", request_id))
+                if request.stage is Stage.RUNNING:
+                    found.append(("finish", request_id))
+        return found
+
+    def _name_is_free(self, request_id: str) -> bool:
+        """Where names come again, an engine would at least wait until the last bearer's blocks are free."""
+        return not self.shape.names_come_again or not any(
+            attempt.request_id == request_id for attempt in (*self.quarantined, *self.side.states()))
+
+    # Clients.
+
+    def submit(self, request_id: str) -> list[Letter]:
+        """A client's request comes, and its prompt is to be prefilled elsewhere."""
+        life = self.lives[request_id]
+        self.lives[request_id] = life + 1
+        tag = 1 + life + 10 * int(request_id[1:]) + 1000 * sum(map(ord, self.name))
+        self.requests[request_id] = Request(request_id, life, tag)
+        return self._try_remotely(self.requests[request_id])
+
+    def abort(self, request_id: str) -> list[Letter]:
+        """The client goes away."""
+        request = self.requests[request_id]
+        attempt, blocks = request.attempt, request.blocks
+        self._end(request)
+        if attempt is not None:
+            self.quarantined[attempt] = blocks
+            return self._do(self.side.abort(NOW, attempt))
+        self._free(blocks)
+        return self._settle([])
+
+    def finish(self, request_id: str) -> list[Letter]:
+        """The request has decoded all it wanted: it has read its KV to the end."""
+        request = self.requests[request_id]
+        self._check_kv(request)
+        blocks = request.blocks
+        self._end(request)
+        self._free(blocks)
+        return self._settle([])
+
+    @staticmethod
+    def _end(request: Request) -> None:
+        request.stage, request.attempt, request.blocks = Stage.OVER, None, ()
+        request.avoid, request.tries = (), 0
+
+    # Peers, time, the transport.
+
+    def deliver(self, sender: str, message: m.Message) -> list[Letter]:
+        return self._do(self.side.receive(NOW, sender, message))
+
+    def put_reply(self, reply: m.PutReply) -> list[Letter]:
+        return self._do(self.side.put_reply(NOW, reply))
+
+    def put_failed(self, attempt: m.Attempt) -> list[Letter]:
+        return self._do(self.side.put_failed(NOW, attempt))
+
+    def broker(self, up: bool) -> list[Letter]:
+        return self._do(self.side.broker_is(NOW, up))
+
+    def dead(self, peer: str) -> list[Letter]:
+        return self._do(self.side.peer_dead(NOW, peer))
+
+    def tick(self) -> list[Letter]:
+        return self._do(self.side.tick(NOW))
+
+    def land(self, attempt: m.Attempt, rank: int, blocks: tuple[int, ...], tag: int) -> list[Letter]:
+        """A peer's write reaches our memory, whatever that memory is used for by now."""
+        table = self.table(attempt)
+        require(table is not None and set(blocks) <= set(table), f"a write for {attempt} landed outside its fence")
+        for block in blocks:
+            self.kv[block, rank] = tag
+        return []
+
+    def notice(self, attempt: m.Attempt, rank: int) -> list[Letter]:
+        """The transport's word that this rank's data is there."""
+        return self._do(self.side.arrived(NOW, attempt, rank))
+
+    # What the side answers.
+
+    def _do(self, actions: list[Action]) -> list[Letter]:
+        letters: list[Letter] = []
+        again: list[Request] = []
+        for action in actions:
+            if isinstance(action, ToPrefill):
+                if isinstance(action.message, m.Grant):
+                    self._note_grant(action.peer, action.message)
+                letters.append((action.peer, "deliver", (self.name, action.message)))
+            elif isinstance(action, ToBroker):
+                letters.append((BROKER, "deliver", (self.name, action.message)))
+            elif isinstance(action, Prefilled):
+                self._prefilled(action.attempt)
+            elif isinstance(action, Fallback):
+                again.append(self._fell_back(action))
+            elif isinstance(action, Released):
+                blocks = self.quarantined.pop(action.attempt, None)
+                require(blocks is not None, f"{action.attempt} was released without having ended")
+                self._free(blocks)
+                self.granted.pop(action.attempt, None)
+                self.expired_by_lease -= {action.attempt}
+            else:
+                require(isinstance(action, Timed), f"{action} is nothing for a decode engine")
+        for request in again:
+            if request.tries < self.shape.attempts and len(self.free) >= self.shape.prompt_blocks and request.avoid:
+                letters += self._try_remotely(request)
+        return self._settle(letters)
+
+    def _note_grant(self, peer: str, grant: m.Grant) -> None:
+        attempt = grant.attempt
+        holder = self.granted.setdefault(attempt, (peer, grant.claim))
+        require(holder == (peer, grant.claim), f"{attempt} was granted twice")
+        parked = self._parked(attempt)
+        require(parked is not None, f"{attempt} was granted after its end")
+        require(tuple(grant.block_ids) == parked.blocks, f"{attempt} was granted blocks that are not its own")
+
+    def _prefilled(self, attempt: m.Attempt) -> None:
+        request = self._parked(attempt)
+        require(request is not None, f"{attempt} ended twice, or after its request")
+        request.stage, request.attempt, request.avoid = Stage.RUNNING, None, ()
+        self.granted.pop(attempt, None)
+        self._check_kv(request)
+
+    def _fell_back(self, event: Fallback) -> Request:
+        attempt = event.attempt
+        request = self._parked(attempt)
+        require(request is not None, f"{attempt} ended twice, or after its request")
+        require(attempt not in self.quarantined, f"two tables of blocks under the name {attempt}")
+        self.quarantined[attempt], request.blocks = request.blocks, ()
+        request.stage, request.attempt = Stage.WAITING, None
+        request.avoid = (event.peer, ) if event.peer and event.reason.another_may_help else ()
+        if event.outcome.value == "expired" and event.reason.value == "lease":
+            self.expired_by_lease |= {attempt}
+        return request
+
+    def _try_remotely(self, request: Request) -> list[Letter]:
+        attempt = self.shape.attempt_of(self.name, request.request_id, self.number)
+        self.number += 1
+        request.tries += 1
+        request.stage, request.attempt, request.blocks = Stage.PARKED, attempt, self._allocate()
+        if self.shape.names_come_again:
+            self.side._last_number = -1
+        tokens = [request.tag] * (BLOCK_SIZE * self.shape.prompt_blocks)
+        return self._do(self.side.submit(NOW, attempt, tokens, list(request.blocks), 0, request.avoid))
+
+    def _settle(self, letters: list[Letter]) -> list[Letter]:
+        """Prefill here what waits for it, as far as there are blocks."""
+        for request in self.requests.values():
+            if request.stage is Stage.WAITING and len(self.free) >= self.shape.prompt_blocks:
+                request.blocks, request.stage = self._allocate(), Stage.RUNNING
+                for block in request.blocks:
+                    for rank in range(self.shape.ranks):
+                        self.kv[block, rank] = request.tag
+        return letters
+
+    # Blocks.
+
+    def _allocate(self) -> tuple[int, ...]:
+        blocks = tuple(sorted(self.free)[:self.shape.prompt_blocks])
+        self.free.difference_update(blocks)
+        return blocks
+
+    def _free(self, blocks: tuple[int, ...]) -> None:
+        require(not self.free & set(blocks), "a block was freed twice")
+        self.free.update(blocks)
+        for block in blocks:
+            for rank in range(self.shape.ranks):
+                self.kv.pop((block, rank), None)  # what is left there is nobody's
+
+    def _parked(self, attempt: m.Attempt) -> Request | None:
+        return next((r for r in self.requests.values() if r.attempt == attempt and r.stage is Stage.PARKED), None)
+
+    def table(self, attempt: m.Attempt) -> tuple[int, ...] | None:
+        """The blocks set aside for this attempt; None where there are none (any more)."""
+        parked = self._parked(attempt)
+        return self.quarantined.get(attempt) if parked is None else parked.blocks
+
+    def _check_kv(self, request: Request) -> None:
+        for block in request.blocks:
+            for rank in range(self.shape.ranks):
+                require(self.kv.get((block, rank)) == request.tag,
+                        f"request {request.request_id} of {self.name} reads KV that is not its own")
+
+    def check(self) -> None:
+        """B34: what holds after each step."""
+        tables = [*self.quarantined.values(), *(r.blocks for r in self.requests.values())]
+        held = [block for table in tables for block in table]
+        require(sorted((*held, *self.free)) == list(range(self.shape.blocks)), "the sum of block references changed")
+        states = self.side.states()
+        for request in self.requests.values():
+            if request.stage is Stage.RUNNING:
+                self._check_kv(request)
+            elif request.stage is Stage.PARKED:
+                require(request.attempt in states and not states[request.attempt].ended,
+                        f"{request.attempt} has ended, and nobody was told")
+        for attempt in self.quarantined:
+            require(attempt in states and states[attempt].ended, f"the blocks of {attempt} are never given back")
+
+    def check_at_rest(self) -> None:
+        """B20: all is over, nothing is held."""
+        require(not self.side.states(), f"{self.name} still has open attempts: {self.side.states()}")
+        require(not self.side.fenced() and self.side.next_deadline() is None, f"{self.name} still waits for something")
+        require(len(self.free) == self.shape.blocks, f"{self.name} has lost blocks")
+        require(all(r.stage is Stage.OVER for r in self.requests.values()), f"a request of {self.name} never ends")
+
+
+class Work:
+    """A job on the prefill engine: where its KV lies here, where it goes, which ranks have still to post."""
+
+    def __init__(self, prefill: Prefill, source: tuple[int, ...], ranks: int):
+        self.peer = prefill.peer
+        self.source = source
+        self.target = tuple(prefill.block_ids)
+        self.unsent = frozenset(range(ranks))
+        self.flying: frozenset[int] = frozenset()
+        self.broken = False
+        self.cancelled = False
+
+
+class PrefillEngine:
+    """A prefill engine: its side of the protocol, its jobs, and the writes that it has under way."""
+
+    def __init__(self, name: str, shape: Shape):
+        self.name = name
+        self.shape = shape
+        self.side = shape.prefill_type(member(name, m.Role.PREFILL, shape.ranks), b"p", shape.prefill_limits)
+        self.peers: set[str] = set()
+        self.work: dict[m.Attempt, Work] = {}
+        self.free: set[int] = set(range(shape.prefill_blocks))
+        self.kv: dict[int, int] = {}
+
+    # What can happen next.
+
+    def inputs(self) -> list[tuple]:
+        """What the engine may do now."""
+        found: list[tuple] = []
+        for attempt, work in self.work.items():
+            if not work.broken:
+                found += [("post", attempt, rank) for rank in work.unsent if self.side.may_write(NOW, attempt)]
+            if not work.flying and (work.cancelled or work.broken or not work.unsent):
+                found.append(("say", attempt))
+        return found
+
+    def flights(self) -> list[tuple[m.Attempt, int]]:
+        """Writes that may land or fail at any moment."""
+        return [(attempt, rank) for attempt, work in self.work.items() for rank in work.flying]
+
+    # The engine.
+
+    def post(self, attempt: m.Attempt, rank: int) -> list[Letter]:
+        """A rank posts its write, right after the lease was looked at."""
+        work = self.work[attempt]
+        actions = self.side.writing(NOW, attempt)
+        work.unsent -= {rank}
+        work.flying |= {rank}
+        return self._do(actions)
+
+    def landed(self, attempt: m.Attempt, rank: int) -> list[Letter]:
+        """A write has arrived, and with it whatever its source holds at this moment."""
+        work = self.work[attempt]
+        tags = {self.kv.get(block) for block in work.source}
+        work.flying -= {rank}
+        tag = tags.pop() if len(tags) == 1 else -1
+        return [(work.peer, "land", (attempt, rank, work.target, tag)), (work.peer, "notice", (attempt, rank))]
+
+    def broke(self, attempt: m.Attempt, rank: int) -> list[Letter]:
+        """B27: a write ends in an error; no byte of it moves any more."""
+        work = self.work[attempt]
+        work.flying -= {rank}
+        work.broken = True
+        return []
+
+    def give_up(self, attempt: m.Attempt) -> list[Letter]:
+        """The engine can't do it after all."""
+        self.work[attempt].broken = True
+        return []
+
+    def say(self, attempt: m.Attempt) -> list[Letter]:
+        """No handle of the job can write any more: its blocks are freed, and D is told."""
+        work = self.work.pop(attempt)
+        self._release(work)
+        if work.cancelled:
+            return self._do(self.side.ended(NOW, attempt))
+        if work.broken:
+            return self._do(self.side.failed(NOW, attempt, "a transfer failed"))
+        return self._do(self.side.sent(NOW, attempt, m.Timings()))
+
+    # Peers, time.
+
+    def offer(self, job: m.Job) -> list[Letter]:
+        return self._do(self.side.offer(NOW, job))
+
+    def deliver(self, sender: str, message: m.Message) -> list[Letter]:
+        return self._do(self.side.receive(NOW, sender, message))
+
+    def members(self, *names: str) -> list[Letter]:
+        """The registry lists these decode engines."""
+        listed = [member(name, m.Role.DECODE, self.shape.ranks) for name in names]
+        return self._do(self.side.members_are(NOW, listed))
+
+    def lost(self, peer: str) -> list[Letter]:
+        return self._do(self.side.peer_lost(NOW, peer))
+
+    def tick(self) -> list[Letter]:
+        return self._do(self.side.tick(NOW))
+
+    # What the side answers.
+
+    def _do(self, actions: list[Action]) -> list[Letter]:
+        letters: list[Letter] = []
+        for action in actions:
+            if isinstance(action, ToDecode):
+                letters.append((action.peer, "deliver", (self.name, action.message)))
+            elif isinstance(action, AddPeer):
+                require(action.incarnation not in self.peers, f"{action.incarnation} was added twice")
+                self.peers.add(action.incarnation)
+            elif isinstance(action, DropPeer):
+                require(not any(w.peer == action.incarnation and w.flying for w in self.work.values()),
+                        f"{action.incarnation} was dropped while it was written to")
+                self.peers.remove(action.incarnation)
+            elif isinstance(action, Prefill):
+                letters += self._prefill(action)
+            elif isinstance(action, Cancelled):
+                if action.attempt in self.work:
+                    self.work[action.attempt].cancelled = True
+                else:
+                    letters += self._do(self.side.ended(NOW, action.attempt))
+            else:
+                require(isinstance(action, Connect | Disconnect), f"{action} is nothing for a prefill engine")
+        return letters
+
+    def _prefill(self, event: Prefill) -> list[Letter]:
+        require(event.peer in self.peers, f"{event.peer} is a stranger")
+        require(event.attempt not in self.work, f"{event.attempt} was given twice")
+        if len(self.free) < self.shape.prompt_blocks:
+            return self._do(self.side.failed(NOW, event.attempt, "no room"))
+        source = tuple(sorted(self.free)[:self.shape.prompt_blocks])
+        self.free.difference_update(source)
+        for block in source:
+            self.kv[block] = event.token_ids[0]
+        work = self.work[event.attempt] = Work(event, source, self.shape.ranks)
+        if self.shape.frees_at_finish:
+            self._release(work)
+        return []
+
+    def _release(self, work: Work) -> None:
+        self.free.update(work.source)  # the KV stays where it is until somebody takes the block
+
+    def writable(self) -> list[tuple[m.Attempt, tuple[int, ...]]]:
+        """Blocks of peers that a write is on its way to, or may be posted to now."""
+        return [(attempt, work.target) for attempt, work in self.work.items()
+                if work.flying or (work.unsent and not work.broken and self.side.may_write(NOW, attempt))]
+
+    def check(self) -> None:
+        """What holds after each step."""
+        held = [block for work in self.work.values() for block in work.source]
+        require(self.shape.frees_at_finish
+                or sorted((*held, *self.free)) == list(range(self.shape.prefill_blocks)), "P's references changed")
+        require(set(self.work) <= set(self.side.states()), "a job runs that the protocol knows nothing of")
+
+    def check_at_rest(self) -> None:
+        """B20: all is over, nothing is held."""
+        require(not self.side.states(), f"{self.name} still has jobs: {self.side.states()}")
+        require(not self.work and len(self.free) == self.shape.prefill_blocks, f"{self.name} has lost blocks")
+
+
+def check_pair(d: DecodeEngine, p: PrefillEngine) -> None:
+    """What holds between two engines: the fence, and that P's lease ends before D's."""
+    for attempt, target in p.writable():
+        if attempt.incarnation == d.name:
+            table = d.table(attempt)
+            require(table is not None and set(target) <= set(table),
+                    f"{p.name} may write blocks of {attempt} that {d.name} may reuse")
+    for attempt in p.side.states():
+        if attempt.incarnation == d.name and p.side.may_write(NOW, attempt):
+            require(attempt not in d.expired_by_lease, f"{p.name} may write {attempt} after {d.name} saw its lease end")
