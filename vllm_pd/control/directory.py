@@ -51,7 +51,7 @@ class Directory:
         self.clock_is(now, stamp_s)
         heard_at = now - self.age_s(now, stamp_s)
         if now - heard_at >= self._ttl_s:
-            return self.left(key)
+            return False
         entry = self._entries.get(key)
         if entry is None:
             if len(self._entries) >= self._max_members:

@@ -6,6 +6,7 @@ and they are used as they are. Every method belongs to the one event loop that `
 server is gone, or refuses; the connection is then of no more use.
 """
 import asyncio
+import collections
 import datetime
 import hashlib
 import json
@@ -30,6 +31,7 @@ from vllm_pd.rpc.nats_address import NatsAddress
 logger = logging.getLogger("vllm.pd")
 
 REQUEST_S = 2.0
+RETRY_S = 0.05
 PING_S = 2
 WATCH_S = 60.0
 MEMBER_KEPT_S = 3600.0  # longer than any engine may be silent; who is silent for how long, each engine sees by itself
@@ -98,12 +100,19 @@ class Store:
         async def closed() -> None:
             on_close()
 
+        faults: collections.deque[Exception] = collections.deque(maxlen=1)
+
         async def error(fault: Exception) -> None:
+            faults.append(fault)
             on_error(fault)
 
-        client = await nats.connect(
-            list(address.urls), name="vllm-pd", allow_reconnect=False, connect_timeout=REQUEST_S, ping_interval=PING_S,
-            error_cb=error, closed_cb=closed, disconnected_cb=closed, **address.options())
+        try:
+            client = await nats.connect(
+                list(address.urls), name="vllm-pd", allow_reconnect=False, connect_timeout=REQUEST_S,
+                max_reconnect_attempts=1, reconnect_time_wait=RETRY_S, ping_interval=PING_S, error_cb=error,
+                closed_cb=closed, disconnected_cb=closed, **address.options())
+        except nats.errors.NoServersError as none:
+            raise ConnectionError(str(faults[-1]) if faults else str(none)) from none
         store = cls(client, address.prefix)
         try:
             await store._prepare(make)

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a queue on a NATS server does: who works on a job, who may log in, and a thread that may die."""
+import asyncio
+import base64
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+
+import msgspec
+import nats
+import nkeys
+import pytest
+from nats.js import api
+
+from tests.unit import certificates, test_agent, test_broker_contract
+from tests.unit.brokers import NatsServer
+from tests.unit.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
+from vllm_pd import doctor
+from vllm_pd.control import nats_session, nats_store, nats_uplink
+from vllm_pd.control.directory import Directory
+from vllm_pd.core import messages as m
+from vllm_pd.core.events import Fallback, FallbackReason
+from vllm_pd.errors import ControlError
+from vllm_pd.peers import Access, take_census
+from vllm_pd.rpc import codec
+from vllm_pd.rpc.sockets import SendResult
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def prefix():
+    return f"n{next(test_broker_contract._NUMBERS)}"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A server that waits less for a word."""
+    monkeypatch.setattr(nats_store, "ACK_WAIT_S", 0.6)
+    monkeypatch.setattr(nats_session, "PROGRESS_S", 0.1)
+    monkeypatch.setattr(nats_session, "TICK_S", 0.05)
+
+
+@pytest.fixture
+def speaker(server, prefix):
+    speakers = []
+
+    def make(role, **more):
+        speakers.append(Speaker(Settings(server.url, prefix, **more), role))
+        return speakers[-1]
+
+    yield make
+    for one in speakers:
+        one.close()
+        assert one.line.error is None or one in speaker_exempt
+
+
+speaker_exempt = []
+
+
+def ask(server, work, **options):
+    """Run `work(client, js)` on a connection of its own."""
+    async def run():
+        client = await nats.connect(server.url, **options)
+        try:
+            return await work(client, client.jetstream())
+        finally:
+            await client.close()
+    return asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def stored(server, prefix):
+    """Jobs that the server still has."""
+    return ask(server, lambda client, js: js.stream_info(f"{prefix}_jobs")).state.messages
+
+
+# A job's life.
+
+
+def test_a_job_is_acknowledged_at_its_end_and_not_before(server, prefix, quick, speaker):
+    d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    p.take(3)
+    for number in range(2):
+        d.put(number)
+    assert [p.offer(), p.offer()] == [0, 1]
+    attempts = [m.Attempt(d.name, "r", number) for number in range(2)]
+    for _ in range(15):  # longer than the server waits for a word
+        p.line.holding(set(attempts))
+        live(0.1, d, p)
+    assert stored(server, prefix) == 2 and not p.attempts(), "held for long, and not delivered again"
+    p.line.holding({attempts[1]})
+    live(0.1, d, p)
+    assert stored(server, prefix) == 1
+    p.line.holding(set())
+    live(0.1, d, p)
+    assert stored(server, prefix) == 0
+
+
+def test_an_offer_that_was_not_fetched_yet_has_not_ended(server, prefix, speaker):
+    d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    p.take(1)
+    d.put(1)
+    time.sleep(0.1)
+    p.line.holding(set())
+    time.sleep(0.1)
+    assert stored(server, prefix) == 1 and p.offer() == 1
+
+
+def test_b21_the_job_of_an_engine_that_died_goes_to_another(quick, speaker):
+    d, p, q = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL), speaker(m.Role.PREFILL))
+    p.take(1)
+    d.put(1)
+    assert p.offer() == 1
+    p.line._call(p.line._loop.stop)  # as a process that is gone: no word any more
+    speaker_exempt.append(p)
+    q.take(1)
+    begun = time.monotonic()
+    while not q.attempts():
+        assert time.monotonic() - begun < 5
+        live(0.05, d, q)
+    assert time.monotonic() - begun > 0.3, "only when the server has waited"
+
+
+def test_the_job_of_an_engine_that_leaves_goes_to_another_at_once(speaker):
+    d, p, q = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL), speaker(m.Role.PREFILL))
+    p.take(1)
+    d.put(1)
+    assert p.offer() == 1
+    q.take(1)
+    p.say(m.Leave())
+    assert q.offer(within_s=1.0) == 1
+
+
+def test_jobs_that_nobody_can_want_are_struck_off(server, prefix, speaker):
+    """Of an incarnation that is not there (any more), past their deadline, in bytes that say nothing."""
+    d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    job = m.Job(m.Attempt("gone", "r", 1), "tcp://127.0.0.1:1", [1], 0, 60.0)
+    late = msgspec.structs.replace(job, attempt=m.Attempt(d.name, "r", 2), deadline_s=0.0)
+    group = nats_store.group(FINGERPRINT)
+
+    async def publish(client, js):
+        for name, frame in (("gone.1", codec.encode("gone", m.Put(job))), ("late.2", codec.encode(d.name, m.Put(late))),
+                            ("noise.3", b"\x00noise"), ("false.4", codec.encode("somebody", m.Put(job))),
+                            ("odd.5", codec.encode(d.name, m.Leave())), ("empty.6", b"")):
+            await js.publish(f"{prefix}.jobs.{group}.{name}", frame)
+
+    ask(server, publish)
+    p.take(9)
+    deadline = time.monotonic() + 5
+    while stored(server, prefix):
+        assert time.monotonic() < deadline
+        live(0.1, d, p)
+    assert not p.attempts()
+    counts = p.line.counters
+    assert counts["job_expired"] == 1 and counts["job_orphaned"] == 1
+    assert counts["frame_shape"] == 2 and counts["frame_unexpected"] == 2
+    d.put(7)
+    assert p.offer() == 7
+
+
+def test_a_job_that_everybody_hands_back_does_not_live_for_ever(server, prefix, speaker, monkeypatch):
+    monkeypatch.setattr(nats_session, "PAUSE_S", 0.01)
+    monkeypatch.setattr(nats_session, "PAUSE_MAX_S", 0.02)
+    d, p, q = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL), speaker(m.Role.PREFILL))
+    p.take(1)
+    assert d.put(1, avoid=(p.name,)).refusal is None
+    deadline = time.monotonic() + 5
+    while stored(server, prefix):
+        assert time.monotonic() < deadline
+        live(0.1, d, p, q)
+    assert p.line.counters["job_passed_on"] == nats_store.MAX_DELIVER
+    d.put(2)
+    assert p.offer() == 2
+
+
+def test_a_job_too_large_for_the_server_is_refused(speaker):
+    d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    job = m.Job(m.Attempt(d.name, "r", 1), "tcp://127.0.0.1:1", [70_000] * 250_000, 0, 60.0)
+    d.say(m.Put(job))
+    assert d.expect(m.PutReply).refusal is m.PutRefusal.FULL
+    assert d.line.counters["job_too_large"] == 1
+
+
+def test_what_an_operator_has_made_is_used(server, prefix, speaker):
+    async def make(client, js):
+        await js.add_stream(api.StreamConfig(
+            name=f"{prefix}_jobs", subjects=[f"{prefix}.jobs.>"], retention=api.RetentionPolicy.WORK_QUEUE,
+            storage=api.StorageType.FILE, discard=api.DiscardPolicy.NEW, discard_new_per_subject=True,
+            max_msgs_per_subject=1, max_msgs=1))
+
+    ask(server, make)
+    d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    assert d.put(1).refusal is None
+    assert d.put(2).refusal is m.PutRefusal.FULL
+    p.take(2)
+    assert p.offer() == 1
+
+
+def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix, speaker, caplog):
+    ask(server, lambda client, js: js.add_stream(api.StreamConfig(name=f"{prefix}_jobs", subjects=[f"{prefix}.jobs.>"])))
+    d = speaker(m.Role.DECODE)
+    time.sleep(0.3)
+    assert d.line.send(m.Census()) is SendResult.UNREACHABLE
+    told = [record.getMessage() for record in caplog.records if f"{prefix}_jobs" in record.getMessage()]
+    assert len(told) == 1 and "no work queue" in told[0] and "nats_prefix" in told[0], "said once"
+
+
+def test_b26_storage_that_is_taken_away_is_made_again(server, prefix, speaker):
+    d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    before = d.broker
+
+    async def remove(client, js):
+        await js.delete_stream(f"{prefix}_jobs")
+        await js.delete_stream(f"KV_{prefix}_members")
+
+    ask(server, remove)
+    deadline = time.monotonic() + 5
+    while not all(any(isinstance(word, m.Peers) and word.broker != before and len(word.members) == 2
+                      for word in one.heard) for one in (d, p)):
+        assert time.monotonic() < deadline
+        live(0.05, d, p)
+    assert d.put(1).refusal is None
+    p.take(1)
+    assert p.offer() == 1
+
+
+# The thread.
+
+
+def test_the_death_of_the_thread_is_logged_and_counts_as_a_broker_that_is_away(server, prefix, monkeypatch, caplog):
+    settings = dataclasses.replace(test_agent.Settings(server.url), nats_prefix=prefix)
+    decode, prefill = (test_agent.Engine(settings, role) for role in (m.Role.DECODE, m.Role.PREFILL))
+    try:
+        test_agent.peered(decode, prefill)
+        monkeypatch.setattr(nats_uplink, "AWAY", ())
+        monkeypatch.setattr(nats_uplink, "Store", None)
+        line = decode.agent._links._uplink
+        line._call(line._closed.set)
+        decode.expect_view(lambda view: not view.broker_up)
+        attempt = decode.submit()
+        fallback = decode.expect(Fallback)
+        assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.BROKER)
+        assert isinstance(line.error, AttributeError) and decode.agent.error is None
+        assert decode.agent.dropped()["link_nats_thread"] == 1
+        assert any("the thread that speaks to NATS ended" in record.getMessage() for record in caplog.records)
+    finally:
+        for one in (decode, prefill):
+            one.agent.close()
+            one.agent.end_lifeline()
+
+
+def test_both_ways_are_bounded(speaker, monkeypatch):
+    d = speaker(m.Role.DECODE)
+    d.register()
+    gate = asyncio.Event()
+
+    async def wait(self, command):
+        await gate.wait()
+
+    monkeypatch.setattr(nats_session.Session, "do", wait)
+    results = collections.Counter(d.line.send(m.Census()) for _ in range(nats_uplink.MAX_WAITING + 500))
+    assert results[SendResult.FULL] > 0 and results[SendResult.SENT] <= nats_uplink.MAX_WAITING + 500
+    monkeypatch.setattr(nats_uplink, "MAX_WAITING", 3)
+    store = d.line
+    d.line._inbox.extend([("b", m.Heard("b", 0))] * 3)
+    with pytest.raises(nats_uplink.InboxFull):
+        store._report(type("Any", (), {"generation": "b"}), m.Heard("b", 1))
+    d.line._inbox.clear()
+    d.line._call(gate.set)
+
+
+# Who may log in.
+
+SEED = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
+
+
+def public(seed):
+    return nkeys.from_seed(bytearray(seed.encode())).public_key.decode()
+
+
+def secret_file(path, text):
+    path.touch(0o600)
+    path.write_text(text)
+    return str(path)
+
+
+@contextlib.contextmanager
+def nkey_server(folder):
+    server = NatsServer(folder, f'authorization {{users: [{{nkey: {public(SEED)}}}]}}')
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def jwt(claims, name, subject, issuer):
+    """A token as NATS has them."""
+    def part(value):
+        return base64.urlsafe_b64encode(value).rstrip(b"=")
+
+    pair = nkeys.from_seed(bytearray(issuer.encode()))
+    body = {"iss": pair.public_key.decode(), "sub": subject, "name": name, "iat": 1, "jti": "", "nats": claims}
+    body["jti"] = base64.b32encode(hashlib.sha256(json.dumps(body).encode()).digest()).decode().rstrip("=")
+    words = part(b'{"typ":"JWT","alg":"ed25519-nkey"}') + b"." + part(json.dumps(body).encode())
+    return (words + b"." + part(pair.sign(words))).decode()
+
+
+def test_b82_an_nkey_opens_the_server_and_nothing_else_does(tmp_path):
+    good = secret_file(tmp_path / "seed", SEED + "\n")
+    bad = secret_file(tmp_path / "bad", nkeys.encode_seed(bytes(32), nkeys.PREFIX_BYTE_USER).decode())
+    with nkey_server(tmp_path) as server:
+        d = Speaker(Settings(server.url, "x", nats_credentials=good), m.Role.DECODE)
+        strangers = [Speaker(Settings(server.url, "x", nats_credentials=file), m.Role.DECODE) for file in (bad, None)]
+        d.register()
+        for stranger in strangers:
+            assert stranger.line.send(m.Register(stranger.member)) is SendResult.UNREACHABLE
+            assert stranger.line._problem, "it is told why"
+            stranger.close()
+        assert [one.incarnation for one in take_census(server.url, access=Access(nats_credentials=good, nats_prefix="x")
+                                                       ).members] == [d.name]
+        with pytest.raises(ControlError):
+            take_census(server.url, access=Access(nats_credentials=bad, nats_prefix="x"))
+        d.close()
+
+
+def test_b82_a_credentials_file_opens_the_server(tmp_path):
+    operator, account, user = (nkeys.encode_seed(bytes([number]) * 32, kind).decode() for number, kind in (
+        (1, nkeys.PREFIX_BYTE_OPERATOR), (2, nkeys.PREFIX_BYTE_ACCOUNT), (3, nkeys.PREFIX_BYTE_USER)))
+    storage = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
+    anything = {"subs": -1, "data": -1, "payload": -1, "imports": -1, "exports": -1, "conn": -1, "leaf": -1}
+    account_token = jwt({"type": "account", "version": 2, "limits": {**anything, **storage}}, "a", public(account),
+                        operator)
+    user_token = jwt({"type": "user", "version": 2, "subs": -1, "data": -1, "payload": -1}, "u", public(user), account)
+    operator_token = jwt({"type": "operator", "version": 2}, "o", public(operator), operator)
+    system = nkeys.encode_seed(bytes([4]) * 32, nkeys.PREFIX_BYTE_ACCOUNT).decode()
+    system_token = jwt({"type": "account", "version": 2, "limits": anything}, "s", public(system), operator)
+    server = NatsServer(tmp_path, f'operator: "{operator_token}"\nresolver: MEMORY\nsystem_account: {public(system)}\n'
+                        f'resolver_preload: {{{public(account)}: "{account_token}", {public(system)}: "{system_token}"}}')
+    try:
+        file = secret_file(tmp_path / "user.creds", f"-----BEGIN NATS USER JWT-----\n{user_token}\n------END NATS USER "
+                           f"JWT------\n\n-----BEGIN USER NKEY SEED-----\n{user}\n------END USER NKEY SEED------\n")
+        d = Speaker(Settings(server.url, "x", nats_credentials=file), m.Role.DECODE)
+        d.register()
+        d.close()
+    finally:
+        server.kill()
+
+
+def test_b82_tls_is_checked(tmp_path):
+    key, certificate, other = (tmp_path / name for name in ("key.pem", "cert.pem", "other.pem"))
+    for file, text in ((key, certificates.KEY), (certificate, certificates.CERTIFICATE), (other, certificates.OTHER)):
+        file.write_text(text)
+    server = NatsServer(tmp_path, f'tls {{cert_file: "{certificate}", key_file: "{key}"}}', scheme="tls")
+    try:
+        d = Speaker(Settings(server.url, "x", nats_ca=str(certificate)), m.Role.DECODE)
+        d.register()
+        d.close()
+        for ca in (str(other), None):
+            stranger = Speaker(Settings(server.url, "x", nats_ca=ca), m.Role.DECODE)
+            deadline = time.monotonic() + 5
+            while "CERTIFICATE_VERIFY_FAILED" not in stranger.line._problem:
+                assert time.monotonic() < deadline, stranger.line._problem
+                time.sleep(0.02)
+            assert stranger.line.send(m.Census()) is SendResult.UNREACHABLE
+            stranger.close()
+    finally:
+        server.kill()
+
+
+# Looking from outside.
+
+
+def test_b42_doctor_asks_a_nats_server(server, prefix, speaker):
+    access = Access(nats_prefix=prefix)
+    with pytest.raises(ControlError, match="no engine has ever been here"):
+        take_census(server.url, access=access)
+    d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    d.put(1)
+    d.put(2)
+    p.take(1)
+    assert p.offer() == 1
+    census = take_census(server.url, access=access)
+    assert {one.incarnation for one in census.members} == {d.name, p.name} and census.queue_length == 1
+    assert all(finding.ok for finding in doctor.check_peers(server.url, access))
+    broken = list(doctor.check_peers("nats://127.0.0.1:1"))
+    assert [finding.ok for finding in broken] == [False] and "nats-server" in broken[0].cure
+
+
+def test_the_directory_trusts_one_clock_and_counts_from_its_stamps():
+    directory = Directory(5.0, max_members=2)
+    one, two, three = (m.Member(name, m.Role.DECODE, "", FINGERPRINT) for name in "abc")
+    directory.clock_is(100.0, 5000.0)
+    assert directory.heard(100.0, "a", one, 4998.0)
+    assert not directory.heard(100.0, "b", two, 4994.0), "it has been silent for longer than that"
+    assert not directory.heard(101.0, "a", one, 5001.0) and directory.members() == [one]
+    assert directory.heard(101.0, "b", two, 5001.0) and not directory.heard(101.0, "c", three, 5001.0), "bounded"
+    assert not directory.heard(102.0, "a", msgspec.structs.replace(one, draining=True), 4000.0), "an old word"
+    assert directory.find("a") == one
+    assert directory.find("b") == two and directory.find("c") is None
+    version = directory.version
+    assert not directory.expire(105.9) and directory.next_deadline() <= 106.0
+    assert directory.expire(106.1) and len(directory) == 0 and directory.version == version + 1
+    assert not directory.left("a")
+    assert directory.age_s(106.1, 9000.0) == 0.0
