@@ -47,6 +47,32 @@ MAX_ROOM = 4096
 Command = m.Message | frozenset[m.Attempt] | None  # a message, attempts that have ended here, the end of it all
 
 
+class Mailbox:
+    """From one thread to the event loop of another. A bounded number waits."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int):
+        self._loop = loop
+        self._limit = limit
+        self._waiting: collections.deque[Command] = collections.deque()
+        self._some = asyncio.Event()
+
+    def put(self, command: Command) -> bool:
+        """From any thread; whether there was room. The end of it all always has some. Raises RuntimeError where the
+        loop has ended."""
+        if command is not None and len(self._waiting) >= self._limit:
+            return False
+        self._waiting.append(command)
+        self._loop.call_soon_threadsafe(self._some.set)
+        return True
+
+    async def get(self) -> Command:
+        """The next one, in the loop."""
+        while not self._waiting:
+            self._some.clear()
+            await self._some.wait()
+        return self._waiting.popleft()
+
+
 class Session:
     """`report` takes what the engine is to hear, `counters` what was dropped. All in one event loop. A method that
     raises ends the session; the caller then closes it."""
@@ -74,7 +100,7 @@ class Session:
         self._next_progress = 0.0
         self._seen_at = time.monotonic()
 
-    async def run(self, commands: "asyncio.Queue[Command]") -> None:
+    async def run(self, commands: Mailbox) -> None:
         """Serve until None comes. Raises where the connection is of no more use."""
         self._inbox = await self._store.listen(self._on_delivered)
         tasks = [asyncio.create_task(work) for work in (self._watch(), self._tick(), self._serve(commands))]
@@ -86,7 +112,7 @@ class Session:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _serve(self, commands: "asyncio.Queue[Command]") -> None:
+    async def _serve(self, commands: Mailbox) -> None:
         while (command := await commands.get()) is not None:
             await self.do(command)
 

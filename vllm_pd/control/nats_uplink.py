@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Set
 
-from vllm_pd.control.nats_session import Command, Session
+from vllm_pd.control.nats_session import Command, Mailbox, Session
 from vllm_pd.control.nats_store import AWAY, Store
 from vllm_pd.control.uplink import Uplink
 from vllm_pd.core import messages as m
@@ -42,7 +42,7 @@ class NatsUplink(Uplink):
         self._waker = Waker()
         self._inbox: collections.deque[tuple[str, m.Message]] = collections.deque()
         self._offered: set[m.Attempt] = set()
-        self._commands: asyncio.Queue[Command] | None = None
+        self._commands: Mailbox | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = threading.Event()
         self._closed: asyncio.Event | None = None
@@ -90,9 +90,10 @@ class NatsUplink(Uplink):
         commands = self._commands
         if commands is None or self.error is not None:
             return SendResult.UNREACHABLE
-        if commands.qsize() >= MAX_WAITING:
-            return SendResult.FULL
-        return SendResult.SENT if self._call(commands.put_nowait, command) else SendResult.UNREACHABLE
+        try:
+            return SendResult.SENT if commands.put(command) else SendResult.FULL
+        except RuntimeError:  # the loop is no more
+            return SendResult.UNREACHABLE
 
     def _call(self, function: object, *arguments: object) -> bool:
         try:
@@ -144,7 +145,7 @@ class NatsUplink(Uplink):
         try:
             session = Session(store, self._incarnation, self._ttl_s, lambda message: self._report(store, message),
                               self.counters, self._note_protocol)
-            self._commands = asyncio.Queue()
+            self._commands = Mailbox(self._loop, MAX_WAITING)
             self._problem = ""
             work = {asyncio.create_task(session.run(self._commands)), asyncio.create_task(closed.wait())}
             try:
