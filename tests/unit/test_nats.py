@@ -236,20 +236,43 @@ def test_b26_storage_that_is_taken_away_is_made_again(server, prefix, speaker):
 # The thread.
 
 
+class Death(BaseException):
+    """What nobody expects."""
+
+
+def test_a_fault_of_ours_ends_one_connection_only(speaker, monkeypatch):
+    d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    register = nats_session.Session._register
+
+    async def stumble(self, message):
+        monkeypatch.setattr(nats_session.Session, "_register", register)
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr(nats_session.Session, "_register", stumble)
+    live(1.0, d, p)
+    assert d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"] == 1
+    assert d.put(1).refusal is None
+    p.take(1)
+    assert p.offer() == 1
+
+
 def test_the_death_of_the_thread_is_logged_and_counts_as_a_broker_that_is_away(server, prefix, monkeypatch, caplog):
     settings = dataclasses.replace(test_agent.Settings(server.url), nats_prefix=prefix)
     decode, prefill = (test_agent.Engine(settings, role) for role in (m.Role.DECODE, m.Role.PREFILL))
     try:
         test_agent.peered(decode, prefill)
-        monkeypatch.setattr(nats_uplink, "AWAY", ())
-        monkeypatch.setattr(nats_uplink, "Store", None)
         line = decode.agent._links._uplink
+
+        async def fail():
+            raise Death
+
+        monkeypatch.setattr(line, "_connected", fail)
         line._call(line._closed.set)
         decode.expect_view(lambda view: not view.broker_up)
         attempt = decode.submit()
         fallback = decode.expect(Fallback)
         assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.BROKER)
-        assert isinstance(line.error, AttributeError) and decode.agent.error is None
+        assert isinstance(line.error, Death) and decode.agent.error is None
         assert decode.agent.dropped()["link_nats_thread"] == 1
         assert any("the thread that speaks to NATS ended" in record.getMessage() for record in caplog.records)
     finally:

@@ -300,10 +300,10 @@ class Session:
             self._counters["job_passed_on"] += 1
             await self._pass_on(delivered, meta.num_delivered)
         else:
+            self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), self._serial + 1))
             self._room -= 1
             self._serial += 1
             self._held[job.attempt] = delivered
-            self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), self._serial))
         await self._pull()
 
     async def _pass_on(self, delivered: Msg, deliveries: int) -> None:

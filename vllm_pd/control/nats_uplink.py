@@ -26,7 +26,7 @@ RETRY_MAX_S = 1.0
 JOIN_S = 1.0
 
 
-class InboxFull(Exception):
+class InboxFull(ConnectionError):
     """The control thread does not fetch what came for it."""
 
 
@@ -131,6 +131,9 @@ class NatsUplink(Uplink):
                     pause_s = RETRY_S
             except AWAY as error:
                 self._say(f"NATS at {', '.join(self._address.urls)} can't be used: {error or type(error).__name__}")
+            except Exception as error:  # whatever a server, or whoever may speak there, says ends one connection only
+                self.counters["nats_stumble"] += 1
+                self._say(f"stumbled over NATS: {error!r}", exc_info=True)
             finally:
                 self._commands = None
                 self._waker.set()
@@ -176,8 +179,8 @@ class NatsUplink(Uplink):
     def _on_error(self, error: Exception) -> None:
         self.counters["nats_error"] += 1
 
-    def _say(self, problem: str) -> None:
+    def _say(self, problem: str, **more: bool) -> None:
         """Log it once, not with every try."""
         if problem != self._problem:
             self._problem = problem
-            logger.warning("%s", problem)
+            logger.warning("%s", problem, **more)
