@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of two tensor-parallel ranks beside the pair of one: it prefills for D, and is prefilled for by P."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import EngineProcess, Pair, prompt
+
+STOP_BEFORE_WRITE = """
+jobs = disagg.prefill_jobs
+take_requests = jobs.take_requests
+def stop_first(progress):
+    requests = take_requests(progress)
+    if any(type(request).__name__ == "Write" for request in requests):
+        jobs.take_requests = take_requests
+        os.kill({pid}, 19)
+        while open("/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
+    return requests
+jobs.take_requests = stop_first
+"""
+LENGTHS = (2, 15, 16, 17, 33, 60, 120, 300)  # twice these is what D parks at most
+
+
+@pytest.fixture(scope="module")
+def two_process(pair_processes) -> Iterator[EngineProcess]:
+    engine = EngineProcess("kv_both", 0, pair_processes.broker.url,
+                           {"heartbeat_s": 0.3, "ttl_s": 1.5, "claim_retry_s": 0.5, "max_local_prefill_tokens": 0},
+                           tensor_parallel_size=2)
+    yield engine
+    engine.stop()
+    if pair_processes.p.process.poll() is None:
+        pair_processes.d.wait_for_peers()
+
+
+@pytest.fixture
+def two(two_process, pair_processes) -> Iterator[EngineProcess]:
+    """The engine of two ranks, at rest before and after."""
+    two_process.ready()
+    pair_processes.p.ready()
+    pair_processes.d.ready()
+    pair_processes.d.wait_for_peers(2)
+    two_process.wait_for_peers()
+    yield two_process
+    for engine in (two_process, pair_processes.d, pair_processes.p):
+        if engine.process.poll() is None:
+            engine.do("hold", held=False)
+            engine.at_rest(30)
+
+
+@pytest.fixture
+def trio(two, pair_processes) -> Pair:
+    """P and D of one rank each; `two` is there as well."""
+    return pair_processes
+
+
+def worker_pids(engine: EngineProcess) -> list[int]:
+    """All processes that write, as the peers know them."""
+    return engine.evaluate("[process.pid for process in disagg._agent.member.processes]")
+
+
+def takes_jobs(engine: EngineProcess, jobs: int) -> None:
+    engine.execute(f"disagg.prefill_jobs._max_jobs = {jobs}; disagg.prefill_jobs.tell_room()")
+
+
+def test_b40_b44_two_ranks_and_one_prefill_side_by_side(trio, two, mono):
+    """B40, B1, B44: P with TP 2 and P with TP 1 serve one D at once; nothing hangs, and every token is mono's."""
+    prompts = [prompt(length, f"side by side {n}") for n in range(2) for length in LENGTHS]
+    takes_jobs(two, 2)
+    takes_jobs(trio.p, 2)
+    expected = mono.tokens(prompts)
+    before = [engine.counters() for engine in (trio.d, trio.p, two)]
+    assert trio.d.tokens(prompts) == expected
+    d, p, t = (engine.counters().since(start) for engine, start in zip((trio.d, trio.p, two), before, strict=True))
+    assert d["attempts_total:done"] == d["agent:decode_granted"] == len(prompts)
+    assert p["agent:prefill_sent"] >= 2 and t["agent:prefill_sent"] >= 2
+    takes_jobs(trio.p, 8)
+    takes_jobs(two, 8)
+
+
+def test_b44_one_rank_prefills_for_two(trio, two, mono):
+    """B44, B1: P with TP 1 writes half of the heads into each rank of a D with TP 2."""
+    prompts = [prompt(length, "for two") for length in LENGTHS]
+    before = two.counters()
+    assert two.tokens(prompts) == mono.tokens(prompts)
+    assert two.counters().since(before)["attempts_total:done"] == len(prompts)
+
+
+def test_b28_only_one_of_two_ranks_arrives(trio, two, mono):
+    """B28: D does not start; at its deadline it computes the prompt in other blocks; what comes late changes nothing.
+
+    Rank 1 stands still from before its write until long after the deadline: its write then lands in blocks that D has
+    fenced for it.
+    """
+    tokens = prompt(200, "half of it")
+    (driver, other) = worker_pids(two)
+    assert driver == two.process.pid
+    takes_jobs(trio.p, 0)
+    trio.d.execute("prefills = disagg.remote_prefills; usual, prefills._deadline_s = prefills._deadline_s, 3.0; "
+                   "tries = prefills._policy; prefills._policy = "
+                   "__import__('msgspec').structs.replace(tries, attempts=1)")
+    before = trio.d.counters()
+    two.execute(STOP_BEFORE_WRITE.format(pid=other))
+    name = trio.d.add(tokens)
+    try:
+        arrived = "[sorted(record.arrived) for record in disagg._agent._decode._records.values()]"
+        trio.d.wait_until(f"any({arrived})")
+        assert trio.d.evaluate(arrived) == [[0]]
+        assert trio.d.stats()["remote_prefilling"] == 1 and trio.d.stats()["running"] == 0
+        [result] = trio.d.wait([name])
+        assert result["outputs"][0]["token_ids"] == mono.tokens([tokens])[0]
+        assert trio.d.counters().since(before)["attempts_total:expired"] == 1
+        assert trio.d.stats()["quarantined"] == 1, "rank 1 may still write"
+        assert two.stats()["prefill_sending"] == 1, "rank 1 still reads"
+    finally:
+        os.kill(other, signal.SIGCONT)
+        trio.d.execute("prefills._deadline_s, prefills._policy = usual, tries")
+    trio.d.at_rest()
+    two.at_rest()
+    assert trio.d.counters().since(before)["attempts_total:done"] == 0
+    assert trio.d.tokens([tokens]) == mono.tokens([tokens])
+    takes_jobs(trio.p, 8)
+
+
+def test_b21_an_engine_is_gone_when_its_last_rank_is(trio, two, mono):
+    """B21, B22: rank 0 is killed while rank 1 stands still. D goes on at once elsewhere, but keeps the blocks that rank
+    1 may write until that process is gone as well; it goes by itself. (The last test: the engine is gone.)"""
+    tokens = prompt(100, "gone")
+    driver, other = worker_pids(two)
+    takes_jobs(trio.p, 0)
+    two.do("hold", held=True)
+    name = trio.d.add(tokens)
+    trio.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    os.kill(other, signal.SIGSTOP)
+    os.kill(driver, signal.SIGKILL)
+    two.process.wait(10)
+    takes_jobs(trio.p, 8)
+    [result] = trio.d.wait([name])
+    assert result["outputs"][0]["token_ids"] == mono.tokens([tokens])[0]
+    assert trio.d.stats()["quarantined"] == 1
+    os.kill(other, signal.SIGCONT)
+    trio.d.wait_until("not scheduler.quarantined", 10)
+    assert not is_alive(other)
+    trio.d.at_rest()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return not re.search(r"State:\s+Z", status)
