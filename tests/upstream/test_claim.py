@@ -80,7 +80,8 @@ def test_b80_a_wrong_setting_names_key_and_value(model, extra, words):
 
 
 @pytest.mark.parametrize("more", [
-    {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"num_scheduler_steps": 8}, {"enable_sleep_mode": True},
+    {"tensor_parallel_size": 128}, {"pipeline_parallel_size": 2}, {"num_scheduler_steps": 8},
+    {"enable_sleep_mode": True},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
 ], ids=str)
 def test_b80_what_is_not_built_yet_is_refused_with_a_cure(model, more):
