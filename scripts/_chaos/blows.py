@@ -22,6 +22,7 @@ class Blow(Enum):
 
 WEIGHTS = {Blow.KILL_P: 34, Blow.STOP_P: 24, Blow.KILL_D: 14, Blow.STOP_D: 8, Blow.KILL_BROKER: 12, Blow.STOP_BROKER: 8}
 BURST_S = 1.2  # within which an episode's requests come, and its blow
+LONG_ABSENCES, LONG_ABSENCE_S, LONG_RUN = 0.15, 30.0, 60  # of the broker, in a run of so many episodes
 SPARED_AFTER = 1 / 3  # of the run: from then on the first P and the first D are only stopped
 
 
@@ -80,6 +81,8 @@ def plan(seed: int, requests: int, episodes: int, abort_share: float, lease_s: f
             pause_s = draw.uniform(0.3, 2.2 * (ttl_s if blow is Blow.STOP_BROKER else lease_s))
         else:
             pause_s = draw.uniform(0.2, 2 * ttl_s) if blow is Blow.KILL_BROKER else 0.0
+            if blow is Blow.KILL_BROKER and draw.random() < LONG_ABSENCES and episodes >= LONG_RUN:
+                pause_s = LONG_ABSENCE_S
         planned = Planned(blow, draw.uniform(0.1, BURST_S), draw.random(), pause_s, index >= SPARED_AFTER * episodes)
         result.append(Episode(asks, None if calm else planned))
     return result

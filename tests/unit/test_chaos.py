@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tools of scripts/chaos.py: a guard that sees nothing would pass every run."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+from _chaos import blows, report
+from _chaos.load import End, Request, draw_prompts, safe
+from _chaos.proxy import Faults, Proxy
+from _chaos.rest import Rest
+from _chaos.run import Record
+
+from vllm_pd.core import messages as m
+from vllm_pd.rpc import codec, sockets
+
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "f", "f", 16, 1, 1, 8, "l")
+
+
+@pytest.fixture
+def server() -> Iterator[zmq.Socket]:
+    context = zmq.Context()
+    yield sockets.server(context, "tcp://127.0.0.1:0")
+    context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def client(address: str, identity: bytes) -> Iterator[zmq.Socket]:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.connect(address)
+    yield socket
+    context.destroy(linger=0)
+
+
+async def receive(socket: zmq.Socket, timeout_s: float = 5.0) -> list[bytes] | None:
+    for _ in range(int(timeout_s / 0.01)):
+        if socket.poll(0):
+            return socket.recv_multipart()
+        await asyncio.sleep(0.01)
+    return None
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000])
+async def test_the_proxy_forwards_what_it_is_given(server, size):
+    """Short and long frames, several of them, both ways; the identity is the client's own."""
+    proxy = Proxy(0)
+    address = await proxy.stand_before(sockets.endpoint(server))
+    assert address != sockets.endpoint(server)
+    assert await proxy.stand_before(sockets.endpoint(server)) == address
+    with client(address, b"one") as one, client(address, b"two") as two:
+        one.send_multipart([b"x" * size, b"tail"])
+        assert await receive(server) == [b"one", b"x" * size, b"tail"]
+        two.send(b"y" * size)
+        assert await receive(server) == [b"two", b"y" * size]
+        server.send_multipart([b"one", b"z" * size])
+        assert await receive(one) == [b"z" * size]
+        assert not two.poll(0)
+    assert proxy.counters["messages"] == 3
+
+
+@pytest.mark.parametrize(("faults", "expected"), [(Faults(lost=1.0), 0), (Faults(doubled=1.0), 20), (Faults(), 10),
+                                                  (Faults(delayed=1.0, delay_s=0.2), 10)])
+async def test_the_proxy_does_what_it_is_there_for(faults, expected, server):
+    """All lost, all doubled, none; delayed ones overtake each other. The connection lives on."""
+    proxy = Proxy(1)
+    address = await proxy.stand_before(sockets.endpoint(server))
+    with client(address, b"one") as one:
+        one.send(b"first")
+        assert await receive(server) == [b"one", b"first"]
+        proxy.faults = faults
+        for number in range(10):
+            one.send(bytes((number, )))
+        await asyncio.sleep(0.4)
+        proxy.faults = Faults()
+        got = [await receive(server) for _ in range(expected)]
+        assert {frames[1] for frames in got} == ({bytes((n, )) for n in range(10)} if expected else set())
+        assert (got != sorted(got)) == bool(faults.delayed)
+        one.send(b"last")
+        assert await receive(server) == [b"one", b"last"]
+
+
+async def test_the_proxy_stands_before_every_decode_engine(server):
+    """In what an engine tells the broker its address is one of the proxy's, always the same one."""
+    proxy = Proxy(2)
+    address = await proxy.stand_before_broker(sockets.endpoint(server))
+    there = "tcp://127.0.0.1:9"
+    decode = m.Member("d", m.Role.DECODE, there, FINGERPRINT)
+    job = m.Job(m.Attempt("d", "r", 0), there, [1], 0, 1.0)
+    with client(address, b"one") as one:
+        seen = []
+        prefill = msgspec.structs.replace(decode, role=m.Role.PREFILL)
+        for message in (m.Register(decode), m.Put(job), m.Register(prefill)):
+            one.send(codec.encode("d", message))
+            _, frame = await receive(server)
+            sender, body = codec.decode([frame])
+            assert sender == "d"
+            seen.append(body.job.address if isinstance(body, m.Put) else body.member.address)
+        one.send(b"noise")
+        assert await receive(server) == [b"one", b"noise"]
+    assert seen[0] == seen[1] != there and seen[2] == there
+
+
+def test_a_plan_is_drawn_from_its_seed():
+    """The same seed, the same blows to the same places at the same moments; each request comes once."""
+    first, again, other = (blows.plan(seed, 100, 7, 0.1, 2.0, 2.0) for seed in (1, 1, 2))
+    assert first == again != other
+    assert [ask.number for episode in first for ask in episode.asks] == list(range(100))
+    assert all(episode.blow is not None for episode in first)
+    assert all(episode.blow is None for episode in blows.plan(1, 100, 7, 0.1, 2.0, 2.0, calm=True))
+    assert draw_prompts(1, 50, 1024) == draw_prompts(1, 50, 1024) != draw_prompts(2, 50, 1024)
+    assert not safe({"tokens": [1, 2], "margin": 1e-5}, 2) and not safe({"tokens": [1], "margin": 1.0}, 2)
+
+
+def request(number: int, **fields) -> Request:
+    fields = {"end": End.ANSWERED, "right": True, "asked_at": 1.0, "ended_at": 2.0, "tries": 1, **fields}
+    return Request(number, [1], 2, [5, 6], **fields)
+
+
+def judged(requests: list[Request], left: dict | None = None, growth: dict | None = None) -> list[str]:
+    chaos = Record(requests={r.number: r for r in requests})
+    return report.faults(report.judge(Record(), chaos, Rest(left or {}, {}), growth or {}))
+
+
+def test_a_run_fails_for_each_thing_that_may_not_be():
+    """A wrong answer, an open request, a block or a descriptor too many: each alone, named."""
+    good = [request(0), request(1, end=End.ABORTED, right=False)]
+    assert judged(good) == []
+    for found, word in ((judged([*good, request(7, right=False)]), "wrong answers: [7]"),
+                        (judged([*good, request(8, end=End.OPEN, right=False)]), "unfinished: [8]"),
+                        (judged(good, left={"D1": {"free_blocks": (9, 10)}}), "D1 is not at rest"),
+                        (judged(good, growth={"P1": {"descriptors": (90, 60)}}), "P1 has grown")):
+        assert len(found) == 1 and word in found[0]
+
+
+def test_percentiles():
+    """The p99 of a hundred values is the hundredth, of a thousand the 991st."""
+    assert report.spread(range(1000)) == {"count": 1000, "p50": 500, "p99": 990, "max": 999}
+    assert report.spread([]) == {"count": 0}

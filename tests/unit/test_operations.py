@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/operations.md names every figure that an engine shows. A new one without a word there fails."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from vllm_pd import metrics
+from vllm_pd.config import PDConfig
+from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.process import local_member
+from vllm_pd.core.events import FallbackReason, Outcome
+from vllm_pd.core.messages import PROTOCOL, DenyReason, Fingerprint, Role
+from vllm_pd.core.policy import Reason
+from vllm_pd.rpc.codec import FrameFault
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = (ROOT / "docs" / "operations.md").read_text()
+TICKED = set(re.findall(r"`([^`]+)`", DOCUMENT))
+
+
+def literals(node: ast.AST) -> set[str]:
+    """The strings that an argument may be."""
+    return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+
+
+def dropped(path: str, prefix: str) -> set[str]:
+    """What a side counts as dropped, by the words of its source."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "_drop":
+            found |= literals(node.args[0])
+        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "dropped":
+            found |= literals(node.slice)
+    found.discard("claim_")  # and a reason
+    return {f"{prefix}_{name}" for name in found}
+
+
+def figures() -> set[str]:
+    names = {family.name for family in metrics._families().describe()}
+    totals = {f"{family.name}_total" for family in metrics._families().describe() if family.type == "counter"}
+    return {name for name in names if f"{name}_total" not in totals} | totals
+
+
+def test_every_family_is_described():
+    """Gauges, counters and times of metrics.py, by the name that /metrics shows."""
+    assert len(figures()) >= 8
+    assert figures() <= TICKED
+
+
+@pytest.mark.parametrize("words", [Reason, FallbackReason, Outcome, metrics.STAGES], ids=str)
+def test_every_label_is_described(words):
+    """Each value that a label takes."""
+    assert {getattr(word, "value", word) for word in words} <= TICKED
+
+
+def test_every_drop_is_described():
+    """Each kind of a message that changed nothing."""
+    kinds = (dropped("vllm_pd/core/decode.py", "decode") | dropped("vllm_pd/core/prefill.py", "prefill")
+             | {f"link_frame_{fault.value}" for fault in FrameFault}
+             | {f"decode_claim_{reason.value}" for reason in DenyReason})
+    assert len(kinds) > 30
+    assert kinds <= TICKED, sorted(kinds - TICKED)
+
+
+def test_every_gauge_of_the_control_thread_is_described():
+    """What /pd/status shows."""
+    config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
+    member = local_member(Role.BOTH, Fingerprint(PROTOCOL, "m", "f", "f", 16, 1, 1, 8, "l"))
+    gauges = set(ControlAgent(config, member, b"", wake=lambda: None).counts())
+    assert gauges and gauges <= TICKED
+
+
+def test_every_link_leads_somewhere():
+    """Headings of the document, and files beside it."""
+    anchors = {re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+               for line in DOCUMENT.splitlines() if line.startswith("#")}
+    for target in re.findall(r"\]\(([^)]+)\)", DOCUMENT):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        else:
+            assert (ROOT / "docs" / target).exists(), target
