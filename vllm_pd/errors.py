@@ -15,6 +15,10 @@ class ConfigError(PDError):
         self.value = value
         self.cure = cure
 
+    def __reduce__(self) -> tuple:
+        """A worker's error travels to its engine pickled, by upstream's own queue."""
+        return type(self), (self.key, self.value, self.cure)
+
 
 class PeerMismatch(PDError):
     """Two engines whose KV caches don't fit each other."""
@@ -25,6 +29,9 @@ class PeerMismatch(PDError):
         self.key = key
         self.ours = ours
         self.theirs = theirs
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.key, self.ours, self.theirs)
 
 
 class UnmappableSplit(PDError):

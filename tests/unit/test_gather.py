@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """B20, B21, B28: the ranks of one engine report over their own line, and end with their engine."""
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from vllm_pd.control import process
 from vllm_pd.core import messages as m
-from vllm_pd.errors import ControlError
+from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
 from vllm_pd.transfer.gather import ENDS_A_WORD, MAX_WORD_BYTES, GatheredTransfer, RankListener, RankWord, words
 from vllm_pd.transfer.rank import RankThread
 from vllm_pd.transfer.requests import Finished, Notice, Refusal, TransferProgress, Write
@@ -230,6 +231,14 @@ def test_b80_a_worker_that_does_not_come_is_named(child):
     listener, running = child
     with pytest.raises(ControlError, match=r"\[1\].*0.2 s"):
         listener.accept({running.pid, 1}, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("error", [ConfigError("kv_cache", "no layers", "use attention"), PeerMismatch("tp", 3, 2),
+                                   ControlError("gone")], ids=lambda error: type(error).__name__)
+def test_b80_an_error_of_a_worker_reaches_its_engine_whole(error):
+    """Upstream's queue pickles it; one that can't be unpickled would end the thread that waits for the answer."""
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
 def test_b81_another_process_is_turned_away(child):
