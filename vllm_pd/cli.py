@@ -16,6 +16,7 @@ import typer
 
 from vllm_pd.errors import PDError
 
+STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Prefill on one vLLM engine, decode on another.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure a running fleet.")
@@ -28,6 +29,14 @@ Settings = Annotated[list[str] | None, typer.Option("--pd", metavar="KEY=VALUE",
                                                        "like max_local_prefill_tokens=500; may be repeated.")]
 KeyFile = Annotated[str | None, typer.Option("--keys", metavar="FILE", help="The cluster's key, as `vllm-pd keys` made "
                                              "it; needed beyond the loopback.")]
+ENGINE_HELP = "The beginning of its incarnation, or its control address, as `vllm-pd status` without it shows them."
+Engine = Annotated[str, typer.Argument(help=ENGINE_HELP)]
+MaybeEngine = Annotated[str | None, typer.Argument(help=ENGINE_HELP)]
+OfBroker = Annotated[str, typer.Option("--broker", help="The broker where it is registered.")]
+NatsCredentials = Annotated[str | None, typer.Option("--nats-credentials", metavar="FILE", help="The NATS user's "
+                                                     "file.")]
+NatsCa = Annotated[str | None, typer.Option("--nats-ca", metavar="FILE", help="Certificates for tls://.")]
+NatsPrefix = Annotated[str, typer.Option("--nats-prefix", help="As in the engines' settings.")]
 Urls = Annotated[list[str], typer.Option(help="Its base URL, like http://127.0.0.1:8000.")]
 
 
@@ -73,7 +82,7 @@ def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` tak
        state: StateFile = None,
        timeout_s: Annotated[float, typer.Option(help="How long all engines may take to become healthy.")] = 600.0,
        stop_timeout_s: Annotated[float, typer.Option(help="How long engines may take to end before they are killed.")]
-       = 10.0,
+       = STOP_TIMEOUT_S,
        stop_on_death: Annotated[bool, typer.Option("--stop-on-death", help="End everything when one engine or the "
                                                    "broker dies; else the others go on.")] = False,
        pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Give each engine cores of its own; by "
@@ -95,9 +104,8 @@ def doctor(broker: Annotated[str | None, typer.Option(help="Also ask this broker
            port: Annotated[list[int] | None, typer.Option(help="Also try whether this port is free; 5700 and "
                                                               "8000 where no --broker is given.")] = None,
            keys: KeyFile = None,
-           nats_credentials: Annotated[str | None, typer.Option(metavar="FILE", help="The NATS user's file.")] = None,
-           nats_ca: Annotated[str | None, typer.Option(metavar="FILE", help="Certificates for tls://.")] = None,
-           nats_prefix: Annotated[str, typer.Option(help="As in the engines' settings.")] = "vllm_pd") -> None:
+           nats_credentials: NatsCredentials = None, nats_ca: NatsCa = None,
+           nats_prefix: NatsPrefix = "vllm_pd") -> None:
     """Check the installation, NIXL, the ports and the engines; say what to do about each fault."""
     from vllm_pd.doctor import examine
     from vllm_pd.peers import Access
@@ -106,6 +114,53 @@ def doctor(broker: Annotated[str | None, typer.Option(help="Also ask this broker
     for finding in findings:
         typer.echo(str(finding))
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+@app.command()
+def drain(engine: Engine, broker: OfBroker, keys: KeyFile = None,
+          timeout_s: Annotated[float, typer.Option(help="How long to wait until nothing is open there.")] = 300.0,
+          nats_credentials: NatsCredentials = None, nats_ca: NatsCa = None,
+          nats_prefix: NatsPrefix = "vllm_pd") -> None:
+    """Have an engine take nothing new, finish what is open and leave; it can be stopped then without harm."""
+    from vllm_pd.orders import Operator, describe, find_engine, is_drained
+    from vllm_pd.peers import Access
+    access = Access(keys, nats_credentials, nats_ca, nats_prefix)
+    with Operator(find_engine(engine, broker, access), access) as operator:
+        reply = operator.drain(timeout_s)
+    typer.echo("\n".join(describe(reply)))
+    raise typer.Exit(0 if is_drained(reply) else 1)
+
+
+@app.command()
+def role(engine: Engine, role: Annotated[str, typer.Argument(help="kv_both, kv_producer or kv_consumer.")],
+         broker: OfBroker, keys: KeyFile = None, nats_credentials: NatsCredentials = None, nats_ca: NatsCa = None,
+         nats_prefix: NatsPrefix = "vllm_pd") -> None:
+    """Have a kv_both engine act as only one of both, or as both again. What is open is finished."""
+    from vllm_pd.config import KV_ROLES
+    from vllm_pd.core.messages import SetRole
+    from vllm_pd.errors import ConfigError
+    from vllm_pd.orders import Operator, describe, find_engine
+    from vllm_pd.peers import Access
+    if role not in KV_ROLES:
+        raise ConfigError("ROLE", role, f"write one of {', '.join(KV_ROLES)}")
+    access = Access(keys, nats_credentials, nats_ca, nats_prefix)
+    with Operator(find_engine(engine, broker, access), access) as operator:
+        typer.echo("\n".join(describe(operator.tell(SetRole(KV_ROLES[role])))))
+
+
+@app.command()
+def status(broker: OfBroker, engine: MaybeEngine = None, keys: KeyFile = None, nats_credentials: NatsCredentials = None,
+           nats_ca: NatsCa = None, nats_prefix: NatsPrefix = "vllm_pd") -> None:
+    """Ask an engine what it is doing; without ENGINE, list those that are registered."""
+    from vllm_pd.core.messages import Status
+    from vllm_pd.orders import Operator, describe, find_engine, introduce
+    from vllm_pd.peers import Access, take_census
+    access = Access(keys, nats_credentials, nats_ca, nats_prefix)
+    if engine is None:
+        typer.echo("\n".join(map(introduce, take_census(broker, access=access).members)) or "no engine is registered")
+        return
+    with Operator(find_engine(engine, broker, access), access) as operator:
+        typer.echo("\n".join(describe(operator.tell(Status()))))
 
 
 @bench_app.command()

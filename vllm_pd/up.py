@@ -4,8 +4,9 @@
 Life: the broker, then the engines, at most two of them starting at a time because starting is mostly work for the
 CPU; each is waited for until it is healthy; then the addresses are printed and the state file is written. Until then
 a child that dies takes the rest down. Afterwards it is reported, the others go on without it (a decode engine that
-loses its peers prefills by itself), and `up` ends with a failure in the end. A signal takes everything down: engines
-first, asked, then killed, then the broker; a second signal kills at once.
+loses its peers prefills by itself), and `up` ends with a failure in the end. A signal takes everything down: the
+decode engines first, asked, so that they drain, then killed; then the prefill engines; then the broker. A second signal
+kills at once.
 """
 
 import collections
@@ -27,6 +28,7 @@ STARTING_AT_ONCE = 2
 CHECK_PERIOD_S = 0.25
 BROKER_START_S = 30.0
 BROKER_STOP_S = 3.0
+STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -45,7 +47,7 @@ class Fleet:
     inside the `with` block every engine is healthy, and after it every process has ended."""
 
     def __init__(self, plan: FleetPlan, *, state: Path | None = None, timeout_s: float = 600.0,
-                 stop_timeout_s: float = 10.0, stop_on_death: bool = False, say: Say = say_aloud) -> None:
+                 stop_timeout_s: float = STOP_TIMEOUT_S, stop_on_death: bool = False, say: Say = say_aloud) -> None:
         self.plan = plan
         self._state = state
         self._timeout_s = timeout_s
@@ -114,9 +116,13 @@ class Fleet:
         self._announce()
 
     def stop(self) -> None:
-        """Ends every process. Bounded: the engines have `stop_timeout_s`, the broker 3 s, then they are killed."""
-        engines = list(self._engines.values())
-        self._end(engines, self._stop_timeout_s)
+        """Ends every process. Each engine drains: the decode engines first, while the others still work for them.
+        Bounded: both kinds have `stop_timeout_s` each and the broker 3 s, then they are killed; at once, where a signal
+        comes meanwhile."""
+        patient = True
+        for decodes in (True, False):
+            children = [child for engine, child in self._engines.items() if engine.role.decodes is decodes]
+            patient = self._end(children, self._stop_timeout_s if patient else 0.0) and patient
         self._end([self._broker], BROKER_STOP_S)
 
     def state(self) -> dict:
@@ -170,22 +176,26 @@ class Fleet:
         for line in event.child.last_lines():
             self._say(f"    {line}")
 
-    def _end(self, children: list[Child], timeout_s: float) -> None:
+    def _end(self, children: list[Child], timeout_s: float) -> bool:
+        """End these. Whether no signal asked for more haste."""
         for child in children:
             child.stop()
+        patient = True
         deadline = time.monotonic() + timeout_s
         while any(child.alive for child in children):
             try:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 event = None
-            if event is None or isinstance(event, Asked):
+            patient = not isinstance(event, Asked)
+            if event is None or not patient:
                 break
         for child in children:
             if child.alive:
                 self._say(f"{child.name} does not end by itself: killed")
             child.kill()
             child.wait(time.monotonic() + 5.0)
+        return patient
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._events.put(Asked(number))

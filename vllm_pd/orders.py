@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Telling a running engine what to do, from outside: an operator's messages on its control socket."""
+import time
+import uuid
+from dataclasses import dataclass
+
+import zmq
+
+from vllm_pd.core import messages as m
+from vllm_pd.errors import ConfigError, ControlError
+from vllm_pd.peers import Access, take_census
+from vllm_pd.rpc import codec, sockets
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where an engine listens for orders, and who it is, if that is known."""
+    address: str
+    incarnation: str | None = None
+
+
+def find_engine(engine: str, broker: str, access: Access, timeout_s: float = 5.0) -> Target:
+    """The registered engine whose incarnation begins so; an address is taken as it is, for an engine that has drained
+    is registered no more. Raises ConfigError where it is none or not the only one, and what `take_census` does."""
+    if engine.startswith("tcp://"):
+        return Target(engine)
+    members = take_census(broker, timeout_s, access).members
+    found = [member for member in members if engine and member.incarnation.startswith(engine)]
+    if len(found) == 1:
+        return Target(found[0].address, found[0].incarnation)
+    listed = ", ".join(map(introduce, found or members))
+    raise ConfigError("ENGINE", engine, f"{'more than one begins so' if found else 'no such engine is registered'}: "
+                      f"write one of {listed or 'those that you start; there is none now'}")
+
+
+def introduce(member: m.Member) -> str:
+    """A registry entry in a few words."""
+    return (f"{member.incarnation[:12]} ({member.role.value}{', draining' if member.draining else ''} at "
+            f"{member.address})")
+
+
+class Operator:
+    """A connection to one engine. Also a context manager."""
+
+    def __init__(self, target: Target, access: Access):
+        self.target = target
+        self._name = f"operator-{uuid.uuid4().hex}"
+        self._context = zmq.Context()
+        try:
+            self._socket = sockets.client(self._context, target.address, only_connected=False, keys=access.load_keys())
+        except zmq.ZMQError as error:
+            self._context.term()
+            raise ControlError(f"{target.address} is no address that can be reached: {error}") from error
+
+    def __enter__(self) -> "Operator":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def tell(self, order: m.Message, timeout_s: float = 5.0) -> m.StatusReply:
+        """The engine's answer. Raises ControlError where none comes in time, or where the engine refuses."""
+        deadline = time.monotonic() + timeout_s
+        sockets.send(self._socket, codec.encode(self._name, order))
+        while self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+            try:
+                sender, reply = codec.decode(self._socket.recv_multipart())
+            except codec.BadFrame as fault:
+                raise ControlError(f"what listens at {self.target.address} is no engine: {fault}") from fault
+            if self.target.incarnation not in (None, sender):
+                raise ControlError(f"another engine listens at {self.target.address} by now: {sender}")
+            if isinstance(reply, m.StatusReply):
+                if reply.problem:
+                    raise ControlError(reply.problem)
+                return reply
+        raise ControlError(f"the engine at {self.target.address} does not answer: it is stopped or gone, or has "
+                           "another key")
+
+    def drain(self, timeout_s: float) -> m.StatusReply:
+        """Have it drained, and wait for the end of that; the last answer says whether it came in time."""
+        deadline = time.monotonic() + timeout_s
+        reply = self.tell(m.Drain())
+        while not is_drained(reply) and time.monotonic() < deadline:
+            time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+            reply = self.tell(m.Status())
+        return reply
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+        self._context.term()
+
+
+def is_drained(reply: m.StatusReply) -> bool:
+    """Whether nothing is open there any more, and the engine has left the registry."""
+    return bool(reply.gauges.get("drained"))
+
+
+def describe(reply: m.StatusReply) -> list[str]:
+    """A status, line by line."""
+    member = reply.member
+    state = "drained" if is_drained(reply) else "draining" if member.draining else "serving"
+    return [f"engine {member.incarnation} at {member.address}: {member.role.value}, {state}",
+            *(f"  {name:<15} {value}" for name, value in reply.gauges.items())]
