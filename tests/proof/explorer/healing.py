@@ -7,7 +7,7 @@ a job that nobody had claimed yet must not die of age while a prefill engine is 
 """
 import collections
 
-from explorer.model import DecodeEngine, PrefillEngine, Stage, Violation, require
+from explorer.model import DecodeEngine, PrefillEngine, Violation, require
 from explorer.snapshots import NOW
 from explorer.world import DEAD, State, World
 from vllm_pd.core import messages as m
@@ -168,13 +168,6 @@ class _Healing:
         return found
 
     def _check_claims(self) -> None:
-        for attempt, d in list(self.must_be_claimed.items()):
-            engine = self.engine(d)
-            states = engine.side.states()
-            if states.get(attempt) is AttemptState.GRANTED:
-                del self.must_be_claimed[attempt]
-            elif attempt not in states:
-                request = engine.requests.get(attempt.request_id)
-                require(request is None or request.stage is Stage.OVER or request.tries == 0,
-                        f"{attempt} was never claimed although a prefill engine was there")
-                del self.must_be_claimed[attempt]
+        for attempt, d in self.must_be_claimed.items():
+            require(attempt not in self.engine(d).died_of_age,
+                    f"{attempt} was never claimed although a prefill engine was there")

@@ -23,6 +23,7 @@ from vllm_pd.core.events import (
     Disconnect,
     DropPeer,
     Fallback,
+    FallbackReason,
     Prefill,
     Prefilled,
     Released,
@@ -119,6 +120,7 @@ class DecodeEngine:
         self.kv: dict[tuple[int, int], int] = {}  # (block, rank): whose
         self.granted: dict[m.Attempt, tuple[str, int]] = {}
         self.expired_by_lease: frozenset[m.Attempt] = frozenset()
+        self.died_of_age: frozenset[m.Attempt] = frozenset()  # without ever having been claimed
 
     # What can happen next.
 
@@ -261,8 +263,10 @@ class DecodeEngine:
         self.quarantined[attempt], request.blocks = request.blocks, ()
         request.stage, request.attempt = Stage.WAITING, None
         request.avoid = (event.peer, ) if event.peer and event.reason.another_may_help else ()
-        if event.outcome.value == "expired" and event.reason.value == "lease":
+        if event.reason is FallbackReason.LEASE:
             self.expired_by_lease |= {attempt}
+        if event.reason is FallbackReason.DEADLINE and not event.peer:
+            self.died_of_age |= {attempt}
         return request
 
     def _try_remotely(self, request: Request) -> list[Letter]:
