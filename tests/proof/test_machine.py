@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A random walk through a bigger world than can be searched to its end: two decode and two prefill engines that die and
-"""A random walk through a bigger world than can be searched to its end: two decode and two prefill engines that die and
 come back, two ranks, ids that are used again, second attempts.
 
 After each step the invariants of B34 hold, and at its end, wherever that is, all can still end well. With B21, B22,
