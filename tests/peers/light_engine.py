@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines without a model, each in a process of its own: real control agents, real NIXL transports, real memory.
+
+A prefill "computes" by filling blocks with a number that follows from the prompt; a decode engine looks whether that
+number is in all blocks that it is told are ready. `Nursery` forks them from one process that has imported everything,
+so that a life costs a fraction of a second.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.process import local_member
+from vllm_pd.core import messages as m
+from vllm_pd.core import events as e
+from vllm_pd.core.events import Cancelled, Fallback, Prefill, Prefilled, Released
+from vllm_pd.transfer import requests as transfer
+from vllm_pd.transfer.layout import describe
+from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.worker import TransferWorker
+from vllm_pd.v0.progress import ArrivalNotice
+
+BLOCK_SIZE, KV_HEADS, HEAD_SIZE, LAYERS, BLOCKS = 16, 2, 16, 2, 64
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "none", "int32", "int32", BLOCK_SIZE, LAYERS, KV_HEADS, HEAD_SIZE, "hnd")
+QUICK = {"heartbeat_s": 0.2, "ttl_s": 2.0, "claim_retry_s": 0.5, "lease_s": 3.0, "attempt_deadline_s": 20.0}
+PAUSE_S = 0.005
+
+
+def answer(token_ids: list[int]) -> int:
+    """What a prefill of this prompt leaves in every block."""
+    return 1 + sum(token_ids) % 1_000_003
+
+
+@dataclass
+class Job:
+    """One job on P: fills its blocks at `due`."""
+    prefill: Prefill
+    due: float
+    blocks: list[int] = field(default_factory=list)
+    cancelled: bool = False
+
+
+class LightEngine:
+    """Lives in its process; `serve` runs it until the pipe closes."""
+
+    def __init__(self, role: str, settings: dict, work_s: float = 0.0, room: int = 4, elsewhere: bool = False) -> None:
+        self.memory = [torch.zeros((2, BLOCKS, BLOCK_SIZE * KV_HEADS * HEAD_SIZE), dtype=torch.int32)
+                       for _ in range(LAYERS)]
+        cache = describe(self.memory, num_blocks=BLOCKS, block_size=BLOCK_SIZE, kv_heads=KV_HEADS, head_size=HEAD_SIZE,
+                         platform="cpu", backend="IPEX")
+        member = local_member(m.Role(role), FINGERPRINT)
+        if elsewhere:  # as if in another container: nobody can judge it by process id, nor it anybody
+            member = msgspec.structs.replace(member, host_id=f"elsewhere/{member.incarnation}")
+        self.worker = TransferWorker(NixlTransport(member.incarnation, self.memory, cache, progress_thread=False))
+        self.bell = threading.Event()
+        config = PDConfig.parse(role, {**QUICK, **settings})
+        self.agent = ControlAgent(config, member, self.worker._transport.metadata(), self.bell.set)
+        self.agent.start()
+        self.work_s, self.room = work_s, room
+        self.free = list(range(BLOCKS))
+        self.prompts: dict[m.Attempt, tuple[str, list[int], list[int]]] = {}  # name, tokens, blocks
+        self.ended: dict[str, str] = {}
+        self.waiting: collections.deque[tuple[str, list[int]]] = collections.deque()
+        self.jobs: dict[m.Attempt, Job] = {}
+        self.moved = 0
+
+    # Commands.
+
+    def do_submit(self, requests: list[tuple[str, list[int]]]) -> None:
+        self.waiting.extend(requests)
+
+    def do_ended(self) -> dict[str, str]:
+        """How each request since the last call ended: remote, local, or wrong."""
+        ended, self.ended = self.ended, {}
+        return ended
+
+    def do_state(self) -> dict:
+        process = psutil.Process()
+        return {"free": len(self.free), "open": len(self.agent.open_attempts()), "jobs": len(self.jobs),
+                "waiting": len(self.waiting) + len(self.prompts), "handles": self.worker.live_handles(),
+                "counts": self.agent.counts(), "totals": self.agent.totals(), "dropped": self.agent.dropped(),
+                "view": msgspec.structs.asdict(self.agent.view()), "role": self.agent.standing.role.value,
+                "left": self.agent.standing.left, "error": repr(self.agent.error) if self.agent.error else None,
+                "fds": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss,
+                "moved": self.moved}
+
+    def do_member(self) -> m.Member:
+        return self.agent.member
+
+    def do_drain(self) -> None:
+        self.agent.drain()
+
+    def do_role(self, role: str) -> str:
+        return self.agent.set_role(m.Role(role))
+
+    def do_work(self, seconds: float) -> None:
+        self.work_s = seconds
+
+    def do_notify(self, peer: str, attempt: m.Attempt) -> None:
+        """Deliver a notice of that attempt, without a write."""
+        job = Job(Prefill(attempt, [0], [], 0, [], peer), 0.0, cancelled=True)
+        self.jobs[attempt] = job
+        self.worker.execute([transfer.Write(str(attempt), peer, [], [], [ArrivalNotice(attempt, 0).encode()])])
+
+    def do_quit(self) -> None:
+        self.agent.close()
+        self.worker.close()
+        self.agent.end_lifeline()
+        raise SystemExit
+
+    # The loop.
+
+    def serve(self, pipe: Connection) -> None:
+        while True:
+            while pipe.poll():
+                name, arguments = pipe.recv()
+                try:
+                    pipe.send((True, getattr(self, f"do_{name}")(*arguments)))
+                except SystemExit:
+                    pipe.send((True, None))
+                    return
+                except Exception:
+                    pipe.send((False, traceback.format_exc()))
+            self.step()
+            self.bell.wait(PAUSE_S)
+            self.bell.clear()
+
+    def step(self) -> None:
+        self._collect()
+        self._start_waiting()
+        self._compute()
+        self.agent.set_room(max(0, self.room - len(self.jobs)))
+        self.agent.set_load(m.Load(len(self.prompts) + len(self.jobs), len(self.waiting), len(self.free)))
+
+    def _collect(self) -> None:
+        progress = self.worker.take_progress()
+        for notice in progress.notices:
+            arrival = ArrivalNotice.decode(notice.payload)
+            self.agent.arrived(arrival.attempt, arrival.rank)
+        for end in progress.finished:
+            self._written(end)
+        for event in self.agent.take_events():
+            self._on_event(event)
+
+    def _on_event(self, event: object) -> None:
+        if isinstance(event, e.AddPeer):
+            self.worker.execute([transfer.AddPeer(event.incarnation, event.metadata)])
+        elif isinstance(event, e.DropPeer):
+            self.worker.execute([transfer.DropPeer(event.incarnation)])
+        elif isinstance(event, Prefill):
+            self.jobs[event.attempt] = Job(event, time.monotonic() + self.work_s)
+        elif isinstance(event, Cancelled):
+            self._cancelled(event.attempt)
+        elif isinstance(event, Prefilled):
+            self._prefilled(event.attempt)
+        elif isinstance(event, Fallback):
+            self.ended[self.prompts[event.attempt][0]] = "local"
+        elif isinstance(event, Released):
+            self.free += self.prompts.pop(event.attempt)[2]
+
+    def _start_waiting(self) -> None:
+        while self.waiting:
+            name, tokens = self.waiting[0]
+            count = -(-len(tokens) // BLOCK_SIZE)
+            if count > len(self.free):
+                return
+            self.waiting.popleft()
+            view = self.agent.view()
+            if not (self.agent.standing.hands_over and view.broker_up and view.prefill_peers):
+                self.ended[name] = "local"
+                continue
+            blocks, self.free = self.free[:count], self.free[count:]
+            for layer in self.memory:
+                layer[:, blocks] = 0
+            attempt = self.agent.next_attempt(name)
+            self.prompts[attempt] = (name, tokens, blocks)
+            self.agent.submit(attempt, tokens, blocks, 0)
+
+    def _prefilled(self, attempt: m.Attempt) -> None:
+        name, tokens, blocks = self.prompts.pop(attempt)
+        right = all(bool((layer[:, blocks] == answer(tokens)).all()) for layer in self.memory)
+        self.ended[name] = "remote" if right else "wrong"
+        self.free += blocks
+
+    def _compute(self) -> None:
+        for attempt, job in list(self.jobs.items()):
+            count = len(job.prefill.block_ids)
+            if job.blocks or job.due > time.monotonic() or count > len(self.free):
+                continue
+            if not self.agent.may_write(attempt):
+                del self.jobs[attempt]
+                self.agent.failed(attempt, "the lease ran out")
+                continue
+            job.blocks, self.free = self.free[:count], self.free[count:]
+            for layer in self.memory:
+                layer[:, job.blocks] = answer(job.prefill.token_ids)
+            self.worker.execute([transfer.Write(str(attempt), job.prefill.peer, job.blocks, job.prefill.block_ids,
+                                                [ArrivalNotice(attempt, 0).encode()])])
+
+    def _written(self, end: transfer.Finished) -> None:
+        attempt = next(attempt for attempt in self.jobs if str(attempt) == end.key)
+        job = self.jobs.pop(attempt)
+        self.free += job.blocks
+        self.moved += end.bytes
+        if job.cancelled:
+            self.agent.ended(attempt)
+        elif end.ok:
+            self.agent.sent(attempt, m.Timings(bytes=end.bytes, measured=True))
+        else:
+            self.agent.failed(attempt, end.error)
+
+    def _cancelled(self, attempt: m.Attempt) -> None:
+        job = self.jobs.get(attempt)
+        if job is None or not job.blocks:
+            self.jobs.pop(attempt, None)
+            self.agent.ended(attempt)
+        elif not job.cancelled:
+            job.cancelled = True
+            self.worker.execute([transfer.CancelWrite(str(attempt))])
+
+
+# The test's end.
+
+
+class Light:
+    """The handle of one engine process."""
+
+    def __init__(self, pid: int, pipe: Connection) -> None:
+        self.pid = pid
+        self._pipe = pipe
+        self.member: m.Member = self.ask("member")
+
+    def ask(self, name: str, *arguments: object, timeout_s: float = 20.0) -> object:
+        self._pipe.send((name, arguments))
+        assert self._pipe.poll(timeout_s), f"{name} is not answered by {self.pid}"
+        fine, result = self._pipe.recv()
+        assert fine, result
+        return result
+
+    def state(self) -> dict:
+        return self.ask("state")
+
+    def wait_until(self, condition, timeout_s: float = 15.0) -> dict:
+        deadline = time.monotonic() + timeout_s
+        while not condition(state := self.state()):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.02)
+        return state
+
+    def wait_for_peers(self, count: int) -> dict:
+        return self.wait_until(lambda state: state["view"]["broker_up"] and state["view"]["prefill_peers"] == count)
+
+    def wait_ended(self, names: set[str], timeout_s: float = 20.0) -> dict[str, str]:
+        """How these ended; nothing else may."""
+        ended: dict[str, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while not ended.keys() >= names:
+            assert time.monotonic() < deadline, (names - ended.keys(), self.state())
+            ended |= self.ask("ended")
+            time.sleep(0.01)
+        assert ended.keys() == names
+        return ended
+
+    def at_rest(self) -> dict:
+        """B20: everything is back."""
+        return self.wait_until(lambda state: (state["free"], state["open"], state["jobs"], state["waiting"],
+                                              state["handles"], state["error"]) == (BLOCKS, 0, 0, 0, 0, None))
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._pipe.close()
+
+    def quit(self) -> None:
+        self.ask("quit")
+        self._pipe.close()
+
+
+class Nursery:
+    """The process from which engines are forked. A context manager; all that it has made end with it."""
+
+    def __enter__(self) -> Nursery:
+        import subprocess
+        self._folder = tempfile.TemporaryDirectory()
+        self._address = f"{self._folder.name}/nursery"
+        self._listener = Listener(self._address, backlog=16)
+        root = Path(__file__).resolve().parents[2]
+        self._process = subprocess.Popen([sys.executable, str(Path(__file__)), self._address],
+                                         env={**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"})
+        self._pipe = self._accept(60.0)
+        self._made: list[Light] = []
+        return self
+
+    def engine(self, role: m.Role, broker: str, settings: dict | None = None, **more: object) -> Light:
+        """A new engine's process, registered or about to be."""
+        self._pipe.send((role.value, {"broker": broker, **(settings or {})}, more))
+        pid = self._pipe.recv()
+        self._made.append(Light(pid, self._accept(20.0)))
+        return self._made[-1]
+
+    def _accept(self, timeout_s: float) -> Connection:
+        assert wait_for([self._listener._listener._socket], timeout_s), "the process does not start"
+        return self._listener.accept()
+
+    def __exit__(self, *exc_info: object) -> None:
+        for light in self._made:
+            light.kill()
+        self._pipe.close()
+        self._process.wait(10)
+        self._listener.close()
+        self._folder.cleanup()
+
+
+def main() -> None:
+    """The nursery: forks an engine for every message, until the pipe closes."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what ends leaves nothing behind
+    pipe = Client(sys.argv[1])
+    while True:
+        try:
+            role, settings, more = pipe.recv()
+        except EOFError:
+            return
+        pid = os.fork()
+        if pid == 0:
+            pipe.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+                engine = LightEngine(role, settings, **more)
+                engine.serve(Client(sys.argv[1]))
+            os._exit(0)
+        pipe.send(pid)
+
+
+if __name__ == "__main__":
+    main()
