@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _chaos.fleet import Lost
 from _chaos.session import Settings, chaos
 
 LONG = ("counters", "settings", "at_rest", "at_rest_after_calm")  # in the JSON only
@@ -49,7 +50,11 @@ def main() -> int:
     if not arguments["model"]:
         parser.error("--model is missing, and VLLM_PD_TINY_MODEL is not set: source scripts/env.sh first")
     settings = Settings(proxy=not arguments.pop("no_proxy"), **arguments)
-    result = chaos(settings, print_line)
+    try:
+        result = chaos(settings, print_line)
+    except (Lost, TimeoutError) as error:
+        print(f"FAILED with seed {settings.seed}: {error}", file=sys.stderr)
+        return 1
     if outputs["json"]:
         outputs["json"].write_text(json.dumps(result.figures, indent=1) + "\n")
     if outputs["png"]:

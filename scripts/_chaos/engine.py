@@ -131,11 +131,13 @@ class Served:
             "split_requests": len(self.engine.seq_id_to_seq_group),
         }
         if self.disagg is not None:
-            agent, jobs = self.disagg._agent, self.disagg.prefill_jobs
+            agent, jobs, prefills = self.disagg._agent, self.disagg.prefill_jobs, self.disagg.remote_prefills
             counts = agent.counts()
             stats |= {
                 "open_attempts": len(agent.open_attempts()),
-                "held_blocks": len(self.disagg.remote_prefills._held_blocks),
+                "held_blocks": len(prefills._held_blocks),
+                "given_up": len(prefills._fallen) + len(prefills._freed),
+                "resumed": len(prefills._resumed),
                 "jobs": len(jobs._jobs) if jobs is not None else 0,
                 "live_handles": self.disagg._transfer.live_handles(),
                 "agent_errors": int(agent.error is not None),

@@ -7,7 +7,7 @@ from _chaos.fleet import Fleet, Slot
 
 EXACT = ("unfinished", "waiting", "running", "swapped", "remote_prefilling", "prefill_sending", "quarantined",
          "block_tables", "free_blocks", "references", "tracked", "split_requests", "open_attempts", "held_blocks",
-         "jobs", "live_handles", "agent_errors")
+         "given_up", "resumed", "jobs", "live_handles", "agent_errors")
 GROWING = ("peers", "sockets", "descriptors", "threads", "memory_bytes")
 REST_S = 30.0
 MEMORY_SLACK_BYTES = 48 << 20  # the allocator's, and vLLM's own caches

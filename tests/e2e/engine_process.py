@@ -20,8 +20,11 @@ IDLE_S = 0.02
 
 
 def main() -> None:
-    pipe = Connection(int(sys.argv[1]))
-    setup = json.loads(sys.argv[2])
+    serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))
+
+
+def serve(pipe: Connection, setup: dict) -> None:
+    """Build the engine and drive it until the other end is closed."""
     os.environ["VLLM_USE_V1"] = "0"
     from vllm import LLM
     arguments = dict(setup["llm"])

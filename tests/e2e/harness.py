@@ -79,19 +79,23 @@ class EngineProcess:
                  "extra": {"broker": broker, **(extra or {})},
                  "llm": {"dtype": "float32", "max_model_len": 1024, "block_size": 16, "enable_prefix_caching": True,
                          "num_gpu_blocks_override": 512, "max_num_seqs": 32, **llm}}
-        ours, theirs = socket.socketpair()
         self.role = role
         self.block_size = setup["llm"]["block_size"]
         self.max_model_len = setup["llm"]["max_model_len"]
+        self._pipe = self._spawn(setup, index)
+        self._ready = False
+        self._numbers = 0
+
+    def _spawn(self, setup: dict, index: int) -> Connection:
+        """Start the process. What it is driven by."""
+        ours, theirs = socket.socketpair()
         ranks = setup["llm"].get("tensor_parallel_size", 1)
         cores = ",".join(str(core(index + rank)) for rank in range(ranks))
         self.process = subprocess.Popen(
             ["taskset", "-c", cores, sys.executable, str(PROGRAM), str(theirs.fileno()), json.dumps(setup)],
             env=engine_env(index, ranks), pass_fds=[theirs.fileno()])
         theirs.close()
-        self._pipe = Connection(ours.detach())
-        self._ready = False
-        self._numbers = 0
+        return Connection(ours.detach())
 
     def ready(self) -> "EngineProcess":
         if self.process.poll() is not None:
@@ -184,6 +188,14 @@ class EngineProcess:
         """The block table of a live request."""
         return self.evaluate("next((scheduler.block_manager.get_block_table(g.first_seq) for g in (*scheduler.running, "
                              f"*scheduler.remote_prefilling.values()) if g.request_id == {request_id!r}), [])")
+
+    def hit(self, tokens: list[int]) -> int:
+        """How many tokens of this prompt a new request would find cached."""
+        self.execute("from vllm.inputs import token_inputs\nfrom vllm.sequence import Sequence\n"
+                     f"probe = Sequence(1 << 60, token_inputs({tokens!r}), {self.block_size})\n"
+                     "hit = scheduler.block_manager.get_num_cached_tokens(probe)\n"
+                     "scheduler.block_manager.remove_seq_from_computed_blocks_tracker(probe)")
+        return self.evaluate("hit")
 
     def at_rest(self, timeout_s: float = 15) -> None:
         """B20: nothing of any request is left."""
