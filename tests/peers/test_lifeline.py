@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Death as a fact where no process id can tell it: the pure judgement, the probes, and engines that really die."""
+import contextlib
+import os
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from vllm_pd.control.lifeline import GREETING_BYTES, Lifeline, Prober, greeting
+from vllm_pd.control.pulse import GRACE_S, IDLE_RETRY_S, SILENT_S, Answer, Pulse
+from vllm_pd.core.messages import Role
+
+ADDRESS = "tcp://10.0.0.1:5"
+
+
+class Judge:
+    """A Pulse and a clock."""
+
+    def __init__(self, busy=True):
+        self.now = 100.0
+        self.pulse = Pulse()
+        self.look(busy)
+
+    def look(self, busy=True):
+        self.pulse.watch(self.now, {"p": ADDRESS}, {"p"} if busy else set())
+
+    def ask(self, answer):
+        """Wait for the next probe, and answer it."""
+        due = self.pulse.next_deadline()
+        assert due is not None
+        waited, self.now = max(0.0, due - self.now), max(self.now, due)
+        assert self.pulse.due(self.now, 64) == [("p", ADDRESS)] and self.pulse.due(self.now, 64) == []
+        return self.pulse.answered(self.now, "p", answer), waited
+
+
+def test_b21_a_peer_that_greeted_and_is_refused_twice_is_dead():
+    judge = Judge()
+    assert judge.ask(Answer.GREETED) == (False, 0.0)
+    dead, waited = judge.ask(Answer.REFUSED)
+    assert not dead and waited == pytest.approx(SILENT_S)
+    dead, waited = judge.ask(Answer.REFUSED)
+    assert dead and waited == pytest.approx(GRACE_S), "the grace covers what was on its way"
+    assert SILENT_S + GRACE_S < 1.0
+
+
+def test_another_engine_at_its_port_is_as_good_as_a_refusal():
+    judge = Judge()
+    judge.ask(Answer.GREETED)
+    assert [judge.ask(answer)[0] for answer in (Answer.OTHER, Answer.REFUSED)] == [False, True]
+
+
+@pytest.mark.parametrize("answers", [
+    [Answer.REFUSED] * 5, [Answer.OTHER] * 5, [Answer.NOTHING, Answer.REFUSED, Answer.REFUSED],
+    [Answer.GREETED] + [Answer.NOTHING] * 5, [Answer.GREETED, Answer.REFUSED, Answer.NOTHING, Answer.REFUSED],
+    [Answer.GREETED, Answer.REFUSED, Answer.GREETED, Answer.REFUSED],
+], ids=lambda answers: " ".join(answer.value for answer in answers))
+def test_b22_nothing_else_is_death(answers):
+    """An address that never led to the peer says nothing about it; a stopped or unreachable peer may come back."""
+    judge = Judge()
+    assert not any(judge.ask(answer)[0] for answer in answers)
+
+
+def test_a_word_by_other_ways_stands_against_a_refusal():
+    judge = Judge()
+    judge.ask(Answer.GREETED)
+    judge.ask(Answer.REFUSED)
+    judge.pulse.heard(judge.now, "p")
+    assert [judge.ask(Answer.REFUSED)[0] for _ in range(2)] == [False, True]
+
+
+def test_only_a_silent_peer_that_matters_is_probed():
+    judge = Judge(busy=False)
+    assert judge.ask(Answer.NOTHING) == (False, 0.0)
+    assert judge.ask(Answer.GREETED) == (False, IDLE_RETRY_S), "until it has been reached once"
+    assert judge.pulse.next_deadline() is None
+    judge.look(busy=True)
+    assert judge.pulse.next_deadline() == judge.now + SILENT_S
+    for _ in range(10):
+        judge.now += SILENT_S / 2
+        judge.pulse.heard(judge.now, "p")
+        assert judge.pulse.due(judge.now, 64) == []
+    judge.pulse.watch(judge.now, {}, set())
+    assert len(judge.pulse) == 0 and judge.pulse.next_deadline() is None
+    assert not judge.pulse.answered(judge.now, "p", Answer.REFUSED)
+
+
+def test_probes_are_bounded_and_the_longest_due_come_first():
+    pulse = Pulse()
+    for now in range(100):
+        pulse.watch(float(now), {f"p{number}": ADDRESS for number in range(now + 1)}, set())
+    assert [name for name, _ in pulse.due(100.0, 3)] == ["p0", "p1", "p2"]
+    assert [name for name, _ in pulse.due(100.0, 2)] == ["p3", "p4"]
+
+
+# Sockets and processes.
+
+
+def probe(address, incarnation="p", timeout_s=3.0, serve=None):
+    """One probe, from its beginning to its answer."""
+    prober = Prober()
+    deadline = time.monotonic() + timeout_s
+    try:
+        prober.begin(time.monotonic(), incarnation, address)
+        while not (answers := prober.turn(time.monotonic())):
+            assert time.monotonic() < deadline
+            select.select([prober], [], [], 0.02)
+            if serve is not None:
+                serve.turn()
+        assert prober.room() == 64 and answers[0][0] == incarnation
+        return answers[0][1]
+    finally:
+        prober.close()
+
+
+CHILD = """
+import select, sys
+from vllm_pd.control.lifeline import Lifeline
+line = Lifeline(sys.argv[1], "127.0.0.1")
+print(line.address, flush=True)
+while sys.argv[2] == "serving":
+    select.select([line], [], [])
+    line.turn()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def child():
+    children = []
+
+    def start(incarnation="p", kind="serving"):
+        process = subprocess.Popen([sys.executable, "-c", CHILD, incarnation, kind], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, text=True)
+        children.append(process)
+        return process, process.stdout.readline().strip()
+
+    yield start
+    for process in children:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_that_lives_greets_and_one_that_was_killed_refuses(child):
+    process, address = child()
+    assert probe(address) is Answer.GREETED
+    assert probe(address, "another") is Answer.OTHER
+    process.kill()
+    process.wait(5)
+    assert probe(address) is Answer.REFUSED
+
+
+def test_b22_a_stopped_process_and_a_dead_thread_say_nothing(child):
+    process, address = child()
+    process.send_signal(signal.SIGSTOP)
+    for _ in range(3):
+        assert probe(address) is Answer.NOTHING
+    process.send_signal(signal.SIGCONT)
+    assert probe(address) is Answer.GREETED
+    assert probe(child(kind="silent")[1]) is Answer.NOTHING
+
+
+def test_a_child_that_was_forked_keeps_it_open():
+    line = Lifeline("p", "127.0.0.1")
+    go, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(told)
+        os.read(go, 1)
+        os._exit(0)
+    os.close(go)
+    line.close()
+    assert probe(line.address) is Answer.NOTHING
+    os.close(told)
+    os.waitpid(pid, 0)
+    assert probe(line.address) is Answer.REFUSED
+
+
+@pytest.mark.parametrize("words", [b"", b"SSH-2.0-x\r\n", greeting("p")[:-1], greeting("p") + b"x", b"\0" * 100_000])
+def test_b81_what_is_no_greeting_is_no_answer(words):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        prober = Prober()
+        prober.begin(time.monotonic(), "p", f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        guest, _ = server.accept()
+        guest.setblocking(False)
+        if words:
+            guest.send(words)
+        guest.close()
+        answers = []
+        deadline = time.monotonic() + 3
+        while not answers and time.monotonic() < deadline:
+            answers = prober.turn(time.monotonic())
+        prober.close()
+        assert answers == [("p", Answer.NOTHING)]
+
+
+@pytest.mark.parametrize("address", ["tcp://nowhere.invalid:1", "tcp://1.2.3.4", "", "x://", "tcp://127.0.0.1:99999"])
+def test_what_is_no_address_says_nothing(address):
+    assert probe(address) is Answer.NOTHING
+
+
+def test_b22_what_can_not_be_reached_says_nothing_and_nothing_waits_for_it():
+    """Packets that get lost, as on the way to a host that is off: here in a full queue of connections."""
+    with socket.socket() as server, contextlib.ExitStack() as stack:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(4):
+            guest = stack.enter_context(socket.socket())
+            guest.setblocking(False)
+            guest.connect_ex(server.getsockname())
+        begun = time.monotonic()
+        assert probe(f"tcp://127.0.0.1:{server.getsockname()[1]}") is Answer.NOTHING
+        assert 0.4 < time.monotonic() - begun < 2
+
+
+def test_strangers_get_a_digest_and_are_bounded():
+    line = Lifeline("secret name", "127.0.0.1")
+    host, port = line.address.removeprefix("tcp://").split(":")
+    guests = [socket.create_connection((host, int(port)), timeout=5) for _ in range(100)]
+    for _ in range(2):
+        line.turn()
+    for guest in guests:
+        said = guest.recv(1000)
+        assert said == greeting("secret name") and len(said) == GREETING_BYTES and b"secret" not in said
+        assert guest.recv(1) == b""
+        guest.close()
+    line.close()
+    line.close()
+
+
+# Engines.
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["seen by its process id", "by its lifeline only"])
+def test_b21_prefill_engine_dies_and_the_prompt_falls_back_within_a_second(nursery, broker, elsewhere):
+    """B21: wherever it runs; and the blocks are given back, for it can write no more."""
+    decode = nursery.engine(Role.DECODE, broker, {"lease_s": 30.0})
+    times = []
+    for number in range(5):
+        prefill = nursery.engine(Role.PREFILL, broker, work_s=60.0, elsewhere=elsewhere)
+        decode.wait_for_peers(1)
+        decode.ask("submit", [(f"r{number}", [number] * 40)])
+        prefill.wait_until(lambda state: state["jobs"] == 1)
+        time.sleep(0.1 * number)
+        begun = time.monotonic()
+        prefill.kill()
+        assert decode.wait_ended({f"r{number}"}) == {f"r{number}": "local"}
+        times.append(time.monotonic() - begun)
+        decode.at_rest()
+    print(f"from death to fallback: median {statistics.median(times):.3f} s, longest {max(times):.3f} s")
+    assert max(times) < 3.0  # the lease has 30 s; the goal, below 1 s, is for a quiet machine
+
+
+def test_b23_decode_engine_dies_elsewhere_and_its_jobs_end(nursery, broker):
+    """B23: also where the registry takes long to forget it."""
+    patient = {"ttl_s": 60.0, "lease_s": 59.0}
+    prefill = nursery.engine(Role.PREFILL, broker, patient, work_s=60.0)
+    decode = nursery.engine(Role.DECODE, broker, patient, elsewhere=True)
+    decode.wait_for_peers(1)
+    decode.ask("submit", [("r", [1] * 40)])
+    prefill.wait_until(lambda state: state["jobs"] == 1)
+    decode.kill()
+    prefill.wait_until(lambda state: state["jobs"] == state["counts"]["peers"] == 0, timeout_s=5)
+    prefill.at_rest()
+
+
+def test_b22_prefill_engine_stopped_elsewhere_keeps_its_fence(nursery, broker):
+    """B22: the prompt falls back with the lease; the blocks stay aside until P speaks again, or dies."""
+    decode = nursery.engine(Role.DECODE, broker, {"lease_s": 0.6})
+    prefill = nursery.engine(Role.PREFILL, broker, work_s=60.0, elsewhere=True)
+    decode.wait_for_peers(1)
+    decode.ask("submit", [("r", [1] * 40), ("s", [2] * 40)])
+    prefill.wait_until(lambda state: state["jobs"] == 2)
+    prefill.send(signal.SIGSTOP)
+    assert decode.wait_ended({"r", "s"}) == {"r": "local", "s": "local"}
+    time.sleep(1.5)
+    assert decode.state()["counts"]["decode_fenced"] == 2
+    prefill.send(signal.SIGCONT)
+    decode.at_rest()
+    prefill.at_rest()
+    decode.ask("submit", [("t", [3] * 40)])
+    decode.wait_for_peers(1)
+    prefill.wait_until(lambda state: state["jobs"] == 1)
+    prefill.send(signal.SIGSTOP)
+    assert decode.wait_ended({"t"}) == {"t": "local"}
+    prefill.kill()
+    decode.at_rest()
