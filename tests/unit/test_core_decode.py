@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from vllm_pd.core import messages as m
@@ -43,7 +44,8 @@ def side():
 
 
 def granted(side, number=1, now=0.0, claim=7, ranks=1):
-    """Submit and grant to p."""
+    """Submit and grant to p, which has so many ranks."""
+    side.peers["p"] = member("p", m.Role.PREFILL, msgspec.structs.replace(FINGERPRINT, tp=ranks))
     side.submit(now, attempt(number), TOKENS, [5, 6, 9], 1)
     (grant,) = side.receive(now + 0.5, "p", m.Claim(attempt(number), claim, ranks))
     assert grant == ToPrefill("p", m.Grant(attempt(number), claim, [5, 6, 9], 1, LIMITS.lease_s))
@@ -96,6 +98,27 @@ def test_b28_every_rank_must_give_notice(side):
     assert cancel == ToPrefill("p", m.Cancel(one, 7))
     assert side.arrived(12.0, one, 1) == [Released(one)]
     assert_empty(side)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_b28_a_claim_for_another_number_of_ranks_is_dropped(side, ranks):
+    side.peers["p"] = member("p", m.Role.PREFILL, msgspec.structs.replace(FINGERPRINT, tp=2))
+    side.submit(0.0, attempt(1), TOKENS, [5, 6, 9], 1)
+    assert side.receive(0.5, "p", m.Claim(attempt(1), 7, ranks)) == []
+    assert side.dropped == {"claim_ranks": 1} and side.fenced() == {}
+
+
+def test_the_word_that_all_is_sent_renews_the_lease(side):
+    """P renews no more, while the engine may be in a step that lasts longer than the lease."""
+    one = granted(side)
+    side.receive(9.0, "p", m.Sent(one, 7, m.Timings()))
+    assert side.tick(18.9) == []
+    (prefilled, ) = side.arrived(18.9, one, 0)
+    assert prefilled.attempt == one
+    two = granted(side, 2)
+    side.receive(9.0, "p", m.Sent(two, 7, m.Timings()))
+    fallback, _ = side.tick(19.0)
+    assert fallback.reason is FallbackReason.LEASE
 
 
 def test_b22_no_release_by_time_alone(side):

@@ -59,6 +59,11 @@ def is_gone(member: Member) -> bool:
         return False
 
 
+def lost(member: Member) -> Process | None:
+    """The first process of the calling engine that has ended; None where all are there."""
+    return next((process for process in member.processes if start_time(process.pid) != process.start_time), None)
+
+
 def this_process() -> Process:
     """The calling process."""
     pid = os.getpid()

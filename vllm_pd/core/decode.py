@@ -297,6 +297,9 @@ class DecodeSide:
             return self._deny(sender, message, m.DenyReason.ENDED)
         if sender in record.avoid:
             return self._deny(sender, message, m.DenyReason.AVOIDED)
+        fingerprint = self.peers[sender].fingerprint
+        if message.ranks != fingerprint.tp * fingerprint.pp:
+            return self._drop("claim_ranks")  # with fewer, D would begin before all has arrived
         if record.state is State.GRANTED:
             if (record.peer, record.claim) != (sender, message.claim):
                 return self._deny(sender, message, m.DenyReason.TAKEN)
@@ -335,6 +338,7 @@ class DecodeSide:
             return self._drop("sent_unknown" if record is None else "sent_duplicate")
         record.timings = self._measured(record, message.timings)
         record.writing_at = now
+        record.lease_until = now + self.limits.lease_s  # P renews no more, and the engine may be in a long step
         return []
 
     def _on_failed(self, now: float, sender: str, message: m.Failed) -> list[Action]:

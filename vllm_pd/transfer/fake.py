@@ -189,11 +189,12 @@ class FakeTransport:
     def live_handles(self) -> int:
         return len(self._open)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self._fabric.kill(self.name)
         for key in list(self._open):
             self.end(key, 0.0, "closed")
         self._peers.clear()
+        return True
 
     def copy(self, key: str, local: list[int], remote: list[int]) -> None:
         """The fabric's hardware: move these blocks of a transfer."""

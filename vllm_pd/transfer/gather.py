@@ -24,6 +24,7 @@ from collections.abc import Collection
 import msgspec
 
 from vllm_pd.errors import ControlError
+from vllm_pd.rpc.codec import UNREADABLE
 from vllm_pd.transfer.requests import Finished, Refusal, TransferProgress
 from vllm_pd.transfer.worker import TransferWorker
 
@@ -138,8 +139,9 @@ class GatheredTransfer:
             except OSError as error:
                 raise ControlError(f"rank {rank} can't be told to hold a file: {error}") from error
 
-    def close(self) -> None:
-        """Release everything, here and at the other ranks; those have `CLOSE_S` for it. Idempotent."""
+    def close(self) -> bool:
+        """Release everything, here and at the other ranks; those have `CLOSE_S` for it. Idempotent. Never says that no
+        byte can land any more: the end of all processes does."""
         for connection in self._connections.values():
             try:
                 connection.send(FAREWELL)
@@ -151,6 +153,7 @@ class GatheredTransfer:
             _await_end(connection, deadline_s)
             connection.close()
         self._connections = {}
+        return False
 
     def _add(self, rank: int, ends: list[Finished], finished: list[Finished]) -> None:
         for end in ends:
@@ -175,7 +178,7 @@ class GatheredTransfer:
                 break
             try:
                 words.append(msgspec.msgpack.decode(frame, type=RankWord))
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 logger.error("rank %d said what can't be read: %s", rank, error)
         return words
 

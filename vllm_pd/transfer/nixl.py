@@ -154,18 +154,19 @@ class NixlTransport:
     def live_handles(self) -> int:
         return len(self._open)
 
-    def close(self, timeout_s: float = 1.0) -> None:
+    def close(self, timeout_s: float = 1.0) -> bool:
         """Wait up to `timeout_s` for open writes, then release everything. Once more: nothing happens.
 
-        A write that is still open then may land afterwards: the peer learns of our end from the death of this process.
+        False where a write was still open then: it may land as long as this process lives.
         """
         if self._agent is None:
-            return
+            return True
         agent, deadline_s = self._agent, time.monotonic() + timeout_s
         while self._open and time.monotonic() < deadline_s:
             for key in list(self._open):
                 self._settle(key, agent.check)
             time.sleep(0.001)
+        ended = not self._open
         for key in list(self._open):
             self._end(key, "closed")
         for name in list(self._peers):
@@ -175,6 +176,7 @@ class NixlTransport:
         self._local_lists.clear()
         _quietly(agent.deregister, self._registered)
         self._agent = None
+        return ended
 
     def _prepare(self, agent: Agent, name: str, lanes: list[Lane], theirs: CacheDescription) -> tuple[int, int]:
         """Descriptor lists of both sides, every block of every lane."""

@@ -148,8 +148,8 @@ class RankedTransport:
     def live_handles(self) -> int:
         return max(self._transport.live_handles(), len(self._splits))
 
-    def close(self) -> None:
-        self._transport.close()
+    def close(self) -> bool:
+        return self._transport.close()
 
     def _go_on(self, key: str) -> None:
         """Give notice when the last part has ended well, and end with that."""

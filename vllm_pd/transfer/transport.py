@@ -14,6 +14,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from vllm_pd.errors import TransferError
+from vllm_pd.rpc.codec import UNREADABLE
 from vllm_pd.transfer.layout import CacheDescription
 from vllm_pd.transfer.requests import Finished, Notice
 
@@ -43,7 +44,7 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
             raise TransferError(f"metadata of peer {name} is damaged")
         try:
             peer = msgspec.msgpack.decode(body, type=cls)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise TransferError(f"metadata of peer {name} can't be read: {error}") from error
         if peer.name != name:
             raise TransferError(f"metadata of peer {name} belongs to {peer.name}")
@@ -62,7 +63,7 @@ class RanksMetadata(msgspec.Struct, frozen=True, array_like=True):
         """Read what the engine called `name` sent. Raises TransferError."""
         try:
             return msgspec.msgpack.decode(metadata, type=cls)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise TransferError(f"metadata of peer {name} can't be read: {error}") from error
 
 
@@ -115,5 +116,5 @@ class Transport(Protocol):
     def live_handles(self) -> int:
         """Transfers that are not released yet."""
 
-    def close(self) -> None:
-        """End everything and release it. The transport is of no use afterwards."""
+    def close(self) -> bool:
+        """End everything and release it. The transport is of no use afterwards. Whether no byte can land any more."""

@@ -76,9 +76,9 @@ class TransferWorker:
         """Transfers that are not released yet."""
         return self._transport.live_handles()
 
-    def close(self) -> None:
-        """Release everything."""
-        self._transport.close()
+    def close(self) -> bool:
+        """Release everything. Whether no byte can land any more."""
+        return self._transport.close()
 
     def _move(self, request: Write | Read) -> None:
         kind = type(request).__name__

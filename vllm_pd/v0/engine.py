@@ -264,6 +264,6 @@ class Disaggregation:
 
 def _shut(agent: ControlAgent, transfer: TransferWorker | GatheredTransfer, bell: Bell) -> None:
     agent.close()
-    transfer.close()
-    agent.end_lifeline()
+    if transfer.close():
+        agent.end_lifeline()
     bell.close()
