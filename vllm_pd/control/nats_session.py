@@ -25,6 +25,7 @@ from vllm_pd.control.nats_store import (
     Store,
     group,
     is_refusal,
+    origin,
     status,
     token,
 )
@@ -278,7 +279,11 @@ class Session:
             await self._pull()
 
     async def _on_job(self, delivered: Msg) -> None:
-        now, meta = time.monotonic(), delivered.metadata
+        now, came_from = time.monotonic(), origin(delivered)
+        if came_from is None:
+            self._counters["frame_unexpected"] += 1
+            return
+        stamp_s, deliveries = came_from
         self._pull_until = 0.0
         put = _open(delivered.data, m.Put, self._counters, self._note_protocol)
         if put is None:
@@ -291,14 +296,14 @@ class Session:
             await delivered.in_progress()
             await self._pull()
             return
-        left_s = job.deadline_s - self._directory.age_s(now, meta.timestamp.timestamp())
+        left_s = job.deadline_s - self._directory.age_s(now, stamp_s)
         theirs = self._directory.find(job.attempt.incarnation)
-        if left_s <= 0 or (theirs is None and meta.num_delivered >= STRANGE_DELIVERIES):
+        if left_s <= 0 or (theirs is None and deliveries >= STRANGE_DELIVERIES):
             self._counters["job_expired" if left_s <= 0 else "job_orphaned"] += 1
             await delivered.term()
         elif theirs is None or self._room <= 0 or not may_take(self._member, job, theirs):
             self._counters["job_passed_on"] += 1
-            await self._pass_on(delivered, meta.num_delivered)
+            await self._pass_on(delivered, deliveries)
         else:
             self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), self._serial + 1))
             self._room -= 1

@@ -82,6 +82,14 @@ def status(refusal: Msg) -> str:
     return refusal.headers[_STATUS]
 
 
+def origin(delivered: Msg) -> tuple[float, int] | None:
+    """(the server's stamp in seconds, how often it has been delivered) of a job; None where it is from nobody's queue."""
+    try:
+        return delivered.metadata.timestamp.timestamp(), delivered.metadata.num_delivered
+    except (nats.errors.Error, ValueError, IndexError, OverflowError):
+        return None
+
+
 class Store:
     """One connection. `generation` names what is stored: another one means that everything from before is lost."""
 

@@ -14,6 +14,8 @@ MAX_FRAME_BYTES = 32 << 20
 _MAGIC = b"PD"
 _HEADER_BYTES = len(_MAGIC) + 1
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding foreign bytes may raise
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(m.Envelope)
 
@@ -57,6 +59,6 @@ def decode(frames: Sequence[bytes]) -> tuple[str, m.Message]:
         raise BadFrame(FrameFault.VERSION, f"protocol {version}, ours is {m.PROTOCOL}", theirs=version)
     try:
         envelope = _decoder.decode(memoryview(frame)[_HEADER_BYTES:])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error
     return envelope.sender, envelope.body

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from vllm_pd.core.messages import Attempt
+from vllm_pd.rpc.codec import UNREADABLE
 
 
 @dataclass
@@ -39,5 +40,5 @@ class ArrivalNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         """None for bytes that are no notice."""
         try:
             return msgspec.msgpack.decode(payload, type=cls)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return None
