@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs by seed: the seed also draws how bad the weather is."""
+import random
+
+from vllm_pd.core.messages import Role
+
+from .fleet import Plan
+from .kernel import Faults
+
+SPLIT = (Role.DECODE, Role.DECODE, Role.PREFILL, Role.PREFILL)
+BOTH = (Role.BOTH, Role.BOTH)
+FLEETS = (SPLIT, BOTH, (Role.DECODE, Role.PREFILL), (Role.BOTH, Role.DECODE, Role.PREFILL),
+          (Role.DECODE, Role.DECODE, Role.DECODE, Role.PREFILL))
+
+
+def faults_of(seed: int) -> Faults:
+    """One run in five is calm; the others are between a bad day and a very bad one."""
+    draw = random.Random(seed)
+    if seed % 5 == 0:
+        return Faults()
+    worst = draw.choice((0.02, 0.08, 0.25))
+    return Faults(loss=draw.uniform(0, worst), twice=draw.uniform(0, worst), late=draw.uniform(0, worst),
+                  late_s=draw.choice((0.5, 3.0, 15.0)), slow_writes=draw.choice((0.0, 0.3)),
+                  write_error=draw.uniform(0, worst), notice_loss=draw.uniform(0, worst),
+                  notice_twice=draw.uniform(0, worst), kills=draw.randint(0, 6), stops=draw.randint(0, 6),
+                  stop_s=draw.choice((2.0, 10.0, 30.0)), broker_restarts=draw.randint(0, 3),
+                  aborts=draw.choice((0.0, 0.1, 0.4)))
+
+
+def storm(seed: int, **changes) -> Plan:
+    """The plan of a run."""
+    draw = random.Random(f"plan {seed}")
+    values = {"roles": FLEETS[seed % len(FLEETS)], "faults": faults_of(seed), "blocks": draw.choice((12, 24, 48)),
+              "requests": 60, "load_s": draw.choice((10.0, 30.0)), **changes}
+    return Plan(**values)
