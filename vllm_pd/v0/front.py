@@ -47,7 +47,6 @@ logger = logging.getLogger("vllm.pd")
 
 PREFIX = "/pd/"
 ANSWER_S = 5.0
-LOOK_S = 1.0
 RETRY_AFTER_S = 5
 MAX_BODY_BYTES = 4096
 _HARMLESS = ("/tokenize", "/detokenize")  # they need no engine step
@@ -69,6 +68,8 @@ class EngineLine:
     async def ask(self, message: m.Message, is_answer: Callable[[m.StatusReply], bool]) -> m.StatusReply:
         """Send it, and wait for the status that answers it. ControlError where none comes in time."""
         async with self._asking:
+            if self._socket.closed:
+                raise ControlError("the server ends")
             self._news.clear()
             await self._socket.send(codec.encode(self._name, message))
             try:
@@ -82,10 +83,11 @@ class EngineLine:
                 raise ControlError("the engine's control thread does not answer") from None
 
     def close(self) -> None:
-        """Hang up."""
-        self._listener.cancel()
-        self._socket.close(linger=0)
-        self._context.term()
+        """Hang up. Never left to the garbage collector, which may end a context before its sockets, and hang."""
+        if not self._socket.closed:
+            self._listener.cancel()
+            self._socket.close(linger=0)
+            self._context.term()
 
     async def _listen(self) -> None:
         while True:
@@ -118,7 +120,11 @@ class FrontDoor:
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """A request, on its way to the application."""
         if scope["type"] != "http":
-            await app(scope, receive, send)
+            try:
+                await app(scope, receive, send)
+            finally:
+                if scope["type"] == "lifespan":
+                    self.close()
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path.startswith(PREFIX):
@@ -145,6 +151,11 @@ class FrontDoor:
             self._ending = asyncio.get_running_loop().create_task(self._end())
         else:
             self._stop()
+
+    def close(self) -> None:
+        """The server has ended. Idempotent."""
+        self._greeting.cancel()
+        self._line.close()
 
     async def _greet(self) -> None:
         """From now on the engine knows whom to tell."""
@@ -270,13 +281,14 @@ def _is_here(client: tuple[str, int] | None) -> bool:
 
 
 async def _body(receive: Receive) -> bytes:
-    body = b""
-    while len(body) <= MAX_BODY_BYTES:
+    body, more = b"", True
+    while more:
         message = await receive()
         body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return body
-    raise msgspec.DecodeError(f"the body has more than {MAX_BODY_BYTES} bytes")
+        more = message.get("more_body", False)
+        if len(body) > MAX_BODY_BYTES:
+            raise msgspec.DecodeError(f"the body has more than {MAX_BODY_BYTES} bytes")
+    return body
 
 
 def _error(status: HTTPStatus, text: str) -> bytes:

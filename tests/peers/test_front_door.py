@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B43 at the server's port: the front end before an application of one slow route, and the agent behind it."""
+import asyncio
+import contextlib
+import json
+import signal
+import uuid
+from types import SimpleNamespace
+
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from vllm_pd import hooks
+from vllm_pd.config import PDConfig
+from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.process import local_member
+from vllm_pd.core import messages as m
+
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+HERE, AWAY = ("127.0.0.1", 5), ("10.0.0.5", 5)
+
+
+class TokenCheck:
+    """Stands in for vLLM's middleware of --api-key."""
+
+    def __init__(self, app, api_token):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        await self.app(scope, receive, send)
+
+
+class Server:
+    """What uvicorn's has of all that matters here."""
+
+    def __init__(self):
+        self.exits = []
+
+    def handle_exit(self, number, frame):
+        self.exits.append(number)
+
+
+@contextlib.asynccontextmanager
+async def serving(tmp_path, api_token=None, **settings):
+    """(ask, agent, on_sigterm, server, stops, release): an application with an agent behind it."""
+    extra = {"broker": "tcp://127.0.0.1:1", **settings}
+    front = f"ipc://{tmp_path}/{uuid.uuid4().hex}"
+    agent = ControlAgent(PDConfig.parse("kv_both", extra), local_member(m.Role.BOTH, FINGERPRINT), b"", lambda: None,
+                         front=front)
+    agent.start()
+    agent.set_load(m.Load())
+    release, stops, server = asyncio.Event(), [], Server()
+
+    async def completions(request):
+        await release.wait()
+        return JSONResponse({"text": "done"})
+
+    async def health(request):
+        return JSONResponse({})
+
+    middleware = [Middleware(TokenCheck, api_token=api_token)] if api_token else []
+    app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"]), Route("/health", health),
+                            Route("/tokenize", health, methods=["POST"])], middleware=middleware)
+    additional = {hooks.SETTINGS_KEY: {"kv_role": "kv_both", "extra": extra, "front": front}}
+    app.state.vllm_config = SimpleNamespace(additional_config=additional)
+    on_sigterm = hooks.attach_server(app, server, lambda: stops.append(1))
+
+    async def ask(method, path, body=b"", client=HERE, headers=()):
+        sent = []
+
+        async def receive():
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        await app({"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+                   "headers": list(headers), "client": client, "server": HERE, "scheme": "http", "root_path": ""},
+                  receive, send)
+        answer = b"".join(message.get("body", b"") for message in sent)
+        return sent[0]["status"], json.loads(answer or b"{}"), dict(sent[0]["headers"])
+
+    try:
+        yield SimpleNamespace(ask=ask, agent=agent, on_sigterm=on_sigterm, server=server, stops=stops, release=release)
+    finally:
+        on_sigterm.__self__.close()
+        agent.close()
+        agent.end_lifeline()
+
+
+def run(body, *arguments, **options):
+    async def main():
+        async with serving(*arguments, **options) as served:
+            await asyncio.wait_for(body(served), 15)
+    asyncio.run(main())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_b43_sigterm_refuses_new_requests_and_waits_for_the_open_one(tmp_path):
+    async def body(served):
+        served.server.handle_exit(signal.SIGTERM, None)
+        assert served.server.exits == [], "the server goes on accepting"
+        served.agent.set_load(m.Load(running=1))
+        asked = asyncio.create_task(served.ask("POST", "/v1/completions"))
+        await asyncio.sleep(0.05)
+        served.on_sigterm()
+        await asyncio.sleep(0.2)
+        status, said, headers = await served.ask("POST", "/v1/completions")
+        assert (status, headers[b"retry-after"]) == (503, b"5") and "drained" in said["message"]
+        assert (await served.ask("GET", "/health"))[0] == (await served.ask("POST", "/tokenize"))[0] == 200
+        status, said, _ = await served.ask("GET", "/pd/status")
+        assert (status, said["draining"], said["drained"], said["open_requests"]) == (200, True, False, 1)
+        served.agent.set_load(m.Load())
+        await until(lambda: served.agent.standing.left)
+        await asyncio.sleep(0.1)
+        assert served.stops == [], "a client still reads"
+        served.release.set()
+        assert (await asked)[0] == 200
+        await until(lambda: served.stops)
+        assert served.server.exits == [signal.SIGTERM]
+
+    run(body, tmp_path)
+
+
+def test_b43_the_second_sigterm_and_the_timeout_end_it(tmp_path):
+    async def impatient(served):
+        served.agent.set_load(m.Load(running=1))
+        served.on_sigterm()
+        await asyncio.sleep(0.1)
+        assert served.stops == []
+        served.on_sigterm()
+        assert served.stops == [1]
+
+    async def late(served):
+        served.agent.set_load(m.Load(running=1))
+        served.on_sigterm()
+        await until(lambda: served.stops)
+
+    run(impatient, tmp_path)
+    run(late, tmp_path, drain_timeout_s=0.3)
+
+
+def test_b43_an_engine_that_does_not_answer_ends_all_the_same(tmp_path):
+    async def body(served):
+        served.agent.close()
+        served.on_sigterm()
+        await until(lambda: served.stops)
+
+    run(body, tmp_path, drain_timeout_s=0.3)
+
+
+def test_b43_what_an_operator_asks_elsewhere_is_seen_here(tmp_path):
+    async def body(served):
+        await until(lambda: served.agent._links._front_route is not None)
+        served.agent.drain()
+        served.agent.set_load(m.Load())
+        while (await served.ask("GET", "/pd/status"))[1].get("drained") is not True:
+            await asyncio.sleep(0.01)
+        assert (await served.ask("POST", "/v1/completions"))[0] == 503
+        served.on_sigterm()
+        await until(lambda: served.stops)
+
+    run(body, tmp_path)
+
+
+def test_b43_requests_of_an_operator(tmp_path):
+    async def body(served):
+        for path, body, status, word in (("role", b'{"role": "kv_consumer"}', 200, None),
+                                         ("role", b'{"role": "decode"}', 400, "kv_producer"),
+                                         ("role", b"", 400, "kv_producer"), ("role", b"x" * 5000, 400, "more than"),
+                                         ("nothing", b"", 404, "/pd/nothing")):
+            got, said, _ = await served.ask("POST", f"/pd/{path}", body)
+            assert got == status and (word is None or word in said["message"])
+        assert (await served.ask("GET", "/pd/drain"))[0] == 405
+        assert (await served.ask("GET", "/pd/status"))[1]["role"] == "kv_consumer"
+        assert (await served.ask("POST", "/pd/drain", client=AWAY))[0] == 403
+        assert (await served.ask("POST", "/pd/role", b'{"role": "kv_both"}', client=None))[0] == 403
+        assert (await served.ask("GET", "/pd/status", client=AWAY))[1]["draining"] is False
+        assert (await served.ask("POST", "/pd/drain"))[0] == 200
+
+    run(body, tmp_path)
+
+
+def test_b82_the_api_key_is_asked_for(tmp_path):
+    async def body(served):
+        for path, method in (("status", "GET"), ("drain", "POST"), ("role", "POST")):
+            for given in ((), [(b"authorization", b"Bearer wrong")]):
+                assert (await served.ask(method, f"/pd/{path}", headers=given))[0] == 401
+        key = [(b"authorization", b"Bearer secret")]
+        assert (await served.ask("GET", "/pd/status", client=AWAY, headers=key))[1]["draining"] is False
+        assert (await served.ask("POST", "/pd/drain", client=AWAY, headers=key))[0] == 200
+
+    run(body, tmp_path, api_token="secret")
+
+
+@pytest.mark.parametrize("additional", [None, {}, {"another": 1}])
+def test_b50_a_server_without_disaggregation_keeps_its_handler(additional):
+    def stop():
+        raise AssertionError
+
+    app = Starlette()
+    assert hooks.attach_server(app, Server(), stop) is stop
+    app.state.vllm_config = SimpleNamespace(additional_config=additional)
+    assert hooks.attach_server(app, Server(), stop) is stop
+    assert app.user_middleware == []
