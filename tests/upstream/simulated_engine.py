@@ -36,18 +36,23 @@ class FakePeers:
 
     def __init__(self, wants_remote: Callable[[SequenceGroup], bool]) -> None:
         self.wants_remote = wants_remote
+        self.wants_prefix: Callable[[SequenceGroup], bool] = lambda group: False
+        self.waits: Callable[[SequenceGroup], bool] = lambda group: False
         self.work: dict[str, RemoteWork] = {}
         self.to_send: dict[str, list[int]] = {}
         self.steps = 0
         self._numbers = itertools.count()
 
     def choose_remote_prefill(self, seq_group: SequenceGroup, num_cached_tokens: int) -> str | None:
-        if seq_group.first_seq.remote_decode is not None or not self.wants_remote(seq_group):
+        attempt = seq_group.first_seq.remote_decode
+        if attempt is not None:
+            return attempt if self.wants_prefix(seq_group) else None
+        if not self.wants_remote(seq_group):
             return None
         return f"{seq_group.request_id}#{next(self._numbers)}"
 
     def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
-        return False
+        return self.waits(seq_group)
 
     def start_remote_prefill(self, attempt: str, seq_group: SequenceGroup, block_ids: list[int],
                              num_cached_tokens: int) -> None:
@@ -68,18 +73,20 @@ class SimulatedEngine:
 
     def __init__(self, *, blocks: int = 64, caching: bool = True, chunk: int | None = None, max_num_seqs: int = 4,
                  max_model_len: int = 128, wants_remote: Callable[[SequenceGroup], bool] = lambda group: True,
-                 disagg: bool = True) -> None:
+                 disagg: bool = True, swap_blocks: int = 0) -> None:
         cache = CacheConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=1.0, swap_space=0, cache_dtype="auto",
                             enable_prefix_caching=caching)
-        cache.num_gpu_blocks, cache.num_cpu_blocks = blocks, 0
+        cache.num_gpu_blocks, cache.num_cpu_blocks = blocks, swap_blocks
         self.scheduler = Scheduler(
             SchedulerConfig("generate", max_num_batched_tokens=chunk or max_model_len * 2, max_num_seqs=max_num_seqs,
-                            max_model_len=max_model_len, enable_chunked_prefill=chunk is not None), cache, None)
+                            max_model_len=max_model_len, enable_chunked_prefill=chunk is not None,
+                            preemption_mode="swap" if swap_blocks else None), cache, None)
         self.peers = FakePeers(wants_remote)
         if disagg:
             self.scheduler.disagg = self.peers
         self.manager = self.scheduler.block_manager
         self.slots: dict[tuple[int, int], int] = {}
+        self.swapped_slots: dict[tuple[int, int], int] = {}
         self.groups: dict[str, SequenceGroup] = {}
         self.computed_tokens = 0
         self.free_at_start = self.manager.get_num_free_gpu_blocks()
@@ -108,6 +115,8 @@ class SimulatedEngine:
     def step(self, **progress: Iterable[str]) -> list[str]:
         """Schedule, compute and sample. The ids of the requests that were in the batch."""
         metadata_list, outputs, _ = self.scheduler.schedule(**progress)
+        self._copy(outputs.blocks_to_swap_in, self.swapped_slots, self.slots)
+        self._copy(outputs.blocks_to_swap_out, self.slots, self.swapped_slots)
         for metadata in metadata_list:
             self._compute(metadata)
         for metadata, scheduled in zip(metadata_list, outputs.scheduled_seq_groups, strict=True):
@@ -186,6 +195,14 @@ class SimulatedEngine:
             assert not pool._uncomputed_blocks
 
     # The memory.
+
+    @staticmethod
+    def _copy(pairs: list[tuple[int, int]], source: dict, target: dict) -> None:
+        for old, new in pairs:
+            for slot in range(BLOCK_SIZE):
+                target.pop((new, slot), None)
+                if (old, slot) in source:
+                    target[new, slot] = source[old, slot]
 
     def _compute(self, metadata) -> None:
         [(seq_id, data)] = metadata.seq_data.items()

@@ -25,14 +25,16 @@ class Agent:
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
-        self.lease_stands = True
+        self.lease_is_over = False
         self.room = -1
 
     def set_room(self, jobs: int) -> None:
         self.room = jobs
 
     def may_write(self, attempt: Attempt) -> bool:
-        return self.lease_stands
+        return not self.lease_is_over
+
+    lease_stands = may_write
 
     def __getattr__(self, name: str):
         return lambda *arguments: self.calls.append((name, *arguments))
@@ -120,7 +122,7 @@ def test_b22_a_lease_that_is_over_posts_no_write(jobs, agent):
     progress = Progress()
     jobs.handle(prefill(), progress)
     jobs.computed(ATTEMPT, [5, 6, 7], progress)
-    agent.lease_stands = False
+    agent.lease_is_over = True
     assert jobs.take_requests(progress) == []
     assert agent.names() == ["failed"]
     assert progress.finished_transfers == [ATTEMPT]
@@ -209,3 +211,72 @@ def test_requests_of_a_step_that_was_given_up_go_with_the_next(jobs):
 def test_b29_what_is_no_notice_is_none():
     for payload in (b"", b"\xc1", b"notice", b"\x92\x01\x02", ArrivalNotice(ATTEMPT, 0).encode() + b"x"):
         assert ArrivalNotice.decode(payload) is None
+
+
+class TestReading:
+    """B5: the peer has two blocks of the prompt, this engine none of them."""
+
+    @pytest.fixture
+    def jobs(self, agent, engine):
+        config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700", "prefix_reads": "always"})
+        return PrefillJobs(config, agent, engine, PDMetrics("test"))
+
+    @pytest.fixture
+    def reading(self, jobs) -> transfer.Read:
+        """The job is parked in blocks 5..7, and its read is on its way."""
+        jobs.handle(Prefill(ATTEMPT, TOKENS, [22], 2, [20, 21], "decode-incarnation"), Progress())
+        assert jobs.wants_prefix(ATTEMPT, 0)
+        jobs.read_prefix(ATTEMPT, [5, 6, 7], 0)
+        assert jobs.sending  # the loop looks for its end
+        [read] = jobs.take_requests(Progress())
+        return read
+
+    def test_b5_a_prefix_is_read_once_and_the_rest_computed(self, jobs, agent, reading):
+        progress = Progress()
+        assert (reading.local_block_ids, reading.remote_block_ids) == ([5, 6], [20, 21])
+        jobs.ended(transfer.Finished(reading.key, True, bytes=64, seconds=0.1), progress)
+        assert progress.failed_prefills == {ATTEMPT: 32} and progress.finished_transfers == [ATTEMPT]
+        assert not jobs.wants_prefix(ATTEMPT, 0)  # although its blocks may have been evicted since
+        jobs.computed(ATTEMPT, [8, 9, 10], progress)
+        write = write_of(jobs, progress)
+        assert (write.local_block_ids, write.remote_block_ids) == ([10], [22])
+        assert agent.calls == []
+
+    def test_b5_only_what_is_not_cached_here(self, jobs):
+        jobs.handle(Prefill(ATTEMPT, TOKENS, [22], 2, [20, 21], "decode-incarnation"), Progress())
+        assert not jobs.wants_prefix(ATTEMPT, 32)
+        assert jobs.wants_prefix(ATTEMPT, 16)
+        jobs.read_prefix(ATTEMPT, [5, 6, 7], 16)
+        [read] = jobs.take_requests(Progress())
+        assert (read.local_block_ids, read.remote_block_ids) == ([6], [21])
+
+    def test_b27_a_read_that_failed_leaves_nothing(self, jobs, agent, reading, caplog):
+        progress = Progress()
+        jobs.ended(transfer.Finished(reading.key, False, error="ERR"), progress)
+        assert progress.failed_prefills == {ATTEMPT: 0} and progress.finished_transfers == [ATTEMPT]
+        assert jobs.find(ATTEMPT) is JobState.COMPUTING and agent.calls == []
+
+    def test_b22_a_read_that_outlived_its_lease_leaves_nothing(self, jobs, agent, reading):
+        progress = Progress()
+        agent.lease_is_over = True
+        jobs.ended(transfer.Finished(reading.key, True, bytes=64, seconds=0.1), progress)
+        assert progress.failed_prefills == {ATTEMPT: 0}
+
+    def test_b25_cancelled_while_it_reads_waits_for_the_end(self, jobs, agent, engine, reading):
+        progress = Progress()
+        engine.abort_request = lambda request_id: jobs.aborted(ATTEMPT)  # as the scheduler calls it, once
+        jobs.handle(Cancelled(ATTEMPT), progress)
+        assert agent.calls == [] and not progress  # bytes may still land
+        assert jobs.take_requests(progress) == [transfer.CancelWrite(reading.key)]
+        jobs.handle(Cancelled(ATTEMPT), progress)
+        assert jobs.take_requests(progress) == []
+        jobs.ended(transfer.Finished(reading.key, True, bytes=64, seconds=0.1), progress)
+        assert progress.failed_prefills == {ATTEMPT: 0} and progress.finished_transfers == [ATTEMPT]
+        assert agent.names() == ["ended"] and jobs.find(ATTEMPT) is None
+
+    def test_b5_without_prefix_caching_nothing_is_read(self, agent, engine):
+        engine.cache_config.enable_prefix_caching = False
+        config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700", "prefix_reads": "always"})
+        jobs = PrefillJobs(config, agent, engine, PDMetrics("test"))
+        jobs.handle(Prefill(ATTEMPT, TOKENS, [22], 2, [20, 21], "decode-incarnation"), Progress())
+        assert not jobs.wants_prefix(ATTEMPT, 0)

@@ -279,7 +279,8 @@ class Storm:
                 transfers.append(attempt)
         transfers += [a for a in self.engine.scheduler.prefill_sending if all_ends or self.draw.random() < 0.3]
         self.draw.shuffle(finished)
-        self.engine.step(finished_prefills=finished, failed_prefills=dict.fromkeys(failed, 0), finished_transfers=transfers)
+        self.engine.step(finished_prefills=finished, failed_prefills=dict.fromkeys(failed, 0),
+                         finished_transfers=transfers)
 
     def finish(self) -> None:
         for _ in range(400):

@@ -52,6 +52,7 @@ class _Job:
     prefill_s: float = 0.0
     local_block_ids: list[int] = field(default_factory=list)
     cancelled: bool = False
+    cached_tokens: int = 0  # this engine's prefix hit, when it was last looked for
     read_tokens: int = 0  # how many of the peer's tokens were asked for
     group: SequenceGroup | None = None
 
@@ -109,8 +110,10 @@ class PrefillJobs:
         """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, shall be read
         from the peer first. Once a job: a read that was of no use is not made again."""
         job = self._jobs.get(attempt)
-        return (job is not None and not job.read_tokens and self._cost.worth_reading(
-            job.prefill.cached_blocks * self._block_size - cached_tokens))
+        if job is None or job.read_tokens:
+            return False
+        job.cached_tokens = cached_tokens
+        return self._cost.worth_reading(job.prefill.cached_blocks * self._block_size - cached_tokens)
 
     def read_prefix(self, attempt: Attempt, block_ids: list[int], cached_tokens: int) -> None:
         """The job's request is parked with these blocks for the whole prompt. The read goes with the coming step."""
@@ -246,8 +249,7 @@ class PrefillJobs:
         """How fast prompts are computed here. The time of a job that has read began with its read."""
         began_at = job.group.metrics.first_scheduled_time
         if began_at is not None and not job.read_tokens:
-            self._cost.computed(len(job.prefill.token_ids) - job.group.first_seq.data.get_num_cached_tokens(),
-                                time.time() - began_at)
+            self._cost.computed(len(job.prefill.token_ids) - job.cached_tokens, time.time() - began_at)
 
     def _end(self, attempt: Attempt, progress: Progress) -> _Job:
         progress.finished_transfers.append(attempt)
