@@ -3,7 +3,7 @@
 """Kill, stop and misinform real engines under load, and compare every answer with that of one engine alone (B20-B34).
 
     . scripts/env.sh
-    python scripts/chaos.py --requests 2000 --episodes 110 --json chaos.json --png chaos.png
+    python scripts/chaos.py --requests 2000 --episodes 120 --calm-episodes 30 --out chaos
 
 Each episode is a burst of requests and one blow within it: SIGKILL or SIGSTOP of a prefill engine, a decode engine or
 the broker. Meanwhile a proxy loses, doubles and delays control messages, and some clients go away. A request whose
@@ -14,6 +14,7 @@ makes of it does not.
 Exit status 1, with the seed, if an answer was wrong, a request did not end, or an engine is not back at its base.
 """
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _chaos.fleet import Lost
+from _chaos.page import page
 from _chaos.session import Settings, chaos
 
 LONG = ("counters", "settings", "at_rest", "at_rest_after_calm")  # in the JSON only
@@ -43,10 +45,9 @@ def main() -> int:
     parser.add_argument("--doubled", type=float, default=defaults.doubled, help="share of control messages")
     parser.add_argument("--delayed", type=float, default=defaults.delayed, help="share of control messages")
     parser.add_argument("--no-proxy", action="store_true", help="engines speak to each other directly")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--png", type=Path)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for chaos.json, chaos.png and README.md")
     arguments = vars(parser.parse_args())
-    outputs = {name: arguments.pop(name) for name in ("json", "png")}
+    folder: Path | None = arguments.pop("out")
     if not arguments["model"]:
         parser.error("--model is missing, and VLLM_PD_TINY_MODEL is not set: source scripts/env.sh first")
     settings = Settings(proxy=not arguments.pop("no_proxy"), **arguments)
@@ -55,16 +56,25 @@ def main() -> int:
     except (Lost, TimeoutError) as error:
         print(f"FAILED with seed {settings.seed}: {error}", file=sys.stderr)
         return 1
-    if outputs["json"]:
-        outputs["json"].write_text(json.dumps(result.figures, indent=1) + "\n")
-    if outputs["png"]:
-        result.draw(outputs["png"])
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "chaos.json").write_text(json.dumps(result.figures, indent=1) + "\n")
+        result.draw(folder / "chaos.png")
+        (folder / "README.md").write_text(page(result.figures, told_command(settings), "chaos.png"))
     for name, value in result.figures.items():
         if name not in LONG:
             print(f"{name:45}", json.dumps(value))
     for fault in result.faults:
         print(f"FAILED with seed {settings.seed}: {fault}", file=sys.stderr)
     return 1 if result.faults else 0
+
+
+def told_command(settings: Settings) -> str:
+    """What repeats this run, but for the model, the folder and what the machine makes of it."""
+    changed = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(Settings)
+               if field.name not in ("model", "proxy") and getattr(settings, field.name) != field.default]
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in changed]
+    return " ".join(["python scripts/chaos.py", *words, *([] if settings.proxy else ["--no-proxy"])])
 
 
 def print_line(text: str) -> None:
