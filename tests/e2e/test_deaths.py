@@ -270,38 +270,6 @@ def test_b27_a_transfer_ends_in_err(fault, stage):
         prompts[0] + prompt(40, "b27 more"))
 
 
-def test_b28_only_some_ranks_arrive(stage):
-    """B28: a P of two ranks, one of which is never heard of: D waits for it, then fences and falls back. What the
-    other rank says afterwards is ignored."""
-    tokens = prompt(90, "b28")
-    before = stage.d.counters()
-    stage.p.execute("import msgspec\nside = disagg._agent._prefill\nwas = side.member\n"
-                    "side.member = msgspec.structs.replace(was, fingerprint=msgspec.structs.replace("
-                    "was.fingerprint, tp=2))")
-    stage.d.execute("driver.seen = []\n"
-                    "def submit(attempt, *rest, start=disagg._agent.submit):\n"
-                    "    driver.seen.append(attempt)\n    start(attempt, *rest)\n"
-                    "disagg._agent.submit = submit")
-    try:
-        stage.d.add(tokens, "x")
-        stage.d.wait_until("disagg._agent.totals().get('decode_granted', 0) > "
-                           f"{before['agent:decode_granted']}")
-        stage.p.wait_until("not disagg.prefill_jobs._jobs")
-    finally:
-        stage.p.execute("side.member = was")
-        stage.d.execute("del disagg._agent.submit")
-    assert stage.d.stats()["remote_prefilling"] == 1
-    [x] = stage.d.wait(["x"], QUICK["attempt_deadline_s"] + 5)
-    assert x["outputs"][0]["token_ids"] == stage.expected(tokens)[0]
-    assert stage.d.counters().since(before)["attempts_total:expired"] == 1
-    late = stage.d.counters()["agent:decode_notice_unknown"]
-    stage.d.at_rest()
-    stage.d.execute("from vllm_pd.v0.progress import ArrivalNotice\n"
-                    "disagg.remote_prefills.notice(ArrivalNotice(driver.seen[0], 1).encode())")
-    assert stage.d.counters()["agent:decode_notice_unknown"] == late + 1
-    assert stage.d.stats()["remote_prefilling"] == 0
-
-
 def test_b30_a_prompt_larger_than_p(stage):
     """B30: P's pool has fewer blocks than the prompt needs: P says so at once, once, and lives."""
     stage.bury(stage.p)
