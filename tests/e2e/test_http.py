@@ -2,6 +2,7 @@
 """`vllm-pd up` with the real model, and beside it a decode engine whose front end runs in the engine's own process."""
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import psutil
@@ -209,3 +211,39 @@ def test_b80_a_wrong_setting_ends_vllm_serve_with_its_reason():
     assert ended.returncode != 0
     said = ended.stdout + ended.stderr
     assert "max_local_prefil_tokens" in said and "did you mean max_local_prefill_tokens" in said
+
+
+@pytest.mark.parametrize("which", ["d", "async_d"], ids=["MQLLMEngine", "AsyncLLMEngine"])
+def test_b43_sigterm_drains_a_server_and_nothing_fails(which, servers):
+    """B43, the last test here, for it ends the server: what is open when the signal comes is answered, remote prefills
+    and long decodes alike; new requests are refused, and the server ends by itself."""
+    decode = getattr(servers, which)
+    process = psutil.Process(servers.pids[decode])
+    asked = [dataclasses.replace(question(12 + number, 9000 + 40 * number + len(which)), max_tokens=60,
+                                 ignore_eos=True) for number in range(4)]
+    before = scrape(decode)
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = [pool.submit(ask, decode, MODEL, one) for one in asked]
+        await_value(decode, "vllm:pd_decisions_total", before.value("vllm:pd_decisions_total", decision="remote") + 4,
+                    decision="remote")
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while (status := operator_request(decode, "GET", "/pd/status"))[1].get("draining") is not True:
+            assert time.monotonic() < deadline, status
+        code, said = operator_request(decode, "POST", "/v1/completions", {"model": MODEL, "prompt": "x"})
+        assert code == 503 and "drained" in said["message"]
+        answers = [answer.result(60) for answer in answers]
+    psutil.wait_procs([process], 20)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    for one, answer in zip(asked, answers, strict=True):
+        assert answer.usage[1] == 60 and answer.same_as(ask(servers.p, MODEL, one))
+
+
+def operator_request(url: str, method: str, path: str, body: dict | None = None) -> tuple[int, dict]:
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    connection.request(method, path, json.dumps(body or {}), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    said = json.loads(response.read())
+    connection.close()
+    return response.status, said
