@@ -52,6 +52,7 @@ WRITING_POLL_S = 0.002
 LONG_WRITE_POLL_S = 0.020
 LONG_WRITE_S = 2.0
 WORKING_POLL_S = 0.100  # while P computes: only in case its word gets lost
+WARNING_S = 5.0
 RECONNECT_POLL_S = 0.1  # while the broker is away
 LINGER_MS = 100
 
@@ -84,6 +85,7 @@ class ControlAgent:
         self._serial = 0
         self._shown: tuple[m.Role, bool, bool] | None = None  # what the front end was last told
         self._warned: str | None = None
+        self._next_warning = 0.0
         self._next_notice_poll: float | None = None
         self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
         self._links: Links | None = None
@@ -350,7 +352,7 @@ class ControlAgent:
         self._tell()
 
     def _warn(self) -> None:
-        """Say once, for each, why a peer does not fit."""
+        """Say once, for each, why a peer does not fit; not more often than every `WARNING_S`, whoever may call."""
         with self._lock:
             now, links, outlook = self._clock(), self._links, self._outlook
             if links.other_protocol is not None:
@@ -361,9 +363,13 @@ class ControlAgent:
                     outlook.refused(now, side.mismatch)
                     side.mismatch = None
             mismatch = outlook.view(now, 0).mismatch
-            news, self._warned = mismatch if mismatch != self._warned else None, mismatch
-        if news is not None:
-            logger.warning("a peer does not fit: %s", news)
+            if mismatch == self._warned or now < self._next_warning:
+                return
+            self._warned = mismatch
+            if mismatch is not None:
+                self._next_warning = now + WARNING_S
+        if mismatch is not None:
+            logger.warning("a peer does not fit: %s", mismatch)
 
     def _patience_s(self) -> float | None:
         with self._lock:
