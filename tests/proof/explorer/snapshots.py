@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from vllm_pd.core.messages import Timings
+
 NOW = 10_000.0
 PAST_S = 500.0  # what lies further back than this is never asked about
 
@@ -27,7 +29,7 @@ DURATIONS = frozenset({"cancel_retry_s", "lease_s", "claim_s"})
 # What no decision depends on: statistics, texts, and bound methods that every copy has of its own.
 SHARED = frozenset({"shape", "_handlers"})
 HIDDEN = SHARED | frozenset({"counters", "dropped", "mismatch", "member", "limits", "_hello", "_hello_reply",
-                    "granted_at", "writing_at", "timings", "claim_s", "_done", "_done_order"})
+                    "granted_at", "writing_at", "claim_s", "_done", "_done_order"})
 
 _ATOMS = (str, bytes, int, float, bool, type(None), Enum, frozenset)
 
@@ -64,6 +66,8 @@ def canonical(value: Any) -> Any:
     """The same for two objects that will behave in the same way, and hashable."""
     if isinstance(value, _ATOMS):
         return value
+    if isinstance(value, Timings):
+        return value.measured  # whether P's word has come; the rest is for people
     if isinstance(value, msgspec.Struct):
         return type(value).__name__, *(canonical(item) for item in msgspec.structs.astuple(value))
     if isinstance(value, dict):
