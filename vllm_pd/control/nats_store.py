@@ -83,7 +83,7 @@ def status(refusal: Msg) -> str:
 
 
 def origin(delivered: Msg) -> tuple[float, int] | None:
-    """(the server's stamp in seconds, how often it has been delivered) of a job; None where it is from nobody's queue."""
+    """(the server's stamp in seconds, how often it has been delivered) of a job; None where it is from no queue."""
     try:
         return delivered.metadata.timestamp.timestamp(), delivered.metadata.num_delivered
     except (nats.errors.Error, ValueError, IndexError, OverflowError):
