@@ -2,6 +2,7 @@
 """Death as a fact where no process id can tell it: the pure judgement, the probes, and engines that really die."""
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -290,3 +291,31 @@ def test_b22_prefill_engine_stopped_elsewhere_keeps_its_fence(nursery, broker):
     assert decode.wait_ended({"t"}) == {"t": "local"}
     prefill.kill()
     decode.at_rest()
+
+
+def test_b81_a_process_without_descriptors_turns_strangers_away():
+    """B81: they may not keep the control thread awake."""
+    line = Lifeline("p", "127.0.0.1")
+    host, port = line.address.removeprefix("tcp://").split(":")
+    guests = [socket.create_connection((host, int(port)), timeout=5) for _ in range(3)]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in guests:
+            line.turn()
+        poller = select.poll()
+        poller.register(line, select.POLLIN)
+        assert poller.poll(0) == []
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert [guest.recv(100) for guest in guests] == [b""] * 3
+    for guest in guests:
+        guest.close()
+    assert probe(line.address, serve=line) is Answer.GREETED
+    line.close()

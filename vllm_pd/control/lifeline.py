@@ -8,8 +8,10 @@ it; a program that was started by `exec` does not. `close` is for an engine that
 Who connects is told a digest of the incarnation: it proves the name to those who know it and tells it to nobody else.
 No thread: `fileno` is to be polled together with the caller's other sockets, and `turn` never blocks.
 """
+import contextlib
 import errno
 import hashlib
+import os
 import select
 import socket
 from urllib.parse import urlsplit
@@ -45,6 +47,7 @@ class Lifeline:
             self._socket.close()
             raise
         self._socket.setblocking(False)
+        self._spare = _spare()
         _open.add(self._socket)
         bound = f"[{host}]" if family == socket.AF_INET6 else host
         self.address = f"tcp://{bound}:{self._socket.getsockname()[1]}"
@@ -58,7 +61,9 @@ class Lifeline:
         for _ in range(ACCEPTS_A_TURN):
             try:
                 guest, _ = self._socket.accept()
-            except OSError:  # nobody waits, or who waited is gone again
+            except OSError as error:  # nobody waits, or who waited is gone again
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._turn_away()
                 return
             try:
                 guest.setblocking(False)
@@ -72,6 +77,25 @@ class Lifeline:
         """Nothing of this engine can write any more, although its process lives. Idempotent."""
         _open.discard(self._socket)
         self._socket.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+
+    def _turn_away(self) -> None:
+        """No descriptor is left. Who waits would keep the socket readable, and its poller awake, for ever."""
+        if self._spare >= 0:
+            os.close(self._spare)
+            with contextlib.suppress(OSError):
+                self._socket.accept()[0].close()
+            self._spare = _spare()
+
+
+def _spare() -> int:
+    """A descriptor to give away when there are no more; -1 where there is none now."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
 
 
 class _Probe:

@@ -75,6 +75,7 @@ class Disaggregation:
         self._metrics_due = 0.0
         self._metrics_stale = True
         self._counted: dict[str, int] = {}
+        self._standing: tuple[str, bool] | None = None  # as the gauges show it
         self._scheduler.disagg = self
         # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
         self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._bell)
@@ -229,6 +230,10 @@ class Disaggregation:
         if self.prefill_jobs is not None:
             self.prefill_jobs.tell_room()
         self._agent.set_load(self._load())
+        standing = (self._agent.standing.role.value, self._agent.standing.draining)
+        if standing != self._standing:
+            self._standing = standing
+            self._metrics.standing(*standing)
 
     def _load(self) -> Load:
         scheduler = self._scheduler
@@ -255,7 +260,6 @@ class Disaggregation:
             self._metrics_due = now + METRICS_PERIOD_S
             self._metrics_stale = False
             self.remote_prefills.update_metrics()
-            self._metrics.standing(self._agent.standing.role.value, self._agent.standing.draining)
             for kind, count in self._agent.dropped().items():
                 if count > self._counted.get(kind, 0):
                     self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))
