@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines whose queue is on a NATS server and whose own sockets want the cluster's key."""
+
+import pytest
+from harness import EngineProcess, Pair, lend, prompt
+
+from tests.unit.brokers import NatsServer
+from vllm_pd.rpc.keys import Keys
+
+
+@pytest.fixture(scope="module")
+def guarded_processes(starting, tmp_path_factory) -> Pair:
+    folder = tmp_path_factory.mktemp("nats")
+    server = NatsServer(folder)
+    starting.callback(server.kill)
+    settings = {"keys": str(Keys.make(folder / "cluster.keys")), "heartbeat_s": 0.3, "ttl_s": 1.5, "claim_retry_s": 0.5}
+    p = EngineProcess("kv_producer", 0, server.url, settings)
+    starting.callback(p.stop)
+    d = EngineProcess("kv_consumer", 1, server.url, {**settings, "max_local_prefill_tokens": 0, "lease_s": 3})
+    starting.callback(d.stop)
+    return Pair(server, p, d)
+
+
+@pytest.fixture
+def guarded(guarded_processes):
+    yield from lend(guarded_processes)
+
+
+def test_b1_tokens_over_nats_with_keys(guarded, mono):
+    prompts = [prompt(10 + 37 * number, 8200 + number) for number in range(8)]
+    before = guarded.d.counters()
+    assert guarded.d.tokens(prompts) == mono.tokens(prompts)
+    assert guarded.d.counters().since(before)["attempts_total:done"] == 8
+
+
+def test_b26_nats_killed_and_started_again(guarded, mono):
+    prompts = [prompt(60, 8300 + number) for number in range(2)]
+    expected = mono.tokens(prompts)
+    guarded.broker.kill()
+    try:
+        guarded.d.wait_until("not disagg._agent.view().broker_up", 10)
+        before = guarded.d.counters()
+        assert guarded.d.tokens(prompts[:1]) == expected[:1]
+        assert guarded.d.counters().since(before)["decisions_total:local,broker"] == 1
+    finally:
+        guarded.broker.start()
+    guarded.d.wait_for_peers()
+    before = guarded.d.counters()
+    assert guarded.d.tokens(prompts[1:]) == expected[1:]
+    assert guarded.d.counters().since(before)["attempts_total:done"] == 1
