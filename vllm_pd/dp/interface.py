@@ -21,7 +21,8 @@ no harm. Requests may enter at any rank; nobody else is told.
 Only forwards that run in lock-step count. A step without one must not call `before_step(True)`; what runs collectives
 outside of the step loop (start-up, profile runs, sleep) runs outside of it on every rank and is not counted.
 
-A rank that pauses passes `has_work=False` and so keeps the others company; so does one that has aborted its last request.
+A rank that pauses passes `has_work=False` and so keeps the others company; so does one that has aborted its last
+request.
 """
 from collections.abc import Callable
 from enum import Enum
@@ -65,7 +66,8 @@ class Counters(msgspec.Struct):
 
 Wake = Callable[[], None]
 Abort = Callable[[GroupFailed], None]
-# All-gather of short byte strings (<= EXCHANGE_BYTES), in order of rank, called once or twice at start by every rank.
+# All-gather of short byte strings (<= EXCHANGE_BYTES), in order of rank, called up to three times at start, on every
+# rank equally often.
 Exchange = Callable[[bytes], list[bytes]]
 EXCHANGE_BYTES = 1024
 
@@ -78,8 +80,8 @@ class Member(Protocol):
 
     @property
     def due(self) -> bool:
-        """Whether `before_step(False)` would have something to say other than IDLE: a dummy to run, the end, or a failure.
-        Cheap, from any thread."""
+        """Whether `before_step(False)` would have something to say other than IDLE: a dummy to run, the end, or a
+        failure. Cheap, from any thread."""
 
     def before_step(self, has_work: bool, max_remaining_tokens: int | None = None) -> Decision:
         """Call right before a forward, or instead of one. `max_remaining_tokens`: the most forwards that this rank's
