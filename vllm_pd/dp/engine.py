@@ -21,25 +21,33 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_pd import dp
-from vllm_pd.dp.interface import Decision, GroupFailed, Settings
+from vllm_pd.dp.interface import Counters, Decision, GroupFailed, Settings
 from vllm_pd.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import DPEngineCoreProc
 
-SETTINGS_KEY = "dp_sync"  # in VllmConfig.additional_config: the fields of vllm_pd.dp.interface.Settings
+SETTINGS_KEY = "dp_sync"  # in VllmConfig.additional_config: the fields of GroupSettings
 LINGER_S = 3.0
 LINGER_POLL_S = 0.5
 
 
-def settings_of(additional_config: object) -> Settings:
-    """The group's bounds from `--additional-config '{"dp_sync": {...}}'`. Raises ConfigError."""
+class GroupSettings(Settings, frozen=True, forbid_unknown_fields=True):
+    """What a user may set: the bounds of the group, and how its ranks talk."""
+    shared_memory: bool = True  # false: over the network, even where all ranks are on one machine
+
+    def bounds(self) -> Settings:
+        return Settings(**{key: getattr(self, key) for key in Settings.__struct_fields__})
+
+
+def settings_of(additional_config: object) -> GroupSettings:
+    """What `--additional-config '{"dp_sync": {...}}'` says. Raises ConfigError."""
     given = additional_config.get(SETTINGS_KEY, {}) if isinstance(additional_config, dict) else {}
     try:
-        return msgspec.convert(given, Settings)
+        return msgspec.convert(given, GroupSettings)
     except msgspec.ValidationError as error:
-        keys = ", ".join(Settings.__struct_fields__)
+        keys = ", ".join(GroupSettings.__struct_fields__)
         raise ConfigError(f"additional_config.{SETTINGS_KEY}", given, f"{error}; it may set {keys}") from error
 
 
@@ -71,11 +79,17 @@ class EngineSync:
         self._budget_tokens = config.scheduler_config.max_num_batched_tokens
         online = self._engine.publish_dp_lb_stats or parallel.data_parallel_external_lb
         self._may_linger = not online
+        settings = settings_of(config.additional_config)
+        self._horizon_steps = settings.horizon
         self._member = dp.join(
             parallel.data_parallel_rank, parallel.data_parallel_size, parallel.data_parallel_master_ip, wake=self._wake,
             exchange=dp.over(self._engine.dp_group), abort=self._abort,
-            settings=settings_of(config.additional_config))  # fmt: skip
+            settings=settings.bounds(), shared_memory=settings.shared_memory)  # fmt: skip
         return self
+
+    @property
+    def counters(self) -> Counters:
+        return self._member.counters
 
     @property
     def due(self) -> bool:
@@ -106,6 +120,18 @@ class EngineSync:
             self._member.after_step()
         elif decision is Decision.END:
             raise SystemExit
+
+    def settle(self, dummy: Callable[[], Any]) -> None:
+        """Before a utility call in an engine without requests: run the forward passes that are still agreed on.
+
+        Such a call may itself run collectives over the ranks (weights, sleep), and each rank handles it when it comes to it: one
+        rank in the call and another in a dummy pass would wait for each other. Where another rank has requests this
+        does not end by itself, so it ends after as many steps as can have been agreed on.
+        """
+        for _ in range(self._horizon_steps):
+            if self._leaving or not self._member.due:
+                break
+            self.keep_up(dummy)
 
     def leave(self) -> bool:
         """The front end wants this engine to end. False: nobody minds, it may end now. True: the loop will end by itself.

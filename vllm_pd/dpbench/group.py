@@ -26,13 +26,14 @@ class GroupError(PDError):
 class Group:
     """`size` engines on this machine and one front end of them. Close it, or use it as a context.
 
-    tree: the vLLM to run, a folder that holds `vllm/`; None: the installed one. `arguments` are `AsyncEngineArgs`.
+    tree: the vLLM to run, a folder that holds `vllm/`; None: the one that is imported here. `arguments` are `AsyncEngineArgs`.
     """
 
     def __init__(self, model: Path, size: int, tree: Path | None = None, log: Path | None = None,
                  env: Mapping[str, str] | None = None, **arguments: Any) -> None:  # fmt: skip
         own = Path(__file__).parents[2]
-        path = os.pathsep.join(str(each) for each in (tree, own) if each is not None)
+        path = os.pathsep.join(
+            [str(tree), str(own)] if tree else [str(own), *filter(None, [os.environ.get("PYTHONPATH")])])
         environ = os.environ | {"VLLM_USE_V1": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1",
                                 "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
                                 "VLLM_CPU_OMP_THREADS_BIND": "all", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}  # fmt: skip
