@@ -14,18 +14,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from dp_loads import MAX_TOKENS, PROMPTS
+from dp_loads import MAX_TOKENS, PROMPTS, TREE
 
 from vllm_pd.dpbench.group import Group
 
-_tree = os.environ.get("VLLM_PD_DP_TREE")
-TREE = Path(_tree) if _tree else None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.e2e)
-        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

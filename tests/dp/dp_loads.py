@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the groups are asked, and what their probes say."""
 
+import os
 import random
 import time
+from pathlib import Path
 
 from vllm_pd.dpbench.group import Group
 
 HORIZON_STEPS = 8  # vllm_pd.dp.interface.Settings
+_tree = os.environ.get("VLLM_PD_DP_TREE")
+TREE = Path(_tree) if _tree else None
 END_S = 30.0  # the longest that a group may take to end when one of its processes is dead
 
 

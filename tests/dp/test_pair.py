@@ -10,6 +10,8 @@ import pytest
 from dp_loads import END_S, HORIZON_STEPS, MAX_TOKENS, PROMPTS, at_rest, forwards, trailing_dummies
 from vllm_pd.dpbench.group import GroupError
 
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
 
 def drain_dummies(probes: list[dict]) -> int:
     """Dummies that were run when no rank had anything left to do."""

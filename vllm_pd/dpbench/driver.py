@@ -15,7 +15,6 @@ import sys
 import time
 from typing import Any
 
-PROBE = "vllm_pd.dpbench.probe.StepProbe"
 MAX_LINE_BYTES = 1 << 26
 
 

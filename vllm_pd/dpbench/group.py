@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,20 @@ from typing import Any
 from ..errors import PDError
 
 PROBE = "vllm_pd.dpbench.probe.StepProbe"
+# What each engine of a group is started with, as fields of AsyncEngineArgs.
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32, "skip_tokenizer_init": True,
+          "disable_log_stats": True, "worker_extension_cls": PROBE}  # fmt: skip
 START_S, ANSWER_S, STOP_S = 240.0, 120.0, 20.0
+
+
+def environment(tree: Path | None) -> dict[str, str]:
+    """What a process needs to run engines on this machine: the vLLM of `tree` (None: the one that is imported here)."""
+    own = Path(__file__).parents[2]
+    path = [str(tree), str(own)] if tree else [str(own), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"VLLM_USE_V1": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1",
+                         "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+                         "VLLM_CPU_OMP_THREADS_BIND": "all", "HF_HUB_OFFLINE": "1",
+                         "PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
 
 
 class GroupError(PDError):
@@ -26,33 +39,27 @@ class GroupError(PDError):
 class Group:
     """`size` engines on this machine and one front end of them. Close it, or use it as a context.
 
-    tree: the vLLM to run, a folder that holds `vllm/`; None: the one that is imported here. `arguments` are `AsyncEngineArgs`.
+    tree: the vLLM to run, a folder that holds `vllm/`; None: the one that is imported here. `arguments` are `AsyncEngineArgs`; they
+    may give this front end a part of the group only, and then `ranks` says which.
     """
 
     def __init__(self, model: Path, size: int, tree: Path | None = None, log: Path | None = None,
-                 env: Mapping[str, str] | None = None, **arguments: Any) -> None:  # fmt: skip
-        own = Path(__file__).parents[2]
-        path = os.pathsep.join(
-            [str(tree), str(own)] if tree else [str(own), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environ = os.environ | {"VLLM_USE_V1": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1",
-                                "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-                                "VLLM_CPU_OMP_THREADS_BIND": "all", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}  # fmt: skip
+                 ranks: list[int] | None = None, **arguments: Any) -> None:  # fmt: skip
         self.size, self.pids = size, {}
+        self.ranks = list(range(size)) if ranks is None else ranks
         self._asked: dict[int, Future] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._gone = False
         self._ready: Future = Future()
-        engine = {"model": str(model), "data_parallel_size": size, "dtype": "float32", "enforce_eager": True,
-                  "max_model_len": 512, "max_num_seqs": 32, "skip_tokenizer_init": True, "disable_log_stats": True,
-                  "worker_extension_cls": PROBE} | arguments  # fmt: skip
+        engine = {"model": str(model), "data_parallel_size": size} | ENGINE | arguments
         ask_out, ask_in = os.pipe()
         answer_out, answer_in = os.pipe()
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(log.open("ab")) if log else None
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "vllm_pd.dpbench.driver", str(ask_out), str(answer_in), json.dumps(engine)],
-                pass_fds=(ask_out, answer_in), env=environ | dict(env or {}), stdout=output, stderr=output,
+                pass_fds=(ask_out, answer_in), env=environment(tree), stdout=output, stderr=output,
                 start_new_session=True)  # fmt: skip
         os.close(ask_out)
         os.close(answer_in)
@@ -93,8 +100,8 @@ class Group:
         return [future.result(timeout_s)["tokens"] for future in asked]
 
     def call(self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = ANSWER_S) -> list:
-        """A utility call to the engine cores of `ranks` (None: all)."""
-        chosen = list(range(self.size)) if ranks is None else list(ranks)
+        """A utility call to the engine cores of `ranks` (None: all of this front end's)."""
+        chosen = self.ranks if ranks is None else list(ranks)
         return self.submit("call", method=method, args=args, ranks=chosen).result(timeout_s)
 
     def start_probe(self) -> None:
