@@ -75,4 +75,5 @@ def quad(moe, logs, starting) -> Group:
 def expected(mono) -> list[list[int]]:
     """What one rank alone answers to each of PROMPTS."""
     mono.ready()
-    return mono.tokens([mono.generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MAX_TOKENS)])
+    asked = [mono.generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)]
+    return mono.tokens(asked)

@@ -26,7 +26,7 @@ def test_b72_first_request_on_another_rank_51983(experts_pair, expected):
 def test_b70_unequal_load_gives_the_tokens_of_one_rank(group, expected):
     """B70: 100 mixed requests, four of five at rank 0: as with one rank; equally many forwards, no collective."""
     asked = [group.generate(prompt, rank=0 if number % 5 else 1, max_tokens=most)
-             for number, (prompt, most) in enumerate(zip(PROMPTS, MAX_TOKENS))]  # fmt: skip
+             for number, (prompt, most) in enumerate(zip(PROMPTS, MAX_TOKENS, strict=True))]  # fmt: skip
     assert group.tokens(asked) == expected
     probes = at_rest(group)
     assert forwards(probes)[0] > 20
@@ -67,7 +67,7 @@ def test_stop_before_the_length_wastes_no_more_than_the_horizon(group):
 
 
 def test_request_that_meets_the_drain_16277(group):
-    """A request sent while, or right after, the group comes to rest: before, it could belong to a wave that had ended."""
+    """A request sent while, or right after, the group comes to rest: it could belong to a wave that had ended."""
     for number in range(30):
         asked = group.generate(PROMPTS[3], rank=number % 2, max_tokens=1 + number % 3)
         asked.result(20)
@@ -76,14 +76,14 @@ def test_request_that_meets_the_drain_16277(group):
 
 
 def test_sender_is_woken_by_its_own_request_39366(group):
-    """Both ranks idle, both get a request at once, again and again: before, a sender was left out of its own broadcast."""
+    """Both ranks idle, both get a request at once, again and again: a sender was left out of its own broadcast."""
     for _ in range(10):
         group.tokens([group.generate(PROMPTS[4], rank=rank, max_tokens=2) for rank in (0, 1)], 20)
     at_rest(group)
 
 
 def test_late_wake_up_meets_a_collective_call_36608(group):
-    """A call that runs a collective of its own on all ranks, right behind a request: before, a late wake-up had one rank
+    """A call that runs a collective of its own on all ranks, right behind a request: a late wake-up had one rank
     in a dummy batch and the other in the call, each waiting for the other."""
     first = group.tokens([group.generate(PROMPTS[2], rank=0, max_tokens=12)])[0]
     stop = next(token for token in first if token not in first[:2])
@@ -143,7 +143,7 @@ def test_requests_are_balanced_by_their_counts(group):
 
 
 def test_b73_an_idle_rank_dies(experts_pair):
-    """B73: rank 1 is killed while nothing runs: every other process ends with an error, within a bound. Ends the group."""
+    """B73: rank 1 is killed while nothing runs: the others end with an error, within a bound. Ends the group."""
     os.kill(experts_pair.pids["EngineCore_1"], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(GroupError):

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step sync as vLLM's `DPEngineCoreProc` uses it: one `EngineSync` per engine process of a data-parallel group.
 
-The engine loop hands every forward pass to `forward`, calls `keep_up` where a step ran none, and may block on its input queue while
-`due` is false. All of that, `close` included, happens on the loop's thread; only `leave` is called from a signal handler.
+The engine loop hands every forward pass to `forward`, calls `keep_up` where a step ran none, and may block on its
+input queue while `due` is false. All of that, `close` included, happens on the loop's thread; only `leave` is called
+from a signal handler.
 
-A front end that ends takes its engine with it. Where several front ends own one rank each (`LLM` in a process per rank), the others
-may still need this rank's part of their forward passes, so such an engine leaves the group instead of ending at once: it drops its own
-requests, goes on with the others', and ends when all have left, or when nobody has wanted a step for LINGER_S.
+A front end that ends takes its engine with it. Where several front ends own one rank each (`LLM` in a process per
+rank), the others may still need this rank's part of their forward passes, so such an engine leaves the group instead
+of ending at once: it drops its own requests, goes on with the others', and ends when all have left, or when nobody
+has wanted a step for LINGER_S.
 """
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def settings_of(additional_config: object) -> GroupSettings:
 
 
 def most_steps(scheduler: Scheduler, budget_tokens: int) -> int:
-    """The most forward passes, the one just scheduled included, that this rank's requests may still need. At least 1."""
+    """The most forward passes, the one just scheduled included, that this rank's requests may still need."""
     return max((request.max_tokens - request.num_output_tokens
                 - (request.num_computed_tokens - request.num_tokens) // budget_tokens
                 for request in scheduler.requests.values()), default=1)  # fmt: skip
@@ -62,7 +64,7 @@ class EngineSync:
     """Counts this engine's forward passes and keeps their number equal to the other ranks'."""
 
     def __init__(self, engine: DPEngineCoreProc) -> None:
-        """Called by the engine before its model is loaded, as `engine.dp_group` is there. Raises GroupFailed, ConfigError."""
+        """Called by the engine before its model is loaded, when `engine.dp_group` is there."""
         from vllm.v1.engine import EngineCoreRequestType
         self._engine = engine
         self._wake_up = (EngineCoreRequestType.DP_STEP, b"")
@@ -74,7 +76,7 @@ class EngineSync:
         self._last_due_s = 0.0
 
     def join(self, config: Any) -> EngineSync:
-        """Meet the other ranks. `config`: the engine's VllmConfig."""
+        """Meet the other ranks. `config`: the engine's VllmConfig. Raises GroupFailed, ConfigError."""
         parallel = config.parallel_config
         self._budget_tokens = config.scheduler_config.max_num_batched_tokens
         online = self._engine.publish_dp_lb_stats or parallel.data_parallel_external_lb
@@ -124,9 +126,9 @@ class EngineSync:
     def settle(self, dummy: Callable[[], Any]) -> None:
         """Before a utility call in an engine without requests: run the forward passes that are still agreed on.
 
-        Such a call may itself run collectives over the ranks (weights, sleep), and each rank handles it when it comes to it: one
-        rank in the call and another in a dummy pass would wait for each other. Where another rank has requests this
-        does not end by itself, so it ends after as many steps as can have been agreed on.
+        Such a call may itself run collectives over the ranks (weights, sleep), and each rank handles it when it comes
+        to it: one rank in the call and another in a dummy pass would wait for each other. Where another rank has
+        requests this does not end by itself, so it ends after as many steps as can have been agreed on.
         """
         for _ in range(self._horizon_steps):
             if self._leaving or not self._member.due:
@@ -134,7 +136,7 @@ class EngineSync:
             self.keep_up(dummy)
 
     def leave(self) -> bool:
-        """The front end wants this engine to end. False: nobody minds, it may end now. True: the loop will end by itself.
+        """The front end wants this engine to end. False: it may end now. True: its loop will end by itself.
 
         Called by a signal handler, so it takes no lock that the interrupted loop could hold.
         """

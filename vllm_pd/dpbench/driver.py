@@ -4,8 +4,8 @@
     python -m vllm_pd.dpbench.driver READ_FD WRITE_FD ENGINE_ARGUMENTS_AS_JSON
 
 It runs in whatever vLLM its PYTHONPATH names, patched or not, and knows nothing of either's step sync. The other end is
-`vllm_pd.dpbench.group.Group`. Life: build the engine, send `{"ready": ...}`, then answer one JSON line with one JSON line each, in
-any order, until the pipe is closed; the engine processes end with it.
+`vllm_pd.dpbench.group.Group`. Life: build the engine, send `{"ready": ...}`, then answer one JSON line with one JSON
+line each, in any order, until the pipe is closed; the engine processes end with it.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ async def generate(engine: Any, ask: dict) -> dict:
     tokens: list[int] = []
     sent = time.monotonic()
     first = None
-    stream = engine.generate(
-        TokensPrompt(prompt_token_ids=ask["prompt"]), params, ask["request"], data_parallel_rank=ask.get("rank"))  # fmt: skip
+    prompt = TokensPrompt(prompt_token_ids=ask["prompt"])
+    stream = engine.generate(prompt, params, ask["request"], data_parallel_rank=ask.get("rank"))
     async for output in stream:
         first = first or time.monotonic()
         tokens += output.outputs[0].token_ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One data-parallel group, its front end in a process of its own; tests and `vllm-pd bench dp` talk to it through this."""
+"""One data-parallel group with its front end in a process of its own, for tests and `vllm-pd bench dp`."""
 
 import contextlib
 import itertools
@@ -17,8 +17,8 @@ from ..errors import PDError
 
 PROBE = "vllm_pd.dpbench.probe.StepProbe"
 # What each engine of a group is started with, as fields of AsyncEngineArgs.
-ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32, "skip_tokenizer_init": True,
-          "disable_log_stats": True, "worker_extension_cls": PROBE}  # fmt: skip
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32,
+          "skip_tokenizer_init": True, "disable_log_stats": True, "worker_extension_cls": PROBE}  # fmt: skip
 START_S, ANSWER_S, STOP_S = 240.0, 120.0, 20.0
 
 
@@ -39,8 +39,8 @@ class GroupError(PDError):
 class Group:
     """`size` engines on this machine and one front end of them. Close it, or use it as a context.
 
-    tree: the vLLM to run, a folder that holds `vllm/`; None: the one that is imported here. `arguments` are `AsyncEngineArgs`; they
-    may give this front end a part of the group only, and then `ranks` says which.
+    tree: the vLLM to run, a folder that holds `vllm/`; None: the one that is imported here. `arguments` are
+    `AsyncEngineArgs`; they may give this front end a part of the group only, and then `ranks` says which.
     """
 
     def __init__(self, model: Path, size: int, tree: Path | None = None, log: Path | None = None,

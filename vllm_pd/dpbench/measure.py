@@ -3,11 +3,12 @@
 
 Each group is measured alone, the two trees in turn for each model and size, with the same requests in the same order:
 
-1. bursts: one request at a time at rank 0 of an idle group, whose end is waited for. Every third one ends by a stop token, the others by
-   their length. A *drain dummy* is a dummy forward pass that began after the last real one of any rank; the *wake-up*
-   is the time from the request being handed to the front end to the start of the idle peer's first forward pass.
-2. load: requests on all ranks at once, of unequal length, four of ten on rank 0. Collectives and messages beside those of the
-   forward passes are counted by the ranks themselves (`probe.StepProbe`).
+1. bursts: one request at a time at rank 0 of an idle group, whose end is waited for. Every third one ends by a stop
+   token, the others by their length. A *drain dummy* is a dummy forward pass that began after the last real one of
+   any rank; the *wake-up* is the time from the request being handed to the front end to the start of the idle peer's
+   first forward pass.
+2. load: requests on all ranks at once, of unequal length, four of ten on rank 0. Collectives and messages beside
+   those of the forward passes are counted by the ranks themselves (`probe.StepProbe`).
 3. silence: CPU time of the idle engine processes.
 """
 
@@ -26,14 +27,15 @@ from .group import Group
 from .probe import DUMMY, FORWARD
 
 LEAST_BURSTS = 3
-SETTLE_S = 0.4  # longer than upstream's 32 steps of a tiny model
+SETTLE_S = 1.2  # longer than upstream's 32 steps of a tiny model
 SILENCE_S = 3.0
+ROUNDS = 3  # of load; the median counts
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999
 
 
 @dataclass(frozen=True)
 class DpBench:
-    """The command line of `vllm-pd bench dp`. `trees`: name and folder of the vLLM to run, None for the imported one."""
+    """The command line of `vllm-pd bench dp`. `trees`: name and folder of a vLLM, None for the imported one."""
     models: tuple[Path, ...]
     sizes: tuple[int, ...]
     trees: tuple[tuple[str, Path | None], ...]
@@ -102,7 +104,6 @@ def _bursts(bench: DpBench, group: Group, prompt: Any) -> dict[str, Any]:
     stop = next((token for token in answer[4:] if token not in answer[:4]), answer[-1])
     dummies, messages, collectives, wakes_s, ttfts_s, picture = [], [], [], [], [], []
     for number in range(bench.bursts):
-        time.sleep(SETTLE_S)
         group.start_probe()
         early = number % 3 == 2
         more = {"max_tokens": 100, "stop_token_ids": [stop]} if early else {"max_tokens": 8 + number % 5}
@@ -123,28 +124,35 @@ def _bursts(bench: DpBench, group: Group, prompt: Any) -> dict[str, Any]:
 
 
 def _load(bench: DpBench, group: Group, prompt: Any, draw: random.Random) -> dict[str, Any]:
+    asked = [(prompt(draw.choice([4, 30, 90])), 0 if number % 10 < 4 else number % group.size, draw.choice([4, 16, 48]))
+             for number in range(bench.requests)]  # fmt: skip
     group.start_probe()
-    began = time.monotonic()
-    asked = []
-    for number in range(bench.requests):
-        rank = 0 if number % 10 < 4 else number % group.size
-        asked.append(group.generate(prompt(draw.choice([4, 30, 90])), rank=rank, max_tokens=draw.choice([4, 16, 48])))
-    tokens = group.tokens(asked)
-    took_s = time.monotonic() - began
+    rates = []
+    for _ in range(ROUNDS):
+        began = time.monotonic()
+        tokens = group.tokens([group.generate(each, rank=rank, max_tokens=most) for each, rank, most in asked])
+        rates.append(sum(map(len, tokens)) / (time.monotonic() - began))
     time.sleep(SETTLE_S)
     probes = group.take_probe()
     steps = len(probes[0]["steps"])
-    return {"tokens_per_s": sum(map(len, tokens)) / took_s, "load_steps": [len(probe["steps"]) for probe in probes],
+    return {"tokens_per_s": statistics.median(rates), "load_steps": [len(probe["steps"]) for probe in probes],
             "collectives_per_step": probes[0]["collectives"] / steps,
             "messages_per_1000_steps": 1000 * sum(probe["messages"] for probe in probes) / steps,
             "tokens_digest": f"{zlib.crc32(str(tokens).encode()):08x}"}  # fmt: skip
 
 
 def _silence(group: Group) -> dict[str, Any]:
-    group.start_probe()
+    pids = [pid for name, pid in group.pids.items() if name.startswith("EngineCore")]
+    time.sleep(SETTLE_S)
+    before = [_cpu_s(pid) for pid in pids]
     time.sleep(SILENCE_S)
-    cpu_s = [probe["cpu"] for probe in group.take_probe()]
-    return {"idle_cpu_percent": 100 * max(cpu_s) / SILENCE_S}
+    used_s = max(_cpu_s(pid) - since for pid, since in zip(pids, before, strict=True))
+    return {"idle_cpu_percent": 100 * used_s / SILENCE_S}
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of a process, of all its threads that still run."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
 
 
 def spread(values: Sequence[float], factor: float = 1000.0) -> dict[str, float]:

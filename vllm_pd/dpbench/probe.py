@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank's engine process does, counted from inside: vLLM's `worker_extension_cls`, the same on any tree.
 
-Its methods become methods of the worker, which lives in the engine's own process, and are called by `collective_rpc` between two
-steps. Nothing is wrapped before `probe_start`.
+Its methods become methods of the worker, which lives in the engine's own process, and are called by `collective_rpc`
+between two steps. Nothing is wrapped before `probe_start`.
 """
 
 import gc
@@ -14,7 +14,7 @@ FORWARD, DUMMY = "forward", "dummy"
 
 
 class StepProbe:
-    """Lists each forward pass as (start, end, kind, tokens), CLOCK_MONOTONIC seconds, and counts what DP itself sends."""
+    """Lists each forward pass as (start, end, kind, tokens), in CLOCK_MONOTONIC seconds; counts what DP sends."""
 
     def probe_start(self) -> None:
         """Begin, or begin anew, with empty lists."""

@@ -16,7 +16,7 @@ def table(report: dict[str, Any]) -> Table:
     """One line for each figure, one column for each group."""
     entries = report["entries"]
     lines = [
-        ("dummy passes per drain, mean (max)", lambda e: f"{e['drain_dummies']['mean']:.1f} ({e['drain_dummies']['max']:.0f})"),
+        ("dummy passes per drain, mean (max)", lambda e: "{mean:.1f} ({max:.0f})".format(**e["drain_dummies"])),
         ("... of requests that end by length", lambda e: f"{e['drain_dummies_by_length']['mean']:.1f}"),
         ("collectives per step beside the forward's", lambda e: f"{e['collectives_per_step']:.3f}"),
         ("messages per burst", lambda e: f"{e['messages_per_burst']:.1f}"),
@@ -43,7 +43,7 @@ def picture(report: dict[str, Any], path: Path) -> None:
 
     entries = report["entries"]
     figure, axes = pyplot.subplots(len(entries), 1, figsize=(10, 1.0 + 1.3 * len(entries)), squeeze=False, sharex=True)
-    for axis, entry in zip(axes[:, 0], entries):
+    for axis, entry in zip(axes[:, 0], entries, strict=True):
         for rank, steps in enumerate(entry["steps"]):
             for real in (True, False):
                 bars = [(1000 * began, max(1000 * (ended - began), 0.3)) for began, ended, kind in steps
