@@ -7,6 +7,7 @@ the names of ranks only are one.
 """
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from operator import gt
 from typing import NamedTuple
 
 from vllm_pd.dp.core import Coordinator, Known, Participant, Reach
@@ -69,6 +70,7 @@ class Setting(NamedTuple):
     reach: Reach = Reach(1, 1)
     hint: Callable[[int], int | None] = lambda work: work
     leaves: bool = False
+    joined: bool = True  # from the beginning; otherwise any rank may be late
 
 
 def less(spare: Spare, what: str) -> Spare:
@@ -82,11 +84,12 @@ class LoopModel:
 
     def __init__(self, setting: Setting):
         self.setting = setting
+        self.horizon = setting.reach.lead + setting.reach.stride - 1
 
     def first(self) -> State:
         """Nobody has joined."""
         one = Rank(astuple(Participant()))
-        return State(tuple(self.join(one) for _ in range(self.setting.ranks)), self.setting.spare)
+        return self.sorted(State(tuple(self.join(one) for _ in range(self.setting.ranks)), self.setting.spare))
 
     def join(self, rank: Rank) -> Rank:
         """What a rank does first."""
@@ -196,17 +199,15 @@ class LoopModel:
         local = [rank.participant[0] for rank in state.ranks]
         if max(local) - min(local) > 1:
             return f"one rank is more than a forward ahead: {local}"
-        horizon = self.setting.reach.lead + self.setting.reach.stride - 1
-        if max(local) > state.last + horizon:
-            return f"forward {max(local)} is beyond the horizon of {horizon} after {state.last}"
+        if max(local) > state.last + self.horizon:
+            return f"forward {max(local)} is beyond the horizon of {self.horizon} after {state.last}"
         return None
 
     def check_end(self, state: State) -> str | None:
         """See Model."""
         living = [rank for rank in state.ranks if rank.at is not At.DEAD]
         if len(living) < len(state.ranks):
-            done = all(rank.at is At.ENDED and rank.participant[0] == state.ranks[0].participant[0] for rank in living)
-            if done or all(rank.at is At.FAILED for rank in living):
+            if all(rank.at in (At.FAILED, At.ENDED) for rank in living):
                 return None
             return f"a rank hangs after a death: {[rank.at.name for rank in state.ranks]}"
         if len({rank.participant[0] for rank in state.ranks}) > 1:
@@ -221,13 +222,36 @@ class LoopModel:
 
 class RpcModel(LoopModel):
     """Ranks and a coordinator in the first one's process, over a network that delays, reorders, loses and doubles."""
+    drops = True  # messages that change nothing
 
     def __init__(self, setting: Setting):
         super().__init__(setting)
         self.name_first = setting.spare.crashes > 0
+        self.lossy = setting.spare.losses > 0
+
+    def sorted(self, state: State) -> State:
+        return super().sorted(state._replace(ranks=tuple(self.tidied(rank) for rank in state.ranks)))
+
+    def tidied(self, rank: Rank) -> Rank:
+        """Less to tell apart. What nobody would act upon is left out: the number of forwards ended goes with a rank's
+        words for the watch only, and who has heard what matters only where words are lost. And a message that changes
+        nothing now never will, as all numbers only grow: it may as well have arrived."""
+        local, ended, agreed, confirmed, left, left_heard, over = rank.participant
+        says = tuple((asked, known if self.lossy else -1, 0, *rest) for asked, known, _, *rest in rank.says)
+        known = rank.known if self.lossy else (rank.known[0], -1, 0, rank.known[3], False)
+        if not self.lossy:
+            confirmed = agreed
+        if self.drops:
+            says = tuple(said for said in says if said[-1] or any(map(gt, said[:-1], known)) or not rank.here)
+        tells = tuple(told for told in rank.tells if not self.drops or told == "fault" or told[3] or told[0] > agreed
+                      or told[0] > confirmed or told[1] > over or told[2] > left_heard)
+        return rank._replace(participant=(local, ended, agreed, confirmed, left, left_heard, over), known=known, says=says,
+                             tells=tells)
 
     def join(self, rank: Rank) -> Rank:
-        return say(rank)
+        if not self.setting.joined:
+            return say(rank, answer=True)
+        return rank._replace(here=True, known=(0, 0, 0, False, False), participant=astuple(Participant(confirmed=0)))
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         rank, decision, asked, _, last = self.begin(state, rank)
@@ -272,12 +296,15 @@ class RpcModel(LoopModel):
             if rank.at is not At.ENDED:
                 yield "notices that the coordinator is dead", put(state, index, fail(rank))
             return
-        if any(other.at is At.DEAD for other in state.ranks) and not state.fault and index == 0:
+        coordinator = coordinator_of(state)
+        dead = [other for other in state.ranks if other.at is At.DEAD
+                and not (coordinator.over and other.participant[1] >= coordinator.step)]  # those have done their part
+        if dead and not state.fault and index == 0:
             ranks = tuple(one if one.at is At.DEAD else tell(one, "fault") for one in state.ranks)
             yield "finds a rank dead", state._replace(ranks=ranks, fault=True)
-        silent = not rank.says and not rank.tells
+        silent = self.lossy and not rank.says and not rank.tells
         if silent and participant.unanswered:
-            yield "says it again", put(state, index, say(rank))
+            yield "says it again", put(state, index, say(rank, answer=True))
         elif silent and index in coordinator_of(state).owed():
             yield "is told again", put(state, index, tell(rank, (*self.news(state, rank), True)))
 
@@ -287,11 +314,11 @@ class RpcModel(LoopModel):
         return coordinator.step, coordinator.over, rank.known[3]
 
     def heard(self, state: State, index: int, said: tuple) -> State:
-        """The coordinator hears a rank and tells everyone what is news."""
+        """The coordinator hears a rank, tells everyone what is news, and answers."""
+        *known, answer = said
         coordinator = coordinator_of(state)
         before = (coordinator.step, coordinator.over)
-        first = not coordinator.here[index]
-        coordinator.hear(index, self.as_heard(Known(*said)))
+        coordinator.hear(index, self.as_heard(Known(*known)))
         news = (coordinator.step, coordinator.over)
         ranks = tuple(rank._replace(known=astuple(known), here=here)
                       for rank, known, here in zip(state.ranks, coordinator.known, coordinator.here, strict=True))
@@ -299,7 +326,7 @@ class RpcModel(LoopModel):
         state = state._replace(ranks=ranks)
         out = []
         for other, rank in enumerate(ranks):
-            tells = other in owed and (before != news or first and other == index) and self.tells(other, index)
+            tells = before != news and other in owed and self.tells(other, index) or answer and other == index
             out.append(tell(rank, (*news, rank.known[3], False)) if tells and rank.at is not At.DEAD else rank)
         return state._replace(ranks=tuple(out))
 
@@ -365,6 +392,10 @@ class ShmModel(LoopModel):
         if any(other.at is At.DEAD and not self.may_be_dead(state, other) for other in state.ranks):
             yield "finds a rank dead", put(state, index, fail(rank))
 
+    def crash(self, state: State, index: int, rank: Rank) -> State:
+        after = super().crash(state, index, rank)  # a death wakes the watching threads, as a bell does
+        return after._replace(ranks=tuple(one if one.at is At.DEAD else one._replace(ring=True) for one in after.ranks))
+
     def may_be_dead(self, state: State, rank: Rank) -> bool:
         """It has done its part: all leave, and it has ended all forwards."""
         step = max(other.known[0] for other in state.ranks)
@@ -400,10 +431,10 @@ def put(state: State, index: int, rank: Rank, **changes: object) -> State:
     return state._replace(ranks=(*ranks[:index], rank, *ranks[index + 1:]), **changes)
 
 
-def say(rank: Rank) -> Rank:
-    """The rank says what it knows."""
-    known = astuple(Participant(*rank.participant).known())
-    return rank._replace(says=tuple(sorted((*rank.says, known))))
+def say(rank: Rank, answer: bool = False) -> Rank:
+    """The rank says what it knows, and may want to hear something."""
+    said = (*astuple(Participant(*rank.participant).known()), answer)
+    return rank._replace(says=tuple(sorted((*rank.says, said))))
 
 
 def tell(rank: Rank, message: tuple | str) -> Rank:

@@ -2,6 +2,7 @@
 """Four ranks; ranks with front ends of their own; a rank on a head-less node."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -71,18 +72,26 @@ def test_b72_first_request_on_a_headless_node_54762(moe, logs, meeting, expected
         assert head.tokens(asked) == expected[:20]
 
 
-def test_each_rank_with_a_front_end_of_its_own(moe, logs, meeting, expected):
-    """External load balancing: no front end knows of another rank, and no coordinator process is there to tell it."""
+def test_each_rank_with_a_front_end_of_its_own(logs, meeting, tmp_path):
+    """External load balancing of a dense model: no front end knows of another rank, and no coordinator process is there
+    to tell it. An adapter (LoRA) that is loaded and used on one rank only does not disturb the other."""
+    model = Path(os.environ["VLLM_PD_TINY_MODEL"])
+    adapter = ["adapter", 1, str(_adapter(tmp_path, model))]
     with contextlib.ExitStack() as stack:
-        fronts = [Group(moe, 2, TREE, logs / f"front{rank}.log", ranks=[rank], data_parallel_rank=rank, **meeting)
-                  for rank in (0, 1)]  # fmt: skip
+        fronts = [Group(model, 2, TREE, logs / f"front{rank}.log", ranks=[rank], data_parallel_rank=rank, **meeting,
+                        enable_lora=True, max_loras=1) for rank in (0, 1)]  # fmt: skip
         for front in fronts:
             stack.callback(front.close)
         for front in fronts:
             front.ready().start_probe()
-        for rank in (1, 0):
-            asked = fronts[rank].generate(PROMPTS[0], max_tokens=MAX_TOKENS[0])
-            assert fronts[rank].tokens([asked], 30) == expected[:1]
+        plain = [fronts[rank].generate(PROMPTS[1], max_tokens=12).result(30)["tokens"] for rank in (1, 0)]
+        assert plain[0] == plain[1]
+        busy = fronts[0].generate(PROMPTS[2], max_tokens=150)
+        assert fronts[1].call("add_lora", adapter) == [True]
+        changed = fronts[1].generate(PROMPTS[1], max_tokens=12, adapter=adapter).result(30)["tokens"]
+        assert changed != plain[0] and len(busy.result(60)["tokens"]) == 150
+        assert fronts[1].call("remove_lora", 1) == [True] and fronts[0].call("remove_lora", 1) == [False]
+        assert fronts[0].generate(PROMPTS[1], max_tokens=12, adapter=adapter).result(30)["tokens"] == changed
         steps = [forwards(at_rest(front))[0] for front in fronts]
         assert steps[0] == steps[1]
 
@@ -102,3 +111,24 @@ def test_an_offline_rank_that_ends_early_leaves_the_others_their_group(moe, logs
     said = [process.communicate(timeout=150)[0].splitlines()[-1] for process in ranks]
     assert said == ["served 2", "served 300"]
     assert [process.returncode for process in ranks] == [0, 0]
+
+
+def _adapter(folder: Path, model: Path) -> Path:
+    """A random adapter of rank 8 on the query and value projections of a Llama."""
+    import torch
+    from safetensors.torch import save_file
+
+    shape = json.loads((model / "config.json").read_text())
+    hidden, size = shape["hidden_size"], shape["head_dim"]
+    out = {"q_proj": shape["num_attention_heads"] * size, "v_proj": shape["num_key_value_heads"] * size}
+    torch.manual_seed(1)
+    weights = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for name, width in out.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(8, hidden) * 0.3
+            weights[f"{at}.lora_B.weight"] = torch.randn(width, 8) * 0.3
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(
+        {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(out), "bias": "none"}))  # fmt: skip
+    return folder
