@@ -22,6 +22,7 @@ async def generate(engine: Any, ask: dict) -> dict:
     """One request: its tokens, and when (CLOCK_MONOTONIC, seconds) it was sent, gave its first token, and ended."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(output_kind=RequestOutputKind.DELTA, temperature=0.0, detokenize=False, **ask["params"])
@@ -29,7 +30,8 @@ async def generate(engine: Any, ask: dict) -> dict:
     sent = time.monotonic()
     first = None
     prompt = TokensPrompt(prompt_token_ids=ask["prompt"])
-    stream = engine.generate(prompt, params, ask["request"], data_parallel_rank=ask.get("rank"))
+    adapter = LoRARequest(*ask["adapter"]) if ask.get("adapter") else None
+    stream = engine.generate(prompt, params, ask["request"], lora_request=adapter, data_parallel_rank=ask.get("rank"))
     async for output in stream:
         first = first or time.monotonic()
         tokens += output.outputs[0].token_ids

@@ -90,10 +90,10 @@ class Group:
         return future
 
     def generate(self, prompt: list[int], rank: int | None = None, max_tokens: int = 16, name: str | None = None,
-                 abort_after: int = 0, **params: Any) -> Future:  # fmt: skip
-        """Send one greedy request to `rank` (None: where the front end thinks best)."""
+                 abort_after: int = 0, adapter: list | None = None, **params: Any) -> Future:  # fmt: skip
+        """Send one greedy request to `rank` (None: where the front end thinks best). `adapter`: a LoRARequest's fields."""
         name = name or f"r{next(self._numbers)}"
-        return self.submit("generate", request=name, prompt=prompt, rank=rank, abort_after=abort_after,
+        return self.submit("generate", request=name, prompt=prompt, rank=rank, abort_after=abort_after, adapter=adapter,
                            params={"max_tokens": max_tokens, "ignore_eos": True} | params)  # fmt: skip
 
     def tokens(self, asked: Iterable[Future], timeout_s: float = ANSWER_S) -> list[list[int]]:
