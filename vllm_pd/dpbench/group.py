@@ -91,7 +91,7 @@ class Group:
 
     def generate(self, prompt: list[int], rank: int | None = None, max_tokens: int = 16, name: str | None = None,
                  abort_after: int = 0, adapter: list | None = None, **params: Any) -> Future:  # fmt: skip
-        """Send one greedy request to `rank` (None: where the front end thinks best). `adapter`: a LoRARequest's fields."""
+        """Send one greedy request to `rank` (None: the front end decides). `adapter`: the fields of a LoRARequest."""
         name = name or f"r{next(self._numbers)}"
         return self.submit("generate", request=name, prompt=prompt, rank=rank, abort_after=abort_after, adapter=adapter,
                            params={"max_tokens": max_tokens, "ignore_eos": True} | params)  # fmt: skip
