@@ -48,8 +48,8 @@ class EdgeTriggeredWake(RpcModel):
 
 
 class LatchedRunning(RpcModel):
-    """`latch` is a flag "the group is running": set by any word of the coordinator, reset when the agreed step has been run.
-    A late word sets it again."""
+    """`latch` is a flag "the group is running": set by any word of the coordinator, reset when the agreed step has
+    been run. A late word sets it again."""
     drops = False
 
     def told(self, rank: Rank, message: tuple | str) -> Rank:

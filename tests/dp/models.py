@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the explorer visits: the real `Participant` and `Coordinator`, and around them, as small as can be, an engine loop, its
-input queue, the network or the shared page, and forwards as a barrier.
+"""What the explorer visits: the real `Participant` and `Coordinator`, and around them, as small as can be, an engine
+loop, its input queue, the network or the shared page, and forwards as a barrier.
 
-A rank is a tuple of everything that concerns it alone, its messages included, so ranks can be sorted: states that differ in
-the names of ranks only are one.
+A rank is a tuple of everything that concerns it alone, its messages included, so ranks can be sorted: states that
+differ in the names of ranks only are one.
 """
 from collections.abc import Callable, Iterator
 from enum import IntEnum
@@ -245,8 +245,8 @@ class RpcModel(LoopModel):
             says = tuple(said for said in says if said[-1] or any(map(gt, said[:-1], known)) or not rank.here)
         tells = tuple(told for told in rank.tells if not self.drops or told == "fault" or told[3] or told[0] > agreed
                       or told[0] > confirmed or told[1] > over or told[2] > left_heard)
-        return rank._replace(participant=(local, ended, agreed, confirmed, left, left_heard, over), known=known, says=says,
-                             tells=tells)
+        participant = (local, ended, agreed, confirmed, left, left_heard, over)
+        return rank._replace(participant=participant, known=known, says=says, tells=tells)
 
     def join(self, rank: Rank) -> Rank:
         if not self.setting.joined:
@@ -277,14 +277,16 @@ class RpcModel(LoopModel):
                 rest = without(rank.says, message)
                 yield "is heard", self.heard(put(state, index, rank._replace(says=rest)), index, message)
                 if spare.doubles:
-                    yield "is heard, twice", self.heard(put(state, index, rank, spare=less(spare, "doubles")), index, message)
+                    doubled = put(state, index, rank, spare=less(spare, "doubles"))
+                    yield "is heard, twice", self.heard(doubled, index, message)
                 if spare.losses:
                     yield "is lost", put(state, index, rank._replace(says=rest), spare=less(spare, "losses"))
         for message in set(rank.tells):
             rest = without(rank.tells, message)
             yield f"is told {message}", put(state, index, self.told(rank._replace(tells=rest), message))
             if spare.doubles:
-                yield f"is told {message}, twice", put(state, index, self.told(rank, message), spare=less(spare, "doubles"))
+                doubled = put(state, index, self.told(rank, message), spare=less(spare, "doubles"))
+                yield f"is told {message}, twice", doubled
             if spare.losses:
                 yield f"loses {message}", put(state, index, rank._replace(tells=rest), spare=less(spare, "losses"))
         yield from self.timers(state, index, rank, coordinator_lives)
@@ -354,8 +356,8 @@ class RpcModel(LoopModel):
 
 
 class ShmModel(LoopModel):
-    """Ranks that share a page. `known` is the word in a rank's slot, `bells` says how many others it has yet to ring, and
-    `ring` that one's own bell has been rung, so that the watching thread will look."""
+    """Ranks that share a page. `known` is the word in a rank's slot, `bells` says how many others it has yet to ring,
+    and `ring` that one's own bell has been rung, so that the watching thread will look."""
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield "reads", put(state, index, self.refreshed(state, rank)._replace(at=At.RINGING, bells=-1))

@@ -43,11 +43,11 @@ class CoordinatorServer:
         self.dropped = 0  # frames that were none of ours
         self.messages = 0
         try:
-            self._socket = router(self._context, host, keys)
+            self._socket = router(self._context, host, keys, settings.timeout_s)
         except zmq.ZMQError as error:
             self._context.term()
-            raise GroupFailed(f"data_parallel_master_ip={host!r} can't be bound by rank 0: {error}; name an address of this "
-                              f"machine that all ranks reach") from error
+            raise GroupFailed(f"data_parallel_master_ip={host!r} can't be bound by rank 0: {error}; name an address "
+                              f"of this machine that all ranks reach") from error
         self.address = endpoint(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._started = time.monotonic()

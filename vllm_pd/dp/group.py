@@ -90,7 +90,7 @@ def _share(rank: int, size: int, exchange: Exchange, settings: Settings, wake: W
         offers = _all(exchange, _Offer(settings, _machine() if wanted else f"network only {rank}", os.getpid(), folder))
         for peer, offer in enumerate(offers):
             if offer.settings != settings:
-                raise ConfigError("dp_sync", settings, f"rank {peer} has {offer.settings!r}; start all ranks with the same")
+                raise ConfigError("dp_sync", settings, f"rank {peer} has {offer.settings!r}; give all ranks the same")
         if offers[0].folder and len({offer.machine for offer in offers}) == 1:
             board, pidfds = _open(offers, rank)
         everyone = all(one.shared for one in _all(exchange, _Shared(board is not None)))

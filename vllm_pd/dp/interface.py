@@ -18,6 +18,9 @@ and where it blocks: `while not has_requests and not member.due: input_queue.get
 is read anew each time, and `wake` is called after it has become true, so no wake-up can be lost, and one too many does
 no harm. Requests may enter at any rank; nobody else is told.
 
+A loop with several forwards under way (a batch queue) may block on its input queue only when none of its own is: what
+another rank agreed on while this one was in a forward is read after it, and no bell rings for it.
+
 Only forwards that run in lock-step count. A step without one must not call `before_step(True)`; what runs collectives
 outside of the step loop (start-up, profile runs, sleep) runs outside of it on every rank and is not counted.
 

@@ -27,8 +27,8 @@ _COORDINATOR = 0  # the rank in whose process it is
 class RpcMember(BaseMember):
     """A rank that reaches its coordinator over the network. Rank 0 brings the coordinator along and closes it last."""
 
-    def __init__(self, rank: int, size: int, address: str, server_key: bytes, settings: Settings, wake: Wake, abort: Abort,
-                 coordinator: CoordinatorServer | None = None):
+    def __init__(self, rank: int, size: int, address: str, server_key: bytes, settings: Settings, wake: Wake,
+                 abort: Abort, coordinator: CoordinatorServer | None = None):
         super().__init__(rank, size, settings, wake, abort)
         self._coordinator = coordinator
         self._liveness = Liveness([_COORDINATOR], settings.timeout_s, settings.stall_s)
@@ -41,8 +41,9 @@ class RpcMember(BaseMember):
         self._coordinator_closed = False
         self._context = zmq.Context()
         try:
-            self._asking = dealer(self._context, server_key, ipv6="[" in address)
-            self._listening = dealer(self._context, server_key, rank_identity(rank), ipv6="[" in address)
+            ipv6 = "[" in address
+            self._asking = dealer(self._context, server_key, settings.timeout_s, ipv6=ipv6)
+            self._listening = dealer(self._context, server_key, settings.timeout_s, rank_identity(rank), ipv6)
             self._monitor = self._listening.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._asking.connect(address)
             self._listening.connect(address)

@@ -5,7 +5,8 @@ There is no coordinator and no message: the agreed step is the highest number in
 rank writes. Being read at every step it is never late, so nothing more than the next step is ever agreed ahead.
 
 Bells are rung only for urgent asks. One made ahead of need, at the beginning of a forward that was agreed before, is
-seen by everyone without: no rank ends that forward before the asking rank has begun it, and each reads the slots after it.
+seen by everyone without: no rank ends that forward before the asking rank has begun it, and each reads the slots
+after it.
 
 A rank's death is a fact that its pidfd tells. A rank that is stopped is found by its beat, a number that every rank's
 watching thread moves while there are steps to run. In a quiet group the threads sleep.
