@@ -83,12 +83,14 @@ def test_sender_is_woken_by_its_own_request_39366(group):
 
 
 def test_late_wake_up_meets_a_collective_call_36608(group):
-    """A call that runs a collective of its own on all ranks, right behind a request: a late wake-up had one rank
-    in a dummy batch and the other in the call, each waiting for the other."""
-    first = group.tokens([group.generate(PROMPTS[2], rank=0, max_tokens=12)])[0]
-    stop = next(token for token in first if token not in first[:2])
-    for number in range(10):
-        group.generate(PROMPTS[2], rank=number % 2, max_tokens=60, stop_token_ids=[stop]).result(20)
+    """A call that runs a collective of its own on all ranks, right behind a request and in the middle of one: a late
+    wake-up had one rank in a dummy batch and the other in the call, each waiting for the other."""
+    for number in range(6):
+        asked = group.generate(PROMPTS[2], rank=number % 2, max_tokens=40)
+        for _ in range(5):
+            assert group.call("collective_rpc", "probe_collective", timeout_s=20) == [[2], [2]]
+            time.sleep(0.003 * number)
+        asked.result(20)
         assert group.call("collective_rpc", "probe_collective", timeout_s=20) == [[2], [2]]
     at_rest(group)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SETTINGS_KEY = "dp_sync"  # in VllmConfig.additional_config: the fields of GroupSettings
 LINGER_S = 3.0
+SETTLE_HORIZONS = 2
 LINGER_POLL_S = 0.5
 
 
@@ -124,13 +125,14 @@ class EngineSync:
             raise SystemExit
 
     def settle(self, dummy: Callable[[], Any]) -> None:
-        """Before a utility call in an engine without requests: run the forward passes that are still agreed on.
+        """Before a utility call: run the forward passes that are already agreed on, as dummies.
 
-        Such a call may itself run collectives over the ranks (weights, sleep), and each rank handles it when it comes
-        to it: one rank in the call and another in a dummy pass would wait for each other. Where another rank has
-        requests this does not end by itself, so it ends after as many steps as can have been agreed on.
+        Such a call may itself run collectives over the ranks (weights, sleep), and each rank comes to it in its own
+        time: one in the call and another in a forward pass would wait for each other. Dummies move nothing, so ranks
+        that are called within a few steps of each other all stop at the same step. A rank that is called alone would
+        run dummies for as long as others have requests, so it gives up after SETTLE_HORIZONS.
         """
-        for _ in range(self._horizon_steps):
+        for _ in range(SETTLE_HORIZONS * self._horizon_steps):
             if self._leaving or not self._member.due:
                 break
             self.keep_up(dummy)
