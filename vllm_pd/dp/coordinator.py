@@ -143,7 +143,7 @@ class CoordinatorServer:
                 self._tell(rank, now, answer=True)
 
     def _tell_all(self, now: float, closed: bool = False) -> None:
-        for rank in range(self._size):
+        for rank in reversed(range(self._size)):  # rank 0 last: it may end this process when it hears of a fault
             self._tell(rank, now, answer=not closed, closed=closed)
 
     def _tell(self, rank: int, now: float, answer: bool = False, closed: bool = False) -> None:
