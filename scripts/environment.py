@@ -143,8 +143,9 @@ def models(python: Path) -> tuple[Path, Path]:
 
     def tiny(folder: Path) -> None:
         process.run([python, make, folder / "tiny-llama", "--tokenizer", model], env=env)
+        process.run([python, make, folder / "tiny-mixtral", "--tokenizer", model, "--experts", "8"], env=env)
 
-    return model, cache.piece("tiny", cache.key(make, convert, *pins), tiny, "making the tiny model") / "tiny-llama"
+    return model, cache.piece("tiny", cache.key(make, convert, *pins), tiny, "making the tiny models") / "tiny-llama"
 
 
 def commands(env: Path, model: Path, tiny: Path) -> list[str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the patched vLLM calls in: the only module that a patch imports.
 
-All hooks return at once, and import nothing, for an engine that does not name our connector.
+The hooks for disaggregation return at once, and import nothing, for an engine that does not name our connector.
 """
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ if TYPE_CHECKING:
 
     import uvicorn
     from fastapi import FastAPI
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.core import DPEngineCoreProc
 
+    from vllm_pd.dp.engine import EngineSync
     from vllm_pd.v0.engine import Disaggregation
 
 CONNECTOR = "PDConnector"
@@ -55,3 +58,12 @@ def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]
         return stop
     from vllm_pd.v0.front import open_front_door
     return open_front_door(app, server, additional[SETTINGS_KEY], stop)
+
+
+def join_dp_sync(engine: DPEngineCoreProc, config: VllmConfig) -> EngineSync:
+    """Take part, with this rank's engine, in the step sync of its data-parallel group.
+
+    Called by `DPEngineCoreProc._init_data_parallel`, in every rank at the same point. Raises GroupFailed, ConfigError.
+    """
+    from vllm_pd.dp.engine import EngineSync
+    return EngineSync(engine).join(config)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mistakes that such protocols are known for, one a model. The explorer must find each."""
+from collections.abc import Iterator
+
+from tests.dp.models import At, Rank, RpcModel, Setting, ShmModel, State, astuple, put
+from vllm_pd.dp.core import Known, Participant, Reach
+
+
+class HorizonOnOneSide(RpcModel):
+    """The asking rank goes on to the horizon, but has told the others of the present step only."""
+
+    def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        before = rank.says
+        for what, after in super().decide(state, index, rank):
+            rank = after.ranks[index]
+            if len(rank.says) > len(before):
+                said = (rank.participant[0], *astuple(Participant(*rank.participant).known())[1:], False)
+                after = put(after, index, rank._replace(says=(*before, said)))
+            yield what, after
+
+
+class SenderExcluded(RpcModel):
+    """The coordinator adds the horizon, and tells everyone but the rank that has asked."""
+    drops = False
+
+    def __init__(self, setting: Setting):
+        super().__init__(setting._replace(reach=Reach(0, 1)))
+        self.horizon = 1
+
+    def as_heard(self, known: Known) -> Known:
+        return Known(known.asked + 1, *astuple(known)[1:]) if known.asked else known
+
+    def tells(self, to: int, because_of: int) -> bool:
+        return to != because_of
+
+
+class EdgeTriggeredWake(RpcModel):
+    """A wake-up reaches only a loop that is waiting already, and the loop does not look again before it waits."""
+
+    def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        if rank.at is At.CHECK and not self.works(rank):
+            yield "waits", put(state, index, rank._replace(at=At.GET))
+        else:
+            yield from super().loop(state, index, rank)
+
+    def rung(self, rank: Rank) -> Rank:
+        return rank._replace(ring=False, queue=rank.queue or rank.at is At.GET)
+
+
+class LatchedRunning(RpcModel):
+    """`latch` is a flag "the group is running": set by any word of the coordinator, reset when the agreed step has
+    been run. A late word sets it again."""
+    drops = False
+
+    def told(self, rank: Rank, message: tuple | str) -> Rank:
+        return super().told(rank, message)._replace(latch=True, queue=True)
+
+    def due(self, state: State, rank: Rank) -> bool:
+        return rank.latch or super().due(state, rank)
+
+    def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        participant = Participant(*rank.participant)
+        if rank.latch and not self.works(rank) and participant.local >= participant.agreed:
+            participant.local += 1
+            yield "dummy", put(state, index, rank._replace(participant=astuple(participant), at=At.DUMMY))
+        else:
+            yield from super().decide(state, index, rank)
+
+    def ended(self, rank: Rank) -> Rank:
+        participant = Participant(*rank.participant)
+        return super().ended(rank)._replace(latch=participant.local < participant.agreed)
+
+
+class CachedStop(RpcModel):
+    """`latch` is the decision to stop, made at the end of a forward and kept until the next one."""
+
+    def ended(self, rank: Rank) -> Rank:
+        participant = Participant(*rank.participant)
+        return super().ended(rank)._replace(latch=participant.local >= participant.agreed)
+
+    def due(self, state: State, rank: Rank) -> bool:
+        return not rank.latch and super().due(state, rank)
+
+    def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        if rank.latch and not self.works(rank):
+            yield "idle", put(state, index, rank._replace(at=At.CHECK))
+        else:
+            yield from super().decide(state, index, rank)
+
+
+class LeavesAtOnce(RpcModel):
+    """A rank ends as soon as it has left and run what it knows of."""
+
+    def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        participant = Participant(*rank.participant)
+        if participant.left and participant.local >= participant.agreed:
+            yield "end", put(state, index, rank._replace(at=At.ENDED))
+        else:
+            yield from super().decide(state, index, rank)
+
+
+class NoBell(ShmModel):
+    """The number on the page is right, but nobody is woken."""
+
+    def rings(self, urgent: bool) -> bool:
+        return False
+
+
+class OnlyLateBells(ShmModel):
+    """Bells are rung for the asks that don't need them, and not for those that do."""
+
+    def rings(self, urgent: bool) -> bool:
+        return not urgent
+
+
+class EdgeTriggeredBell(ShmModel):
+    """A bell rouses only a loop that is waiting already, and the loop does not look again before it waits."""
+
+    def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        if rank.at is At.CHECK and not self.works(rank):
+            yield "waits", put(state, index, rank._replace(at=At.GET))
+        else:
+            yield from super().loop(state, index, rank)
+
+    def of(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        for what, after in super().of(state, index, rank):
+            if what == "hears its bell" and rank.at is not At.GET:
+                after = put(after, index, rank._replace(ring=False))
+            yield what, after

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data-parallel groups of real engine processes, started once: each costs half a minute.
+
+VLLM_PD_DP_TREE names another vLLM to run the same tests on, to see what it does.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dp_loads import MAX_TOKENS, PROMPTS, TREE
+
+from vllm_pd.dpbench.group import Group
+
+
+
+@pytest.fixture(scope="session")
+def moe() -> Path:
+    """The tiny mixture of experts, beside the tiny Llama."""
+    return Path(os.environ["VLLM_PD_TINY_MODEL"]).parent / "tiny-mixtral"
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def starting() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def mono(moe, logs, starting) -> Group:
+    """The same model without data parallelism."""
+    group = Group(moe, 1, TREE, logs / "mono.log")
+    starting.callback(group.close)
+    return group
+
+
+@pytest.fixture(scope="session")
+def experts_pair(moe, logs, starting, mono) -> Group:
+    """Two ranks, half of the experts each. Its very first request went to rank 1; `first` has what came of it (B72)."""
+    group = Group(moe, 2, TREE, logs / "experts.log", enable_expert_parallel=True)
+    starting.callback(group.close)
+    group.ready()
+    group.first = group.generate(PROMPTS[0], rank=1, max_tokens=6)
+    group.first.exception(30)
+    return group
+
+
+@pytest.fixture
+def group(experts_pair) -> Group:
+    """The pair of ranks, at rest, with its probes at zero."""
+    experts_pair.start_probe()
+    return experts_pair
+
+
+@pytest.fixture(scope="session")
+def quad(moe, logs, starting) -> Group:
+    """Four ranks, each with a slice of every expert."""
+    group = Group(moe, 4, TREE, logs / "quad.log")
+    starting.callback(group.close)
+    return group
+
+
+@pytest.fixture(scope="session")
+def expected(mono) -> list[list[int]]:
+    """What one rank alone answers to each of PROMPTS."""
+    mono.ready()
+    asked = [mono.generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)]
+    return mono.tokens(asked)

@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the explorer visits: the real `Participant` and `Coordinator`, and around them, as small as can be, an engine
+loop, its input queue, the network or the shared page, and forwards as a barrier.
+
+A rank is a tuple of everything that concerns it alone, its messages included, so ranks can be sorted: states that
+differ in the names of ranks only are one.
+"""
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from operator import gt
+from typing import NamedTuple
+
+from vllm_pd.dp.core import Coordinator, Known, Participant, Reach
+from vllm_pd.dp.interface import Decision
+
+
+class At(IntEnum):
+    """Where an engine loop is."""
+    LOOP = 0  # about to decide
+    RINGING = 1  # has asked by shared memory and has bells yet to ring
+    FORWARD = 2  # in a forward with work
+    DUMMY = 3
+    CHECK = 4  # will block unless there is work or it is due
+    GET = 5  # in queue.get(): goes on when there is something in the queue
+    ENDED = 6
+    FAILED = 7
+    DEAD = 8
+
+
+class Rank(NamedTuple):
+    """A rank and its messages. `queue`: something is in the input queue. `work`: forwards that its requests still need.
+    `ring`: the watching thread has yet to put a wake-up. `latch`: of broken variants."""
+    participant: tuple
+    at: At = At.LOOP
+    queue: bool = False
+    ring: bool = False
+    work: int = 0
+    paused: bool = False
+    says: tuple = ()
+    tells: tuple = ()
+    known: tuple = (0, -1, 0, False, False)
+    here: bool = False
+    latch: bool = False
+    bells: int = 0  # yet to be rung by it, of the other ranks (shared memory)
+
+
+class Spare(NamedTuple):
+    """How often the things may still happen that nobody has to do."""
+    requests: int = 0
+    aborts: int = 0
+    pauses: int = 0
+    losses: int = 0
+    doubles: int = 0
+    crashes: int = 0
+
+
+class State(NamedTuple):
+    """Everything. `last`: the last forward that was begun with work."""
+    ranks: tuple[Rank, ...]
+    spare: Spare
+    last: int = 0
+    fault: bool = False
+
+
+class Setting(NamedTuple):
+    """What is explored. `tokens`: the forwards that a request may need. `hint`: what a rank says that is left."""
+    ranks: int
+    spare: Spare
+    tokens: tuple[int, ...] = (1, 2)
+    reach: Reach = Reach(1, 1)
+    hint: Callable[[int], int | None] = lambda work: work
+    leaves: bool = False
+    joined: bool = True  # from the beginning; otherwise any rank may be late
+
+
+def less(spare: Spare, what: str) -> Spare:
+    """One time less."""
+    return spare._replace(**{what: getattr(spare, what) - 1})
+
+
+class LoopModel:
+    """The engine loop, as interface.py has it, and the barrier. The rims are below."""
+    name_first = False  # whether rank 0 is not like the others
+
+    def __init__(self, setting: Setting):
+        self.setting = setting
+        self.horizon = setting.reach.lead + setting.reach.stride - 1
+
+    def first(self) -> State:
+        """Nobody has joined."""
+        one = Rank(astuple(Participant()))
+        return self.sorted(State(tuple(self.join(one) for _ in range(self.setting.ranks)), self.setting.spare))
+
+    def join(self, rank: Rank) -> Rank:
+        """What a rank does first."""
+        return rank
+
+    def after(self, state: State) -> Iterator[tuple[str, State]]:
+        """See Model."""
+        seen = set()
+        for index, rank in enumerate(state.ranks):
+            alike = (rank, index == 0) if self.name_first else rank
+            if alike in seen:  # what it does is what its twin does
+                continue
+            seen.add(alike)
+            if rank.at is At.DEAD:
+                continue
+            for what, after in self.of(state, index, rank):
+                yield f"{index} {what}", self.sorted(after)
+
+    def sorted(self, state: State) -> State:
+        """The one of all equal states that stands for them."""
+        ranks = state.ranks
+        if self.name_first:
+            return state._replace(ranks=(ranks[0], *sorted(ranks[1:])))
+        return state._replace(ranks=tuple(sorted(ranks)))
+
+    def of(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """What may happen at one rank."""
+        if rank.at is not At.FAILED and rank.at is not At.ENDED:
+            yield from self.from_outside(state, index, rank)
+            yield from self.loop(state, index, rank)
+        if state.spare.crashes:
+            yield "crashes", self.crash(state, index, rank)
+
+    def from_outside(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """Requests come and go."""
+        spare = state.spare
+        left = Participant(*rank.participant).left
+        if spare.requests and not left:
+            for tokens in self.setting.tokens:
+                after = rank._replace(work=rank.work + tokens, queue=True)
+                yield f"gets a request of {tokens}", put(state, index, after, spare=less(spare, "requests"))
+        if spare.aborts and rank.work:  # or ends early
+            yield "aborts", put(state, index, rank._replace(work=0, queue=True), spare=less(spare, "aborts"))
+        if spare.pauses and not rank.paused and not left:
+            yield "pauses", put(state, index, rank._replace(paused=True, queue=True), spare=less(spare, "pauses"))
+        if rank.paused:
+            yield "resumes", put(state, index, rank._replace(paused=False, queue=True))
+
+    def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """One move of the engine loop."""
+        match rank.at:
+            case At.LOOP:
+                if self.setting.leaves and not Participant(*rank.participant).left and not rank.work:
+                    yield "leaves", self.leave(state, index, rank)
+                yield from self.decide(state, index, rank)
+            case At.FORWARD | At.DUMMY:
+                step = rank.participant[0]
+                if all(other.participant[0] >= step for other in state.ranks):
+                    yield "ends a forward", put(state, index, self.ended(rank))
+            case At.CHECK:
+                go_on = self.works(rank) or self.due(state, rank)
+                yield "checks", put(state, index, rank._replace(at=At.LOOP if go_on else At.GET))
+            case At.GET if rank.queue:
+                yield "takes from its queue", put(state, index, rank._replace(queue=False, at=At.CHECK))
+
+    def works(self, rank: Rank) -> bool:
+        """Whether there is something to schedule."""
+        return rank.work > 0 and not rank.paused
+
+    def due(self, state: State, rank: Rank) -> bool:
+        """`Member.due`."""
+        return Participant(*rank.participant).due
+
+    def ended(self, rank: Rank) -> Rank:
+        """A forward has ended."""
+        participant = Participant(*rank.participant)
+        participant.end()
+        work = rank.work - 1 if rank.at is At.FORWARD and rank.work else rank.work
+        return rank._replace(participant=astuple(participant), work=work, at=At.LOOP)
+
+    def begin(self, state: State, rank: Rank) -> tuple[Rank, Decision, int | None, bool, int]:
+        """`before_step`: the rank, the decision, what it asks for, whether urgently, the last forward with work."""
+        participant = Participant(*rank.participant)
+        work = self.works(rank)
+        decision, ask = participant.begin(work, self.setting.hint(rank.work), self.setting.reach)
+        at = {Decision.FORWARD: At.FORWARD, Decision.DUMMY: At.DUMMY, Decision.IDLE: At.CHECK,
+              Decision.END: At.ENDED}[decision]
+        last = max(state.last, participant.local) if decision is Decision.FORWARD else state.last
+        rank = rank._replace(participant=astuple(participant), at=at)
+        return rank, decision, ask.step if ask else None, bool(ask and ask.urgent), last
+
+    def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """A rim's `before_step`."""
+        raise NotImplementedError
+
+    def leave(self, state: State, index: int, rank: Rank) -> State:
+        """A rim's `leave`."""
+        raise NotImplementedError
+
+    def crash(self, state: State, index: int, rank: Rank) -> State:
+        """The process is gone, with all that was on its way to it."""
+        dead = Rank(rank.participant, At.DEAD, known=rank.known, here=rank.here)
+        return put(state, index, dead, spare=less(state.spare, "crashes"))
+
+    def check(self, state: State) -> str | None:
+        """See Model."""
+        local = [rank.participant[0] for rank in state.ranks]
+        if max(local) - min(local) > 1:
+            return f"one rank is more than a forward ahead: {local}"
+        if max(local) > state.last + self.horizon:
+            return f"forward {max(local)} is beyond the horizon of {self.horizon} after {state.last}"
+        return None
+
+    def check_end(self, state: State) -> str | None:
+        """See Model."""
+        living = [rank for rank in state.ranks if rank.at is not At.DEAD]
+        if len(living) < len(state.ranks):
+            if all(rank.at in (At.FAILED, At.ENDED) for rank in living):
+                return None
+            return f"a rank hangs after a death: {[rank.at.name for rank in state.ranks]}"
+        if len({rank.participant[0] for rank in state.ranks}) > 1:
+            return f"unequal numbers of forwards: {[rank.participant[0] for rank in state.ranks]}"
+        rest = At.ENDED if all(Participant(*rank.participant).left for rank in state.ranks) else At.GET
+        if any(rank.at is not rest for rank in state.ranks):
+            return f"a rank hangs: {[rank.at.name for rank in state.ranks]}"
+        if any(rank.work for rank in state.ranks):
+            return "a request was not served"
+        return None
+
+
+class RpcModel(LoopModel):
+    """Ranks and a coordinator in the first one's process, over a network that delays, reorders, loses and doubles."""
+    drops = True  # messages that change nothing
+
+    def __init__(self, setting: Setting):
+        super().__init__(setting)
+        self.name_first = setting.spare.crashes > 0
+        self.lossy = setting.spare.losses > 0
+
+    def sorted(self, state: State) -> State:
+        return super().sorted(state._replace(ranks=tuple(self.tidied(rank) for rank in state.ranks)))
+
+    def tidied(self, rank: Rank) -> Rank:
+        """Less to tell apart. What nobody would act upon is left out: the number of forwards ended goes with a rank's
+        words for the watch only, and who has heard what matters only where words are lost. And a message that changes
+        nothing now never will, as all numbers only grow: it may as well have arrived."""
+        local, ended, agreed, confirmed, left, left_heard, over = rank.participant
+        says = tuple((asked, known if self.lossy else -1, 0, *rest) for asked, known, _, *rest in rank.says)
+        known = rank.known if self.lossy else (rank.known[0], -1, 0, rank.known[3], False)
+        if not self.lossy:
+            confirmed = agreed
+        if self.drops:
+            says = tuple(said for said in says if said[-1] or any(map(gt, said[:-1], known)) or not rank.here)
+        tells = tuple(told for told in rank.tells if not self.drops or told == "fault" or told[3] or told[0] > agreed
+                      or told[0] > confirmed or told[1] > over or told[2] > left_heard)
+        participant = (local, ended, agreed, confirmed, left, left_heard, over)
+        return rank._replace(participant=participant, known=known, says=says, tells=tells)
+
+    def join(self, rank: Rank) -> Rank:
+        if not self.setting.joined:
+            return say(rank, answer=True)
+        return rank._replace(here=True, known=(0, 0, 0, False, False), participant=astuple(Participant(confirmed=0)))
+
+    def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        rank, decision, asked, _, last = self.begin(state, rank)
+        if asked is not None:
+            rank = say(rank)
+        yield decision.value, put(state, index, rank, last=last)
+
+    def leave(self, state: State, index: int, rank: Rank) -> State:
+        participant = Participant(*rank.participant)
+        participant.leave()
+        return put(state, index, say(rank._replace(participant=astuple(participant))))
+
+    def of(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        yield from super().of(state, index, rank)
+        spare = state.spare
+        coordinator_lives = state.ranks[0].at is not At.DEAD or not self.name_first
+        if rank.ring:
+            yield "is rung", put(state, index, self.rung(rank))
+        if rank.at is At.FAILED:
+            return
+        if coordinator_lives:
+            for message in set(rank.says):
+                rest = without(rank.says, message)
+                yield "is heard", self.heard(put(state, index, rank._replace(says=rest)), index, message)
+                if spare.doubles:
+                    doubled = put(state, index, rank, spare=less(spare, "doubles"))
+                    yield "is heard, twice", self.heard(doubled, index, message)
+                if spare.losses:
+                    yield "is lost", put(state, index, rank._replace(says=rest), spare=less(spare, "losses"))
+        for message in set(rank.tells):
+            rest = without(rank.tells, message)
+            yield f"is told {message}", put(state, index, self.told(rank._replace(tells=rest), message))
+            if spare.doubles:
+                doubled = put(state, index, self.told(rank, message), spare=less(spare, "doubles"))
+                yield f"is told {message}, twice", doubled
+            if spare.losses:
+                yield f"loses {message}", put(state, index, rank._replace(tells=rest), spare=less(spare, "losses"))
+        yield from self.timers(state, index, rank, coordinator_lives)
+
+    def timers(self, state: State, index: int, rank: Rank, coordinator_lives: bool) -> Iterator[tuple[str, State]]:
+        """What is said again after a beat, when nothing that would do is on its way; and how deaths are noticed."""
+        participant = Participant(*rank.participant)
+        if not coordinator_lives:
+            if rank.at is not At.ENDED:
+                yield "notices that the coordinator is dead", put(state, index, fail(rank))
+            return
+        coordinator = coordinator_of(state)
+        dead = [other for other in state.ranks if other.at is At.DEAD
+                and not (coordinator.over and other.participant[1] >= coordinator.step)]  # those have done their part
+        if dead and not state.fault and index == 0:
+            ranks = tuple(one if one.at is At.DEAD else tell(one, "fault") for one in state.ranks)
+            yield "finds a rank dead", state._replace(ranks=ranks, fault=True)
+        silent = self.lossy and not rank.says and not rank.tells
+        if silent and participant.unanswered:
+            yield "says it again", put(state, index, say(rank, answer=True))
+        elif silent and index in coordinator_of(state).owed():
+            yield "is told again", put(state, index, tell(rank, (*self.news(state, rank), True)))
+
+    def news(self, state: State, rank: Rank) -> tuple:
+        """What the coordinator tells a rank."""
+        coordinator = coordinator_of(state)
+        return coordinator.step, coordinator.over, rank.known[3]
+
+    def heard(self, state: State, index: int, said: tuple) -> State:
+        """The coordinator hears a rank, tells everyone what is news, and answers."""
+        *known, answer = said
+        coordinator = coordinator_of(state)
+        before = (coordinator.step, coordinator.over)
+        coordinator.hear(index, self.as_heard(Known(*known)))
+        news = (coordinator.step, coordinator.over)
+        ranks = tuple(rank._replace(known=astuple(known), here=here)
+                      for rank, known, here in zip(state.ranks, coordinator.known, coordinator.here, strict=True))
+        owed = coordinator.owed()
+        state = state._replace(ranks=ranks)
+        out = []
+        for other, rank in enumerate(ranks):
+            tells = before != news and other in owed and self.tells(other, index) or answer and other == index
+            out.append(tell(rank, (*news, rank.known[3], False)) if tells and rank.at is not At.DEAD else rank)
+        return state._replace(ranks=tuple(out))
+
+    def tells(self, to: int, because_of: int) -> bool:
+        """Whether the coordinator tells a rank of what another (or the same) asked for."""
+        return True
+
+    def as_heard(self, known: Known) -> Known:
+        """What the coordinator makes of a word."""
+        return known
+
+    def told(self, rank: Rank, message: tuple | str) -> Rank:
+        """A rank hears from the coordinator."""
+        if message == "fault":
+            return rank if rank.at is At.ENDED else fail(rank)
+        step, over, left, answer = message
+        participant = Participant(*rank.participant)
+        due = participant.told(step, over, left)
+        rank = rank._replace(participant=astuple(participant), ring=rank.ring or due)
+        return say(rank) if answer else rank
+
+    def rung(self, rank: Rank) -> Rank:
+        """The watching thread puts a wake-up into the queue."""
+        return rank._replace(ring=False, queue=rank.queue or rank.at is not At.ENDED)
+
+
+class ShmModel(LoopModel):
+    """Ranks that share a page. `known` is the word in a rank's slot, `bells` says how many others it has yet to ring,
+    and `ring` that one's own bell has been rung, so that the watching thread will look."""
+
+    def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        yield "reads", put(state, index, self.refreshed(state, rank)._replace(at=At.RINGING, bells=-1))
+
+    def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        if rank.at is At.RINGING:  # between the read and the write others may write
+            rank, decision, asked, urgent, last = self.begin(state, rank)
+            rank = rank._replace(bells=0)
+            if asked is not None:
+                rank = rank._replace(known=(asked, False), bells=len(state.ranks) - 1 if self.rings(urgent) else 0)
+            yield decision.value, put(state, index, rank, last=last)
+            return
+        if rank.bells:
+            return  # rings them first: see `of`
+        yield from super().loop(state, index, rank)
+
+    def rings(self, urgent: bool) -> bool:
+        """Whether an ask rings the others' bells."""
+        return urgent
+
+    def of(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        yield from super().of(state, index, rank)
+        if rank.bells > 0:  # one after another, in fact; but each may be heard as late as it likes
+            ranks = [other._replace(ring=True) if number != index and other.at is not At.DEAD else other
+                     for number, other in enumerate(state.ranks)]
+            ranks[index] = rank._replace(bells=0)
+            yield "has rung all", state._replace(ranks=tuple(ranks))
+        if rank.at in (At.FAILED, At.ENDED):
+            return
+        if rank.ring:
+            refreshed = self.refreshed(state, rank)
+            due = Participant(*refreshed.participant).due
+            yield "hears its bell", put(state, index, refreshed._replace(ring=False, queue=rank.queue or due))
+        if any(other.at is At.DEAD and not self.may_be_dead(state, other) for other in state.ranks):
+            yield "finds a rank dead", put(state, index, fail(rank))
+
+    def crash(self, state: State, index: int, rank: Rank) -> State:
+        after = super().crash(state, index, rank)  # a death wakes the watching threads, as a bell does
+        return after._replace(ranks=tuple(one if one.at is At.DEAD else one._replace(ring=True) for one in after.ranks))
+
+    def may_be_dead(self, state: State, rank: Rank) -> bool:
+        """It has done its part: all leave, and it has ended all forwards."""
+        step = max(other.known[0] for other in state.ranks)
+        return all(len(other.known) == 2 and other.known[1] for other in state.ranks) and rank.participant[1] >= step
+
+    def refreshed(self, state: State, rank: Rank) -> Rank:
+        """What a rank reads."""
+        participant = Participant(*rank.participant)
+        participant.told(max(other.known[0] for other in state.ranks), all(other.known[1] for other in state.ranks))
+        return rank._replace(participant=astuple(participant))
+
+    def due(self, state: State, rank: Rank) -> bool:
+        return Participant(*self.refreshed(state, rank).participant).due
+
+    def join(self, rank: Rank) -> Rank:
+        return rank._replace(known=(0, False))
+
+    def leave(self, state: State, index: int, rank: Rank) -> State:
+        participant = Participant(*rank.participant)
+        participant.leave()
+        return put(state, index, rank._replace(participant=astuple(participant), known=(participant.agreed, True),
+                                               bells=len(state.ranks) - 1))
+
+
+def astuple(struct: Participant | Known) -> tuple:
+    """A struct's fields."""
+    return tuple(getattr(struct, name) for name in struct.__struct_fields__)
+
+
+def put(state: State, index: int, rank: Rank, **changes: object) -> State:
+    """The state with another rank in that place."""
+    ranks = state.ranks
+    return state._replace(ranks=(*ranks[:index], rank, *ranks[index + 1:]), **changes)
+
+
+def say(rank: Rank, answer: bool = False) -> Rank:
+    """The rank says what it knows, and may want to hear something."""
+    said = (*astuple(Participant(*rank.participant).known()), answer)
+    return rank._replace(says=tuple(sorted((*rank.says, said))))
+
+
+def tell(rank: Rank, message: tuple | str) -> Rank:
+    """Something is on its way to the rank."""
+    return rank._replace(tells=tuple(sorted((*rank.tells, message), key=repr)))
+
+
+def without(messages: tuple, one: object) -> tuple:
+    """One less of it."""
+    at = messages.index(one)
+    return messages[:at] + messages[at + 1:]
+
+
+def fail(rank: Rank) -> Rank:
+    """The group has failed for this rank: it raises, or its process is ended."""
+    return Rank(rank.participant, At.FAILED, known=rank.known, here=rank.here)
+
+
+def coordinator_of(state: State) -> Coordinator:
+    """The coordinator. Its step is the highest that it has heard of."""
+    known = [Known(*rank.known) for rank in state.ranks]
+    return Coordinator(known, [rank.here for rank in state.ranks], max(one.asked for one in known))

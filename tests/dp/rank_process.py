@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank in a process of its own, with an engine loop as vLLM's, but forwards that are only a barrier. Like a real
+collective, that barrier waits for a dead rank for ever."""
+import multiprocessing
+import os
+import queue
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_pd import dp
+from vllm_pd.dp.group import join
+from vllm_pd.dp.interface import Decision, GroupFailed, Settings
+
+_FORK = multiprocessing.get_context("fork")
+SETTINGS = Settings(timeout_s=1.5, grace_s=0.3, join_s=20.0)
+BOUND_S = 30.0  # far more than any of the above: a machine may be busy
+FAILED = 3
+
+
+def file_exchange(folder: Path, rank: int, size: int) -> Callable[[bytes], list[bytes]]:
+    """An all-gather by files."""
+    rounds = iter(range(100))
+
+    def exchange(mine: bytes) -> list[bytes]:
+        number = next(rounds)
+        (folder / f"{number}.{rank}.part").write_bytes(mine)
+        os.rename(folder / f"{number}.{rank}.part", folder / f"{number}.{rank}")
+        paths = [folder / f"{number}.{peer}" for peer in range(size)]
+        until = time.monotonic() + BOUND_S
+        while not all(path.exists() for path in paths):
+            if time.monotonic() > until:
+                raise GroupFailed("not all ranks are there")
+            time.sleep(0.01)
+        return [path.read_bytes() for path in paths]
+
+    return exchange
+
+
+def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], None], report: Callable) -> None:
+    """Until END. Reports ("served",) for each request and, when asked, ("state", counters, cpu_s, switches)."""
+    work: list[int] = []
+    while True:
+        while not inbox.empty() or not work and not member.due:
+            kind, *rest = inbox.get()
+            if kind == "request":
+                work.append(rest[0])
+            elif kind == "leave":
+                member.leave()
+            elif kind == "state":
+                usage = resource.getrusage(resource.RUSAGE_SELF)
+                report(("state", member.counters, time.process_time(), usage.ru_nvcsw))
+        decision = member.before_step(True, max(work)) if work else member.before_step(False)
+        if decision is Decision.END:
+            return
+        if decision is Decision.IDLE:
+            continue
+        forward()
+        member.after_step()
+        if decision is Decision.FORWARD:
+            work = [left - 1 for left in work]
+            for _ in range(work.count(0)):
+                report(("served",))
+            work = [left for left in work if left]
+
+
+def _rank(rank: int, size: int, folder: Path, barrier, pipe, shared: bool, settings: Settings) -> None:
+    inbox: queue.Queue = queue.Queue()
+
+    def read() -> None:
+        while True:
+            inbox.put(pipe.recv())
+
+    try:
+        member = join(rank, size, "127.0.0.1", wake=lambda: inbox.put(("wake",)), exchange=file_exchange(folder, rank,
+        size), settings=settings, shared_memory=shared)
+        pipe.send(("joined", type(member).__name__))
+        threading.Thread(target=read, daemon=True).start()
+        engine_loop(member, inbox, lambda: (barrier.wait(), time.sleep(0.003)), pipe.send)
+        member.close()
+    except GroupFailed as error:
+        pipe.send(("failed", str(error)))
+        os._exit(FAILED)
+    pipe.send(("ended", member.counters))
+    os._exit(0)
+
+
+class Group:
+    """Ranks in processes. `kill`, `stop` and `ask` name them by number."""
+
+    def __init__(self, size: int, folder: Path, shared: bool, settings: Settings = SETTINGS, start: bool = True):
+        self.size = size
+        barrier = _FORK.Barrier(size)
+        self._pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = _FORK.Pipe()
+            arguments = (rank, size, folder, barrier, theirs, shared, settings)
+            self.processes.append(_FORK.Process(target=_rank, args=arguments, daemon=True))
+            self._pipes.append(ours)
+        if start:
+            for rank in range(size):
+                self.start(rank)
+            kinds = {self.wait(rank, "joined")[1] for rank in range(size)}
+            assert kinds == {"ShmMember" if shared else "RpcMember"}
+
+    def start(self, rank: int) -> None:
+        """Start one process."""
+        self.processes[rank].start()
+
+    def ask(self, rank: int, *what: object) -> None:
+        """Put something into a rank's input queue."""
+        self._pipes[rank].send(what)
+
+    def wait(self, rank: int, kind: str) -> tuple:
+        """The next report of that kind."""
+        until = time.monotonic() + BOUND_S
+        while self._pipes[rank].poll(max(0.0, until - time.monotonic())):
+            got = self._pipes[rank].recv()
+            if got[0] == kind:
+                return got
+        raise AssertionError(f"rank {rank} has not said {kind!r}; its process: {self.processes[rank].exitcode}")
+
+    def states(self) -> list[tuple]:
+        """(counters, processor seconds, waits) of each rank, when the group has come to rest."""
+        seen = None
+        until = time.monotonic() + BOUND_S
+        while time.monotonic() < until:
+            for rank in range(self.size):
+                self.ask(rank, "state")
+            states = [self.wait(rank, "state")[1:] for rank in range(self.size)]
+            forwards = [state[0].forwards for state in states]
+            if forwards == seen and len(set(forwards)) == 1:
+                return states
+            seen = forwards
+            time.sleep(0.1)
+        raise AssertionError(f"the group does not come to rest: {seen}")
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to one rank."""
+        os.kill(self.processes[rank].pid, number)
+
+    def exit_codes(self, *ranks: int) -> list[int | None]:
+        """Of those ranks, when they have ended."""
+        for rank in ranks:
+            self.processes[rank].join(BOUND_S)
+        return [self.processes[rank].exitcode for rank in ranks]
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for process in self.processes:
+            if process.pid is not None:
+                if process.is_alive():
+                    process.kill()
+                process.join(BOUND_S)
+        for pipe in self._pipes:
+            pipe.close()

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step sync by hand: single rules, the horizon's costs, who counts as dead, frames."""
+import msgspec
+import pytest
+
+from vllm_pd.dp import messages
+from vllm_pd.dp.core import Ask, Coordinator, Known, Participant, Reach
+from vllm_pd.dp.horizon import Meter
+from vllm_pd.dp.interface import Decision
+from vllm_pd.dp.liveness import Liveness
+from vllm_pd.rpc.codec import BadFrame, FrameFault
+
+NEXT = Reach(1, 1)
+
+
+def test_b70_work_is_never_waited_for_and_is_asked_for_first():
+    rank = Participant()
+    assert rank.begin(True, None, NEXT) == (Decision.FORWARD, Ask(2, urgent=True))
+    rank.end()
+    assert rank.begin(True, 2, NEXT) == (Decision.FORWARD, Ask(3, urgent=False))
+    rank.end()
+    assert rank.begin(True, 1, NEXT) == (Decision.FORWARD, None)
+    rank.end()
+    assert rank.begin(False, None, NEXT) == (Decision.IDLE, None)
+
+
+def test_b70_what_a_rank_asks_of_others_it_does_itself():
+    rank = Participant()
+    rank.begin(True, None, Reach(2, 2))  # asks for 4
+    assert [rank.begin(False, None, NEXT)[0] for _ in range(4)] == [Decision.DUMMY] * 3 + [Decision.IDLE]
+
+
+def test_b71_old_news_change_nothing():
+    rank = Participant()
+    assert rank.told(3, False)
+    assert not rank.told(3, False)
+    assert not rank.told(1, False)
+    assert [rank.begin(False, None, NEXT)[0] for _ in range(4)] == [Decision.DUMMY] * 3 + [Decision.IDLE]
+    assert not rank.told(2, False)
+    assert not rank.due
+
+
+def test_a_rank_that_has_left_has_no_work():
+    rank = Participant()
+    rank.leave()
+    with pytest.raises(ValueError, match="has left"):
+        rank.begin(True, 1, NEXT)
+
+
+def test_b72_the_coordinator_is_a_register_that_whoever_is_late_can_read():
+    coordinator = Coordinator.of(2)
+    coordinator.hear(0, Known(5, -1, 0, False, False))
+    coordinator.hear(0, Known(3, -1, 0, False, False))
+    assert coordinator.step == 5
+    assert coordinator.owed() == [0]
+    coordinator.hear(1, Known(0, -1, 0, False, False))
+    assert coordinator.owed() == [0, 1]
+    coordinator.hear(0, Known(5, 5, 5, False, False))
+    coordinator.hear(1, Known(5, 5, 4, False, False))
+    assert coordinator.owed() == []
+    assert not coordinator.quiet
+    coordinator.hear(1, Known(5, 5, 5, False, False))
+    assert coordinator.quiet
+
+
+def test_all_is_over_only_when_all_have_left_and_it_is_owed_to_all():
+    coordinator = Coordinator.of(2)
+    coordinator.hear(0, Known(2, 2, 2, True, False))
+    assert not coordinator.over
+    coordinator.hear(1, Known(2, 2, 2, True, False))
+    assert coordinator.over
+    assert coordinator.owed() == [0, 1]
+    coordinator.hear(1, Known(2, 2, 2, True, True))
+    assert coordinator.owed() == [0]
+
+
+@pytest.mark.parametrize("reach, agreed, remaining, target", [
+    (NEXT, 9, None, 11),  # the step itself is not agreed yet, so it is asked for too
+    (NEXT, 10, None, 11),
+    (NEXT, 11, None, None),
+    (NEXT, 10, 1, None),  # the last: none after it
+    (NEXT, 9, 1, 10),
+    (NEXT, 9, 0, 10),
+    (Reach(2, 3), 10, None, 14),
+    (Reach(2, 3), 12, None, None),
+    (Reach(2, 3), 11, 3, 12),
+    (Reach(2, 3), 12, 3, None),
+])
+def test_how_far_is_asked(reach, agreed, remaining, target):
+    assert reach.target(10, agreed, remaining) == target
+
+
+def meter(step_s, answer_s, horizon=64, size=2):
+    one = Meter(size, horizon)
+    for _ in range(200):
+        one.stepped(step_s)
+        one.answered(answer_s)
+    return one
+
+
+def test_the_lead_covers_the_time_that_the_word_takes():
+    assert meter(0.020, 0.001).reach.lead == 1
+    assert meter(0.010, 0.035).reach.lead == 4
+    assert meter(0.010, 0.035, horizon=3).reach.lead == 3
+
+
+def test_nothing_measured_only_the_next_step():
+    assert Meter(2, 8).reach == NEXT
+
+
+def test_the_stride_is_where_asks_and_dummies_cost_the_same():
+    many, few = meter(0.001, 0.0001), meter(0.001, 0.0001)
+    for _ in range(100):
+        for one, run in ((many, 10), (few, 1000)):
+            for _ in range(run):
+                one.worked()
+            one.ran_out(early=True)
+    assert many.reach.stride < few.reach.stride
+    assert many.reach.stride == round((2 * 3 * 60e-6 * 10 / 0.001) ** 0.5)
+
+
+def test_ends_that_were_expected_cost_nothing_and_count_for_nothing():
+    one = meter(0.001, 0.0001)
+    before = one.reach
+    for _ in range(100):
+        one.worked()
+        one.ran_out(early=False)
+    assert one.reach == before
+
+
+def test_slow_steps_keep_the_horizon_short():
+    assert meter(0.050, 0.001).reach == NEXT
+
+
+def test_the_horizon_is_bounded():
+    one = meter(0.0001, 0.01, horizon=8)
+    assert one.reach.lead + one.reach.stride - 1 == 8
+
+
+class TestLiveness:
+    """A rank is dead when it is silent while there is something to do."""
+
+    def test_b73_who_is_silent_is_found(self):
+        liveness = Liveness([1, 2], timeout_s=4.0, stall_s=100.0)
+        for now in range(4):
+            assert liveness.look(float(now), now) is None
+            liveness.heard(2, float(now))
+        assert liveness.look(4.0, 4) is None
+        assert liveness.look(4.5, 5).rank == 1
+
+    def test_who_was_stopped_itself_blames_nobody(self):
+        liveness = Liveness([1], timeout_s=4.0, stall_s=100.0)
+        assert liveness.look(0.0, 0) is None
+        assert liveness.look(50.0, 0) is None
+        assert liveness.look(51.0, 0) is None
+
+    def test_in_a_quiet_group_time_does_not_count(self):
+        liveness = Liveness([1], timeout_s=4.0, stall_s=100.0)
+        liveness.look(0.0, 0)
+        liveness.quiet()
+        assert liveness.look(1.9, 0) is None
+        assert liveness.look(3.8, 0) is None
+        assert liveness.look(5.7, 0) is None
+        assert liveness.look(7.0, 0) is not None
+
+    def test_b73_a_forward_that_never_ends_is_found_although_all_live(self):
+        liveness = Liveness([1], timeout_s=4.0, stall_s=10.0)
+        found = None
+        for now in range(12):
+            liveness.heard(1, float(now))
+            found = liveness.look(float(now), 7)
+        assert found.rank is None
+        assert "stall_s" in found.text
+
+
+SAY = messages.Say(1, Known(5, -1, 3, True, False), answer=True)
+TELL = messages.Tell(5, False, True, False, "why")
+
+
+@pytest.mark.parametrize("message", [SAY, TELL])
+def test_messages_survive_the_wire(message):
+    assert messages.decode([messages.encode(message)]) == message
+
+
+@pytest.mark.parametrize("frames, fault", [
+    ([], FrameFault.SHAPE),
+    ([b"DP"], FrameFault.SHAPE),
+    ([b"GET / HTTP/1.1"], FrameFault.SHAPE),
+    ([messages.encode(SAY)] * 2, FrameFault.SHAPE),
+    ([b"DP" + bytes(5000)], FrameFault.SIZE),
+    ([b"DP\x63" + messages.encode(SAY)[3:]], FrameFault.VERSION),
+    ([messages.encode(SAY)[:-1]], FrameFault.CONTENT),
+    ([messages.encode(SAY) + b"\0"], FrameFault.CONTENT),
+    ([b"DP\x01" + msgspec.msgpack.encode(["Say", 1, [-1, 0, 0, False, False]])], FrameFault.CONTENT),
+    ([b"DP\x01" + msgspec.msgpack.encode(["Say", 1, [1 << 63, 0, 0, False, False]])], FrameFault.CONTENT),
+    ([b"DP\x01" + msgspec.msgpack.encode(["Tell", 1, 1, False])], FrameFault.CONTENT),
+    ([b"DP\x01" + msgspec.msgpack.encode(["Nothing", 1])], FrameFault.CONTENT),
+])
+def test_b81_what_is_no_message_is_told_apart(frames, fault):
+    with pytest.raises(BadFrame) as caught:
+        messages.decode(frames)
+    assert caught.value.fault is fault

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every state of small groups (B70-B73): equally many forwards on all ranks, nobody waits for ever, every request is
+served, all stop within the horizon, and after a death everyone ends. The numbers of states are asserted: a model that
+has silently become smaller proves less."""
+import pytest
+
+from tests.dp import broken
+from tests.dp.explorer import Violation, explore
+from tests.dp.models import RpcModel, Setting, ShmModel, Spare
+from vllm_pd.dp.core import Reach
+
+SPARE = Spare
+
+
+def no_hint(work):
+    """Nothing is known about what is left."""
+
+
+def too_low(work):
+    """A rank that expects less than it gets."""
+    return 1
+
+
+# name: model, setting, states
+EXPLORED = {
+    "network, 2 ranks, 3 requests": (RpcModel, Setting(2, Spare(requests=3)), 53_204),
+    "network, 2 ranks, early ends and pauses": (RpcModel, Setting(2, Spare(requests=1, aborts=1, pauses=2)), 7_961),
+    "network, 2 ranks, nothing known ahead": (RpcModel, Setting(2, Spare(requests=2, aborts=1), hint=no_hint), 33_421),
+    "network, 2 ranks, less expected": (RpcModel, Setting(2, Spare(requests=2), tokens=(1, 3), hint=too_low), 20_834),
+    "network, 2 ranks, a far horizon": (
+        RpcModel, Setting(2, Spare(requests=2, aborts=1), tokens=(3,), reach=Reach(2, 2)), 13_178),
+    "network, 2 ranks, late to join": (RpcModel, Setting(2, Spare(requests=2), joined=False), 14_811),
+    "network, 2 ranks, messages lost": (
+        RpcModel, Setting(2, Spare(requests=1, losses=1), tokens=(1,), joined=False), 45_870),
+    "network, 2 ranks, messages doubled": (RpcModel, Setting(2, Spare(requests=2, doubles=1)), 12_042),
+    "network, 2 ranks, all leave": (RpcModel, Setting(2, Spare(requests=1, aborts=1), leaves=True), 13_701),
+    "network, 2 ranks, all leave, lost": (RpcModel, Setting(2, Spare(losses=2), leaves=True), 8_862),
+    "network, 2 ranks, a death": (RpcModel, Setting(2, Spare(requests=2, crashes=1)), 21_092),
+    "network, 2 ranks, all leave, a death": (RpcModel, Setting(2, Spare(requests=1, crashes=1), leaves=True), 17_876),
+    "network, 3 ranks": (RpcModel, Setting(3, Spare(requests=2), tokens=(1,)), 15_888),
+    "network, 3 ranks, a death": (RpcModel, Setting(3, Spare(requests=1, crashes=1)), 14_792),
+    "network, 4 ranks": (RpcModel, Setting(4, Spare(requests=1), tokens=(2,)), 5_067),
+    "memory, 2 ranks, early ends and pauses": (ShmModel, Setting(2, Spare(requests=1, aborts=1, pauses=2)), 12_697),
+    "memory, 2 ranks, nothing known ahead": (ShmModel, Setting(2, Spare(requests=2, aborts=1), hint=no_hint), 26_748),
+    "memory, 2 ranks, all leave": (ShmModel, Setting(2, Spare(requests=2), leaves=True), 43_797),
+    "memory, 2 ranks, a death": (ShmModel, Setting(2, Spare(requests=2, aborts=1, crashes=1)), 33_499),
+    "memory, 2 ranks, all leave, a death": (ShmModel, Setting(2, Spare(requests=1, crashes=1), leaves=True), 7_978),
+    "memory, 3 ranks": (ShmModel, Setting(3, Spare(requests=2), tokens=(1,)), 37_221),
+    "memory, 3 ranks, a death": (ShmModel, Setting(3, Spare(requests=1, crashes=1)), 13_047),
+    "memory, 4 ranks": (ShmModel, Setting(4, Spare(requests=1), tokens=(2,)), 11_705),
+}
+
+
+@pytest.mark.parametrize("name", EXPLORED)
+def test_b70_all_states_are_good(name):
+    model, setting, states = EXPLORED[name]
+    explored = explore(model(setting))
+    print(f"{name}: {explored.states} states, {explored.moves} moves, {explored.ends} ends, {explored.depth} deep")
+    assert explored.states == states
+
+
+BROKEN = {
+    broken.HorizonOnOneSide: (Setting(2, Spare(requests=1, aborts=1)), "hangs|unequal"),
+    broken.SenderExcluded: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+    broken.EdgeTriggeredWake: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+    broken.LatchedRunning: (Setting(2, Spare(requests=1)), "beyond|ahead|hangs|unequal"),
+    broken.CachedStop: (Setting(2, Spare(requests=2)), "hangs|unequal"),
+    broken.LeavesAtOnce: (Setting(2, Spare(requests=1), leaves=True), "hangs|unequal"),
+    broken.NoBell: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+    broken.OnlyLateBells: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+    broken.EdgeTriggeredBell: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+}
+
+
+@pytest.mark.parametrize("model", BROKEN, ids=lambda model: model.__name__)
+def test_a_broken_protocol_is_found(model):
+    setting, wrong = BROKEN[model]
+    with pytest.raises(Violation, match=wrong) as found:
+        explore(model(setting))
+    print(f"{model.__name__}: {found.value}")
+
+
+@pytest.mark.parametrize("model", BROKEN, ids=lambda model: model.__name__)
+def test_unbroken_it_is_good_in_the_same_setting(model):
+    setting, _ = BROKEN[model]
+    explore((ShmModel if issubclass(model, ShmModel) else RpcModel)(setting))

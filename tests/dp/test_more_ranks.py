@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four ranks; ranks with front ends of their own; a rank on a head-less node."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dp_loads import END_S, MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
+from vllm_pd.dpbench.group import ENGINE, Group, GroupError, environment
+
+NETWORK = {"dp_sync": {"shared_memory": False}}
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_b70_four_ranks_give_the_tokens_of_one(quad, expected):
+    """B70: DP 4 without expert parallelism, load 6:2:1:1."""
+    quad.ready().start_probe()
+    loads = [0, 0, 1, 0, 0, 2, 0, 1, 0, 3]
+    asked = [quad.generate(prompt, rank=loads[number % 10], max_tokens=most)
+             for number, (prompt, most) in enumerate(zip(PROMPTS, MAX_TOKENS, strict=True))]  # fmt: skip
+    assert quad.tokens(asked) == expected
+    probes = at_rest(quad)
+    assert forwards(probes)[0] > 20 and not any(probe["collectives"] for probe in probes)
+
+
+def test_b73_rank_0_dies_while_all_step(quad):
+    """B73: the process of rank 0 is killed in the middle of a request of rank 2: an error, in time. Ends the group."""
+    asked = quad.generate(PROMPTS[0], rank=2, max_tokens=400)
+    time.sleep(0.3)
+    os.kill(quad.pids["EngineCore_0"], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(GroupError):
+        asked.result(END_S)
+    assert time.monotonic() < began + END_S
+
+
+@pytest.fixture
+def meeting() -> dict:
+    """Where the processes of one group meet."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return {"data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": free.getsockname()[1]}
+
+
+def test_b72_first_request_on_a_headless_node_54762(moe, logs, meeting, expected):
+    """B72: rank 1 runs without a front end, as on another machine, and gets the very first request: served.
+    The ranks talk over the network, as two machines would."""
+    arguments = {**ENGINE, **meeting, "data_parallel_size": 2, "data_parallel_size_local": 1}
+    options = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}")
+               for key, value in arguments.items()]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context((logs / "headless.log").open("wb"))
+        node = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(moe), "--headless", *options,
+             "--data-parallel-start-rank=1", '--additional-config={"dp_sync": {"shared_memory": false}}',
+             "--enable-expert-parallel"], env=environment(TREE), stdout=log, stderr=log)  # fmt: skip
+        stack.callback(node.wait, 20)
+        stack.callback(node.terminate)
+        head = stack.enter_context(Group(moe, 2, TREE, logs / "head.log", data_parallel_size_local=1, **meeting,
+                                         additional_config=NETWORK, enable_expert_parallel=True))  # fmt: skip
+        asked = [head.generate(prompt, rank=1 - number % 2, max_tokens=most)
+                 for number, (prompt, most) in enumerate(zip(PROMPTS[:20], MAX_TOKENS[:20], strict=True))]  # fmt: skip
+        assert asked[0].result(30)["tokens"] == expected[0]
+        assert head.tokens(asked) == expected[:20]
+
+
+def test_each_rank_with_a_front_end_of_its_own(logs, meeting, tmp_path):
+    """External load balancing of a dense model: no front end knows of another rank, and no coordinator process is there
+    to tell it. An adapter (LoRA) that is loaded and used on one rank only does not disturb the other."""
+    model = Path(os.environ["VLLM_PD_TINY_MODEL"])
+    adapter = ["adapter", 1, str(_adapter(tmp_path, model))]
+    with contextlib.ExitStack() as stack:
+        fronts = [Group(model, 2, TREE, logs / f"front{rank}.log", ranks=[rank], data_parallel_rank=rank, **meeting,
+                        enable_lora=True, max_loras=1) for rank in (0, 1)]  # fmt: skip
+        for front in fronts:
+            stack.callback(front.close)
+        for front in fronts:
+            front.ready().start_probe()
+        plain = [fronts[rank].generate(PROMPTS[1], max_tokens=12).result(30)["tokens"] for rank in (1, 0)]
+        assert plain[0] == plain[1]
+        busy = fronts[0].generate(PROMPTS[2], max_tokens=150)
+        assert fronts[1].call("add_lora", adapter) == [True]
+        changed = fronts[1].generate(PROMPTS[1], max_tokens=12, adapter=adapter).result(30)["tokens"]
+        assert changed != plain[0] and len(busy.result(60)["tokens"]) == 150
+        for front in fronts:
+            front.call("remove_lora", 1)  # upstream's dummy batches may have removed it before
+        assert fronts[0].generate(PROMPTS[1], max_tokens=12, adapter=adapter).result(30)["tokens"] == changed
+        steps = [forwards(at_rest(front))[0] for front in fronts]
+        assert steps[0] == steps[1]
+
+
+def test_an_offline_rank_that_ends_early_leaves_the_others_their_group(moe, logs):
+    """`LLM` in a process per rank: rank 0 has one short prompt and ends; rank 1 goes on for long and is not harmed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("offline_rank.py")
+    ranks = []
+    for rank, tokens in ((0, 2), (1, 300)):
+        env = environment(TREE) | {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": "2",
+                                   "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}  # fmt: skip
+        with (logs / f"offline{rank}.log").open("wb") as log:
+            ranks.append(subprocess.Popen([sys.executable, str(script), str(moe), str(tokens)], env=env,
+                                          stdout=subprocess.PIPE, stderr=log, text=True))  # fmt: skip
+    said = [process.communicate(timeout=150)[0].splitlines()[-1] for process in ranks]
+    assert said == ["served 2", "served 300"]
+    assert [process.returncode for process in ranks] == [0, 0]
+
+
+def _adapter(folder: Path, model: Path) -> Path:
+    """A random adapter of rank 8 on the query and value projections of a Llama."""
+    import torch
+    from safetensors.torch import save_file
+
+    shape = json.loads((model / "config.json").read_text())
+    hidden, size = shape["hidden_size"], shape["head_dim"]
+    out = {"q_proj": shape["num_attention_heads"] * size, "v_proj": shape["num_key_value_heads"] * size}
+    torch.manual_seed(1)
+    weights = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for name, width in out.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(8, hidden) * 0.3
+            weights[f"{at}.lora_B.weight"] = torch.randn(width, 8) * 0.3
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(
+        {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(out), "bias": "none"}))  # fmt: skip
+    return folder

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of real processes, over both rims: requests anywhere (B70, B71), late ranks (B72), deaths (B73), rest."""
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.dp.rank_process import FAILED, Group
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture(params=[True, False], ids=["memory", "network"])
+def shared(request):
+    return request.param
+
+
+@pytest.fixture
+def make(tmp_path, shared):
+    groups = []
+
+    def group(size, **options):
+        groups.append(Group(size, tmp_path, shared, **options))
+        return groups[-1]
+
+    yield group
+    for one in groups:
+        one.close()
+
+
+def test_b70_b71_requests_at_any_rank_are_served_in_equally_many_forwards(make):
+    group = make(3)
+    chance = random.Random(7)
+    for _ in range(15):
+        ranks = [chance.randrange(3) for _ in range(chance.randint(1, 3))]
+        for rank in ranks:
+            group.ask(rank, "request", chance.randint(1, 9))
+        if chance.random() < 0.5:
+            time.sleep(chance.random() * 0.02)
+        else:
+            for rank in ranks:
+                group.wait(rank, "served")
+    states = group.states()
+    assert len({counters.forwards for counters, _, _ in states}) == 1
+    for rank in range(3):
+        group.ask(rank, "leave")
+    ended = [group.wait(rank, "ended")[1] for rank in range(3)]
+    assert group.exit_codes(0, 1, 2) == [0, 0, 0]
+    assert len({counters.forwards for counters in ended}) == 1
+
+
+def test_b71_a_lone_request_costs_no_forward_after_its_last(make):
+    group = make(2)
+    for _ in range(5):
+        group.ask(1, "request", 6)
+        group.wait(1, "served")
+        group.states()
+    (idle, _, _), (busy, _, _) = group.states()
+    assert (busy.forwards, busy.dummies) == (30, 0)
+    assert (idle.forwards, idle.dummies) == (30, 30)
+
+
+def test_b72_a_request_before_the_last_rank_is_there_is_served(make):
+    group = make(3, start=False)
+    group.start(0)
+    group.start(2)
+    group.ask(2, "request", 3)
+    time.sleep(0.3)
+    group.start(1)
+    group.wait(2, "served")
+    assert {counters.forwards for counters, _, _ in group.states()} == {3}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_b73_a_killed_process_ends_the_others(make, victim, busy):
+    group = make(3)
+    if busy:
+        group.ask(2, "request", 100_000)
+        time.sleep(0.2)
+    else:
+        group.states()
+    group.signal(victim, signal.SIGKILL)
+    others = [rank for rank in range(3) if rank != victim]
+    if not busy:
+        said = [group.wait(rank, "failed")[1] for rank in others]
+        # Rank 0 may be gone, and the coordinator with it, before its last word has left.
+        assert all(f"rank {victim}: its" in text or "coordinator (rank 0): its" in text for text in said), said
+    # The loop is told, or, where it is stuck in the collective, the process is ended.
+    assert set(group.exit_codes(*others)) <= ({FAILED, 1} if busy else {FAILED})
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_b73_a_stopped_process_ends_the_others(make, victim, shared):
+    group = make(3)
+    group.states()
+    group.signal(victim, signal.SIGSTOP)
+    others = [rank for rank in range(3) if rank != victim]
+    if shared:
+        time.sleep(2.0)  # more than timeout_s: here nobody minds as long as nobody needs it
+        assert all(group.processes[rank].is_alive() for rank in others)
+    group.ask(2, "request", 3)
+    assert set(group.exit_codes(*others)) <= {FAILED, 1}
+    group.signal(victim, signal.SIGCONT)
+    assert set(group.exit_codes(victim)) <= {FAILED, 1}
+
+
+def test_a_process_that_has_left_may_end_before_the_others(make):
+    group = make(2)
+    group.ask(0, "request", 40)
+    group.ask(1, "leave")
+    group.wait(0, "served")
+    assert group.processes[1].is_alive()
+    group.ask(0, "leave")
+    assert group.exit_codes(0, 1) == [0, 0]
+
+
+def test_a_quiet_group_does_not_run(make):
+    group = make(2)
+    group.ask(0, "request", 2)
+    group.wait(0, "served")
+    group.states()
+    time.sleep(1.5)  # the watch goes to sleep after a beat or two
+    before = group.states()
+    time.sleep(1.5)
+    after = group.states()
+    polls = 2 * 4  # rounds of `states`, at both ends
+    for (_, _, switches), (_, _, later) in zip(before, after, strict=True):
+        assert later - switches <= 6 * polls, "something polls"
+
+
+def test_nothing_is_left_behind_in_memory(make, shared):
+    if not shared:
+        return
+    before = {path.name for path in SHM.glob("vllm-pd-dp-*")}
+    group = make(2)
+    assert {path.name for path in SHM.glob("vllm-pd-dp-*")} <= before
+    for rank in range(2):
+        os.kill(group.processes[rank].pid, signal.SIGKILL)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rims in one process: a network that loses, doubles and delays, strangers, late ranks, bad settings."""
+import os
+import queue
+import random
+import shutil
+import socket
+import threading
+import time
+
+import pytest
+import zmq
+
+from tests.dp.rank_process import BOUND_S, engine_loop
+from vllm_pd.dp import coordinator as coordinator_module
+from vllm_pd.dp import rpc as rpc_module
+from vllm_pd.dp.coordinator import CoordinatorServer
+from vllm_pd.dp.group import check, join
+from vllm_pd.dp.interface import Decision, GroupFailed, Settings
+from vllm_pd.dp.rpc import RpcMember
+from vllm_pd.dp.shm import Board
+from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.sockets import SendResult
+
+SETTINGS = Settings(timeout_s=2.0, grace_s=5.0, join_s=20.0)
+
+
+class Door:
+    """A coordinator and the means to join it."""
+
+    def __init__(self, size, settings=SETTINGS):
+        self.size, self.settings = size, settings
+        self.public, secret = zmq.curve_keypair()
+        self.server = CoordinatorServer(size, "127.0.0.1", settings, (self.public, secret))
+        self.aborted = []
+        self.members = {}
+
+    def member(self, rank, wake=lambda: None):
+        self.members[rank] = RpcMember(rank, self.size, self.server.address, self.public, self.settings, wake,
+                                       self.aborted.append)
+        return self.members[rank]
+
+    def close(self):
+        for member in self.members.values():
+            member.close()
+        self.server.close()
+
+
+@pytest.fixture
+def make_door():
+    doors = []
+
+    def door(*arguments):
+        doors.append(Door(*arguments))
+        return doors[-1]
+
+    yield door
+    for one in doors:
+        one.close()
+
+
+def wait_for(condition):
+    until = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < until, "it does not happen"
+        time.sleep(0.01)
+
+
+def test_b72_a_late_rank_reads_the_present_state(make_door):
+    door = make_door(2)
+    early = door.member(0)
+    early.wait_joined()
+    assert early.before_step(True, 2) is Decision.FORWARD
+    late = door.member(1)
+    late.wait_joined()
+    wait_for(lambda: late.due)
+    assert late.before_step(False) is Decision.DUMMY
+
+
+def test_b73_a_rank_that_never_comes_fails_the_others(make_door):
+    door = make_door(2, Settings(timeout_s=0.4, join_s=0.5))
+    woken = threading.Event()
+    member = door.member(1, woken.set)
+    assert woken.wait(BOUND_S)
+    wait_for(lambda: member.due)
+    with pytest.raises(GroupFailed, match=r"ranks \[0\] have not joined within 0.5 s"):
+        member.before_step(True, 1)
+
+
+def test_b73_a_loop_that_does_not_come_is_aborted(make_door):
+    door = make_door(2, Settings(timeout_s=0.4, join_s=0.5, grace_s=0.2))
+    door.member(1)
+    wait_for(lambda: door.aborted)
+    assert isinstance(door.aborted[0], GroupFailed)
+
+
+def test_b73_a_rank_that_is_shut_down_fails_who_needs_it(make_door):
+    door = make_door(2)
+    for rank in range(2):
+        door.member(rank).wait_joined()
+    door.members[1].close()
+    time.sleep(0.3)
+    one = door.members[0]
+    one.before_step(True, 1)
+    wait_for(lambda: one.due)
+    with pytest.raises(GroupFailed, match="rank 1: it has been shut down"):
+        one.before_step(True, 1)
+
+
+def test_b73_a_watch_that_breaks_is_a_failure_and_not_a_silence(make_door, monkeypatch):
+    door = make_door(1)
+    member = door.member(0)
+    member.wait_joined()
+    monkeypatch.setattr(rpc_module, "decode", lambda frames: 1 / 0)
+    member.before_step(True, 1)
+    wait_for(lambda: member.due)
+    with pytest.raises(GroupFailed, match="the watch over the group broke"):
+        member.before_step(False)
+
+
+def test_b81_b82_noise_and_strangers_get_nothing(make_door):
+    door = make_door(1)
+    host, port = door.server.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(os.urandom(5000))
+    context = zmq.Context()
+    for key in (None, zmq.curve_keypair()[0]):
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.LINGER, 0)
+        if key:
+            stranger.curve_serverkey = key
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+        stranger.connect(door.server.address)
+        stranger.send(b"DP\x01whatever")
+        assert not stranger.poll(300)
+        stranger.close()
+    context.term()
+    assert door.server.dropped == 0
+    door.member(0).wait_joined()
+
+
+def test_b81_a_frame_that_is_none_is_dropped_and_counted(make_door):
+    door = make_door(2)
+    member = door.member(0)
+    member.wait_joined()
+    for frame in (b"", b"DP\x01" + os.urandom(40), rpc_module.encode(rpc_module.Tell(1, False, False)),
+                  rpc_module.encode(rpc_module.Say(9, member._participant.known()))):
+        member._asking.send(frame)
+    wait_for(lambda: door.server.dropped == 4)
+    member.before_step(True, 1)
+    wait_for(lambda: not member._participant.unanswered)
+
+
+class Weather:
+    """Loses, doubles and delays what is sent. What is delayed comes after something later."""
+
+    def __init__(self, seed):
+        self._chance = random.Random(seed)
+        self._late = {}
+        self.lost = self.doubled = self.delayed = 0
+
+    def send(self, good, socket_, *frames):
+        luck = self._chance.random()
+        if luck < 0.25:
+            self.lost += 1
+            return SendResult.SENT
+        if luck < 0.4 and socket_ not in self._late:
+            self.delayed += 1
+            self._late[socket_] = frames
+            return SendResult.SENT
+        result = good(socket_, *frames)
+        if luck > 0.8:
+            self.doubled += 1
+            good(socket_, *frames)
+        if socket_ in self._late and luck > 0.6:
+            good(socket_, *self._late.pop(socket_))
+        return result
+
+
+def test_b70_lost_doubled_and_late_messages_change_nothing(make_door, monkeypatch):
+    door = make_door(3, Settings(timeout_s=0.8, stall_s=60.0))
+    for rank in range(3):
+        door.member(rank)
+    inboxes = [queue.Queue() for _ in range(3)]
+    for rank, member in door.members.items():
+        member.wait_joined()
+        member._engine_wake = lambda inbox=inboxes[rank]: inbox.put(("wake",))
+        member._settings = SETTINGS
+    # With a quarter of all messages lost, a rank must not be taken for dead for a few lost answers.
+    for watch in [door.server._liveness, *(member._liveness for member in door.members.values())]:
+        watch._timeout_s = BOUND_S
+    weather = Weather(1)
+    for module in (rpc_module, coordinator_module):
+        monkeypatch.setattr(module, "send", lambda *a, good=module.send: weather.send(good, *a))
+    barrier = threading.Barrier(3, timeout=BOUND_S)
+    served = queue.Queue()
+    threads = [threading.Thread(target=engine_loop, daemon=True, args=(door.members[rank], inboxes[rank], barrier.wait,
+                                                                       served.put)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    chance = random.Random(2)
+    for _ in range(12):
+        inboxes[chance.randrange(3)].put(("request", chance.randint(1, 6)))
+        served.get(timeout=BOUND_S)
+    for inbox in inboxes:
+        inbox.put(("leave",))
+    for thread in threads:
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+    assert len({member.counters.forwards for member in door.members.values()}) == 1
+    assert weather.lost and weather.doubled and weather.delayed
+
+
+@pytest.mark.parametrize("key, value", [("horizon", 0), ("timeout_s", 0.0), ("stall_s", -1.0), ("join_s", float("nan")),
+                                        ("grace_s", 1e9)])
+def test_b80_a_bad_setting_is_refused_by_name(key, value):
+    with pytest.raises(ConfigError, match=key):
+        check(Settings(**{key: value}))
+
+
+def test_b80_a_rank_beyond_the_group_is_refused():
+    with pytest.raises(ConfigError, match="data_parallel_rank=2"):
+        join(2, 2, "127.0.0.1", wake=lambda: None, exchange=lambda mine: [mine])
+
+
+def test_b80_an_address_that_is_not_ours_is_refused_by_name():
+    with pytest.raises(GroupFailed, match="data_parallel_master_ip='192.0.2.1'"):
+        join(0, 1, "192.0.2.1", wake=lambda: None, exchange=lambda mine: [mine], shared_memory=False)
+
+
+def test_b80_ranks_with_different_settings_refuse_each_other():
+    def exchange(mine):
+        others = mine.replace(b"\x08", b"\x09", 1)  # a horizon of 9
+        assert others != mine
+        return [mine, others]
+
+    with pytest.raises(ConfigError, match="horizon=9"):
+        join(0, 2, "127.0.0.1", wake=lambda: None, exchange=exchange, settings=Settings())
+
+
+def test_ranks_that_do_not_share_memory_use_the_network():
+    """One rank can't open the files: all take the network."""
+    def exchange_of(rank, slots=([None, None], [None, None], [None, None]), barrier=threading.Barrier(2)):  # noqa: B008
+        rounds = iter(slots)
+
+        def exchange(mine):
+            slot = next(rounds)
+            slot[rank] = mine.replace(b"vllm-pd-dp-", b"vllm-pd-no-") if rank == 0 else mine
+            barrier.wait(BOUND_S)
+            return list(slot)
+        return exchange
+
+    members = [None, None]
+
+    def run(rank):
+        members[rank] = join(rank, 2, "127.0.0.1", wake=lambda: None, exchange=exchange_of(rank), settings=SETTINGS)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert [type(member) for member in members] == [RpcMember, RpcMember]
+    for member in reversed(members):
+        member.close()
+
+
+def test_the_board_holds_what_each_rank_writes(tmp_path):
+    folder = Board.create(2)
+    boards = [Board(folder, rank, 2) for rank in range(2)]
+    with pytest.raises(OSError):
+        Board(str(tmp_path), 0, 2)
+    for rank, board in enumerate(boards):
+        board.write(1, 1 << 40 | rank)
+    assert boards[0].column(1) == [1 << 40, 1 << 40 | 1]
+    for _ in range(100_000 // 1000):
+        for _ in range(1000):
+            boards[0].ring()  # more than the bells hold
+    boards[1].silence()
+    for board in boards:
+        board.close()
+    shutil.rmtree(folder)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step sync itself: numbers in, numbers out. No clock, no socket, no thread.
+
+Every rank numbers its forwards 1, 2, 3... A forward is a barrier: it ends nowhere before it has begun everywhere. The
+*agreed* step is the highest number that any rank has asked for; every rank runs all forwards up to it, with a dummy
+batch where it has no work. Two rules are all there is:
+
+1. A rank begins forward `n` only if it knows that `n` is agreed. With work it may make it so: it asks, takes its own
+   ask for agreed at once, and begins without waiting. So whatever has begun has been asked for.
+2. A rank without work begins the next forward as long as it knows of an agreed step that it has not begun.
+
+The coordinator is a register that only grows: it keeps the highest step asked for and owes it to every rank until that
+rank has said that it knows. All messages carry that number and nothing about an event, so doubled, late and reordered
+ones change nothing, lost ones are made up for by sending the present value again, and whoever comes late reads it.
+
+The number of steps asked for ahead of the present one (`Reach`) moves costs, never correctness.
+"""
+from typing import Annotated
+
+import msgspec
+
+from vllm_pd.dp.interface import Decision
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Reach(msgspec.Struct, frozen=True, array_like=True):
+    """How far ahead to ask. `lead`: at the beginning of a step at least so many later ones should be agreed already, so
+    that the word of it arrives before anyone needs it. `stride`: how many new steps an ask is for where nothing bounds
+    it. At most `lead + stride - 1` steps are agreed beyond the present one: that is the horizon."""
+    lead: int = 1
+    stride: int = 1
+
+    def target(self, step: int, agreed: int, remaining: int | None) -> int | None:
+        """The step to ask for at the beginning of `step` with work, None where nothing is to be asked. `remaining`
+        bounds it: the most forwards still to come, `step` included."""
+        if remaining is not None and remaining < 1:
+            remaining = 1
+        enough = step + self.lead
+        most = enough + self.stride - 1
+        if remaining is not None:
+            enough = min(enough, step + remaining - 1)
+            most = min(most, step + remaining - 1)
+        return most if agreed < enough or agreed < step else None
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """A rank asks for all steps up to `step`. `urgent`: the step that it begins now is among them, so that others may
+    be asleep; otherwise all of them are going to run the present forward and so find the new number after it."""
+    step: int
+    urgent: bool
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """All that a rank ever says. It asks for `asked`, has the coordinator's word for `confirmed` (-1: none yet) and for
+    the end of it all (`over`), has ended so many forwards, and with `left` will never ask for more."""
+    asked: Count
+    confirmed: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
+    ended: Count
+    left: bool
+    over: bool
+
+
+class Participant(msgspec.Struct):
+    """One rank."""
+    local: int = 0  # forwards begun
+    ended: int = 0
+    agreed: int = 0
+    confirmed: int = -1
+    left: bool = False
+    left_heard: bool = False
+    over: bool = False
+
+    @property
+    def due(self) -> bool:
+        """Whether this rank has something to do even without work."""
+        return self.local < self.agreed or self.over
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the coordinator may not know what this rank has said: it must be said again some time."""
+        return self.confirmed < self.agreed or self.left and not self.left_heard
+
+    def begin(self, has_work: bool, remaining: int | None, reach: Reach) -> tuple[Decision, Ask | None]:
+        """The next thing to do, and what to ask for. With FORWARD and DUMMY a forward has begun. Raises ValueError for
+        work after `leave`."""
+        step = self.local + 1
+        if not has_work:
+            if step <= self.agreed:
+                self.local = step
+                return Decision.DUMMY, None
+            return (Decision.END if self.over else Decision.IDLE), None
+        if self.left:
+            raise ValueError(f"forward {step} has work, but this rank has left the group")
+        target = reach.target(step, self.agreed, remaining)
+        ask = None
+        if target is not None:
+            ask = Ask(target, urgent=step > self.agreed)
+            self.agreed = target
+        self.local = step
+        return Decision.FORWARD, ask
+
+    def end(self) -> None:
+        """A forward that has begun has ended."""
+        self.ended += 1
+
+    def told(self, step: int, over: bool, left: bool = False) -> bool:
+        """The agreed step is `step` or more; `over`: it is final; `left`: this rank is known to leave. Returns whether
+        that made this rank due."""
+        was_due = self.due
+        self.confirmed = max(self.confirmed, step)
+        self.agreed = max(self.agreed, step)
+        self.over = self.over or over
+        self.left_heard = self.left_heard or left
+        return self.due and not was_due
+
+    def leave(self) -> None:
+        """This rank will have no work any more."""
+        self.left = True
+
+    def known(self) -> Known:
+        """What to say to the coordinator: to ask, to join, to answer, to leave."""
+        return Known(self.agreed, self.confirmed, self.ended, self.left, self.over)
+
+
+_ABSENT = Known(0, -1, 0, False, False)
+
+
+class Coordinator(msgspec.Struct):
+    """The register, and by rank what that rank knows. `here`: the rank has spoken."""
+    known: list[Known]
+    here: list[bool]
+    step: int = 0
+
+    @classmethod
+    def of(cls, size: int) -> "Coordinator":
+        """For a new group."""
+        return cls([_ABSENT] * size, [False] * size)
+
+    @property
+    def over(self) -> bool:
+        """All ranks have left, each with the last step that it asked for: `step` is final."""
+        return all(known.left for known in self.known)
+
+    @property
+    def quiet(self) -> bool:
+        """Everyone has ended everything and knows all that there is to know: nothing needs watching."""
+        return all(known.ended >= self.step for known in self.known) and not self.owed()
+
+    def hear(self, rank: int, said: Known) -> None:
+        """A rank speaks. Late and doubled words change nothing, for nothing ever goes back."""
+        old = self.known[rank]
+        self.known[rank] = Known(max(old.asked, said.asked), max(old.confirmed, said.confirmed),
+                                 max(old.ended, said.ended), old.left or said.left, old.over or said.over)
+        self.here[rank] = True
+        self.step = max(self.step, said.asked)
+
+    def owed(self) -> list[int]:
+        """The ranks that are here and are not known to know the present state. They must be told, and told again."""
+        over = self.over
+        return [rank for rank, known in enumerate(self.known)
+                if self.here[rank] and (known.confirmed < self.step or over and not known.over)]

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step sync as vLLM's `DPEngineCoreProc` uses it: one `EngineSync` per engine process of a data-parallel group.
+
+The engine loop hands every forward pass to `forward`, calls `keep_up` where a step ran none, and may block on its
+input queue while `due` is false. All of that, `close` included, happens on the loop's thread; only `leave` is called
+from a signal handler.
+
+A front end that ends takes its engine with it. Where several front ends own one rank each (`LLM` in a process per
+rank), the others may still need this rank's part of their forward passes, so such an engine leaves the group instead
+of ending at once: it drops its own requests, goes on with the others', and ends when all have left, or when nobody
+has wanted a step for LINGER_S.
+"""
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_pd import dp
+from vllm_pd.dp.interface import Counters, Decision, GroupFailed, Settings
+from vllm_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import DPEngineCoreProc
+
+SETTINGS_KEY = "dp_sync"  # in VllmConfig.additional_config: the fields of GroupSettings
+LINGER_S = 3.0
+SETTLE_HORIZONS = 2
+LINGER_POLL_S = 0.5
+
+
+class GroupSettings(Settings, frozen=True, forbid_unknown_fields=True):
+    """What a user may set: the bounds of the group, and how its ranks talk."""
+    shared_memory: bool = True  # false: over the network, even where all ranks are on one machine
+
+    def bounds(self) -> Settings:
+        return Settings(**{key: getattr(self, key) for key in Settings.__struct_fields__})
+
+
+def settings_of(additional_config: object) -> GroupSettings:
+    """What `--additional-config '{"dp_sync": {...}}'` says. Raises ConfigError."""
+    given = additional_config.get(SETTINGS_KEY, {}) if isinstance(additional_config, dict) else {}
+    try:
+        return msgspec.convert(given, GroupSettings)
+    except msgspec.ValidationError as error:
+        keys = ", ".join(GroupSettings.__struct_fields__)
+        raise ConfigError(f"additional_config.{SETTINGS_KEY}", given, f"{error}; it may set {keys}") from error
+
+
+def most_steps(scheduler: Scheduler, budget_tokens: int) -> int:
+    """The most forward passes, the one just scheduled included, that this rank's requests may still need."""
+    return max((request.max_tokens - request.num_output_tokens
+                - (request.num_computed_tokens - request.num_tokens) // budget_tokens
+                for request in scheduler.requests.values()), default=1)  # fmt: skip
+
+
+class EngineSync:
+    """Counts this engine's forward passes and keeps their number equal to the other ranks'."""
+
+    def __init__(self, engine: DPEngineCoreProc) -> None:
+        """Called by the engine before its model is loaded, when `engine.dp_group` is there."""
+        from vllm.v1.engine import EngineCoreRequestType
+        self._engine = engine
+        self._wake_up = (EngineCoreRequestType.DP_STEP, b"")
+        self._most = 0  # as most_steps, one less with each step
+        self._seen: tuple[int, str] | None = None  # the requests for which _most was computed
+        self._unfinished: deque[Future] = deque()  # forwards of a pipeline that are on their way
+        self._may_linger = False
+        self._leaving = self._left = False
+        self._last_due_s = 0.0
+
+    def join(self, config: Any) -> EngineSync:
+        """Meet the other ranks. `config`: the engine's VllmConfig. Raises GroupFailed, ConfigError."""
+        parallel = config.parallel_config
+        self._budget_tokens = config.scheduler_config.max_num_batched_tokens
+        online = self._engine.publish_dp_lb_stats or parallel.data_parallel_external_lb
+        self._may_linger = not online
+        settings = settings_of(config.additional_config)
+        self._horizon_steps = settings.horizon
+        self._member = dp.join(
+            parallel.data_parallel_rank, parallel.data_parallel_size, parallel.data_parallel_master_ip, wake=self._wake,
+            exchange=dp.over(self._engine.dp_group), abort=self._abort,
+            settings=settings.bounds(), shared_memory=settings.shared_memory)  # fmt: skip
+        return self
+
+    @property
+    def counters(self) -> Counters:
+        return self._member.counters
+
+    @property
+    def due(self) -> bool:
+        """Whether the engine loop has something to do here although it may have no request."""
+        return self._leaving or self._member.due
+
+    def forward(self, run: Callable, *args: Any) -> Any:
+        """Run a forward pass of this rank's own. Gives what `run` gives."""
+        self._member.before_step(True, self._most_steps())
+        result = run(*args)
+        if isinstance(result, Future):
+            self._unfinished.append(result)
+            while self._unfinished and self._unfinished[0].done():
+                self._unfinished.popleft()
+                self._member.after_step()
+        else:
+            self._member.after_step()
+        return result
+
+    def keep_up(self, dummy: Callable[[], Any]) -> None:
+        """Where the loop had no forward pass to run: run the one that the others wait for, if they do."""
+        if self._leaving:
+            self._go_on_leaving()
+        decision = self._member.before_step(False)
+        if decision is Decision.DUMMY:
+            self._last_due_s = time.monotonic()
+            dummy()
+            self._member.after_step()
+        elif decision is Decision.END:
+            raise SystemExit
+
+    def settle(self, dummy: Callable[[], Any]) -> None:
+        """Before a utility call: run the forward passes that are already agreed on, as dummies.
+
+        Such a call may itself run collectives over the ranks (weights, sleep), and each rank comes to it in its own
+        time: one in the call and another in a forward pass would wait for each other. Dummies move nothing, so ranks
+        that are called within a few steps of each other all stop at the same step. A rank that is called alone would
+        run dummies for as long as others have requests, so it gives up after SETTLE_HORIZONS.
+        """
+        for _ in range(SETTLE_HORIZONS * self._horizon_steps):
+            if self._leaving or not self._member.due:
+                break
+            self.keep_up(dummy)
+
+    def leave(self) -> bool:
+        """The front end wants this engine to end. False: it may end now. True: its loop will end by itself.
+
+        Called by a signal handler, so it takes no lock that the interrupted loop could hold.
+        """
+        if not self._may_linger:
+            return False
+        self._leaving = True
+        threading.Thread(target=self._linger, name="dp-leave", daemon=True).start()
+        return True
+
+    def close(self) -> None:
+        self._member.close()
+
+    def _most_steps(self) -> int:
+        requests = self._engine.scheduler.requests
+        seen = (len(requests), next(reversed(requests), ""))
+        self._most -= 1
+        if self._most < 1 or seen != self._seen:
+            self._most, self._seen = most_steps(self._engine.scheduler, self._budget_tokens), seen
+        return self._most
+
+    def _wake(self) -> None:
+        self._engine.input_queue.put_nowait(self._wake_up)
+
+    def _linger(self) -> None:
+        while True:
+            self._wake()
+            time.sleep(LINGER_POLL_S)
+
+    def _go_on_leaving(self) -> None:
+        now = time.monotonic()
+        if not self._left:
+            self._left, self._last_due_s = True, now
+            self._engine.abort_requests(list(self._engine.scheduler.requests))
+            self._member.leave()
+        elif now - self._last_due_s > LINGER_S:
+            raise SystemExit
+
+    def _abort(self, error: GroupFailed) -> None:
+        """The loop is stuck in a collective that a dead rank will never join: say so to the front ends, and end."""
+        try:
+            self._engine._send_engine_dead()
+        finally:
+            os._exit(1)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine loop sees of the step sync: one `Member` per data-parallel rank.
+
+Every forward contains collectives, so all ranks must run the same number of them. A member numbers its rank's forwards
+and knows the *agreed* step, up to which every rank must go. The engine loop, on one thread:
+
+    outputs = schedule()
+    if tokens are scheduled:
+        member.before_step(True, most)     # always FORWARD; never waits
+        run the forward; member.after_step()
+    else:                                  # only finished requests to report, or nothing at all: no forward
+        match member.before_step(False):
+            case DUMMY: run a dummy forward; member.after_step()
+            case IDLE:  nothing to run; may block on the input queue, as `wake` puts something there
+            case END:   (after `leave` only) all ranks have left and run equally many forwards: shut down
+
+and where it blocks: `while not has_requests and not member.due: input_queue.get()`. `due` is a state, not an event: it
+is read anew each time, and `wake` is called after it has become true, so no wake-up can be lost, and one too many does
+no harm. Requests may enter at any rank; nobody else is told.
+
+A loop with several forwards under way (a batch queue) may block on its input queue only when none of its own is: what
+another rank agreed on while this one was in a forward is read after it, and no bell rings for it.
+
+Only forwards that run in lock-step count. A step without one must not call `before_step(True)`; what runs collectives
+outside of the step loop (start-up, profile runs, sleep) runs outside of it on every rank and is not counted.
+
+A rank that pauses passes `has_work=False` and so keeps the others company; so does one that has aborted its last
+request.
+"""
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from vllm_pd.errors import PDError
+
+
+class Decision(Enum):
+    """What `before_step` has the engine loop do."""
+    FORWARD = "forward"  # run the scheduled batch; counted
+    DUMMY = "dummy"  # run a dummy batch; counted
+    IDLE = "idle"  # run nothing
+    END = "end"  # run nothing ever again
+
+
+class GroupFailed(PDError):
+    """A rank of the group is dead or does not answer. Final; every rank gets it within the bound."""
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of a group. All ranks must have the same."""
+    horizon: int = 8  # most steps agreed on ahead of the present one
+    timeout_s: float = 10.0  # a process silent for longer while there are steps to run is taken for dead
+    stall_s: float = 300.0  # no rank ends a forward for so long while there are steps to run: the group fails
+    join_s: float = 120.0  # all ranks must be there by then
+    grace_s: float = 5.0  # after a failure the engine loop must call the member by then, or `abort` is called
+
+
+class Counters(msgspec.Struct):
+    """What one rank has done since it joined."""
+    forwards: int = 0  # begun, dummies included
+    dummies: int = 0
+    asks: int = 0  # times that it moved the agreed step
+    urgent: int = 0  # of these, those made only when the step was needed; the others were ahead of need
+    messages: int = 0  # sent by this process: asks, answers, bells
+    wakes: int = 0
+
+
+Wake = Callable[[], None]
+Abort = Callable[[GroupFailed], None]
+# All-gather of short byte strings (<= EXCHANGE_BYTES), in order of rank, called up to three times at start, on every
+# rank equally often.
+Exchange = Callable[[bytes], list[bytes]]
+EXCHANGE_BYTES = 1024
+
+
+class Member(Protocol):
+    """One rank of a group. `before_step`, `after_step`, `leave` and `close` are for the engine loop's thread."""
+    rank: int
+    size: int
+    counters: Counters
+
+    @property
+    def due(self) -> bool:
+        """Whether `before_step(False)` would have something to say other than IDLE: a dummy to run, the end, or a
+        failure. Cheap, from any thread."""
+
+    def before_step(self, has_work: bool, max_remaining_tokens: int | None = None) -> Decision:
+        """Call right before a forward, or instead of one. `max_remaining_tokens`: the most forwards that this rank's
+        running requests may still need, this one included; None where unknown. Only a hint: it bounds how far
+        ahead others are asked to go, so a wrong one costs dummies or a wait, never correctness. Never blocks.
+        Raises GroupFailed."""
+
+    def after_step(self) -> None:
+        """A forward that `before_step` let begin has ended (with a batch queue: its result is here). Never blocks."""
+
+    def leave(self) -> None:
+        """This rank will have no work of its own any more. Go on stepping with `before_step(False)` until it says END:
+        the others may still need this rank's part of their forwards."""
+
+    def close(self) -> None:
+        """Lets go of threads and sockets. A rank closed before END fails the group as soon as anyone needs it."""

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two messages of a group over several hosts, and their frames: magic, version, msgpack.
+
+Both carry a state, never an event, so it doesn't matter how often, how late and in which order they arrive.
+"""
+from typing import Annotated
+
+import msgspec
+import zmq
+
+from vllm_pd.dp.core import Count, Known
+from vllm_pd.rpc.codec import BadFrame, FrameFault
+
+Keys = tuple[bytes, bytes]  # CURVE: public, secret
+
+VERSION = 1
+_HEADER = b"DP" + bytes((VERSION,))
+_MAX_BYTES = 4096
+
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class Say(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """A rank to the coordinator. `answer`: say something. `closed`: its process ends."""
+    rank: Rank
+    known: Known
+    answer: bool = False
+    closed: bool = False
+
+
+class Tell(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """The coordinator to a rank, which has `left` as far as it knows. `answer`: say something, be it only to show that
+    you live. A `fault` is final. `closed`: the coordinator ends."""
+    step: Count
+    over: bool
+    left: bool
+    answer: bool = False
+    fault: Text = ""
+    closed: bool = False
+
+
+def _bounded(context: zmq.Context, kind: int) -> zmq.Socket:
+    socket = context.socket(kind)
+    for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 1000), (zmq.RCVHWM, 1000), (zmq.MAXMSGSIZE, _MAX_BYTES)):
+        socket.setsockopt(option, value)
+    return socket
+
+
+def _beat(socket: zmq.Socket, timeout_s: float) -> None:
+    """Have ZMQ's own thread find out that the other end is silent, so that a machine that is gone, or a process that is
+    stopped, shows as a lost connection even in a quiet group. One small frame each way every half of `timeout_s`."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(timeout_s * 500)))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(timeout_s * 1000)))
+
+
+def router(context: zmq.Context, host: str, keys: Keys, timeout_s: float) -> zmq.Socket:
+    """The coordinator's socket, bound. A rank that connects again takes the place of its old connection. Nobody gets
+    in who does not know the public key, and only the ranks know it. Raises zmq.ZMQError."""
+    socket = _bounded(context, zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+    _beat(socket, timeout_s)
+    socket.curve_server = True
+    socket.curve_secretkey = keys[1]
+    try:
+        socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
+
+
+def dealer(context: zmq.Context, server_key: bytes, timeout_s: float, identity: bytes = b"",
+           ipv6: bool = False) -> zmq.Socket:
+    """A rank's socket, yet to be connected."""
+    socket = _bounded(context, zmq.DEALER)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    socket.setsockopt(zmq.IPV6, int(ipv6))
+    _beat(socket, timeout_s)
+    if identity:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    socket.curve_serverkey = server_key
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    return socket
+
+
+def rank_identity(rank: int) -> bytes:
+    """The routing id at which a rank listens."""
+    return b"rank-%d" % rank
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Say | Tell)
+
+
+def encode(message: Say | Tell) -> bytes:
+    """One frame."""
+    return _HEADER + _encoder.encode(message)
+
+
+def decode(frames: list[bytes]) -> Say | Tell:
+    """What a socket gave, without its routing id. Raises BadFrame for anything else."""
+    if len(frames) != 1:
+        raise BadFrame(FrameFault.SHAPE, f"{len(frames)} frames instead of one")
+    frame = frames[0]
+    if len(frame) > _MAX_BYTES:
+        raise BadFrame(FrameFault.SIZE, f"{len(frame)} bytes are more than {_MAX_BYTES}")
+    if frame[:2] != _HEADER[:2] or len(frame) < len(_HEADER):
+        raise BadFrame(FrameFault.SHAPE, "not a frame of ours")
+    if frame[2] != VERSION:
+        raise BadFrame(FrameFault.VERSION, f"version {frame[2]}, ours is {VERSION}", theirs=frame[2])
+    try:
+        return _decoder.decode(memoryview(frame)[len(_HEADER):])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error

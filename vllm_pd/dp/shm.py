@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rim for groups on one host: a page of shared memory with one slot a rank, and one bell (a FIFO) a rank.
+
+There is no coordinator and no message: the agreed step is the highest number in the slots, each of which only its own
+rank writes. Being read at every step it is never late, so nothing more than the next step is ever agreed ahead.
+
+Bells are rung only for urgent asks. One made ahead of need, at the beginning of a forward that was agreed before, is
+seen by everyone without: no rank ends that forward before the asking rank has begun it, and each reads the slots
+after it.
+
+A rank's death is a fact that its pidfd tells. A rank that is stopped is found by its beat, a number that every rank's
+watching thread moves while there are steps to run. In a quiet group the threads sleep.
+"""
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import tempfile
+import time
+from enum import IntEnum
+
+from vllm_pd.dp.core import Ask, Reach
+from vllm_pd.dp.interface import Abort, Settings, Wake
+from vllm_pd.dp.liveness import Liveness
+from vllm_pd.dp.member import BaseMember
+
+_SLOT_WORDS = 8  # a cache line, so that ranks don't disturb each other
+_WORD_BYTES = 8
+_ONLY_NEXT = Reach(1, 1)
+
+
+class _Word(IntEnum):
+    """What is where in a slot. Aligned words of 8 bytes, each written by one process and written at once."""
+    ASKED = 0  # twice the step asked for, plus one if the rank has left: both change together
+    ENDED = 1
+    BEAT = 2
+    FAULT = 3  # _Fault, and 16 times the rank that it is about
+    CLOSED = 4
+
+
+class _Fault(IntEnum):
+    """Why a rank gave the group up."""
+    DEAD = 1
+    CLOSED = 2
+    SILENT = 3
+    STALLED = 4
+    BROKEN = 5
+
+
+_SAYS = {
+    _Fault.DEAD: "its process has ended",
+    _Fault.CLOSED: "it has been shut down while the others still need it",
+    _Fault.SILENT: "it does not answer",
+    _Fault.STALLED: "its forwards do not end",
+    _Fault.BROKEN: "its watch over the group broke",
+}
+
+
+class Board:
+    """The shared files: `slots`, and `bell.0`, `bell.1`... Made by rank 0 in a folder of its own, opened by all, then
+    removed by rank 0: what is left needs no clean-up, however the processes end."""
+
+    def __init__(self, folder: str, rank: int, size: int):
+        """Open. Raises OSError where the files are not there."""
+        self.rank = rank
+        self.size = size
+        self._bells: list[int] = []
+        self._map: mmap.mmap | None = None
+        try:
+            for peer in range(size):  # for both ends, so that no end is ever missing
+                self._bells.append(os.open(os.path.join(folder, f"bell.{peer}"), os.O_RDWR | os.O_NONBLOCK))
+            with open(os.path.join(folder, "slots"), "r+b") as file:
+                self._map = mmap.mmap(file.fileno(), size * _SLOT_WORDS * _WORD_BYTES)
+        except (OSError, ValueError):
+            self.close()
+            raise
+        self._words = memoryview(self._map).cast("Q")
+
+    @staticmethod
+    def create(size: int) -> str:
+        """Make the files of a new group. Returns their folder. Raises OSError."""
+        parent = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        folder = tempfile.mkdtemp(prefix=f"vllm-pd-dp-{secrets.token_hex(4)}-", dir=parent)
+        with open(os.path.join(folder, "slots"), "wb") as file:
+            file.truncate(size * _SLOT_WORDS * _WORD_BYTES)
+        for rank in range(size):
+            os.mkfifo(os.path.join(folder, f"bell.{rank}"), 0o600)
+        return folder
+
+    def read(self, rank: int, word: _Word) -> int:
+        """A word of anyone's."""
+        return self._words[rank * _SLOT_WORDS + word]
+
+    def write(self, word: _Word, value: int) -> None:
+        """A word of one's own."""
+        self._words[self.rank * _SLOT_WORDS + word] = value
+
+    def column(self, word: _Word) -> list[int]:
+        """That word of all ranks."""
+        return self._words[word::_SLOT_WORDS].tolist()
+
+    @property
+    def bell(self) -> int:
+        """What to poll for one's own bell."""
+        return self._bells[self.rank]
+
+    def ring(self) -> int:
+        """Ring all bells, one's own too: its watch has to begin. Returns how many. Never blocks: a full FIFO rings
+        too."""
+        for bell in self._bells:
+            with contextlib.suppress(BlockingIOError):
+                os.write(bell, b"\0")
+        return self.size
+
+    def silence(self) -> None:
+        """One's own bell has been heard."""
+        with contextlib.suppress(BlockingIOError):
+            while len(os.read(self.bell, 4096)) == 4096:
+                pass
+
+    def close(self) -> None:
+        """Let go."""
+        for bell in self._bells:
+            os.close(bell)
+        self._bells = []
+        if self._map is not None:
+            self._words = memoryview(b"")
+            self._map.close()
+            self._map = None
+
+
+class ShmMember(BaseMember):
+    """A rank of a group on one host. Takes over the board and the pidfds (by rank, its own excepted)."""
+
+    def __init__(self, board: Board, pidfds: dict[int, int], settings: Settings, wake: Wake, abort: Abort):
+        super().__init__(board.rank, board.size, settings, wake, abort)
+        self._board = board
+        self._pidfds = pidfds
+        self._dead: set[int] = set()
+        self._liveness = Liveness(sorted(pidfds), settings.timeout_s, settings.stall_s)
+        self._seen: dict[int, tuple[int, int, int]] = {}
+        self._thread.start()
+
+    def _reach(self) -> Reach:
+        return _ONLY_NEXT
+
+    def _refresh(self) -> None:
+        asked = self._board.column(_Word.ASKED)
+        self._participant.told(max(asked) >> 1, all(word & 1 for word in asked))
+
+    def _publish(self, ask: Ask) -> None:
+        self._board.write(_Word.ASKED, ask.step << 1)
+        if ask.urgent:
+            self.counters.messages += self._board.ring()
+
+    def _published_end(self) -> None:
+        self._board.write(_Word.ENDED, self._participant.ended)
+
+    def _publish_leave(self) -> None:
+        self._board.write(_Word.ASKED, self._participant.agreed << 1 | 1)
+        self.counters.messages += self._board.ring()
+
+    def _before_close(self) -> None:
+        self._board.write(_Word.CLOSED, 1)
+        self._board.ring()
+
+    def _release(self) -> None:
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._board.close()
+
+    def _watch(self) -> None:
+        try:
+            self._poll()
+        except Exception:
+            self._board.write(_Word.FAULT, self.rank * 16 + _Fault.BROKEN)
+            raise
+        finally:
+            if self._failed or self._board.read(self.rank, _Word.FAULT):
+                self._board.ring()
+
+    def _poll(self) -> None:
+        poll = select.poll()
+        poll.register(self._board.bell, select.POLLIN)
+        poll.register(self._waker, select.POLLIN)
+        ranks = {pidfd: rank for rank, pidfd in self._pidfds.items()}
+        for pidfd in ranks:
+            poll.register(pidfd, select.POLLIN)
+        timeout_ms = None
+        calm = 0
+        while not self._closing.is_set() and not self._failed:
+            events = poll.poll(timeout_ms)
+            for fd, _ in events:
+                if fd == self._board.bell:
+                    self._board.silence()
+                elif fd in ranks:
+                    self._dead.add(ranks[fd])
+                    poll.unregister(fd)
+            if self.due:
+                self._wake_engine()
+            busy = not self._quiet()
+            self._board.write(_Word.BEAT, self._board.read(self.rank, _Word.BEAT) + 1)
+            self._look(busy)
+            # Twice, a beat apart: what another processor has written may be seen in another order.
+            calm = 0 if busy else calm + 1
+            timeout_ms = None if calm > 1 else self._liveness.beat_s * 1000
+
+    def _quiet(self) -> bool:
+        ended = self._board.column(_Word.ENDED)
+        return min(ended) >= max(self._board.column(_Word.ASKED)) >> 1
+
+    def _look(self, busy: bool) -> None:
+        board = self._board
+        for rank in self._pidfds:
+            if fault := board.read(rank, _Word.FAULT):
+                return self._give_up(_Fault(fault % 16), fault // 16, f" (says rank {rank})")
+        with self._lock:
+            over = self._participant.over
+        for rank in self._pidfds:
+            closed = board.read(rank, _Word.CLOSED)
+            if over and board.read(rank, _Word.ENDED) >= self._participant.agreed:
+                continue  # has done its part
+            if closed and busy:
+                return self._give_up(_Fault.CLOSED, rank)
+            if rank in self._dead and not closed:
+                return self._give_up(_Fault.DEAD, rank)
+        if not busy:
+            return self._liveness.quiet()
+        now = time.monotonic()
+        for rank in self._pidfds:
+            seen = (board.read(rank, _Word.BEAT), board.read(rank, _Word.ENDED), board.read(rank, _Word.ASKED))
+            if self._seen.get(rank) != seen:
+                self._seen[rank] = seen
+                self._liveness.heard(rank, now)
+        ended = board.column(_Word.ENDED)
+        if wrong := self._liveness.look(now, sum(ended)):
+            if wrong.rank is None:
+                return self._give_up(_Fault.STALLED, ended.index(min(ended)), f": {wrong.text}")
+            return self._give_up(_Fault.SILENT, wrong.rank, f": {wrong.text}")
+        return None
+
+    def _give_up(self, fault: _Fault, rank: int, detail: str = "") -> None:
+        self._board.write(_Word.FAULT, rank * 16 + fault)
+        self._fail(f"rank {rank}: {_SAYS[fault]}{detail}")
+
+
+def open_pidfds(pids: list[int], rank: int) -> dict[int, int]:
+    """By rank, of all but one's own. Raises OSError where a process can't be watched."""
+    pidfds: dict[int, int] = {}
+    try:
+        for peer, pid in enumerate(pids):
+            if peer != rank:
+                pidfds[peer] = os.pidfd_open(pid)
+    except OSError:
+        for pidfd in pidfds.values():
+            os.close(pidfd)
+        raise
+    return pidfds

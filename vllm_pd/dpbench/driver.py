@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that owns one front end (`AsyncLLM`) of a data-parallel group and does what it is told over a pipe.
+
+    python -m vllm_pd.dpbench.driver READ_FD WRITE_FD ENGINE_ARGUMENTS_AS_JSON
+
+It runs in whatever vLLM its PYTHONPATH names, patched or not, and knows nothing of either's step sync. The other end is
+`vllm_pd.dpbench.group.Group`. Life: build the engine, send `{"ready": ...}`, then answer one JSON line with one JSON
+line each, in any order, until the pipe is closed; the engine processes end with it.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from typing import Any
+
+MAX_LINE_BYTES = 1 << 26
+
+
+async def generate(engine: Any, ask: dict) -> dict:
+    """One request: its tokens, and when (CLOCK_MONOTONIC, seconds) it was sent, gave its first token, and ended."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA, temperature=0.0, detokenize=False, **ask["params"])
+    tokens: list[int] = []
+    sent = time.monotonic()
+    first = None
+    prompt = TokensPrompt(prompt_token_ids=ask["prompt"])
+    adapter = LoRARequest(*ask["adapter"]) if ask.get("adapter") else None
+    stream = engine.generate(prompt, params, ask["request"], lora_request=adapter, data_parallel_rank=ask.get("rank"))
+    async for output in stream:
+        first = first or time.monotonic()
+        tokens += output.outputs[0].token_ids
+        if ask.get("abort_after") and len(tokens) >= ask["abort_after"]:
+            await engine.abort(ask["request"])
+            break
+    return {"tokens": tokens, "sent": sent, "first": first, "ended": time.monotonic()}
+
+
+async def call(engine: Any, ask: dict) -> list:
+    """What the engine core of each of `ranks` says to a utility call."""
+    client = engine.engine_core
+    ranks = [rank.to_bytes(2, "little") for rank in ask["ranks"]]
+    calls = [client._call_utility_async(ask["method"], *ask["args"], engine=rank) for rank in ranks]
+    return await asyncio.gather(*calls)
+
+
+async def counts(engine: Any, ask: dict) -> list:
+    """The [waiting, running] counts by which this front end balances."""
+    return [list(pair) for pair in engine.engine_core.lb_engines]
+
+
+async def chosen(engine: Any, ask: dict) -> dict:
+    """The rank that each request in flight was sent to."""
+    return {key: int.from_bytes(rank, "little") for key, rank in engine.engine_core.reqs_in_flight.items()}
+
+
+ASKS = {"generate": generate, "call": call, "counts": counts, "chosen": chosen}
+
+
+async def serve(read_fd: int, write_fd: int, arguments: dict) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb"))  # fmt: skip
+    answers = os.fdopen(write_fd, "w", buffering=1)
+
+    def answer(message: dict) -> None:
+        answers.write(json.dumps(message) + "\n")
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    managed = engine.engine_core.resources.engine_manager
+    answer({"ready": {process.name: process.pid for process in getattr(managed, "processes", [])}})
+
+    async def carry_out(ask: dict) -> None:
+        try:
+            answer({"id": ask["id"], "result": await ASKS[ask["ask"]](engine, ask)})
+        except Exception as error:  # whatever the engine says goes to the one who asked
+            answer({"id": ask["id"], "error": f"{type(error).__name__}: {error}"})
+
+    running = set()
+    while line := await reader.readline():
+        task = asyncio.create_task(carry_out(json.loads(line)))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    engine.shutdown()
+
+
+def main() -> None:
+    read_fd, write_fd = int(sys.argv[1]), int(sys.argv[2])
+    asyncio.run(serve(read_fd, write_fd, json.loads(sys.argv[3])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One data-parallel group with its front end in a process of its own, for tests and `vllm-pd bench dp`."""
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from ..errors import PDError
+
+PROBE = "vllm_pd.dpbench.probe.StepProbe"
+# What each engine of a group is started with, as fields of AsyncEngineArgs.
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32,
+          "skip_tokenizer_init": True, "disable_log_stats": True, "worker_extension_cls": PROBE}  # fmt: skip
+START_S, ANSWER_S, STOP_S = 240.0, 120.0, 20.0
+
+
+def environment(tree: Path | None) -> dict[str, str]:
+    """What a process needs to run engines on this machine: the vLLM of `tree` (None: the one that is imported here)."""
+    own = Path(__file__).parents[2]
+    path = [str(tree), str(own)] if tree else [str(own), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"VLLM_USE_V1": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1",
+                         "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+                         "VLLM_CPU_OMP_THREADS_BIND": "all", "HF_HUB_OFFLINE": "1",
+                         "PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
+
+
+class GroupError(PDError):
+    """The group, or one of its requests, ended with an error."""
+
+
+class Group:
+    """`size` engines on this machine and one front end of them. Close it, or use it as a context.
+
+    tree: the vLLM to run, a folder that holds `vllm/`; None: the one that is imported here. `arguments` are
+    `AsyncEngineArgs`; they may give this front end a part of the group only, and then `ranks` says which.
+    """
+
+    def __init__(self, model: Path, size: int, tree: Path | None = None, log: Path | None = None,
+                 ranks: list[int] | None = None, **arguments: Any) -> None:  # fmt: skip
+        self.size, self.pids = size, {}
+        self.ranks = list(range(size)) if ranks is None else ranks
+        self._asked: dict[int, Future] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._gone = False
+        self._ready: Future = Future()
+        engine = {"model": str(model), "data_parallel_size": size} | ENGINE | arguments
+        ask_out, ask_in = os.pipe()
+        answer_out, answer_in = os.pipe()
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(log.open("ab")) if log else None
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_pd.dpbench.driver", str(ask_out), str(answer_in), json.dumps(engine)],
+                pass_fds=(ask_out, answer_in), env=environment(tree), stdout=output, stderr=output,
+                start_new_session=True)  # fmt: skip
+        os.close(ask_out)
+        os.close(answer_in)
+        self._asks = os.fdopen(ask_in, "w", buffering=1)
+        self._answers = os.fdopen(answer_out)
+        threading.Thread(target=self._listen, name="group-answers", daemon=True).start()
+
+    def __enter__(self) -> "Group":
+        return self.ready()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ready(self, timeout_s: float = START_S) -> "Group":
+        """Wait until every engine is there; `pids` then has the engine processes by name."""
+        self.pids = self._ready.result(timeout_s)
+        return self
+
+    def submit(self, ask: str, **details: Any) -> Future:
+        """Ask for something; the future holds the answer, or GroupError."""
+        future: Future = Future()
+        with self._lock:
+            if self._gone:
+                raise GroupError("the group's front end has ended")
+            number = next(self._numbers)
+            self._asked[number] = future
+            self._asks.write(json.dumps({"id": number, "ask": ask} | details) + "\n")
+        return future
+
+    def generate(self, prompt: list[int], rank: int | None = None, max_tokens: int = 16, name: str | None = None,
+                 abort_after: int = 0, adapter: list | None = None, **params: Any) -> Future:  # fmt: skip
+        """Send one greedy request to `rank` (None: the front end decides). `adapter`: the fields of a LoRARequest."""
+        name = name or f"r{next(self._numbers)}"
+        return self.submit("generate", request=name, prompt=prompt, rank=rank, abort_after=abort_after, adapter=adapter,
+                           params={"max_tokens": max_tokens, "ignore_eos": True} | params)  # fmt: skip
+
+    def tokens(self, asked: Iterable[Future], timeout_s: float = ANSWER_S) -> list[list[int]]:
+        return [future.result(timeout_s)["tokens"] for future in asked]
+
+    def call(self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = ANSWER_S) -> list:
+        """A utility call to the engine cores of `ranks` (None: all of this front end's)."""
+        chosen = self.ranks if ranks is None else list(ranks)
+        return self.submit("call", method=method, args=args, ranks=chosen).result(timeout_s)
+
+    def start_probe(self) -> None:
+        self.call("collective_rpc", "probe_start")
+
+    def take_probe(self) -> list[dict]:
+        """What each rank has done since `start_probe`, see `probe.StepProbe`."""
+        return [answer[0] for answer in self.call("collective_rpc", "probe_take")]
+
+    def close(self) -> None:
+        """End the front end and with it the engines; kills what has not ended in STOP_S."""
+        with contextlib.suppress(OSError):
+            self._asks.close()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(STOP_S)
+
+    def _listen(self) -> None:
+        for line in self._answers:
+            answer = json.loads(line)
+            if "ready" in answer:
+                self._ready.set_result(answer["ready"])
+                continue
+            with self._lock:
+                future = self._asked.pop(answer["id"])
+            if "error" in answer:
+                future.set_exception(GroupError(answer["error"]))
+            else:
+                future.set_result(answer["result"])
+        with self._lock:
+            self._gone, left = True, [*self._asked.values(), self._ready]
+        for future in left:
+            if not future.done():
+                future.set_exception(GroupError("the group's front end ended without an answer; see its log"))

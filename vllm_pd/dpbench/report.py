@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of `vllm-pd bench dp` for people: a table, and a picture of how a group comes to rest."""
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from .probe import FORWARD
+
+COLOURS = {True: "tab:blue", False: "tab:orange"}
+
+
+def table(report: dict[str, Any]) -> Table:
+    """One line for each figure, one column for each group."""
+    entries = report["entries"]
+    lines = [
+        ("dummy passes per drain, mean (max)", lambda e: "{mean:.1f} ({max:.0f})".format(**e["drain_dummies"])),
+        ("... of requests that end by length", lambda e: f"{e['drain_dummies_by_length']['mean']:.1f}"),
+        ("collectives per step beside the forward's", lambda e: f"{e['collectives_per_step']:.3f}"),
+        ("messages per burst", lambda e: f"{e['messages_per_burst']:.1f}"),
+        ("messages per 1,000 steps under load", lambda e: f"{e['messages_per_1000_steps']:.0f}"),
+        ("request at rank 0 to peer's pass, p50 / p99 ms", lambda e: _pair(e["wake_up_ms"])),
+        ("TTFT after idle, p50 / p99 ms", lambda e: _pair(e["ttft_idle_ms"])),
+        ("tokens/s under load", lambda e: f"{e['tokens_per_s']:.0f}"),
+        ("CPU of an idle engine, % of a core", lambda e: f"{e['idle_cpu_percent']:.1f}"),
+    ]
+    shown = Table(box=box.SIMPLE)
+    shown.add_column("")
+    for entry in entries:
+        shown.add_column(f"{entry['model']} x {entry['size']}\n{entry['tree']}", justify="right")
+    for text, figure in lines:
+        shown.add_row(text, *(figure(entry) for entry in entries))
+    return shown
+
+
+def picture(report: dict[str, Any], path: Path) -> None:
+    """Each rank's forward passes over time, around the end of one request: real ones and dummies."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    entries = report["entries"]
+    figure, axes = pyplot.subplots(len(entries), 1, figsize=(10, 1.0 + 1.3 * len(entries)), squeeze=False, sharex=True)
+    for axis, entry in zip(axes[:, 0], entries, strict=True):
+        for rank, steps in enumerate(entry["steps"]):
+            for real in (True, False):
+                bars = [(1000 * began, max(1000 * (ended - began), 0.3)) for began, ended, kind in steps
+                        if (kind == FORWARD) is real]  # fmt: skip
+                axis.broken_barh(bars, (rank - 0.35, 0.7), facecolors=COLOURS[real], edgecolor="white", linewidth=0.4)
+        axis.set_yticks(range(entry["size"]), [f"rank {rank}" for rank in range(entry["size"])], fontsize=7)
+        axis.set_title(f"{entry['model']}, {entry['size']} ranks, {entry['tree']}", fontsize=8, loc="left")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[real]) for real in (True, False)]
+    figure.legend(handles, ["forward pass", "dummy pass"], loc="upper right", fontsize=8)
+    axes[-1, 0].set_xlabel("ms after a request that ends early was sent to rank 0 of an idle group")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _pair(spread: dict[str, float]) -> str:
+    return f"{spread['p50']:.1f} / {spread['p99']:.1f}"
