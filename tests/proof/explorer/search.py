@@ -10,7 +10,6 @@ from explorer.healing import Healer
 from explorer.model import Violation
 from explorer.world import Scene, State, Step, World
 
-
 MOST_HEALING = 24  # steps that are shown of a healing that failed
 
 
