@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from _chaos.looks import anonymous_bytes, margin_of
+
 POLL_MS = 250
 GAUGES_S = 0.2
 COUNTERS_S = 2.0
@@ -83,7 +85,7 @@ class Served:
             times += [now] * (len(tokens) - len(times))
             if output.finished:
                 del self._times[output.request_id]
-                margin = _margin(output.outputs[0].logprobs)
+                margin = margin_of(output.outputs[0].logprobs)
                 self._say({"end": [output.request_id, list(tokens), times, *margin]})
 
     # Commands.
@@ -144,7 +146,7 @@ class Served:
                 "peers": counts["peers"],
                 "sockets": counts["sockets"],
             }
-        return stats | {"descriptors": len(os.listdir("/proc/self/fd")), "memory_bytes": _anonymous_bytes(),
+        return stats | {"descriptors": len(os.listdir("/proc/self/fd")), "memory_bytes": anonymous_bytes(),
                         "threads": len(os.listdir("/proc/self/task"))}
 
     def counters(self) -> dict:
@@ -196,17 +198,3 @@ class Served:
 
     def _say(self, message: dict) -> None:
         self._pipe.send_bytes(json.dumps(message).encode())
-
-
-def _margin(logprobs: list | None) -> list[float]:
-    """The least distance between the first and the second choice, in log-probability, where it was asked for."""
-    if logprobs is None:
-        return []
-    values = [sorted((entry.logprob for entry in entries.values()), reverse=True) for entries in logprobs]
-    return [min(first - second for first, second, *_ in values)]
-
-
-def _anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))

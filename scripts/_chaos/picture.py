@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from _chaos.blows import Blow
-from _chaos.run import Record
+from _chaos.record import Record
 
 COLOURS = {Blow.KILL_P: "tab:red", Blow.KILL_D: "black", Blow.KILL_BROKER: "tab:purple", Blow.STOP_P: "tab:orange",
            Blow.STOP_D: "dimgray", Blow.STOP_BROKER: "violet"}

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from _chaos.blows import Blow
 from _chaos.load import End, Request
+from _chaos.record import Record
 from _chaos.rest import Rest
-from _chaos.run import Record
 
 PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 

@@ -4,46 +4,16 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from _chaos.blows import Ask, Blow, Episode, Planned, Struck
 from _chaos.fleet import Fleet, Health, Slot
 from _chaos.load import End, Request
+from _chaos.record import Fallback, Record, Sample
 from vllm_pd.core.messages import Role
 
 EPISODE_S = 12.0  # after which the next one comes even if requests are open
 REQUEST_S = 60.0  # within which a request must end, whatever happens
 FELT_S = 5.0  # after a blow is over; what falls back then has other causes, like a lost message
-
-
-@dataclass
-class Sample:
-    """One look at one engine."""
-    place: str
-    time: float
-    gauges: dict
-
-
-@dataclass
-class Fallback:
-    """An attempt that ended without the KV, and the blow to its prefill engine that made it."""
-    request: int
-    reason: str
-    time: float
-    cause: Struck | None
-
-
-@dataclass
-class Record:
-    """What was seen in one run."""
-    requests: dict[int, Request] = field(default_factory=dict)
-    struck: list[Struck] = field(default_factory=list)
-    fallbacks: list[Fallback] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    starts: list[float] = field(default_factory=list)  # how long each engine took to come up
-    counters: dict[str, float] = field(default_factory=dict)  # of engines that are dead by now, as last told
-    began_at: float = 0.0
-    ended_at: float = 0.0
 
 
 class Run:

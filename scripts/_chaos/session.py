@@ -12,8 +12,9 @@ from _chaos import blows, report
 from _chaos.fleet import Fleet, Health, Slot
 from _chaos.load import SURPLUS, Request, draw_prompts, safe
 from _chaos.picture import draw
+from _chaos.record import Record
 from _chaos.rest import Rest, come_to_rest, grown
-from _chaos.run import Record, Run
+from _chaos.run import Run
 from vllm_pd.core.messages import Role
 
 START_S = 240.0

@@ -219,7 +219,7 @@ def test_b43_sigterm_drains_a_server_and_nothing_fails(which, servers):
     and long decodes alike; new requests are refused, and the server ends by itself."""
     decode = getattr(servers, which)
     process = psutil.Process(servers.pids[decode])
-    asked = [dataclasses.replace(question(12 + number, 9000 + 40 * number + len(which)), max_tokens=60,
+    asked = [dataclasses.replace(question(12 + number, 9000 + 40 * number + len(which)), max_tokens=30,
                                  ignore_eos=True) for number in range(4)]
     before = scrape(decode)
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -236,7 +236,7 @@ def test_b43_sigterm_drains_a_server_and_nothing_fails(which, servers):
     psutil.wait_procs([process], 20)
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     for one, answer in zip(asked, answers, strict=True):
-        assert answer.usage[1] == 60 and answer.same_as(ask(servers.p, MODEL, one))
+        assert answer.usage[1] == 30 and answer.same_as(ask(servers.p, MODEL, one))
 
 
 def operator_request(url: str, method: str, path: str, body: dict | None = None) -> tuple[int, dict]:

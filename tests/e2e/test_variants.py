@@ -72,20 +72,62 @@ def test_b30_a_prompt_too_long_for_p(both, mono):
     assert both.d.counters().since(before)["attempts_total:done"] == 1
 
 
-def test_b25_abort_between_two_chunks_on_p(both, mono):
-    """B25, B10: P has computed a part; it stops, sends nothing and keeps nothing."""
-    tokens = prompt(400, 400)
-    before = both.p.counters()
-    both.p.do("hold", held=True)
-    both.d.add(tokens, "x")
-    both.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
-    both.p.do("step", count=3)
-    assert both.p.stats()["running"] == 1
-    both.d.abort("x")
-    both.p.do("hold", held=False)
+@pytest.mark.parametrize("sender", ["d", "p"], ids=["P without caching", "P with caching"])
+def test_b25_abort_between_two_chunks_on_p(sender, both, mono):
+    """B25, B10: P has computed a part; it stops, sends nothing, and of its cache only that part is a hit."""
+    tokens = prompt(400, f"chunks {sender}")
+    decoder, prefiller = (both.d, both.p) if sender == "d" else (both.p, both.d)
+    before = prefiller.counters()
+    prefiller.do("hold", held=True)
+    decoder.add(tokens, "x")
+    decoder.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    prefiller.do("step", count=3)
+    assert prefiller.stats()["running"] == 1
+    decoder.abort("x")
+    prefiller.do("hold", held=False)
     both.at_rest()
-    assert both.p.counters().since(before)["transfer_bytes_total"] == 0
-    assert both.d.tokens([tokens]) == mono.tokens([tokens])
+    assert prefiller.counters().since(before)["transfer_bytes_total"] == 0
+    assert 0 < prefiller.hit(tokens) < 400 if sender == "p" else prefiller.hit(tokens) == 0
+    assert decoder.tokens([tokens]) == mono.tokens([tokens])
+
+
+@pytest.mark.parametrize("sender", ["d", "p"], ids=["caching", "no caching"])
+def test_b8_preempted_with_chunks(sender, both, mono):
+    """B8: chunked prefill on both sides, with and without prefix caching where it is preempted."""
+    engine = {"p": both.p, "d": both.d}[sender]
+    prompts = [prompt(48, f"preempted {sender} {number}") for number in range(4)]
+    expected = mono.tokens(prompts, max_tokens=70)
+    engine.do("ballast", free_blocks=24)
+    preempted = engine.evaluate("scheduler.num_cumulative_preemption")
+    before = engine.counters()
+    try:
+        with engine.policy(max_parked_fraction=1.0):
+            assert engine.tokens(prompts, max_tokens=70) == expected
+    finally:
+        engine.do("ballast", free_blocks=0)
+    assert engine.evaluate("scheduler.num_cumulative_preemption") > preempted
+    assert engine.counters().since(before)["attempts_total:done"] == 4
+
+
+def test_b7_samples_with_chunks(both, mono):
+    """B7: n > 1 shares one prefill where there is prefix caching."""
+    tokens, parameters = prompt(150, "samples"), {"n": 3, "temperature": 0.9, "seed": 3}
+    before = both.d.counters()
+    [got] = both.d.generate([tokens], **parameters)
+    [expected] = mono.generate([tokens], **parameters)
+    assert [part["token_ids"] for part in got["outputs"]] == [part["token_ids"] for part in expected["outputs"]]
+    counted = both.d.counters().since(before)
+    assert counted["decisions_total:remote,length"] == counted["attempts_total:done"] == 1
+
+
+def test_b7_samples_without_prefix_caching_stay(both):
+    """B7: each would need a transfer of its own. (Not compared: with chunked prefill upstream's sampler lets a seeded
+    sequence draw for one that does not sample yet, so seeds mean nothing beside such a one.)"""
+    before = both.p.counters()
+    [got] = both.p.generate([prompt(150, "samples")], n=3, temperature=0.9)
+    assert [len(part["token_ids"]) for part in got["outputs"]] == [8, 8, 8]
+    counted = both.p.counters().since(before)
+    assert counted["decisions_total:local,feature"] >= 1 and counted["decisions_total:remote,length"] == 0
 
 
 def test_b10_an_aborted_chunked_prefill_in_a_real_engine(both, mono):

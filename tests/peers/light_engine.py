@@ -58,7 +58,7 @@ class Job:
 
 
 class LightEngine:
-    """Lives in its process; `serve` runs it until the pipe closes."""
+    """Lives in its process; `serve` runs it until the pipe closes. It takes part from `do_start` on."""
 
     def __init__(self, role: str, settings: dict, work_s: float = 0.0, room: int = 4, elsewhere: bool = False) -> None:
         self.memory = [torch.zeros((2, BLOCKS, BLOCK_SIZE * KV_HEADS * HEAD_SIZE), dtype=torch.int32)
@@ -72,7 +72,6 @@ class LightEngine:
         self.bell = threading.Event()
         config = PDConfig.parse(role, {**QUICK, **settings})
         self.agent = ControlAgent(config, member, self.worker._transport.metadata(), self.bell.set)
-        self.agent.start()
         self.work_s, self.room = work_s, room
         self.free = list(range(BLOCKS))
         self.prompts: dict[m.Attempt, tuple[str, list[int], list[int]]] = {}  # name, tokens, blocks
@@ -82,6 +81,10 @@ class LightEngine:
         self.moved = 0
 
     # Commands.
+
+    def do_start(self) -> m.Member:
+        self.agent.start()
+        return self.agent.member
 
     def do_submit(self, requests: list[tuple[str, list[int]]]) -> None:
         self.waiting.extend(requests)
@@ -100,9 +103,6 @@ class LightEngine:
                 "left": self.agent.standing.left, "error": repr(self.agent.error) if self.agent.error else None,
                 "fds": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss,
                 "moved": self.moved}
-
-    def do_member(self) -> m.Member:
-        return self.agent.member
 
     def do_drain(self) -> None:
         self.agent.drain()
@@ -138,7 +138,8 @@ class LightEngine:
                     return
                 except Exception:
                     pipe.send((False, traceback.format_exc()))
-            self.step()
+            if self.agent.member.address:
+                self.step()
             self.bell.wait(PAUSE_S)
             self.bell.clear()
 
@@ -245,7 +246,7 @@ class Light:
     def __init__(self, pid: int, pipe: Connection) -> None:
         self.pid = pid
         self._pipe = pipe
-        self.member: m.Member = self.ask("member")
+        self.member: m.Member = self.ask("start")
 
     def ask(self, name: str, *arguments: object, timeout_s: float = 20.0) -> object:
         self._pipe.send((name, arguments))
@@ -309,13 +310,23 @@ class Nursery:
                                          env={**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"})
         self._pipe = self._accept(60.0)
         self._made: list[Light] = []
+        self._born: dict[int, Connection] = {}
         return self
 
     def engine(self, role: m.Role, broker: str, settings: dict | None = None, **more: object) -> Light:
         """A new engine's process, registered or about to be."""
+        return self.start(self.prepare(role, broker, settings, **more))
+
+    def prepare(self, role: m.Role, broker: str, settings: dict | None = None, **more: object) -> int:
+        """One that is to be started later, and gets ready until then: its process id."""
         self._pipe.send((role.value, {"broker": broker, **(settings or {})}, more))
-        pid = self._pipe.recv()
-        self._made.append(Light(pid, self._accept(20.0)))
+        return self._pipe.recv()
+
+    def start(self, pid: int) -> Light:
+        while pid not in self._born:
+            connection = self._accept(20.0)
+            self._born[connection.recv()] = connection
+        self._made.append(Light(pid, self._born.pop(pid)))
         return self._made[-1]
 
     def _accept(self, timeout_s: float) -> Connection:
@@ -347,7 +358,9 @@ def main() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
                 engine = LightEngine(role, settings, **more)
-                engine.serve(Client(sys.argv[1]))
+                pipe = Client(sys.argv[1])
+                pipe.send(os.getpid())
+                engine.serve(pipe)
             os._exit(0)
         pipe.send(pid)
 

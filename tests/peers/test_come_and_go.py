@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peers that join, leave, die and come back, on either side: B20, B23, B24, B40, B41, B43, in real processes."""
+import collections
 import random
 import signal
 import time
@@ -94,8 +95,11 @@ def test_b24_a_hundred_lives_at_one_address_leave_nothing(nursery, broker):
     bind = {"bind": f"tcp://127.0.0.1:{take_free('127.0.0.1')}", **quick}
     decode = nursery.engine(Role.DECODE, broker, quick)
     early = None
+    unborn = collections.deque(nursery.prepare(Role.PREFILL, broker, bind) for _ in range(3))
     for life in range(100):
-        prefill = nursery.engine(Role.PREFILL, broker, bind)
+        prefill = nursery.start(unborn.popleft())
+        if life < 97:
+            unborn.append(nursery.prepare(Role.PREFILL, broker, bind))
         decode.wait_for_peers(1)
         asked = requests(f"life-{life}", 2)
         decode.ask("submit", asked)

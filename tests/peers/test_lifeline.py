@@ -15,7 +15,8 @@ import pytest
 
 from vllm_pd.control.lifeline import GREETING_BYTES, Lifeline, Prober, greeting
 from vllm_pd.control.pulse import GRACE_S, IDLE_RETRY_S, SILENT_S, Answer, Pulse
-from vllm_pd.core.messages import Role
+from vllm_pd.control.vitals import Vitals
+from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Role
 
 ADDRESS = "tcp://10.0.0.1:5"
 
@@ -182,6 +183,31 @@ def test_a_child_that_was_forked_keeps_it_open():
     assert probe(line.address) is Answer.REFUSED
 
 
+def test_b22_a_refusal_is_no_death_while_the_connection_stands():
+    """A gateway may begin to refuse in the place of a peer that lives; it leaves the connections alone that stand."""
+    fingerprint = Fingerprint(PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+    line, vitals = Lifeline("p", "127.0.0.1"), Vitals()
+    peer = Member("p", Role.PREFILL, "", fingerprint, lifeline=line.address)
+    probes = []
+
+    def turns(seconds, connected):
+        dead, end = [], time.monotonic() + seconds
+        while time.monotonic() < end and not dead:
+            vitals.look(time.monotonic(), {"p": peer}, {"p"})
+            dead = vitals.probe(time.monotonic(), lambda name: probes.append(name) or connected)
+            if line.fileno() >= 0:
+                line.turn()
+            time.sleep(0.005)
+        return dead
+
+    assert turns(0.2, True) == []
+    line.close()
+    assert turns(2 * (SILENT_S + GRACE_S), True) == [] and probes
+    assert len(probes) < 10, "asked again at a bounded rate"
+    assert turns(1.0, False) == ["p"]
+    vitals.close()
+
+
 @pytest.mark.parametrize("words", [b"", b"SSH-2.0-x\r\n", greeting("p")[:-1], greeting("p") + b"x", b"\0" * 100_000])
 def test_b81_what_is_no_greeting_is_no_answer(words):
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -242,7 +268,7 @@ def test_b21_prefill_engine_dies_and_the_prompt_falls_back_within_a_second(nurse
     """B21: wherever it runs; and the blocks are given back, for it can write no more."""
     decode = nursery.engine(Role.DECODE, broker, {"lease_s": 30.0})
     times = []
-    for number in range(5):
+    for number in range(3):
         prefill = nursery.engine(Role.PREFILL, broker, work_s=60.0, elsewhere=elsewhere)
         decode.wait_for_peers(1)
         decode.ask("submit", [(f"r{number}", [number] * 40)])

@@ -35,6 +35,7 @@ CASES = [
     Case("two requests", Scene(pauses=1, aborts=1, shape=Shape(requests=2)), 11, 20_000),
     Case("the broker goes away and says no, a D is believed dead",
          Scene(pauses=3, aborts=1, outages=2, refusals=1, losses=1), 10, 50_000),
+    Case("two requests, their D is believed dead", Scene(losses=1, shape=Shape(requests=2)), 12, 1_000),
     Case("two requests, two Ps", Scene(prefills=2, shape=Shape(requests=2)), 13, 15_000),
     Case("two Ds", Scene(decodes=2, pauses=1, aborts=1), 12, 30_000),
     Case("two Ds, two Ps", Scene(decodes=2, prefills=2), 14, 10_000),

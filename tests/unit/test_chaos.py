@@ -11,8 +11,8 @@ import zmq
 from _chaos import blows, report
 from _chaos.load import End, Request, draw_prompts, safe
 from _chaos.proxy import Faults, Proxy
+from _chaos.record import Record
 from _chaos.rest import Rest
-from _chaos.run import Record
 
 from vllm_pd.core import messages as m
 from vllm_pd.rpc import codec, sockets

@@ -213,6 +213,30 @@ def test_b23_lost_d_is_dropped_when_nothing_of_it_is_open(side):
     assert side.states() == {} and side.peers() == {} and side.next_deadline() is None
 
 
+def test_b23_a_d_that_is_heard_of_while_it_is_dropped_is_met_anew(side):
+    """It waits for our word about its jobs, and that may have been lost: it must be able to ask again."""
+    running(side)
+    assert side.peer_lost(1.0, "d") == [Cancelled(ONE)]
+    assert side.members_are(1.5, [D]) == []
+    stopped, drop, disconnect, connect, hello = side.ended(2.0, ONE)
+    assert stopped == ToDecode("d", m.Stopped(ONE, 1)) and (drop, disconnect) == (DropPeer("d"), Disconnect("d"))
+    assert connect == Connect("d", D.address) and isinstance(hello.message, m.Hello)
+    assert side.receive(3.0, "d", m.Cancel(ONE, 1)) == [ToDecode("d", m.Stopped(ONE, 1))]
+    assert side.receive(3.0, "d", m.HelloReply(D, b"memory")) == [AddPeer("d", b"memory")]
+    side.tick(60.0)
+    assert side.peers() == {"d": D}, "it is listed"
+
+
+def test_b41_a_job_that_comes_while_its_d_is_dropped_is_claimed_when_they_have_met_anew(side):
+    running(side)
+    side.peer_lost(1.0, "d")
+    assert side.offer(1.5, job(2)) == []
+    assert DropPeer("d") in side.ended(2.0, ONE)
+    two = m.Attempt("d", "r", 2)
+    assert side.receive(2.1, "d", m.HelloReply(D, b"memory")) == [
+        AddPeer("d", b"memory"), ToDecode("d", m.Claim(two, 2, 1))]
+
+
 def test_d_is_lost_when_the_registry_and_itself_are_silent_for_long(side):
     side.members_are(10.0, [])
     assert side.tick(14.9) == []

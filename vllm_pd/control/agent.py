@@ -40,7 +40,7 @@ from vllm_pd.core.events import (
     ToPrefill,
 )
 from vllm_pd.core.prefill import PrefillLimits, PrefillSide
-from vllm_pd.errors import PeerMismatch
+from vllm_pd.errors import ControlError, PeerMismatch
 from vllm_pd.rpc.sockets import SendResult
 
 if TYPE_CHECKING:
@@ -450,18 +450,24 @@ class ControlAgent:
         now = self._clock()
         gone: list[str] = []
         if self._vitals.is_due(now):
+            rank = process.lost(self.member) if len(self.member.processes) > 1 else None
+            if rank is not None:  # what it was to write never will be; the others may wait for it for ever
+                raise ControlError(f"the process {rank.pid} of a rank of this engine has ended")
             with self._lock:
                 peers = {**self._decode.peers, **self._prefill.peers()}
                 candidates = {member.incarnation: member for member in (*self._outlook.members(), *peers.values())}
                 busy = self._decode.busy_peers() | self._prefill.busy_peers()
             gone = self._outlook.gone(list(candidates.values()), self._is_gone)
             self._vitals.look(now, {name: one for name, one in peers.items() if not self._outlook.is_dead(name)}, busy)
-        gone += self._vitals.probe(now)
+        gone += self._vitals.probe(now, self._is_connected)
         with self._lock:
             for incarnation in gone:
                 self._outlook.dead(incarnation)
                 self._do(self._decode.peer_dead(now, incarnation))
                 self._do(self._prefill.peer_lost(now, incarnation))
+
+    def _is_connected(self, incarnation: str) -> bool:
+        return self._links.is_connected(incarnation, m.HelloReply(self.member, self._metadata))
 
     # Operators.
 

@@ -191,6 +191,10 @@ class Links:
         """Send to a decode engine."""
         return self._send(self._decode.get(peer), None, message)
 
+    def is_connected(self, peer: str, greeting: m.HelloReply) -> bool:
+        """Whether the connection that this prefill engine opened to us stands. It is greeted once more to find out."""
+        return self._routes.get(peer) is not None and self.to_prefill(peer, greeting) is not SendResult.UNREACHABLE
+
     def to_prefill(self, peer: str, message: m.Message) -> SendResult:
         """Send to a prefill engine that has spoken to us."""
         route = self._routes.get(peer)

@@ -5,7 +5,8 @@ A process id says nothing about a process that another kernel, or another proces
 from there is its *lifeline*, a listening TCP socket that only the end of its process closes:
 
 - its own greeting: it lives, and that address really leads to it;
-- refused, by an address that has greeted us before: the socket is gone, and with it the process;
+- refused, by an address that has greeted us before, and by now the connections that it opened to us have ended too:
+  the socket is gone, and with it the process. (One that refuses in its place, as a gateway may, leaves those alone;)
 - the greeting of another engine there: the same, and somebody else has taken the port;
 - anything else (no way there, accepted but silent, a stranger's words): nothing is known. A stopped process is accepted
   by its kernel and says nothing; it may go on later, so it is not dead.
@@ -98,7 +99,7 @@ class Pulse:
         if peer.reached and answer in (Answer.REFUSED, Answer.OTHER):
             if peer.gone_since is None:
                 peer.gone_since = now
-            peer.next_probe = peer.gone_since + self.grace_s
+            peer.next_probe = now + self.grace_s
             return now - peer.gone_since >= self.grace_s
         peer.reached = peer.reached or answer is Answer.GREETED
         peer.gone_since = None

@@ -3,7 +3,7 @@
 
 Used by the control thread. Reads no clock and never blocks.
 """
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from vllm_pd.control import process
 from vllm_pd.control.lifeline import Prober
@@ -46,9 +46,10 @@ class Vitals:
         self._pulse.watch(now, {name: peer.lifeline for name, peer in peers.items()
                                 if peer.lifeline and not process.is_visible(peer)}, busy)
 
-    def probe(self, now: float) -> list[str]:
-        """Go on with the probes. Those whose lifelines have been found gone."""
-        dead = [name for name, answer in self._prober.turn(now) if self._pulse.answered(now, name, answer)]
+    def probe(self, now: float, is_connected: Callable[[str], bool]) -> list[str]:
+        """Go on with the probes. Those whose lifelines have been found gone, and which are not connected to us."""
+        dead = [name for name, answer in self._prober.turn(now)
+                if self._pulse.answered(now, name, answer) and not is_connected(name)]
         for name, address in self._pulse.due(now, self._prober.room()):
             self._prober.begin(now, name, address)
         return dead

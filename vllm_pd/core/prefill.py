@@ -77,6 +77,7 @@ class _Peer:
         self.next_hello = 0.0
         self.last_heard = 0.0
         self.missing_since: float | None = None
+        self.wanted = False  # it was heard of again while it was leaving
 
 
 class PrefillSide:
@@ -122,7 +123,7 @@ class PrefillSide:
         if job is None:
             return []
         if job.state is JobState.STOPPING:
-            return self._say(job, m.Stopped(attempt, job.claim)) + self._part(attempt.incarnation)
+            return self._say(job, m.Stopped(attempt, job.claim)) + self._part(now, attempt.incarnation)
         timings = msgspec.structs.replace(timings, claim_s=job.claim_s)
         self.counters["sent"] += 1
         return self._say(job, m.Sent(attempt, job.claim, timings))
@@ -133,14 +134,14 @@ class PrefillSide:
         if job is None:
             return []
         self.counters["failed"] += 1
-        return self._say(job, m.Failed(attempt, job.claim, reason[:1000])) + self._part(attempt.incarnation)
+        return self._say(job, m.Failed(attempt, job.claim, reason[:1000])) + self._part(now, attempt.incarnation)
 
     def ended(self, now: float, attempt: m.Attempt) -> list[Action]:
         """The engine's answer to `Cancelled`: no handle of it can write any more."""
         job = self._forget(attempt)
         if job is None:
             return []
-        return self._say(job, m.Stopped(attempt, job.claim)) + self._part(attempt.incarnation)
+        return self._say(job, m.Stopped(attempt, job.claim)) + self._part(now, attempt.incarnation)
 
     # What others do.
 
@@ -199,8 +200,8 @@ class PrefillSide:
             elif job.state is not JobState.STOPPING:
                 self._forget(job.attempt)
         if peered or peer.state is PeerState.LEAVING:
-            peer.state = PeerState.LEAVING
-            return actions + self._part(incarnation)
+            peer.state, peer.wanted = PeerState.LEAVING, False
+            return actions + self._part(now, incarnation)
         del self._peers[incarnation]
         return actions + [Disconnect(incarnation)]
 
@@ -309,7 +310,7 @@ class PrefillSide:
         self.counters["denied_" + deny.reason.value] += 1
         if deny.reason is not m.DenyReason.UNPEERED or now >= job.peering_until:
             self._forget(job.attempt)
-            return self._part(sender)
+            return self._part(now, sender)
         job.state = JobState.PEERING
         job.claim = -1
         job.next_claim = now + self.limits.claim_retry_s / 10
@@ -342,6 +343,7 @@ class PrefillSide:
     def _greet(self, now: float, incarnation: str, address: str) -> tuple[_Peer | None, list[Action]]:
         peer = self._peers.get(incarnation)
         if peer is not None:
+            peer.wanted = peer.state is PeerState.LEAVING
             return peer, []
         if len(self._peers) >= self.limits.max_peers:
             self.dropped["too_many_peers"] += 1
@@ -375,13 +377,20 @@ class PrefillSide:
         job.state = JobState.STOPPING
         return [Cancelled(job.attempt)]
 
-    def _part(self, incarnation: str) -> list[Action]:
-        """Drop a peer that is leaving, once nothing of it is open."""
+    def _part(self, now: float, incarnation: str) -> list[Action]:
+        """Drop a peer that is leaving, once no job of it can write. One that was heard of since is met anew: it may
+        still wait for our word about what was stopped."""
         peer = self._peers.get(incarnation)
-        if peer is None or peer.state is not PeerState.LEAVING or incarnation in self.busy_peers():
+        if peer is None or peer.state is not PeerState.LEAVING or any(
+                job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
+                for job in self._jobs.values()):
             return []
         del self._peers[incarnation]
-        return [DropPeer(incarnation), Disconnect(incarnation)]
+        actions: list[Action] = [DropPeer(incarnation), Disconnect(incarnation)]
+        if peer.wanted:
+            actions += self._greet(now, incarnation, peer.address)[1]
+            self._peers[incarnation].missing_since = peer.missing_since
+        return actions
 
     def _due(self, job: _Job) -> float:
         if job.state is JobState.PEERING:

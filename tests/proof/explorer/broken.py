@@ -96,6 +96,16 @@ class NoLease(PrefillSide):
         return job is not None and job.state is JobState.RUNNING
 
 
+class MeetsOnce(PrefillSide):
+    """A D that comes back while P still stops its jobs is not met again, so P never hears what it asks."""
+
+    def _greet(self, now, incarnation, address):
+        found = super()._greet(now, incarnation, address)
+        if found[0] is not None:
+            found[0].wanted = False
+        return found
+
+
 def _without_number(incarnation: str, request_id: str, number: int) -> m.Attempt:
     return m.Attempt(incarnation, request_id, 0)
 
@@ -134,6 +144,7 @@ VARIANTS = [
             "reads KV that is not its own"),
     Variant("no claim number", Scene(pauses=3, shape=Shape(decode_type=NoClaimNumber)), 14, "may reuse"),
     Variant("granted to all", Scene(prefills=2, shape=Shape(decode_type=GrantsToAll)), 8, "granted twice"),
+    Variant("met once", Scene(losses=1, shape=Shape(requests=2, prefill_type=MeetsOnce)), 11, "not over", heal=True),
     Variant("stopped before the writes have ended", Scene(aborts=1, shape=Shape(prefill_type=StopsTooSoon)), 10,
             "may reuse"),
 ]

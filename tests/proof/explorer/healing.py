@@ -54,6 +54,10 @@ class _Healing:
         engines = self.world._engines
         return [name for i, name in enumerate(self.world.names) if isinstance(engines[self.now[i]], kind)]
 
+    def living(self) -> list[str]:
+        """Names of all that run."""
+        return self.engines(DecodeEngine) + self.engines(PrefillEngine)
+
     def engine(self, name: str) -> DecodeEngine | PrefillEngine:
         return self.world._engines[self.now[self.world.index[name]]]
 
@@ -71,8 +75,9 @@ class _Healing:
                 require(self._pass(), "nobody has anything left to do, and yet not all has ended")
             self._check_claims()
         else:
-            require(False, f"not over after {MAX_ROUNDS} rounds")
-        for name in self.engines(DecodeEngine) + self.engines(PrefillEngine):
+            left = {name: self.engine(name).side.states() for name in self.living()}
+            require(False, f"not over after {MAX_ROUNDS} rounds: {left}; lately {self.trace[-12:]}")
+        for name in self.living():
             self.engine(name).check_at_rest()
         return seen
 
@@ -97,7 +102,7 @@ class _Healing:
             for given in [g for g in self.engine(d).inputs() if g[0] == "finish"]:
                 self._step(d, *given)
                 busy = True
-        for name in self.engines(DecodeEngine) + self.engines(PrefillEngine):
+        for name in self.living():
             due = self.engine(name).side.next_deadline()
             if due is not None and due <= NOW:
                 self._step(name, "tick")
@@ -149,8 +154,7 @@ class _Healing:
         return True
 
     def _at_rest(self) -> bool:
-        return not any(self.engine(name).side.states() for name in self.engines(DecodeEngine)
-                       + self.engines(PrefillEngine))
+        return not any(self.engine(name).side.states() for name in self.living())
 
     # An unclaimed job does not die of age.
 

@@ -236,7 +236,8 @@ class DecodeEngine:
             else:
                 require(isinstance(action, Timed), f"{action} is nothing for a decode engine")
         for request in again:
-            if request.tries < self.shape.attempts and len(self.free) >= self.shape.prompt_blocks and request.avoid:
+            if (request.stage is Stage.WAITING and request.tries < self.shape.attempts and request.avoid
+                    and len(self.free) >= self.shape.prompt_blocks):
                 letters += self._try_remotely(request)
         return self._settle(letters)
 

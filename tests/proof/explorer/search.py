@@ -10,6 +10,8 @@ from explorer.healing import Healer
 from explorer.model import Violation
 from explorer.world import Scene, State, Step, World
 
+MOST_HEALING = 24  # steps that are shown of a healing that failed
+
 
 @dataclass
 class Exploration:
@@ -72,7 +74,7 @@ def _explore(scene: Scene, depth: int, most_states: int, heal: bool) -> Explorat
                     found.violation = str(violation)
                     found.trace = [*_way(world, parents, state), world.describe(step)]
                     if healer.trace:
-                        found.trace += ["from here on nothing goes wrong any more", *healer.trace]
+                        found.trace += ["from here on nothing goes wrong any more", *healer.trace[:MOST_HEALING], "..."]
                     break
                 following.append(after)
             if found.violation:
