@@ -13,7 +13,8 @@ gap between two tokens over all measured requests. So the overhead holds everyth
 schedulers, queue and claim, the notices, the detokeniser and the wake-ups of every process on the way.
 
 A request with a prompt of a few tokens, which stays local, follows each measured one. What it takes beside its prefill
-(the engine's own figure) is the front end's part, disaggregation or not; the rest of the overhead is the control plane's:
+(the engine's own figure) is the front end's part, disaggregation or not; the rest of the overhead is the control
+plane's:
 
     control plane = overhead - median over the short requests of (TTFT - prefill)
 

@@ -185,7 +185,8 @@ def handover(decode: Urls, prefill: Urls,
 
 @bench_app.command()
 def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small model; may be given more than once.")],
-       size: Annotated[list[int] | None, typer.Option(help="How many ranks; may be given more than once. Default 2.")] = None,
+       size: Annotated[list[int] | None, typer.Option(help="How many ranks; may be given more than once. Default "
+                                                            "2.")] = None,
        other: Annotated[Path | None, typer.Option(help="Also measure the vLLM in this folder, e.g. one without our "
                                                        "patch to its data parallelism.")] = None,
        bursts: Annotated[int, typer.Option(help="How many requests, one at a time, from idle to idle.")] = 30,

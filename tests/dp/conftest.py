@@ -19,7 +19,6 @@ from dp_loads import MAX_TOKENS, PROMPTS, TREE
 from vllm_pd.dpbench.group import Group
 
 
-
 @pytest.fixture(scope="session")
 def moe() -> Path:
     """The tiny mixture of experts, beside the tiny Llama."""

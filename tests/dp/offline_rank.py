@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of an offline group: `offline_rank.py MODEL TOKENS` generates, says how many tokens it has, and ends at once."""
+"""One rank of an offline group: `offline_rank.py MODEL TOKENS` generates, counts its tokens aloud, and ends at once."""
 
 import sys
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from dp_loads import END_S, MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
+
 from vllm_pd.dpbench.group import ENGINE, Group, GroupError, environment
 
 NETWORK = {"dp_sync": {"shared_memory": False}}

@@ -6,8 +6,8 @@ import signal
 import time
 
 import pytest
-
 from dp_loads import END_S, HORIZON_STEPS, MAX_TOKENS, PROMPTS, at_rest, forwards, trailing_dummies
+
 from vllm_pd.dpbench.group import GroupError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

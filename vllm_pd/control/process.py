@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a process still exists, as a fact.
 
-A process is named by host id, pid and start time. The host id joins the boot with the process-id namespace: where either
-differs, a pid says nothing about the peer, and nothing is concluded from it.
+A process is named by host id, pid and start time. The host id joins the boot with the process-id namespace: where
+either differs, a pid says nothing about the peer, and nothing is concluded from it.
 """
 import functools
 import os
