@@ -165,6 +165,27 @@ def test_b1_b11_answers_equal_those_of_one_engine(options, decode, servers):
     assert counted.value("vllm:time_to_first_token_seconds_count") == 4
 
 
+@pytest.mark.parametrize("options", [{"echo": True}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1},
+                                     {"n": 3, "temperature": 0.9, "seed": 5},
+                                     {"n": 2, "best_of": 3, "temperature": 0.9, "seed": 5},
+                                     {"guided_choice": ["red", "green"]}], ids=str)
+def test_b7_b11_what_a_client_may_ask_for(options, decode, servers):
+    """B7, B11: the answers are those of P asked directly, whether the prompt went there or not, and both live on."""
+    prompt = text(12, 20_000 + len(str(options)) + 100 * len(decode)) + " The next item costs"
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 6, "temperature": 0, **options}
+    before = scrape(decode)
+    (ours_code, ours), (theirs_code, theirs) = (operator_request(url, "POST", "/v1/completions", body)
+                                                for url in (decode, servers.p))
+    assert (ours_code, theirs_code) == (200, 200), (ours, theirs)
+    assert len(ours["choices"]) == options.get("n", 1)
+    for choice in (*ours["choices"], *theirs["choices"]):
+        for figures in ("logprobs", "prompt_logprobs"):  # equal but for the last digits
+            choice.pop(figures, None)
+    assert ours["choices"] == theirs["choices"] and ours["usage"] == theirs["usage"]
+    remote = scrape(decode).since(before).value("vllm:pd_decisions_total", decision="remote")
+    assert remote == (0 if "prompt_logprobs" in options or {"echo", "logprobs"} <= options.keys() else 1)
+
+
 def test_b25_the_client_disconnects_while_its_prompt_waits(decode, servers):
     """B25: from the disconnect on; the same prompt is then answered as ever."""
     asked = question(20, 7000 + len(decode))

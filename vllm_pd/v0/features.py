@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 def can_go_remote(seq_group: SequenceGroup, split_request_ids: Container[str]) -> bool:
-    """Whether another engine may prefill this group. `split_request_ids` holds the parts of requests with n > 1."""
+    """Whether another engine may prefill this group. `split_request_ids` holds the parts of requests with n > 1 that
+    can't share a prefill, as there is no prefix cache to share it by."""
     params = seq_group.sampling_params
     if params is None or params.prompt_logprobs is not None:
         return False  # pooled, or computed in the prompt step only
     if params.n != 1 or not seq_group.is_single_seq or seq_group.request_id in split_request_ids:
-        return False  # one prefill would have to fill several block tables
+        return False  # each would need a transfer of its own
     if seq_group.lora_request is not None or seq_group.prompt_adapter_request is not None:
         return False  # the peer may have another adapter of that name
     if seq_group.multi_modal_data or seq_group.uses_prompt_embeds() or seq_group.is_encoder_decoder():
