@@ -127,6 +127,10 @@ class GatheredTransfer:
                 refused += word.refused
         return TransferProgress(finished=finished, notices=progress.notices, refused=refused)
 
+    def synchronize(self) -> None:
+        """Wait for rank 0's device. The others are as far as the last collective at least."""
+        self._own.synchronize()
+
     def live_handles(self) -> int:
         """Writes that have not ended everywhere, as far as this process knows."""
         return max(self._own.live_handles(), len(self._endings))

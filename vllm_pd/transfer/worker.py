@@ -59,6 +59,10 @@ class TransferWorker:
             elif not isinstance(request, Poll):
                 raise TypeError(f"not a transfer request: {request!r}")
 
+    def synchronize(self) -> None:
+        """Wait for the device: what it was told to compute is in memory, for a peer to read."""
+        self._synchronize()
+
     def take_progress(self) -> TransferProgress:
         """Poll the transport and hand out everything that is new since the last call."""
         progress = self._transport.poll()

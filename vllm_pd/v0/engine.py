@@ -103,6 +103,8 @@ class Disaggregation:
         if seq_group.first_seq.remote_decode is not None:
             self.prefill_jobs.read_prefix(attempt, block_ids, num_cached_tokens)
         else:
+            if num_cached_tokens:
+                self._transfer.synchronize()  # the peer may read them past the device's own order
             self.remote_prefills.start(attempt, seq_group, block_ids, num_cached_tokens)
 
     def abort_remote_prefill(self, attempt: Attempt) -> None:
