@@ -55,20 +55,25 @@ class BrokerSlot:
         self.url = f"tcp://{HOST}:{take_free(HOST)}"
         self._zygote, self._cores, self._ttl_s = zygote, cores, ttl_s
         self.pid = 0
+        self.is_up = False
         self.start()
 
     def start(self) -> None:
         """Another broker's process; the pipe only ties its life to ours."""
+        self.is_up = True
         self.pid, self._pipe = self._zygote.fork("_chaos.fleet:serve_broker", self._cores, url=self.url,
                                                  ttl_s=self._ttl_s)
 
     def stop(self) -> None:
+        self.is_up = False
         os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
+        self.is_up = True
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
+        self.is_up = False
         os.kill(self.pid, signal.SIGKILL)
         self._pipe.poll(ANSWER_S)  # its end: the address is free
         self._pipe.close()

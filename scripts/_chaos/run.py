@@ -149,6 +149,9 @@ class Run:
     def _strike(self, planned: Planned) -> None:
         fleet, blow = self._fleet, planned.blow
         if blow in (Blow.KILL_BROKER, Blow.STOP_BROKER):
+            if not fleet.broker.is_up:  # the last blow is not over
+                self._at(time.monotonic() + 0.5, lambda: self._strike(planned))
+                return
             self._note(planned, "broker", "", 0)
             self._strike_broker(planned)
             return
