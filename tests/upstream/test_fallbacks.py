@@ -203,6 +203,41 @@ def test_fallbacks_that_hold_each_others_blocks_come_back_all_the_same(monkeypat
     decoder.engine.check_at_rest()
 
 
+def test_a_fallback_that_finds_a_peer_after_all_holds_nobody_up(monkeypatch):
+    """Given back to be prefilled here, it is parked anew: a prefill engine has come. Its turn is over with that."""
+    decoder = Decoder(monkeypatch, max_num_seqs=8)
+    decoder.prefills._batch_tokens = len(PROMPT)  # one prompt a batch
+    attempts = [decoder.add(name, 100 * number) for number, name in enumerate("ab", 1)]
+    decoder.agent.peers = set()
+    decoder.tell(*map(lost, attempts), *map(Released, attempts))
+    decoder.engine.add("others", [7], max_tokens=24)
+    decoder.prefills.give_back(decoder.progress, False)  # a, to be prefilled here
+    decoder.agent.peers = {"q"}
+    decoder.step()
+    again = [decoder.engine.attempt_of(name) for name in "ab"]
+    decoder.agent.peers = set()
+    for attempt in again:
+        decoder.tell(lost(attempt, peer="q"), Released(attempt))
+    for _ in range(12):
+        decoder.now += 10.0
+        decoder.step()
+    assert not decoder.engine.scheduler.remote_prefilling, "both were given back while others run"
+    decoder.run()
+    decoder.engine.check_at_rest()
+
+
+def test_b8_a_preempted_request_is_no_prompt_any_more(decoder):
+    """One that never was asked about, as the engine did not hand over then."""
+    decoder.engine.add("r", PROMPT, max_tokens=4)
+    decoder.engine.scheduler.disagg = FakePeers(lambda group: False)
+    decoder.engine.step()
+    decoder.engine.step()
+    [group] = decoder.engine.scheduler.running
+    assert group.first_seq.get_output_len() == 2
+    decoder.engine.scheduler.disagg = decoder.engine.peers
+    assert decoder.prefills.choose(group, 0) is None
+
+
 @pytest.mark.parametrize("released_first", [False, True])
 def test_b25_abort_while_a_fallback_waits_for_its_turn(monkeypatch, released_first):
     decoder = Decoder(monkeypatch, max_num_seqs=8, attempts=1)

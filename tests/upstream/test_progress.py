@@ -85,6 +85,22 @@ def test_b32_several_at_once_decode_together_in_the_order_of_their_arrival(monke
     assert decoder.step() == ["c", "b", "a"]
 
 
+def test_b32_a_prompt_that_arrives_each_step_leaves_new_ones_every_other_step(monkeypatch):
+    decoder = Decoder(monkeypatch, max_num_seqs=16)
+    attempts = [decoder.add(f"r{number}", 100 * number) for number in range(1, 11)]
+    one_step_prompts(decoder.engine, 4)
+    batches = []
+    for attempt in attempts:
+        decoder.engine.write_remotely(attempt)
+        decoder.tell(Prefilled(attempt, Timings()))
+        batches.append(decoder.step())
+    assert any(name.startswith("new") for name in batches[1]), "the second step is theirs"
+    for first, second in zip(batches[2:], batches[3:], strict=False):
+        assert any(name.startswith("r") for name in first + second)
+    decoder.run()
+    decoder.engine.check_at_rest()
+
+
 def test_b32_new_prompts_are_not_kept_out(monkeypatch):
     """A prompt that arrives each step leaves the new ones every other one at the least."""
     decoder = Decoder(monkeypatch, max_num_seqs=3, max_local_prefill_tokens=BLOCK_SIZE)

@@ -26,6 +26,7 @@ from vllm_pd.v0.features import can_go_remote
 from vllm_pd.v0.progress import ArrivalNotice, Progress
 
 if TYPE_CHECKING:
+    from vllm_pd.control.outlook import QueueView
     from vllm.core.scheduler import Scheduler
     from vllm.sequence import SequenceGroup, SequenceGroupBase
 
@@ -79,7 +80,9 @@ class RemotePrefills:
         if seq_group in self._local:
             return None
         tries = self._tries.get(seq_group)
-        decision = self._decide(seq_group, cached_tokens, tries)
+        view = self._agent.view(tries.failed_peers if tries is not None else ())
+        decision = self._decide(seq_group, cached_tokens, tries, view, sum(self._held_blocks.values()),
+                                len(self._scheduler.remote_prefilling))
         self._metrics.decision("remote" if decision.remote else "local", decision.reason.value)
         if not decision.remote:
             self._stay(seq_group)
@@ -92,13 +95,15 @@ class RemotePrefills:
     def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
         """Whether another part of the same request (n > 1) is parked. Once that one is done, or has to stay here, all
         of them stay."""
-        siblings = self._siblings(seq_group)
-        return bool(siblings) and any(group in siblings for group in self._scheduler.remote_prefilling.values())
+        from vllm.sequence import SequenceStatus
+        return any(group.first_seq.status is SequenceStatus.REMOTE_PREFILLING for group in self._siblings(seq_group))
 
     def start(self, attempt: Attempt, seq_group: SequenceGroup, block_ids: list[int], cached_tokens: int) -> None:
         """The group is parked: queue its job. `block_ids` cover the whole prompt, the cached prefix included."""
         cached_blocks = cached_tokens // self._block_size
         self._held_blocks[attempt] = len(block_ids) - cached_blocks
+        if seq_group in self._computing:  # it was to be prefilled here, but now there is a peer for it
+            self._computing.remove(seq_group)
         tries = self._tries[seq_group]
         self._agent.submit(attempt, list(seq_group.first_seq.prompt_token_ids), list(block_ids), cached_blocks,
                            tries.failed_peers, self._time_left_s(tries))
@@ -149,15 +154,22 @@ class RemotePrefills:
             self._free(attempt, progress)
         self._freed.clear()
         now = time.monotonic()
-        if self._computing and all(not group.is_prefill() or group.is_finished() for group in self._computing):
+        if all(not group.is_prefill() or group.is_finished() for group in self._computing):
             self._computing.clear()
             self._pace.ended(now)
         if not self._fallen:
             return
+        views: dict[tuple[str, ...], QueueView] = {}
+        held_blocks = sum(self._held_blocks.values())
         local = []
         for attempt in list(self._fallen):
             seq_group = self._scheduler.remote_prefilling[attempt]
-            if self._decide(seq_group, 0, self._tries[seq_group], parked=True).remote:
+            tries = self._tries[seq_group]
+            if tries.failed_peers not in views:
+                views[tries.failed_peers] = self._agent.view(tries.failed_peers)
+            free_again = self._held_blocks.get(attempt, 0) if self._fallen[attempt] else 0
+            if self._decide(seq_group, 0, tries, views[tries.failed_peers], held_blocks - free_again,
+                            len(self._scheduler.remote_prefilling) - 1).remote:
                 self._give_back(attempt, progress)
             else:
                 local.append((attempt, seq_group))
@@ -224,10 +236,9 @@ class RemotePrefills:
     def _time_left_s(self, tries: _Tries | None) -> float:
         return self._deadline_s - (time.monotonic() - tries.began_at if tries is not None else 0.0)
 
-    def _decide(self, seq_group: SequenceGroup, cached_tokens: int, tries: _Tries | None,
-                parked: bool = False) -> Decision:
-        """`parked`: the group has a seat already."""
-        view = self._agent.view(tries.failed_peers if tries is not None else ())
+    def _decide(self, seq_group: SequenceGroup, cached_tokens: int, tries: _Tries | None, view: QueueView,
+                parked_blocks: int, parked_requests: int) -> Decision:
+        """What is parked is counted without the group itself."""
         prompt_tokens = seq_group.first_seq.get_len()
         return decide(
             PolicyInput(prompt_tokens=prompt_tokens,
@@ -239,9 +250,9 @@ class RemotePrefills:
                         broker_up=view.broker_up,
                         prefill_peers=view.prefill_peers,
                         queue_length=view.queue_length,
-                        parked_blocks=sum(self._held_blocks.values()),
+                        parked_blocks=parked_blocks,
                         total_blocks=self._scheduler.cache_config.num_gpu_blocks,
-                        parked_requests=len(self._scheduler.remote_prefilling) - parked,
+                        parked_requests=parked_requests,
                         total_requests=self._scheduler.scheduler_config.max_num_seqs), self._policy)
 
     def _count_timings(self, timings: Timings) -> None:
