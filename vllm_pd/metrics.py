@@ -43,6 +43,7 @@ class _Families(Collector):
         self.role = prometheus_client.Gauge("vllm:pd_role", "1 for the role in which this engine acts at present.",
                                             labels + ["role"], registry=None, multiprocess_mode="livesum")
         self.draining = gauge("vllm:pd_draining", "1 once this engine takes nothing new.")
+        self.control_dead = gauge("vllm:pd_control_dead", "1 once this engine's control thread has ended.")
         self.transfer_bytes = counter("vllm:pd_transfer_bytes_total", "KV bytes of completed hand-overs.", labels)
         self.prefix_reads = counter("vllm:pd_prefix_reads_total", "Reads of a prompt's beginning from the decode "
                                     "engine's cache by how they ended: done, failed, or late (over after its use).",
@@ -89,11 +90,12 @@ class PDMetrics:
         for outcome in READ_OUTCOMES:
             families.prefix_reads.labels(model_name, outcome)
 
-    def standing(self, role: str, draining: bool) -> None:
-        """The engine acts in this role now, and takes new work or not."""
+    def standing(self, role: str, draining: bool, control_dead: bool) -> None:
+        """The engine acts in this role now, takes new work or not, and has lost its control thread or not."""
         for one in ROLES:
             self._families.role.labels(self._model_name, one).set(one == role)
         self._families.draining.labels(self._model_name).set(draining)
+        self._families.control_dead.labels(self._model_name).set(control_dead)
 
     def decision(self, decision: str, reason: str) -> None:
         """One prompt's final decision: `decision` is "remote" or "local", `reason` a value of the policy's Reason."""

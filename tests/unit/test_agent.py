@@ -22,6 +22,7 @@ from vllm_pd.control import agent as agent_module
 from vllm_pd.control import process
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.process import local_member
+from vllm_pd.control.pulse import GRACE_S
 from vllm_pd.core import messages as m
 from vllm_pd.core.events import (
     AddPeer,
@@ -34,6 +35,7 @@ from vllm_pd.core.events import (
     Prefilled,
     Released,
 )
+from vllm_pd.core.prefill import PrefillSide
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec
 
@@ -429,6 +431,50 @@ def test_b21_prefill_engine_killed(broker, engine):
         assert time.monotonic() - begun < 1.0
         decode.expect_view(lambda view: view.prefill_peers == 0, timeout_s=0.5)
     decode.assert_clean()
+
+
+def test_b21_death_is_believed_at_a_second_look_and_what_comes_late_is_dropped(broker, engine):
+    gone, looks = set(), []
+
+    def is_gone(member):
+        if member.incarnation in gone:
+            looks.append(time.monotonic())
+        return member.incarnation in gone
+
+    settings = Settings(broker.address)
+    decode = engine(settings, m.Role.DECODE, is_gone=is_gone)
+    peered(decode, prefill := engine(settings, m.Role.PREFILL))
+    attempt = decode.submit()
+    prefill.expect(Prefill)
+    name = prefill.agent.member.incarnation
+    begun = time.monotonic()
+    gone.add(name)
+    assert decode.expect(Fallback).attempt == attempt
+    assert decode.expect(Released).attempt == attempt
+    assert len(looks) >= 2 and looks[1] - looks[0] >= GRACE_S - 0.01
+    assert time.monotonic() - begun < 1.0
+    line = Raw(decode.agent.member.address)
+    line.socket.send(codec.encode(name, m.Hello(prefill.agent.member, b"")))
+    assert not line.socket.poll(300), "a dead one is not let in again, for nothing would watch it"
+    line.close()
+    assert name not in decode.agent._decode.peers and decode.agent.dropped()["link_dead_sender"] >= 1
+    assert decode.agent.view().prefill_peers == 0
+    decode.assert_clean()
+
+
+def test_b25_a_prefill_engine_that_is_listed_but_does_not_reach_us_is_not_waited_for(broker, engine, monkeypatch):
+    """Its hello is lost, as behind a firewall, or with other keys."""
+    monkeypatch.setattr(PrefillSide, "members_are", lambda *_: [])
+    settings = Settings(broker.address)
+    decode, prefill = engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL)
+    while not decode.agent._outlook.members():
+        time.sleep(0.005)
+    assert decode.agent.view().broker_up and decode.agent.view().prefill_peers == 0
+    attempt = decode.submit()
+    fallback = decode.expect(Fallback, timeout_s=3 * settings.ttl_s)
+    assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.PEER)
+    assert decode.expect(Released).attempt == attempt
+    prefill.assert_clean()
 
 
 def test_b22_prefill_engine_stopped_for_longer_than_its_lease(broker, engine):

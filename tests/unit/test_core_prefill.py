@@ -227,6 +227,28 @@ def test_b23_a_d_that_is_heard_of_while_it_is_dropped_is_met_anew(side):
     assert side.peers() == {"d": D}, "it is listed"
 
 
+def test_b23_a_d_that_was_met_is_greeted_again_whatever_its_role_is_by_now(side):
+    """It switched to prefilling while a fence of ours was up, and can ask about it only on a connection of ours."""
+    running(side)
+    side.peer_lost(1.0, "d")
+    side.ended(2.0, ONE)
+    relisted = member("d", m.Role.PREFILL)
+    connect, hello = side.members_are(3.0, [relisted, member("p2", m.Role.PREFILL)])
+    assert connect == Connect("d", D.address) and isinstance(hello.message, m.Hello)
+    assert side.receive(3.0, "d", m.Cancel(ONE, 1)) == [ToDecode("d", m.Stopped(ONE, 1))]
+
+
+def test_what_is_kept_of_those_that_were_met_is_bounded():
+    side = PrefillSide(member("p", m.Role.PREFILL), b"p", PrefillLimits(max_peers=3))
+    for number in range(10):
+        one = member(f"d{number}", m.Role.DECODE)
+        side.members_are(0.0, [one])
+        side.receive(0.0, one.incarnation, m.HelloReply(one, b"memory"))
+        side.peer_lost(0.0, one.incarnation)
+    known = [number for number in range(10) if side.members_are(1.0, [member(f"d{number}", m.Role.PREFILL)])]
+    assert known == [7, 8, 9]
+
+
 def test_b41_a_job_that_comes_while_its_d_is_dropped_is_claimed_when_they_have_met_anew(side):
     running(side)
     side.peer_lost(1.0, "d")

@@ -36,6 +36,7 @@ def test_counts_appear_under_their_labels():
     metrics.parked_blocks.set(7)
     metrics.quarantined_blocks.set(2)
     metrics.sending_blocks.set(1)
+    metrics.standing("kv_both", draining=False, control_dead=True)
     seen = exposed()
     assert seen.value("vllm:pd_decisions_total", model_name="labels", decision="local", reason="queue") == 2
     assert seen.value("vllm:pd_decisions_total", model_name="labels", decision="remote", reason="length") == 1
@@ -47,6 +48,8 @@ def test_counts_appear_under_their_labels():
     assert seen.value("vllm:pd_parked_blocks", model_name="labels") == 7
     assert seen.value("vllm:pd_quarantined_blocks", model_name="labels") == 2
     assert seen.value("vllm:pd_sending_blocks", model_name="labels") == 1
+    assert seen.value("vllm:pd_draining", model_name="labels") == 0
+    assert seen.value("vllm:pd_control_dead", model_name="labels") == 1
 
 
 def test_known_labels_exist_before_the_first_event():

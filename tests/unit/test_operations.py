@@ -32,7 +32,7 @@ def dropped(path: str, prefix: str) -> set[str]:
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "_drop":
             found |= literals(node.args[0])
-        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "dropped":
+        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") in ("dropped", "_link_counters"):
             found |= literals(node.slice)
     found.discard("claim_")  # and a reason
     return {f"{prefix}_{name}" for name in found}
@@ -59,7 +59,7 @@ def test_every_label_is_described(words):
 def test_every_drop_is_described():
     """Each kind of a message that changed nothing."""
     kinds = (dropped("vllm_pd/core/decode.py", "decode") | dropped("vllm_pd/core/prefill.py", "prefill")
-             | {f"link_frame_{fault.value}" for fault in FrameFault}
+             | dropped("vllm_pd/control/agent.py", "link") | {f"link_frame_{fault.value}" for fault in FrameFault}
              | {f"decode_claim_{reason.value}" for reason in DenyReason})
     assert len(kinds) > 30
     assert kinds <= TICKED, sorted(kinds - TICKED)

@@ -173,7 +173,7 @@ class ControlAgent:
     def view(self, avoid: Collection[str] = ()) -> QueueView:
         """What the policy wants to know of the world, for a request that shall not go to these Ps again."""
         with self._lock:
-            return self._outlook.view(self._clock(), self._decode.queued(), avoid)
+            return self._outlook.view(self._clock(), self._decode.queued(), self._decode.peers, avoid)
 
     def open_attempts(self) -> list[m.Attempt]:
         """Every attempt with a record, on either side: empty when all has ended and all fences are down."""
@@ -342,7 +342,7 @@ class ControlAgent:
         self._warn()
         with self._lock:
             now = self._clock()
-            self._decode.peers_are(now, [member.incarnation for member in self._outlook.prefills()])
+            self._decode.peers_are(now, self._outlook.prefills(self._decode.peers))
             self._do(self._decode.tick(now))
             self._do(self._prefill.tick(now))
             held = self._prefill.states().keys()
@@ -362,7 +362,7 @@ class ControlAgent:
                 if side.mismatch is not None:
                     outlook.refused(now, side.mismatch)
                     side.mismatch = None
-            mismatch = outlook.view(now, 0).mismatch
+            mismatch = outlook.view(now, 0, ()).mismatch
             if mismatch == self._warned or now < self._next_warning:
                 return
             self._warned = mismatch
@@ -381,6 +381,9 @@ class ControlAgent:
 
     def _on_message(self, now: float, source: Source, sender: str, message: m.Message) -> None:
         if source in (Source.PREFILL, Source.DECODE):
+            if self._outlook.is_dead(sender):  # late; let in again, it would never be watched
+                self._link_counters["dead_sender"] += 1
+                return
             self._vitals.heard(now, sender)
             if isinstance(message, (m.Hello, m.HelloReply)):
                 self._vitals.hasten(now)
@@ -457,8 +460,8 @@ class ControlAgent:
                 peers = {**self._decode.peers, **self._prefill.peers()}
                 candidates = {member.incarnation: member for member in (*self._outlook.members(), *peers.values())}
                 busy = self._decode.busy_peers() | self._prefill.busy_peers()
-            gone = self._outlook.gone(list(candidates.values()), self._is_gone)
             self._vitals.look(now, {name: one for name, one in peers.items() if not self._outlook.is_dead(name)}, busy)
+            gone = self._vitals.buried(now, self._outlook.gone(list(candidates.values()), self._is_gone))
         gone += self._vitals.probe(now, self._is_connected)
         with self._lock:
             for incarnation in gone:

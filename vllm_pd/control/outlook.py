@@ -14,7 +14,8 @@ REFUSAL_KEPT_S = 60.0
 
 
 class QueueView(msgspec.Struct, frozen=True):
-    """For the policy. `prefill_peers` are alive as far as is known, and fit; `mismatch` says why another does not."""
+    """For the policy. `prefill_peers` are alive as far as is known, fit, and have reached us; `mismatch` says why
+    another does not fit."""
     broker_up: bool
     queue_length: int
     prefill_peers: int
@@ -86,17 +87,19 @@ class Outlook:
         return [member for name, member in self._members.items()
                 if name != self.member.incarnation and name not in self._dead]
 
-    def prefills(self) -> list[m.Member]:
-        """Prefill engines among them that fit."""
-        return self._prefills
+    def prefills(self, greeted: Collection[str]) -> list[str]:
+        """Prefill engines among them that fit, and that have greeted us: one that can't reach us takes no job."""
+        return [member.incarnation for member in self._prefills if member.incarnation in greeted]
 
     def refused(self, now: float, mismatch: str) -> None:
         """A peer did not fit, as was seen when it spoke to us."""
         self._refused, self._refused_at = mismatch, now
 
-    def view(self, now: float, own_queued: int, avoid: Collection[str] = ()) -> QueueView:
-        """For the policy. The broker's queue length is up to a heartbeat old, our own part of it is not."""
-        prefills = sum(member.incarnation not in avoid for member in self._prefills) if avoid else len(self._prefills)
+    def view(self, now: float, own_queued: int, greeted: Collection[str],
+             avoid: Collection[str] = ()) -> QueueView:
+        """For the policy. `greeted` are the prefill engines that have said hello to us. The broker's queue length
+        is up to a heartbeat old, our own part of it is not."""
+        prefills = sum(name not in avoid for name in self.prefills(greeted))
         refused = self._refused if now - self._refused_at < REFUSAL_KEPT_S else None
         return QueueView(self.up, max(self.queue_length, own_queued), prefills, self.mismatch or refused)
 

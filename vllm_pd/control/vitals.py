@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which peers are dead, as a fact, where their processes can't be seen: by their lifelines.
+"""Which peers are dead, as a fact: by their processes, seen twice, or, where these can't be seen, by their lifelines.
 
 Used by the control thread. Reads no clock and never blocks.
 """
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from vllm_pd.control import process
 from vllm_pd.control.lifeline import Prober
-from vllm_pd.control.pulse import Pulse
+from vllm_pd.control.pulse import GRACE_S, Pulse
 from vllm_pd.core.messages import Member
 
 LIVENESS_S = 0.25
@@ -21,6 +21,7 @@ class Vitals:
         self._prober = Prober()
         self._next_look = 0.0
         self._watching = False
+        self._gone_since: dict[str, float] = {}
 
     def fileno(self) -> int:
         """What to poll for reading, besides `next_deadline`."""
@@ -46,6 +47,16 @@ class Vitals:
         self._pulse.watch(now, {name: peer.lifeline for name, peer in peers.items()
                                 if peer.lifeline and not process.is_visible(peer)}, busy)
 
+    def buried(self, now: float, gone: Collection[str]) -> list[str]:
+        """`look` has found the processes of these gone. Those for which a look `GRACE_S` ago had found the same: by now
+        what they had on the way has come, and has been copied."""
+        self._gone_since = {name: self._gone_since.get(name, now) for name in gone}
+        buried = [name for name, since in self._gone_since.items() if now >= since + GRACE_S]
+        for name in buried:
+            del self._gone_since[name]
+        self._next_look = min([self._next_look, *(since + GRACE_S for since in self._gone_since.values())])
+        return buried
+
     def probe(self, now: float, is_connected: Callable[[str], bool]) -> list[str]:
         """Go on with the probes. Those whose lifelines have been found gone, and which are not connected to us."""
         dead = [name for name, answer in self._prober.turn(now)
@@ -56,7 +67,7 @@ class Vitals:
 
     def next_deadline(self) -> float | None:
         """When `look` or `probe` is next due; None where nothing is watched."""
-        due = [self._next_look if self._watching else None, self._prober.next_deadline(),
+        due = [self._next_look if self._watching or self._gone_since else None, self._prober.next_deadline(),
                self._pulse.next_deadline() if self._prober.room() else None]
         return min((when for when in due if when is not None), default=None)
 

@@ -92,6 +92,7 @@ class PrefillSide:
         self._hello = m.Hello(member, transfer_metadata)
         self._jobs: dict[m.Attempt, _Job] = {}
         self._peers: dict[str, _Peer] = {}
+        self._met: dict[str, None] = {}  # every D that was a peer, the latest last
         self._claims = 0
         self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
             m.HelloReply: self._on_hello_reply,
@@ -164,11 +165,13 @@ class PrefillSide:
         return actions
 
     def members_are(self, now: float, members: list[m.Member]) -> list[Action]:
-        """The registry. Fitting decode engines are greeted before they send their first job."""
+        """The registry. Fitting decode engines are greeted before they send their first job. One that was a peer is,
+        whatever its role is now: it may still wait for our word, and can ask only on a connection of ours."""
         actions: list[Action] = []
         listed = {member.incarnation for member in members}
         for member in members:
-            if (member.role.decodes and member.incarnation != self.member.incarnation
+            if ((member.role.decodes or member.incarnation in self._met)
+                    and member.incarnation != self.member.incarnation
                     and self.member.fingerprint.first_difference(member.fingerprint) is None):
                 actions += self._greet(now, member.incarnation, member.address)[1]
         for peer in self._peers.values():
@@ -263,6 +266,10 @@ class PrefillSide:
             return self._refuse(peer, *difference)
         peer.member = message.member
         peer.state = PeerState.PEER
+        self._met.pop(sender, None)
+        self._met[sender] = None
+        if len(self._met) > self.limits.max_peers:
+            del self._met[next(iter(self._met))]
         actions: list[Action] = [AddPeer(sender, message.transfer_metadata)]
         for job in list(self._jobs.values()):
             if job.attempt.incarnation == sender and job.state is JobState.PEERING:

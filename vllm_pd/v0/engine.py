@@ -75,7 +75,7 @@ class Disaggregation:
         self._metrics_due = 0.0
         self._metrics_stale = True
         self._counted: dict[str, int] = {}
-        self._standing: tuple[str, bool] | None = None  # as the gauges show it
+        self._standing: tuple[str, bool, bool] | None = None  # as the gauges show it
         self._scheduler.disagg = self
         # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
         self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._bell)
@@ -232,7 +232,7 @@ class Disaggregation:
         if self.prefill_jobs is not None:
             self.prefill_jobs.tell_room()
         self._agent.set_load(self._load())
-        standing = (self._agent.standing.role.value, self._agent.standing.draining)
+        standing = (self._agent.standing.role.value, self._agent.standing.draining, self._agent.error is not None)
         if standing != self._standing:
             self._standing = standing
             self._metrics.standing(*standing)

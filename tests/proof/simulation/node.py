@@ -107,7 +107,7 @@ class Node(Process):
         return events
 
     def view(self, avoid: Collection[str] = ()) -> QueueView:
-        return self.outlook.view(self.now, self.decode.queued(), avoid)
+        return self.outlook.view(self.now, self.decode.queued(), self.decode.peers, avoid)
 
     def next_attempt(self, request_id: str) -> m.Attempt:
         self._last_number += 1
@@ -190,7 +190,7 @@ class Node(Process):
         outlook.check(now)
         if not outlook.up:
             self.decode.broker_is(max(outlook.heard_at, now - self.config.ttl_s), False)
-        self.decode.peers_are(now, [member.incarnation for member in outlook.prefills()])
+        self.decode.peers_are(now, outlook.prefills(self.decode.peers))
         self._done(self.decode.tick(now) + self.prefill.tick(now))
 
     def _plan(self) -> None:
