@@ -239,6 +239,16 @@ def test_b20_a_parked_request_is_waiting_for_upstreams_gauges(pair):
     assert pair.d.evaluate(gauges) == [0, 0, 0]
 
 
+def test_b25_a_control_thread_that_has_ended_shows_in_a_gauge(pair):
+    """Not for real, for the others need it: the engine is only told so."""
+    shown = []
+    for error in ("RuntimeError('planned')", "None"):
+        pair.d.execute(f"disagg._agent.error = {error}")
+        pair.d.tokens([prompt(8, 2030)])
+        shown.append(pair.d.counters()["control_dead"])
+    assert shown == [1, 0]
+
+
 @pytest.fixture
 def stranger(pair):
     """A prefill engine's control thread without an engine, whose fingerprint differs from D's in one key."""
