@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import uuid
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.process import local_member
 from vllm_pd.core import messages as m
+from vllm_pd.v0 import front
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 HERE, AWAY = ("127.0.0.1", 5), ("10.0.0.5", 5)
@@ -47,9 +49,9 @@ class Server:
 async def serving(tmp_path, api_token=None, **settings):
     """(ask, agent, on_sigterm, server, stops, release): an application with an agent behind it."""
     extra = {"broker": "tcp://127.0.0.1:1", **settings}
-    front = f"ipc://{tmp_path}/{uuid.uuid4().hex}"
+    address = f"ipc://{tmp_path}/{uuid.uuid4().hex}"
     agent = ControlAgent(PDConfig.parse("kv_both", extra), local_member(m.Role.BOTH, FINGERPRINT), b"", lambda: None,
-                         front=front)
+                         front=address)
     agent.start()
     agent.set_load(m.Load())
     release, stops, server = asyncio.Event(), [], Server()
@@ -64,7 +66,7 @@ async def serving(tmp_path, api_token=None, **settings):
     middleware = [Middleware(TokenCheck, api_token=api_token)] if api_token else []
     app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"]), Route("/health", health),
                             Route("/tokenize", health, methods=["POST"])], middleware=middleware)
-    additional = {hooks.SETTINGS_KEY: {"kv_role": "kv_both", "extra": extra, "front": front}}
+    additional = {hooks.SETTINGS_KEY: {"kv_role": "kv_both", "extra": extra, "front": address}}
     app.state.vllm_config = SimpleNamespace(additional_config=additional)
     on_sigterm = hooks.attach_server(app, server, lambda: stops.append(1))
 
@@ -156,6 +158,59 @@ def test_b43_an_engine_that_does_not_answer_ends_all_the_same(tmp_path):
     run(body, tmp_path, drain_timeout_s=0.3)
 
 
+def test_b43_a_silent_control_thread_cuts_no_open_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(front, "ANSWER_S", 0.2)
+
+    async def body(served):
+        asked = asyncio.create_task(served.ask("POST", "/v1/completions"))
+        await asyncio.sleep(0.05)
+        served.agent.close()
+        served.on_sigterm()
+        await asyncio.sleep(1.0)
+        assert served.stops == [], "a client still reads, and the engine serves on"
+        assert (await served.ask("POST", "/v1/completions"))[0] == 503
+        served.release.set()
+        assert (await asked)[0] == 200
+        await until(lambda: served.stops)
+
+    run(body, tmp_path)
+
+
+def test_b43_an_operators_drain_that_nobody_answers_refuses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(front, "ANSWER_S", 0.2)
+
+    async def body(served):
+        served.agent.close()
+        served.release.set()
+        answers = await asyncio.gather(*(served.ask("POST", "/pd/drain") for _ in range(2)))
+        assert [status for status, *_ in answers] == [504, 504]
+        assert (await served.ask("POST", "/v1/completions"))[0] == 200
+
+    run(body, tmp_path)
+
+
+def test_b82_the_front_socket_is_this_users_alone(tmp_path):
+    async def body(served):
+        (file,) = [path for path in tmp_path.iterdir() if path.is_socket()]
+        assert file.stat().st_mode & 0o777 == 0o600
+
+    before = os.umask(0)
+    try:
+        run(body, tmp_path)
+    finally:
+        os.umask(before)
+
+
+def test_b82_an_address_that_a_header_may_have_made_up_is_not_believed(tmp_path):
+    async def body(served):
+        for name in (b"x-forwarded-for", b"forwarded"):
+            for path in ("drain", "role"):
+                assert (await served.ask("POST", f"/pd/{path}", headers=[(name, b"127.0.0.1")]))[0] == 403
+        assert (await served.ask("GET", "/pd/status", headers=[(b"forwarded", b"for=127.0.0.1")]))[0] == 200
+
+    run(body, tmp_path)
+
+
 def test_b43_what_an_operator_asks_elsewhere_is_seen_here(tmp_path):
     async def body(served):
         await until(lambda: served.agent._links._front_route is not None)
@@ -174,7 +229,9 @@ def test_b43_requests_of_an_operator(tmp_path):
     async def body(served):
         for path, body, status, word in (("role", b'{"role": "kv_consumer"}', 200, None),
                                          ("role", b'{"role": "decode"}', 400, "kv_producer"),
-                                         ("role", b"", 400, "kv_producer"), ("role", b"x" * 5000, 400, "more than"),
+                                         ("role", b"", 400, "kv_producer"),
+                                         ("role", b'{"role": "\xff"}', 400, "kv_producer"),
+                                         ("role", b"x" * 5000, 400, "more than"),
                                          ("nothing", b"", 404, "/pd/nothing")):
             got, said, _ = await served.ask("POST", f"/pd/{path}", body)
             assert got == status and (word is None or word in said["message"])

@@ -6,6 +6,7 @@ engine's own front end; one DEALER to each decode engine that gives us jobs; and
 answered on the connection that it last spoke on.
 """
 import collections
+import os
 from collections.abc import Iterator, Set
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -75,8 +76,11 @@ class Links:
 
     def _listen(self, key: str, address: str, keys: Keys | None) -> zmq.Socket:
         try:
-            return sockets.server(self._context, address, keys)
-        except zmq.ZMQError as error:
+            socket = sockets.server(self._context, address, keys)
+            if address.startswith("ipc://"):
+                os.chmod(address.removeprefix("ipc://"), 0o600)  # whatever the umask
+            return socket
+        except (zmq.ZMQError, OSError) as error:
             raise ConfigError(key, address, f"{error}; name a free address, like tcp://127.0.0.1:0") from error
 
     def watch(self, descriptor: int) -> None:

@@ -49,6 +49,7 @@ PREFIX = "/pd/"
 ANSWER_S = 5.0
 RETRY_AFTER_S = 5
 MAX_BODY_BYTES = 4096
+_FORWARDED = (b"x-forwarded-for", b"forwarded")  # with which a proxy, or a liar, has the client's address replaced
 _HARMLESS = ("/tokenize", "/detokenize")  # they need no engine step
 
 
@@ -170,8 +171,8 @@ class FrontDoor:
     async def _end(self) -> None:
         try:
             async with asyncio.timeout(self._drain_timeout_s):
-                await self._drain()
-                while self._open or not self._drained:
+                answered = await self._begin_drain()
+                while self._open or (answered and not self._drained):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
@@ -182,8 +183,18 @@ class FrontDoor:
             self._stop()
 
     async def _drain(self) -> m.StatusReply:
-        self._draining = True
+        """From the engine's answer on, new requests are refused; without one it serves on as before."""
         return await self._line.ask(m.Drain(), lambda status: status.member.draining)
+
+    async def _begin_drain(self) -> bool:
+        """Whether the engine has heard of it. It may compute what is open even where its control thread is silent."""
+        self._draining = True
+        try:
+            await self._drain()
+        except ControlError as error:
+            logger.error("the engine is not drained, only the open requests are waited for: %s", error)
+            return False
+        return True
 
     async def _operate(self, scope: Scope, name: str, receive: Receive) -> tuple[HTTPStatus, bytes]:
         """An operator's request: the response to it."""
@@ -203,7 +214,7 @@ class FrontDoor:
                 status = await self._line.ask(m.SetRole(role), lambda status: status.member.role is role)
             else:
                 status = await self._line.ask(m.Status(), lambda _: True)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return HTTPStatus.BAD_REQUEST, _error(
                 HTTPStatus.BAD_REQUEST, f'{error}; write {{"role": "ROLE"}} with one of {", ".join(m.Role)}')
         except ControlError as error:
@@ -217,7 +228,7 @@ class FrontDoor:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not secrets.compare_digest(given, f"Bearer {self._api_token}".encode()):
                 return HTTPStatus.UNAUTHORIZED, _error(HTTPStatus.UNAUTHORIZED, "Unauthorized")
-        elif changes and not _is_here(scope.get("client")):
+        elif changes and (not _is_here(scope.get("client")) or any(name in _FORWARDED for name, _ in scope["headers"])):
             return HTTPStatus.FORBIDDEN, _error(
                 HTTPStatus.FORBIDDEN, "this server has no --api-key, so this is for its own machine only")
         return None
