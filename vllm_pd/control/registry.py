@@ -150,7 +150,8 @@ class Registry:
         if entry is None:
             self.counters["unregistered"] += 1
             return []
-        entry.room, entry.seen = message.room, message.serial
+        # One that was dropped and came back still has the numbers of its former entry.
+        entry.room, entry.seen = message.room, min(message.serial, entry.offered)
         if now - entry.offered_at >= self.limits.ttl_s:
             entry.seen = entry.offered  # an offer unseen for so long was lost with its connection
         return self._offers(now)
