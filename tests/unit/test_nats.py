@@ -256,6 +256,36 @@ def test_a_fault_of_ours_ends_one_connection_only(speaker, monkeypatch):
     assert p.offer() == 1
 
 
+def test_a_servers_clock_that_was_set_back_is_taken_anew(speaker, monkeypatch):
+    now_s, looks = nats_store.Store.now_s, []
+
+    async def ahead(self):
+        looks.append(self)
+        return await now_s(self) + (100.0 if len(looks) <= 2 else 0.0)  # as it showed before the step
+
+    monkeypatch.setattr(nats_store.Store, "now_s", ahead)
+    d, p = speaker(m.Role.DECODE), speaker(m.Role.PREFILL)
+    deadline = time.monotonic() + 10
+    while not all(any(isinstance(word, m.Peers) and len(word.members) == 2 for word in one.heard) for one in (d, p)):
+        assert time.monotonic() < deadline
+        live(0.05, d, p)
+    live(0.5, d, p)
+    assert d.put(1).refusal is None and len(looks) == 4, "each began anew once"
+
+
+def test_no_task_is_left_behind_by_a_reconnect(server, prefix, speaker, monkeypatch):
+    monkeypatch.setattr(nats_uplink, "RETRY_S", 0.01)
+    monkeypatch.setattr(nats_uplink, "RETRY_MAX_S", 0.01)
+
+    async def fail(self):
+        raise ConnectionError("away")
+
+    monkeypatch.setattr(nats_uplink.NatsUplink, "_connected", fail)
+    d = speaker(m.Role.DECODE)
+    time.sleep(0.3)
+    assert len(asyncio.all_tasks(d.line._loop)) <= 2  # the thread's own, and its wait
+
+
 def test_the_death_of_the_thread_is_logged_and_counts_as_a_broker_that_is_away(server, prefix, monkeypatch, caplog):
     settings = dataclasses.replace(test_agent.Settings(server.url), nats_prefix=prefix)
     decode, prefill = (test_agent.Engine(settings, role) for role in (m.Role.DECODE, m.Role.PREFILL))

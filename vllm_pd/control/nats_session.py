@@ -152,7 +152,7 @@ class Session:
         await self._store.put_member(self._incarnation, codec.encode(self._incarnation, m.Register(member)))
         self._queue_length, _ = await self._store.waiting(self._group)
         if time.monotonic() - self._seen_at >= max(self._ttl_s, 2 * TICK_S):
-            raise TimeoutError("entries are stored, but their changes do not come back")
+            raise TimeoutError("entries are stored, but their changes do not come back, or with stamps of the past")
         if not self._complete:
             return
         if (message.broker, message.version) == (self._store.generation, self._directory.version):
@@ -181,9 +181,11 @@ class Session:
         member = open_entry(key, frame, self._counters, self._note_protocol)
         if member is None:
             return False
-        if member.incarnation == self._incarnation:
+        changed = self._directory.heard(now, key, member, stamp_s)
+        # Where our own fresh entry looks old the server's clock was set back: the session is to end, and its offset.
+        if member.incarnation == self._incarnation and self._directory.age_s(now, stamp_s) < self._ttl_s:
             self._seen_at = now
-        return self._directory.heard(now, key, member, stamp_s)
+        return changed
 
     async def _leave(self) -> None:
         for delivered in self._held.values():

@@ -7,6 +7,7 @@ should the thread die, which it logs.
 """
 import asyncio
 import collections
+import contextlib
 import logging
 import threading
 from collections.abc import Set
@@ -138,7 +139,8 @@ class NatsUplink(Uplink):
                 self._commands = None
                 self._waker.set()
             if not self._closing.is_set():
-                await asyncio.wait([asyncio.create_task(self._closed.wait())], timeout=pause_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), pause_s)
                 pause_s = min(RETRY_MAX_S, 2 * pause_s)
 
     async def _connected(self) -> bool:
