@@ -162,10 +162,21 @@ def test_b20_an_engine_that_stands_still_is_told_later(engine):
 
 def test_b20_every_word_fits_its_bound():
     longest = str(m.Attempt("i" * 32, "r" * m.MAX_ID_CHARS, 1 << 61))
-    frames = words([Finished(longest, False, error="e" * 5000)] * 100, [Refusal("i" * 32, "e" * 5000)])
+    wide = str(m.Attempt("i" * 32, "\U0001f600" * m.MAX_ID_CHARS, 1 << 61))
+    ends = [Finished(longest, False, error="e" * 5000)] * 60 + [Finished(wide, False, error="\U0001f600" * 5000)] * 40
+    frames = words(ends, [Refusal("i" * 32, "e" * 5000)])
     assert max(map(len, frames)) < MAX_WORD_BYTES
     assert sum(len(msgspec.msgpack.decode(frame, type=RankWord).finished) for frame in frames) == 100
     assert all(len(msgspec.msgpack.decode(frame, type=RankWord).finished) <= ENDS_A_WORD for frame in frames)
+
+
+def test_b20_ends_of_requests_with_long_ids_arrive(engine):
+    ends = [Finished("\U0001f600" * m.MAX_ID_CHARS + str(number), True) for number in range(32)]
+    engine.ranks[0].execute([])
+    for transfer in (engine.own, *engine.others):
+        transfer.end(*ends)
+    engine.ranks[1].execute([])
+    assert len(engine.until(lambda p: len(p.finished) == 32).finished) == 32
 
 
 def test_b29_noise_on_the_line_is_dropped(engine, caplog):

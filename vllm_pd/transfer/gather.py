@@ -208,11 +208,21 @@ def connect(address: bytes) -> socket.socket:
 
 def words(finished: list[Finished], refused: list[Refusal]) -> list[bytes]:
     """Frames that say this, in order; long reasons are cut, so that every frame stays under its bound."""
-    entries: list[RankWord] = []
+    frames: list[bytes] = []
     for first in range(0, len(finished), ENDS_A_WORD):
         part = finished[first:first + ENDS_A_WORD]
-        entries.append(RankWord(finished=[msgspec.structs.replace(end, error=end.error[:500]) for end in part]))
+        frames += _fitting([msgspec.structs.replace(end, error=end.error[:500]) for end in part])
     for refusal in refused:
-        entries.append(RankWord(refused=[msgspec.structs.replace(refusal, reason=refusal.reason[:500])]))
-    return [msgspec.msgpack.encode(entry) for entry in entries]
+        entry = RankWord(refused=[msgspec.structs.replace(refusal, reason=refusal.reason[:500])])
+        frames.append(msgspec.msgpack.encode(entry))
+    return frames
+
+
+def _fitting(ends: list[Finished]) -> list[bytes]:
+    """As few halves as it takes: a character of an id or a reason has up to four bytes."""
+    frame = msgspec.msgpack.encode(RankWord(finished=ends))
+    if len(frame) < MAX_WORD_BYTES or len(ends) == 1:
+        return [frame]
+    half = len(ends) // 2
+    return _fitting(ends[:half]) + _fitting(ends[half:])
 
