@@ -34,6 +34,7 @@ def parse_endpoint(key: str, value: Any, *, any_port: bool = False, keyed: bool 
 
 def parse_nats(key: str, value: str, *, keyed: bool = False) -> str:
     """The addresses of NATS servers, normalised. Raises ConfigError naming `key`."""
+    _refuse_password(key, value, EXAMPLE_NATS)
     parts = [part.strip() for part in value.split(",")]
     scheme = parts[0].partition("://")[0]
     urls = []
@@ -62,18 +63,24 @@ def _split(key: str, value: Any, schemes: tuple[str, ...], example: str, *, any_
     cure = f"write it like {example}"
     if not isinstance(value, str):
         raise ConfigError(key, value, f"it must be a string: {cure}")
+    _refuse_password(key, value, example)
     scheme, separator, rest = value.partition("://")
     host, colon, port_text = rest.rpartition(":")
     if scheme not in schemes or not separator or not colon or not host:
         raise ConfigError(key, value, cure)
-    if "@" in host:
-        raise ConfigError(key, value, f"it holds a password, which does not belong there: {cure}")
     if not (port_text.isascii() and port_text.isdigit()) and not (any_port and port_text == "*"):
         raise ConfigError(key, value, f"its port is not a number: {cure}")
     port = 0 if port_text == "*" else int(port_text)
     if not (0 if any_port else 1) <= port <= 65535:
         raise ConfigError(key, value, f"its port is outside 1..65535: {cure}")
     return "127.0.0.1" if host == "localhost" else host, port
+
+
+def _refuse_password(key: str, value: str, example: str) -> None:
+    """Before anything else is said of the value: what stands in an error stands in logs."""
+    if "@" in value:
+        raise ConfigError(key, "***@" + value.rpartition("@")[2], f"it holds a password, which does not belong there: "
+                          f"write it like {example}")
 
 
 def _reachable(key: str, value: str, host: str, *, name_allowed: bool) -> str:

@@ -19,7 +19,7 @@ from vllm_pd.core.messages import Role
 from vllm_pd.core.prefix import PrefixReads
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.keys import Keys
-from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials
+from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
 
 KV_ROLES = {role.value: role for role in Role}
 
@@ -93,7 +93,8 @@ class PDConfig:
     heartbeat_s: float = _key(
         1.0, "How often an engine reports to the broker and renews its leases.", least=0.01, most=600)
     ttl_s: float = _key(
-        5.0, "The broker forgets an engine it has not heard of for this long.", least=0.02, most=3600)
+        5.0, "How long an engine, or the broker, may be silent before it counts as gone; `vllm-pd broker` has its own "
+        "`--ttl-s`.", least=0.02, most=3600)
     drain_timeout_s: float = _key(
         30.0, "How long a server that was told to stop may go on with what is open, before that is ended.", least=0,
         most=86400)
@@ -125,7 +126,14 @@ class PDConfig:
         """The fields that may be written in `kv_connector_extra_config`, in the order of the documentation."""
         return [key for key in dataclasses.fields(cls) if "rule" in key.metadata]
 
+    @classmethod
+    def check_number(cls, name: str, value: Any, key: str) -> Any:
+        """The value of the number setting `name`, as it is used, where it was written as `key`."""
+        return _checked_number(next(one for one in cls.settings() if one.name == name), value, key)
+
     def _check_pairs(self) -> None:
+        if self.nats_ca is not None:
+            check_encrypted("nats_ca", self.nats_ca, self.broker)
         if self.ttl_s < 2 * self.heartbeat_s:
             raise ConfigError("ttl_s", self.ttl_s, f"one lost heartbeat would drop a live engine: write at least "
                               f"{2 * self.heartbeat_s:g} (twice heartbeat_s)")
@@ -155,13 +163,18 @@ def _checked(key: dataclasses.Field, value: Any, values: Mapping[str, Any]) -> A
         if not isinstance(value, str):
             raise ConfigError(key.name, value, f"it must be a string: {_TEXTS[key.name]}")
         return _checked_text(key.name, value, values)
+    return _checked_number(key, value, key.name)
+
+
+def _checked_number(key: dataclasses.Field, value: Any, name: str) -> Any:
+    rule: Rule = key.metadata["rule"]
     wanted = "a whole number" if key.type is int else "a number"
     numeric = (int, ) if key.type is int else (int, float)
     endless = isinstance(value, float) and not math.isfinite(value)
     if isinstance(value, bool) or not isinstance(value, numeric) or endless:
-        raise ConfigError(key.name, value, f"it must be {wanted}, without quotes, like {key.default}")
+        raise ConfigError(name, value, f"it must be {wanted}, without quotes, like {key.default}")
     if not rule.allows(value):
-        raise ConfigError(key.name, value, f"it must be {rule.range_text()}, like {key.default}")
+        raise ConfigError(name, value, f"it must be {rule.range_text()}, like {key.default}")
     return key.type(value)
 
 

@@ -103,7 +103,8 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
                             transfer_config(role, broker_url, options.pd), *options.serve_args))
         for role, number, port, share in zip(roles, numbers, ports, shares, strict=True))
     keys = ("--keys", str(options.pd["keys"])) if "keys" in options.pd else ()
-    return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys), engines)
+    ttl = ("--ttl-s", str(options.pd["ttl_s"])) if "ttl_s" in options.pd else ()
+    return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines)
 
 
 def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from vllm_pd.core.messages import PROTOCOL, Member, Peers, Refused
 from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.keys import Keys
-from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials
+from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
 
 TTL_S = next(key.default for key in PDConfig.settings() if key.name == "ttl_s")
 
@@ -44,6 +44,7 @@ class Access:
             check_credentials("--nats-credentials", self.nats_credentials)
         if self.nats_ca is not None:
             check_certificates("--nats-ca", self.nats_ca)
+            check_encrypted("--nats-ca", self.nats_ca, broker)
         url = parse_nats(key, broker, keyed=self.nats_credentials is not None)
         return NatsAddress.of(url, self.nats_prefix, self.nats_credentials, self.nats_ca)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import certifi
 import pytest
 
 from vllm_pd import cli, doctor
@@ -27,6 +28,10 @@ def call(monkeypatch, *arguments: str) -> int:
 @pytest.mark.parametrize("arguments, key", [
     (["broker", "--bind", "tcp://0.0.0.0:5700"], "--bind"),
     (["broker", "--bind", "5700"], "--bind"),
+    (["broker", "--ttl-s", "0"], "--ttl-s"),
+    (["broker", "--ttl-s", "-1"], "--ttl-s"),
+    (["broker", "--ttl-s", "nan"], "--ttl-s"),
+    (["status", "--broker", "nats://127.0.0.1:4222", "--nats-ca", certifi.where()], "--nats-ca"),
     (["up", "m", "--prefill", "0"], "--prefill"),
     (["up", "m", "--pd", "lease=3"], "lease"),
     (["up", "m", "--pd", "lease_s"], "--pd"),

@@ -152,6 +152,21 @@ def test_b80_addresses_that_no_key_helps(files, extra):
     assert error.key == next(iter(extra)) and "write" in str(error)
 
 
+@pytest.mark.parametrize("name, value", [
+    ("broker", "nats://me:secret@10.0.0.7:4222"), ("broker", "nats://10.0.0.7:4222,nats://me:secret@10.0.0.8:4222"),
+    ("broker", "nats://me:secret@ho:st"), ("broker", "nats://me:secret@"), ("broker", "nats://me:s@secret@h,x:1"),
+    ("broker", "tcp://me:secret@10.0.0.7:1"), ("bind", "me:secret@10.0.0.7:1")])
+def test_b82_a_password_is_refused_and_not_repeated(name, value):
+    error = refused("kv_consumer", {**BROKER, name: value})
+    assert error.key == name and "password" in str(error) and "secret" not in str(error) and "write" in str(error)
+
+
+def test_b82_certificates_that_nothing_would_check_are_refused(files):
+    for broker in ("nats://127.0.0.1:4222", "nats://127.0.0.1:4222,nats://127.0.0.1:4223"):
+        error = refused("kv_consumer", {"broker": broker, "nats_ca": files["nats_ca"]})
+        assert error.key == "nats_ca" and files["nats_ca"] in str(error) and "tls://" in error.cure
+
+
 def spoil(path, how):
     if how == "absent":
         path.unlink()

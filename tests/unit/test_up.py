@@ -57,6 +57,10 @@ class TestPlan:
                               "kv_connector_extra_config": {"broker": made.broker_url, "lease_s": 9}}
         assert made.broker_command[-2:] == ("--bind", made.broker_url)
 
+    def test_the_broker_forgets_engines_when_they_would(self):
+        command = list(plan(pd={"ttl_s": 7.5}).broker_command)
+        assert command[command.index("--ttl-s") + 1] == "7.5"
+
     def test_each_engine_gets_cores_of_its_own(self):
         made = plan(cores=[4, 5, 6])
         assert [engine.cores for engine in made.engines] == [(4, ), (5, 6)]

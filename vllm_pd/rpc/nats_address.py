@@ -66,6 +66,13 @@ def check_credentials(key: str, path: str) -> None:
         raise ConfigError(key, path, f"it holds no NATS user: {_CURE}")
 
 
+def check_encrypted(key: str, path: str, broker: str) -> None:
+    """Raises ConfigError, naming `key`, where certificates are given for a connection that uses none."""
+    if broker.startswith("nats://"):
+        raise ConfigError(key, path, "nats:// is not encrypted and no certificate is checked: write tls:// before each "
+                          f"server, or leave out {key}")
+
+
 def check_certificates(key: str, path: str) -> None:
     """Raises ConfigError, naming `key`, where the file holds no certificate."""
     try:
