@@ -130,7 +130,7 @@ def test_b22_p_stands_still_longer_than_its_lease(pair, mono):
     assert result["outputs"][0]["token_ids"] == mono.tokens([tokens])[0]
     counted = pair.d.counters().since(before)
     assert counted["attempts_total:expired"] == 1
-    assert counted["decisions_total:local,retry"] == 1
+    assert counted["decisions_total:local,peer"] == 1, "there is no other"
     assert pair.d.stats()["quarantined"] == 1
     pair.p.thaw()
     pair.p.do("hold", held=False)

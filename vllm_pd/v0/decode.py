@@ -26,9 +26,10 @@ from vllm_pd.v0.features import can_go_remote
 from vllm_pd.v0.progress import ArrivalNotice, Progress
 
 if TYPE_CHECKING:
-    from vllm_pd.control.outlook import QueueView
     from vllm.core.scheduler import Scheduler
     from vllm.sequence import SequenceGroup, SequenceGroupBase
+
+    from vllm_pd.control.outlook import QueueView
 
 logger = logging.getLogger("vllm.pd")
 
@@ -239,13 +240,17 @@ class RemotePrefills:
     def _decide(self, seq_group: SequenceGroup, cached_tokens: int, tries: _Tries | None, view: QueueView,
                 parked_blocks: int, parked_requests: int) -> Decision:
         """What is parked is counted without the group itself."""
-        prompt_tokens = seq_group.first_seq.get_len()
+        seq = seq_group.first_seq
+        prompt_tokens = seq.get_len()
+        made = tries.made if tries is not None else 0
+        if seq.get_output_len():  # preempted: a job is a prompt, and its blocks would be taken to hold the outputs too
+            made = self._policy.attempts
         return decide(
             PolicyInput(prompt_tokens=prompt_tokens,
                         cached_tokens=cached_tokens,
                         blocks=-(-prompt_tokens // self._block_size) - cached_tokens // self._block_size,
                         can_go_remote=can_go_remote(seq_group, () if self._caching else self._split_requests),
-                        attempts_made=tries.made if tries is not None else 0,
+                        attempts_made=made,
                         time_left_s=self._time_left_s(tries),
                         broker_up=view.broker_up,
                         prefill_peers=view.prefill_peers,

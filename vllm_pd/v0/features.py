@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 def can_go_remote(seq_group: SequenceGroup, split_request_ids: Container[str]) -> bool:
     """Whether another engine may prefill this group. `split_request_ids` holds the parts of requests with n > 1 that
     can't share a prefill, as there is no prefix cache to share it by."""
-    if seq_group.first_seq.get_output_len():
-        return False  # preempted: a job is a prompt, and its blocks would be taken to hold the outputs too
     params = seq_group.sampling_params
     if params is None or params.prompt_logprobs is not None:
         return False  # pooled, or computed in the prompt step only
