@@ -18,20 +18,6 @@ def peer():
         yield process
 
 
-@pytest.fixture
-def rank():
-    made = []
-
-    def make(name, **options):
-        made.append(Rank(name, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.worker.close()
-        assert each.worker.live_handles() == 0
-
-
 def finish(rank, keys, timeout_s=10.0):
     """Poll until all keys have ended; each must end exactly once."""
     ends = {}

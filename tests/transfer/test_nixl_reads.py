@@ -11,20 +11,6 @@ from nixl_receiver import Rank, receiver
 from vllm_pd.transfer.requests import AddPeer, CancelWrite, DropPeer, Finished, Read
 
 
-@pytest.fixture
-def rank():
-    made = []
-
-    def make(name, **options):
-        made.append(Rank(name, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.worker.close()
-        assert each.worker.live_handles() == 0
-
-
 def end_of(rank, key, timeout_s=10.0) -> Finished:
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:

@@ -19,6 +19,20 @@ from vllm_pd.ports import take_free
 START_S = 10.0
 
 
+@contextlib.contextmanager
+def serving(**settings) -> Iterator[Broker]:
+    """A `Broker` at a free address, on a thread that ends with the block."""
+    broker = Broker("tcp://127.0.0.1:0", **settings)
+    thread = threading.Thread(target=broker.run)
+    thread.start()
+    try:
+        yield broker
+    finally:
+        broker.stop()
+        thread.join(5)
+        assert not thread.is_alive()
+
+
 class EmbeddedBroker:
     """`vllm-pd broker`, on a thread. A killed one forgets everything."""
 

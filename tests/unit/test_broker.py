@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue and the registry, first pure, then behind a real socket."""
 import random
-import threading
 import time
 
 import msgspec
 import pytest
 import zmq
 
+from tests.unit.brokers import serving
 from tests.unit.noise import send_noise
 from vllm_pd.control.broker import Broker
 from vllm_pd.control.registry import QueueLimits, Registry
@@ -224,13 +224,8 @@ class Raw:
 
 @pytest.fixture
 def broker():
-    broker = Broker("tcp://127.0.0.1:0", ttl_s=0.6)
-    thread = threading.Thread(target=broker.run)
-    thread.start()
-    yield broker
-    broker.stop()
-    thread.join(5)
-    assert not thread.is_alive()
+    with serving(ttl_s=0.6) as broker:
+        yield broker
 
 
 @pytest.fixture

@@ -4,15 +4,14 @@
 import base64
 import hashlib
 import socket
-import threading
 from importlib import metadata
 
 import msgspec
 import pytest
 import zmq
 
+from tests.unit.brokers import serving
 from vllm_pd import doctor
-from vllm_pd.control.broker import Broker
 from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Register, Role
 from vllm_pd.errors import ControlError
 from vllm_pd.peers import Census, take_census
@@ -28,13 +27,8 @@ def member(name: str, role: Role, **changes: object) -> Member:
 
 @pytest.fixture
 def broker():
-    server = Broker("tcp://127.0.0.1:0")
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    yield server
-    server.stop()
-    thread.join(5)
-    assert not thread.is_alive()
+    with serving() as broker:
+        yield broker
 
 
 def test_census_names_the_engines_and_leaves_no_trace(broker):

@@ -22,7 +22,7 @@ import zmq
 from nats.aio.msg import Msg
 
 from tests.unit import fuzz
-from tests.unit.brokers import NatsServer
+from tests.unit.brokers import NatsServer, serving
 from tests.unit.test_agent import FINGERPRINT, Engine, Settings, hand_over, peered
 from vllm_pd.control import nats_store
 from vllm_pd.control.broker import Broker
@@ -210,12 +210,8 @@ def test_b81_the_brokers_socket(context):
 
 @pytest.fixture
 def broker():
-    broker = Broker("tcp://127.0.0.1:0", ttl_s=2.0)
-    thread = threading.Thread(target=broker.run)
-    thread.start()
-    yield broker
-    broker.stop()
-    thread.join(5)
+    with serving(ttl_s=2.0) as broker:
+        yield broker
 
 
 def test_b81_a_decode_engines_socket(broker, context):

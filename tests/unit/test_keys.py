@@ -2,13 +2,13 @@
 """B82: the cluster's key. Whoever does not have it gets nothing from any socket, and disturbs nobody who has."""
 import socket
 import stat
-import threading
 import time
 
 import pytest
 import zmq
 from typer.testing import CliRunner
 
+from tests.unit.brokers import serving
 from tests.unit.test_agent import Engine, Settings, hand_over, peered
 from vllm_pd import cli, doctor
 from vllm_pd.control.broker import Broker
@@ -28,13 +28,8 @@ def key_file(tmp_path):
 
 @pytest.fixture
 def broker(key_file):
-    server = Broker("tcp://127.0.0.1:0", ttl_s=0.6, keys=Keys.load(key_file))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    yield server
-    server.stop()
-    thread.join(5)
-    assert not thread.is_alive()
+    with serving(ttl_s=0.6, keys=Keys.load(key_file)) as broker:
+        yield broker
 
 
 def test_b82_a_made_key_is_private_and_never_overwritten(tmp_path):
