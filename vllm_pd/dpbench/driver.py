@@ -9,10 +9,12 @@ line each, in any order, until the pipe is closed; the engine processes end with
 """
 
 import asyncio
+import functools
 import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 MAX_LINE_BYTES = 1 << 26
@@ -62,10 +64,27 @@ async def chosen(engine: Any, ask: dict) -> dict:
 ASKS = {"generate": generate, "call": call, "counts": counts, "chosen": chosen}
 
 
-async def serve(read_fd: int, write_fd: int, arguments: dict) -> None:
+def engine_of(arguments: dict, pipes: tuple[int, int]) -> Any:
+    """The front end and its engines, which are forked from this process, so that each need not import everything again.
+
+    Upstream's CPU platform would have every engine begin from nothing, and another process look at the model's class.
+    No thread of torch's has run here yet.
+    """
+    import vllm.v1.worker.cpu_worker  # noqa: F401  what an engine process needs
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.model_executor.models import ModelRegistry
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    for name in json.loads((Path(arguments["model"]) / "config.json").read_text())["architectures"]:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    for pipe in pipes:  # else the other end would take an engine that lives on for this process
+        os.register_at_fork(after_in_child=functools.partial(os.close, pipe))
+    return AsyncLLM.from_vllm_config(config, disable_log_requests=True, disable_log_stats=True)
+
+
+async def serve(read_fd: int, write_fd: int, arguments: dict) -> None:
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb"))  # fmt: skip
@@ -74,7 +93,7 @@ async def serve(read_fd: int, write_fd: int, arguments: dict) -> None:
     def answer(message: dict) -> None:
         answers.write(json.dumps(message) + "\n")
 
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    engine = engine_of(arguments, (read_fd, write_fd))
     managed = engine.engine_core.resources.engine_manager
     answer({"ready": {process.name: process.pid for process in getattr(managed, "processes", [])}})
 
