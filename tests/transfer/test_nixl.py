@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,25 +86,37 @@ def test_b3_the_data_is_there_whenever_the_notice_is_seen(rank, progress_thread)
             assert peer.answer(), f"round {number}"
 
 
-def test_b33_neither_side_has_to_poll_for_a_write_to_end(rank, peer):
-    """Both engines may be in the middle of a long model step when a write is on its way."""
-    p = rank("p-busy")
-    connect(p, peer)
-    send(p, peer, "k", list(range(40)), list(range(40)), b"while the peer computes")
-    assert finish(p, ["k"], timeout_s=2.0)["k"].ok
-    assert peer.ask("poll", 1, 2.0) == [(p.name, b"while the peer computes")]
-    send(p, peer, "k", list(range(40)), list(range(40)), b"while we compute")
-    assert peer.ask("poll", 1, 2.0) == [(p.name, b"while we compute")]
-    assert finish(p, ["k"])["k"].ok
-
-
-def test_b33_a_sender_without_a_thread_needs_no_poll_of_the_receiver(rank, peer):
-    p = rank("p-threadless", progress_thread=False)
+@pytest.mark.parametrize("progress_thread", [False, True], ids=["no thread", "thread"])
+def test_b33_a_write_ends_without_a_poll_of_the_receiver(rank, peer, progress_thread):
+    """It may be in the middle of a long model step. The sender looks, for its notice leaves when it finds the end."""
+    p = rank(f"p-looks-{progress_thread}", progress_thread=progress_thread)
     connect(p, peer)
     for number in range(20):
         send(p, peer, "k", list(range(40)), list(range(40)), b"%d" % number)
-        assert finish(p, ["k"], timeout_s=2.0)["k"].ok
-        assert peer.ask("poll", 1, 2.0) == [(p.name, b"%d" % number)]
+        assert finish(p, ["k"])["k"].ok
+        assert peer.ask("poll", 1, 10.0) == [(p.name, b"%d" % number)]
+
+
+def test_b33_a_receiver_sleeps_while_its_new_sender_does_nothing(rank):
+    """A sender without a thread that stops polling in the middle of a connection has the receiver's thread spin."""
+    with receiver("d-new") as peer:
+        for number in range(5):
+            p = rank(f"p-new-{number}", progress_thread=False)
+            p.worker.execute([AddPeer(peer.name, peer.metadata)])
+            for _ in range(1 + number):
+                p.worker.take_progress()
+            while p.worker.busy:  # as an engine that sleeps, and nothing else
+                time.sleep(0.02)
+                p.worker.take_progress()
+        began_s = cpu_s(peer.process.pid)
+        time.sleep(1.0)
+        assert cpu_s(peer.process.pid) - began_s < 0.3
+
+
+def cpu_s(pid):
+    """CPU time of a process, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 512, 60_000])

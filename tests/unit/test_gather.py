@@ -48,8 +48,9 @@ class Transfers:
     def live_handles(self) -> int:
         return int(self.busy)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self.closed += 1
+        return True
 
 
 class Engine:

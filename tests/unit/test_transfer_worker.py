@@ -2,6 +2,7 @@
 """B20, B27, B29, B42, B81: the worker answers each write once, and nothing a peer does makes it raise."""
 import ctypes
 import pickle
+import time
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ from vllm_pd.transfer.requests import (
     Write,
 )
 from vllm_pd.transfer.transport import PeerMetadata
-from vllm_pd.transfer.worker import TransferWorker
+from vllm_pd.transfer.worker import SETTLE_S, TransferWorker
 
 BLOCKS = 6
 
@@ -37,7 +38,7 @@ class Clock:
         return self.now_s
 
 
-def member(fabric, name, synchronize=lambda: None, **other):
+def member(fabric, name, synchronize=lambda: None, clock=time.monotonic, **other):
     memory = bytearray(2 * BLOCKS * 64)
     base = _address(memory)
     cache = CacheDescription(**{**dict(layout=Layout.HEADS_FIRST, memory=Memory.DRAM, device_id=0, dtype="float32",
@@ -45,7 +46,7 @@ def member(fabric, name, synchronize=lambda: None, **other):
                                        first_layer=0, layers=1, block_bytes=64, block_stride_bytes=64,
                                        planes=(base, base + BLOCKS * 64)), **other})
     transport = FakeTransport(fabric, name, [memory], cache)
-    return TransferWorker(transport, synchronize), transport
+    return TransferWorker(transport, synchronize, clock=clock), transport
 
 
 def _address(memory: bytearray) -> int:
@@ -55,7 +56,7 @@ def _address(memory: bytearray) -> int:
 def pair(faults=NO_FAULTS, **other):
     clock = Clock()
     fabric = FakeFabric(0, faults, clock)
-    p, _ = member(fabric, "p")
+    p, _ = member(fabric, "p", clock=clock)
     d, transport = member(fabric, "d", **other)
     return clock, fabric, p, d, AddPeer("d", transport.metadata())
 
@@ -208,3 +209,15 @@ def test_b20_any_order_of_requests_ends_each_write_once_and_leaves_nothing(steps
     clock.now_s += 10.0
     assert {end.key for end in p.take_progress().finished} == open_keys
     assert p.live_handles() == 0 and sender.poll().finished == ended
+
+
+def test_b34_a_new_peer_is_polled_for_while_its_connection_is_made():
+    clock, _, p, _, add = pair()
+    assert not p.busy
+    p.execute([AddPeer("other", b"no metadata")])
+    p.take_progress()
+    assert not p.busy, "a refused peer has no connection"
+    p.execute([add])
+    assert p.busy and p.settling
+    clock.now_s += SETTLE_S
+    assert not p.busy

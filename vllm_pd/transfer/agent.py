@@ -5,10 +5,10 @@ The bindings and not the library's own Python class, because that class fixes th
 and then the thread takes a whole core for ever. With a wait the thread sleeps on UCX's file descriptors: it is awake
 at once when something comes, and an idle agent takes less than 0.1 % of a core.
 
-A write ends with a flush, which the receiver must answer, and then a notice. With the thread neither waits for
-anybody's model step. But on the sender it fights with the writing thread for one lock: with a core each and other work
-around, 184 MB took 54-110 ms without it and 135-290 ms with it; on the receiver it made no difference to that. So a
-receiver wants it, and an engine that only sends does not.
+A write ends with a flush, which the receiver must answer; its notice goes out when the sender looks and finds the flush
+answered. With the thread at the receiver the answer waits for nobody's model step. But on the sender it fights with the
+writing thread for one lock: with a core each and other work around, 184 MB took 54-110 ms without it and 135-290 ms
+with it; on the receiver it made no difference to that. So a receiver wants it, and an engine that only sends does not.
 """
 from __future__ import annotations
 

@@ -131,6 +131,11 @@ class GatheredTransfer:
         """Wait for rank 0's device. The others are as far as the last collective at least."""
         self._own.synchronize()
 
+    @property
+    def settling(self) -> bool:
+        """As `TransferWorker.settling`, for rank 0. The other ranks poll by themselves."""
+        return self._own.settling
+
     def live_handles(self) -> int:
         """Writes that have not ended everywhere, as far as this process knows."""
         return max(self._own.live_handles(), len(self._endings))

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a write without a progress thread is watched after its post: the receiver's answer takes less than 1 ms where
-# it has such a thread and a core, and the next chance to look may be a whole model step away.
+# How long a write is watched after its post: the receiver's answer takes less than 1 ms where it has a progress thread and
+# a core, the notice goes out when we see that answer, and the next chance to look may be a whole model step away.
 LINGER_S = 0.005
 
 
@@ -61,7 +61,8 @@ class _Open(NamedTuple):
 class NixlTransport:
     """Transport over NIXL. `name` must be unique among all agents that ever meet: use the incarnation.
 
-    `progress_thread` is for whoever receives. Without it nothing moves but in `write` and `poll`.
+    `progress_thread` is for whoever receives. Without it nothing moves but in `write` and `poll`. With it the bytes move,
+    but the notice of a write still leaves in one of the two.
     """
 
     def __init__(self, name: str, caches: list[torch.Tensor], description: CacheDescription,
@@ -69,7 +70,6 @@ class NixlTransport:
         self._caches = caches
         self._cache = description
         self._agent: Agent | None = Agent(name, progress_thread)
-        self._linger_s = 0.0 if progress_thread else LINGER_S
         self._registered = self._agent.register([(tensor.data_ptr(), tensor.numel() * tensor.element_size(),
                                                   description.device_id) for tensor in caches], description.memory)
         self._metadata = PeerMetadata(name, self._agent.metadata(), description).encode()
@@ -210,7 +210,7 @@ class NixlTransport:
         self._open[key] = _Open(handle, peer, nbytes, started_s)
         self._settle(key, self._live_agent().post)
         posted_s = time.monotonic()
-        while key in self._open and time.monotonic() - posted_s < self._linger_s:
+        while key in self._open and time.monotonic() - posted_s < LINGER_S:
             time.sleep(0.0002)
             self._settle(key, self._live_agent().check)
 

@@ -69,8 +69,8 @@ class RankThread:
                 logger.exception("a rank's transfers stumbled")
                 pause_s = STUMBLE_S
         with self._lock:
-            self._transfer.close()
-        while self._held:
+            ended = self._transfer.close()
+        while ended and self._held:  # otherwise the end of the process closes them
             os.close(self._held.pop())
         self._connection.close()
 

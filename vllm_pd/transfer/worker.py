@@ -7,6 +7,8 @@ wrong with a write or a read becomes its `Finished`, what goes wrong with a peer
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
 
 from vllm_pd.errors import PDError
@@ -26,6 +28,8 @@ from vllm_pd.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
 
+SETTLE_S = 0.5
+
 
 def _nothing() -> None:
     """The CPU has no queued work to wait for."""
@@ -33,12 +37,20 @@ def _nothing() -> None:
 
 class TransferWorker:
     """Runs transfer requests. `synchronize` waits for the device work that fills the blocks to be written; `rank` says
-    which notice of a write is ours."""
+    which notice of a write is ours.
 
-    def __init__(self, transport: Transport, synchronize: Callable[[], None] = _nothing, rank: int = 0) -> None:
+    A connection is made in several rounds, and a sender does its part only while it polls. Left in the middle of one,
+    UCX's thread at the receiver takes a whole core until the sender polls again. So for `SETTLE_S` after a peer was
+    added there is something to poll for.
+    """
+
+    def __init__(self, transport: Transport, synchronize: Callable[[], None] = _nothing, rank: int = 0,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         self._transport = transport
         self._synchronize = synchronize
         self._rank = rank
+        self._clock = clock
+        self._settled_at = -math.inf
         self._open: set[str] = set()
         self._finished: list[Finished] = []
         self._refused: list[Refusal] = []
@@ -73,8 +85,13 @@ class TransferWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether `take_progress` has or will have something to tell, without another request."""
-        return bool(self._open or self._finished or self._refused)
+        """Whether `take_progress` has or will have something to tell or to do, without another request."""
+        return bool(self._open or self._finished or self._refused) or self.settling
+
+    @property
+    def settling(self) -> bool:
+        """Whether a peer is so new that its connection may need a poll."""
+        return self._clock() < self._settled_at
 
     def live_handles(self) -> int:
         """Transfers that are not released yet."""
@@ -108,3 +125,5 @@ class TransferWorker:
         except PDError as error:
             logger.warning("Peer %s is refused: %s", request.name, error)
             self._refused.append(Refusal(peer=request.name, reason=str(error)))
+        else:
+            self._settled_at = self._clock() + SETTLE_S

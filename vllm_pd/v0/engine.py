@@ -211,7 +211,7 @@ class Disaggregation:
                              and not scheduler.swapped and not scheduler.scheduler_config.delay_factor)
 
     def _expecting(self) -> bool:
-        return self.prefill_jobs is not None and self.prefill_jobs.sending
+        return self.prefill_jobs is not None and (self.prefill_jobs.sending or self._transfer.settling)
 
     def _collect(self) -> None:
         """Move everything that has happened since the last call into `_progress`."""
