@@ -192,18 +192,19 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
        other: Annotated[Path | None, typer.Option(help="Also measure the vLLM in this folder, e.g. one without our "
                                                        "patch to its data parallelism.")] = None,
        bursts: Annotated[int, typer.Option(help="How many requests, one at a time, from idle to idle.")] = 30,
-       requests: Annotated[int, typer.Option(help="How many requests under load.")] = 80,
+       requests: Annotated[int, typer.Option(help="How many requests a round under load has.")] = 60,
+       rounds: Annotated[int, typer.Option(help="How many rounds under load, of which the median counts.")] = 5,
        seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
        logs: Annotated[Path, typer.Option(help="Folder for the engines' output.")] = Path("."),
        picture: Annotated[Path | None, typer.Option(help="Also draw the ranks' steps, as PNG.")] = None,
        output: Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")] = None) -> None:
-    """Measure the step sync of data-parallel V1 engines, which this starts and ends."""
+    """Measure the step sync of data-parallel V1 engines, which this starts and ends; those of two trees in turns."""
     from rich.console import Console
 
     from vllm_pd.dpbench import report
     from vllm_pd.dpbench.measure import DpBench, measure
     trees = (("other", other), ("this", None)) if other else (("this", None), )
-    found = measure(DpBench(tuple(model), tuple(size or [2]), trees, bursts, requests, seed), logs, typer.echo)
+    found = measure(DpBench(tuple(model), tuple(size or [2]), trees, bursts, requests, rounds, seed), logs, typer.echo)
     Console(width=None).print(report.table(found))
     typer.echo(f"the same tokens from every group of a model: {'yes' if found['same_tokens'] else 'NO'}")
     if picture is not None:

@@ -18,13 +18,16 @@ def table(report: dict[str, Any]) -> Table:
     lines = [
         ("dummy passes per drain, mean (max)", lambda e: "{mean:.1f} ({max:.0f})".format(**e["drain_dummies"])),
         ("... of requests that end by length", lambda e: f"{e['drain_dummies_by_length']['mean']:.1f}"),
+        ("... of requests that end early", lambda e: f"{e['drain_dummies_early']['mean']:.1f}"),
         ("collectives per step beside the forward's", lambda e: f"{e['collectives_per_step']:.3f}"),
         ("messages per burst", lambda e: f"{e['messages_per_burst']:.1f}"),
         ("messages per 1,000 steps under load", lambda e: f"{e['messages_per_1000_steps']:.0f}"),
         ("request at rank 0 to peer's pass, p50 / p99 ms", lambda e: _pair(e["wake_up_ms"])),
         ("TTFT after idle, p50 / p99 ms", lambda e: _pair(e["ttft_idle_ms"])),
-        ("tokens/s under load", lambda e: f"{e['tokens_per_s']:.0f}"),
+        ("tokens/s under load, median of the rounds", lambda e: f"{e['tokens_per_s']:.0f}"),
+        ("... least and most", lambda e: "{:.0f} .. {:.0f}".format(*_ends(e["tokens_per_s_rounds"]))),
         ("CPU of an idle engine, % of a core", lambda e: f"{e['idle_cpu_percent']:.1f}"),
+        ("CPU of its idle front end and coordinator", lambda e: f"{e['idle_front_cpu_percent']:.1f}"),
     ]
     shown = Table(box=box.SIMPLE)
     shown.add_column("")
@@ -61,3 +64,7 @@ def picture(report: dict[str, Any], path: Path) -> None:
 
 def _pair(spread: dict[str, float]) -> str:
     return f"{spread['p50']:.1f} / {spread['p99']:.1f}"
+
+
+def _ends(values: list[float]) -> tuple[float, float]:
+    return min(values), max(values)
