@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from vllm_pd.dp import messages
+from vllm_pd.dp.calls import Calls
 from vllm_pd.dp.core import Ask, Coordinator, Known, Participant, Reach
 from vllm_pd.dp.horizon import Meter
 from vllm_pd.dp.interface import Decision
@@ -173,8 +174,9 @@ class TestLiveness:
         assert "stall_s" in found.text
 
 
-SAY = messages.Say(1, Known(5, -1, 3, True, False), answer=True)
-TELL = messages.Tell(5, False, True, False, "why")
+DP = b"DP" + bytes((messages.VERSION,))
+SAY = messages.Say(1, Known(5, -1, 3, True, False, 2, Calls(3, 77, 1, 2, 5, 2)), answer=True)
+TELL = messages.Tell(5, False, True, Calls(3, 77, 1, 2, 5, 3), 3, False, "why")
 
 
 @pytest.mark.parametrize("message", [SAY, TELL])
@@ -191,10 +193,10 @@ def test_messages_survive_the_wire(message):
     ([b"DP\x63" + messages.encode(SAY)[3:]], FrameFault.VERSION),
     ([messages.encode(SAY)[:-1]], FrameFault.CONTENT),
     ([messages.encode(SAY) + b"\0"], FrameFault.CONTENT),
-    ([b"DP\x01" + msgspec.msgpack.encode(["Say", 1, [-1, 0, 0, False, False]])], FrameFault.CONTENT),
-    ([b"DP\x01" + msgspec.msgpack.encode(["Say", 1, [1 << 63, 0, 0, False, False]])], FrameFault.CONTENT),
-    ([b"DP\x01" + msgspec.msgpack.encode(["Tell", 1, 1, False])], FrameFault.CONTENT),
-    ([b"DP\x01" + msgspec.msgpack.encode(["Nothing", 1])], FrameFault.CONTENT),
+    ([DP + msgspec.msgpack.encode(["Say", 1, [-1, 0, 0, False, False]])], FrameFault.CONTENT),
+    ([DP + msgspec.msgpack.encode(["Say", 1, [1 << 63, 0, 0, False, False]])], FrameFault.CONTENT),
+    ([DP + msgspec.msgpack.encode(["Tell", 1, 1, False])], FrameFault.CONTENT),
+    ([DP + msgspec.msgpack.encode(["Nothing", 1])], FrameFault.CONTENT),
 ])
 def test_b81_what_is_no_message_is_told_apart(frames, fault):
     with pytest.raises(BadFrame) as caught:

@@ -13,6 +13,7 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from vllm_pd.dp.calls import Calls
 from vllm_pd.dp.core import Coordinator
 from vllm_pd.dp.interface import GroupFailed, Settings
 from vllm_pd.dp.liveness import Liveness
@@ -33,7 +34,7 @@ class CoordinatorServer:
         self._liveness = Liveness(list(range(size)), settings.timeout_s, settings.stall_s)
         self._beat_s = self._liveness.beat_s
         self.lost_s = settings.timeout_s / 4
-        self._sent: list[tuple[tuple[int, bool], float]] = [((-1, False), 0.0)] * size
+        self._sent: list[tuple[tuple[int, bool, Calls], float]] = [((-1, False, Calls()), 0.0)] * size
         self._lost: dict[int, float] = {}
         self._closed: set[int] = set()
         self._fault = ""
@@ -127,7 +128,7 @@ class CoordinatorServer:
             self._tell(message.rank, now)
 
     def _tell_owed(self, now: float) -> None:
-        state = (self._core.step, self._core.over)
+        state = (self._core.step, self._core.over, self._core.calls)
         for rank in self._core.owed():
             before, at = self._sent[rank]
             if before != state:
@@ -149,10 +150,11 @@ class CoordinatorServer:
     def _tell(self, rank: int, now: float, answer: bool = False, closed: bool = False) -> None:
         if not self._core.here[rank]:
             return
-        state = (self._core.step, self._core.over)
-        self._sent[rank] = (state, now)
+        core = self._core
+        self._sent[rank] = ((core.step, core.over, core.calls), now)
         self.messages += 1
-        tell = Tell(*state, self._core.known[rank].left, answer, self._fault, closed)
+        known = core.known[rank]
+        tell = Tell(core.step, core.over, known.left, core.calls, known.ready, answer, self._fault, closed)
         result = send(self._socket, rank_identity(rank), encode(tell))
         if result is SendResult.UNREACHABLE:
             self._lost.setdefault(rank, now)
@@ -179,7 +181,8 @@ class CoordinatorServer:
             return self._liveness.quiet()
         for rank in self._closed:
             self._liveness.heard(rank, now)
-        if wrong := self._liveness.look(now, sum(known.ended for known in core.known)):
+        ended = [known.ended for known in core.known]
+        if wrong := self._liveness.look(now, sum(ended), min(ended) < core.step):
             whom = f"rank {wrong.rank}: " if wrong.rank is not None else ""
             self._give_up(whom + wrong.text, now)
         return None

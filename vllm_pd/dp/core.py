@@ -14,14 +14,15 @@ rank has said that it knows. All messages carry that number and nothing about an
 ones change nothing, lost ones are made up for by sending the present value again, and whoever comes late reads it.
 
 The number of steps asked for ahead of the present one (`Reach`) moves costs, never correctness.
+
+Calls that all ranks have to make after the same step are agreed on beside it: see calls.py.
 """
 from typing import Annotated
 
 import msgspec
 
+from vllm_pd.dp.calls import Calls, Count, Move, Number, Turns
 from vllm_pd.dp.interface import Decision
-
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True):
@@ -53,16 +54,19 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
     """All that a rank ever says. It asks for `asked`, has the coordinator's word for `confirmed` (-1: none yet) and for
-    the end of it all (`over`), has ended so many forwards, and with `left` will never ask for more."""
+    the end of it all (`over`), has ended so many forwards, and with `left` will never ask for more. It is ready for
+    call number `ready`, and of all calls knows `calls`."""
     asked: Count
     confirmed: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
     ended: Count
     left: bool
     over: bool
+    ready: Number = 0
+    calls: Calls = Calls()
 
 
 class Participant(msgspec.Struct):
-    """One rank."""
+    """One rank. `turns`: its part in calls; of that the coordinator is known to know `told_calls` and `told_ready`."""
     local: int = 0  # forwards begun
     ended: int = 0
     agreed: int = 0
@@ -70,29 +74,45 @@ class Participant(msgspec.Struct):
     left: bool = False
     left_heard: bool = False
     over: bool = False
+    turns: Turns = Turns()
+    told_calls: Calls = Calls()
+    told_ready: int = 0
 
     @property
     def due(self) -> bool:
         """Whether this rank has something to do even without work."""
-        return self.local < self.agreed or self.over
+        return self.local < self.turns.limit(self.agreed) or self.over or self.move is not None
+
+    @property
+    def move(self) -> Move | None:
+        """What there is to do about a call, before the next forward."""
+        return self.turns.move(self.local)
+
+    @property
+    def may_step(self) -> bool:
+        """Whether `begin` may be called with work. If not, wait until this rank is due."""
+        return not self.turns.promised or self.local < self.turns.limit(self.agreed)
 
     @property
     def unanswered(self) -> bool:
         """Whether the coordinator may not know what this rank has said: it must be said again some time."""
-        return self.confirmed < self.agreed or self.left and not self.left_heard
+        return (self.confirmed < self.agreed or self.left and not self.left_heard
+                or self.told_ready < self.turns.ready or self.told_calls != self.turns.known)
 
     def begin(self, has_work: bool, remaining: int | None, reach: Reach) -> tuple[Decision, Ask | None]:
         """The next thing to do, and what to ask for. With FORWARD and DUMMY a forward has begun. Raises ValueError for
-        work after `leave`."""
+        work after `leave`, and where it may not step."""
         step = self.local + 1
         if not has_work:
-            if step <= self.agreed:
+            if step <= self.turns.limit(self.agreed):
                 self.local = step
                 return Decision.DUMMY, None
             return (Decision.END if self.over else Decision.IDLE), None
         if self.left:
             raise ValueError(f"forward {step} has work, but this rank has left the group")
-        target = reach.target(step, self.agreed, remaining)
+        if not self.may_step:
+            raise ValueError(f"forward {step} has work, but nobody has asked for it and there is a call to be made")
+        target = reach.target(step, self.agreed, remaining) if not self.turns.promised else None
         ask = None
         if target is not None:
             ask = Ask(target, urgent=step > self.agreed)
@@ -104,14 +124,40 @@ class Participant(msgspec.Struct):
         """A forward that has begun has ended."""
         self.ended += 1
 
-    def told(self, step: int, over: bool, left: bool = False) -> bool:
-        """The agreed step is `step` or more; `over`: it is final; `left`: this rank is known to leave. Returns whether
-        that made this rank due."""
+    def hold(self, name: int) -> None:
+        """There is a call of that name to be made."""
+        self.turns = msgspec.structs.replace(self.turns, held=(*self.turns.held, name))
+
+    def advance(self) -> tuple[Move, int] | None:
+        """Do what there is to do about a call, between two forwards: what, and the name of the call. Nobody knows of it
+        until it is published."""
+        move = self.move
+        if move is None:
+            return None
+        before = self.turns
+        self.turns = before.moved(move, self.agreed)
+        return move, before.promised or self.turns.known.name
+
+    def give_up(self, name: int) -> bool:
+        """The oldest call of that name will not be made, by any rank. False: it may be, so wait."""
+        after = self.turns.given_up(name)
+        if after is None:
+            return False
+        self.turns = after
+        return True
+
+    def told(self, step: int, over: bool, left: bool = False, calls: Calls | None = None, ready: int = 0) -> bool:
+        """The agreed step is `step` or more; `over`: it is final; `left`: this rank is known to leave, to be `ready`;
+        `calls`: the registers. Returns whether that made this rank due."""
         was_due = self.due
         self.confirmed = max(self.confirmed, step)
         self.agreed = max(self.agreed, step)
         self.over = self.over or over
         self.left_heard = self.left_heard or left
+        self.told_ready = max(self.told_ready, ready)
+        if calls is not None and calls != self.told_calls:
+            self.told_calls = self.told_calls.merged(calls)
+            self.turns = msgspec.structs.replace(self.turns, known=self.turns.known.merged(calls))
         return self.due and not was_due
 
     def leave(self) -> None:
@@ -120,7 +166,7 @@ class Participant(msgspec.Struct):
 
     def known(self) -> Known:
         """What to say to the coordinator: to ask, to join, to answer, to leave."""
-        return Known(self.agreed, self.confirmed, self.ended, self.left, self.over)
+        return Known(self.agreed, self.confirmed, self.ended, self.left, self.over, self.turns.ready, self.turns.known)
 
 
 _ABSENT = Known(0, -1, 0, False, False)
@@ -131,6 +177,7 @@ class Coordinator(msgspec.Struct):
     known: list[Known]
     here: list[bool]
     step: int = 0
+    calls: Calls = Calls()
 
     @classmethod
     def of(cls, size: int) -> "Coordinator":
@@ -144,19 +191,24 @@ class Coordinator(msgspec.Struct):
 
     @property
     def quiet(self) -> bool:
-        """Everyone has ended everything and knows all that there is to know: nothing needs watching."""
-        return all(known.ended >= self.step for known in self.known) and not self.owed()
+        """Everyone has ended everything and knows all that there is to know, and no call waits for anybody. Nothing
+        needs watching."""
+        return all(known.ended >= self.step for known in self.known) and not self.owed() and not self.calls.open
 
     def hear(self, rank: int, said: Known) -> None:
         """A rank speaks. Late and doubled words change nothing, for nothing ever goes back."""
         old = self.known[rank]
         self.known[rank] = Known(max(old.asked, said.asked), max(old.confirmed, said.confirmed),
-                                 max(old.ended, said.ended), old.left or said.left, old.over or said.over)
+                                 max(old.ended, said.ended), old.left or said.left, old.over or said.over,
+                                 max(old.ready, said.ready), old.calls.merged(said.calls))
         self.here[rank] = True
         self.step = max(self.step, said.asked)
+        ready = min((known.ready for known in self.known[1:]), default=said.calls.proposed)
+        self.calls = self.calls.merged(said.calls).merged(Calls(ready=ready))
 
     def owed(self) -> list[int]:
         """The ranks that are here and are not known to know the present state. They must be told, and told again."""
         over = self.over
         return [rank for rank, known in enumerate(self.known)
-                if self.here[rank] and (known.confirmed < self.step or over and not known.over)]
+                if self.here[rank] and (known.confirmed < self.step or over and not known.over
+                                        or known.calls != self.calls)]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step sync as vLLM's `DPEngineCoreProc` uses it: one `EngineSync` per engine process of a data-parallel group.
 
-The engine loop hands every forward pass to `forward`, calls `keep_up` where a step ran none, and may block on its
-input queue while `due` is false. All of that, `close` included, happens on the loop's thread; only `leave` is called
-from a signal handler.
+The engine loop hands every forward pass to `forward`, calls `keep_up` where a step ran none, and may block on its input
+queue while `due` is false, if it has no request or `may_step` is false. It leaves utility calls with `hold`, which
+keeps those that all ranks make together, and `make_calls` makes them before a step. All of that, `close`
+included, happens on the loop's thread; only `leave` is called from a signal handler.
 
 A front end that ends takes its engine with it. Where several front ends own one rank each (`LLM` in a process per
 rank), the others may still need this rank's part of their forward passes, so such an engine leaves the group instead
@@ -17,13 +18,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm_pd import dp
 from vllm_pd.dp.interface import Counters, Decision, GroupFailed, Settings
+from vllm_pd.dp.utility import Request, UtilityCalls
 from vllm_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,26 +34,39 @@ if TYPE_CHECKING:
 
 SETTINGS_KEY = "dp_sync"  # in VllmConfig.additional_config: the fields of GroupSettings
 LINGER_S = 3.0
-SETTLE_HORIZONS = 2
+TOGETHER_S = 30.0
 LINGER_POLL_S = 0.5
 
 
 class GroupSettings(Settings, frozen=True, forbid_unknown_fields=True):
     """What a user may set: the bounds of the group, and how its ranks talk."""
     shared_memory: bool = True  # false: over the network, even where all ranks are on one machine
+    # A call that all ranks have to make together fails if some are not told of it for so long. 0: made at once, alone.
+    call_wait_s: float | None = None  # None: `default_wait_s`
 
     def bounds(self) -> Settings:
         return Settings(**{key: getattr(self, key) for key in Settings.__struct_fields__})
+
+    def wait_s(self, one_front_end: bool, offline: bool) -> float:
+        """`call_wait_s`. One front end for all ranks calls all of them at once. Offline ranks run one program, some
+        perhaps long before others. Servers of one rank each are called one after another."""
+        if self.call_wait_s is not None:
+            return self.call_wait_s
+        return TOGETHER_S if one_front_end else self.stall_s if offline else 0.0
 
 
 def settings_of(additional_config: object) -> GroupSettings:
     """What `--additional-config '{"dp_sync": {...}}'` says. Raises ConfigError."""
     given = additional_config.get(SETTINGS_KEY, {}) if isinstance(additional_config, dict) else {}
     try:
-        return msgspec.convert(given, GroupSettings)
+        settings = msgspec.convert(given, GroupSettings)
     except msgspec.ValidationError as error:
         keys = ", ".join(GroupSettings.__struct_fields__)
         raise ConfigError(f"additional_config.{SETTINGS_KEY}", given, f"{error}; it may set {keys}") from error
+    if settings.call_wait_s is not None and not 0 <= settings.call_wait_s <= 86400:
+        raise ConfigError(f"additional_config.{SETTINGS_KEY}.call_wait_s", settings.call_wait_s,
+                          "take 0 (each rank makes its calls at once, alone) to 86400 seconds")
+    return settings
 
 
 def most_steps(scheduler: Scheduler, budget_tokens: int) -> int:
@@ -83,11 +98,12 @@ class EngineSync:
         online = self._engine.publish_dp_lb_stats or parallel.data_parallel_external_lb
         self._may_linger = not online
         settings = settings_of(config.additional_config)
-        self._horizon_steps = settings.horizon
         self._member = dp.join(
             parallel.data_parallel_rank, parallel.data_parallel_size, parallel.data_parallel_master_ip, wake=self._wake,
             exchange=dp.over(self._engine.dp_group), abort=self._abort,
             settings=settings.bounds(), shared_memory=settings.shared_memory)  # fmt: skip
+        self._calls = UtilityCalls(self._engine, self._member, settings.wait_s(self._engine.publish_dp_lb_stats,
+                                                                               not online), self._wake)  # fmt: skip
         return self
 
     @property
@@ -98,6 +114,24 @@ class EngineSync:
     def due(self) -> bool:
         """Whether the engine loop has something to do here although it may have no request."""
         return self._leaving or self._member.due
+
+    @property
+    def may_step(self) -> bool:
+        """Whether this rank may run a forward pass of its own now. If not, it comes to rest for a call."""
+        return not self._calls or self._member.may_step
+
+    def hold(self, request: Request) -> bool:
+        """Whether a utility call, by its message, has to wait for the other ranks; then `make_calls` will make it."""
+        return self._calls.hold(request)
+
+    def make_calls(self, make: Callable[[Any, Request], None]) -> bool:
+        """Make the utility calls that all ranks make now. Gives `may_step`. Raises GroupFailed."""
+        if not self._calls:
+            return True
+        self._calls.carry_out(lambda request: self._make(make, request))
+        if not (may_step := self.may_step):
+            self._end_forwards()  # a loop that may block must have read what others say after its last forward
+        return may_step
 
     def forward(self, run: Callable, *args: Any) -> Any:
         """Run a forward pass of this rank's own. Gives what `run` gives."""
@@ -124,19 +158,6 @@ class EngineSync:
         elif decision is Decision.END:
             raise SystemExit
 
-    def settle(self, dummy: Callable[[], Any]) -> None:
-        """Before a utility call: run the forward passes that are already agreed on, as dummies.
-
-        Such a call may itself run collectives over the ranks (weights, sleep), and each rank comes to it in its own
-        time: one in the call and another in a forward pass would wait for each other. Dummies move nothing, so ranks
-        that are called within a few steps of each other all stop at the same step. A rank that is called alone would
-        run dummies for as long as others have requests, so it gives up after SETTLE_HORIZONS.
-        """
-        for _ in range(SETTLE_HORIZONS * self._horizon_steps):
-            if self._leaving or not self._member.due:
-                break
-            self.keep_up(dummy)
-
     def leave(self) -> bool:
         """The front end wants this engine to end. False: it may end now. True: its loop will end by itself.
 
@@ -150,6 +171,18 @@ class EngineSync:
 
     def close(self) -> None:
         self._member.close()
+
+    def _make(self, make: Callable[[Any, Request], None], request: Request) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+        self._end_forwards()
+        make(EngineCoreRequestType.UTILITY, request)
+
+    def _end_forwards(self) -> None:
+        """Wait for what is under way of a pipeline. All of it is agreed, so it ends."""
+        wait(self._unfinished)
+        while self._unfinished:
+            self._unfinished.popleft()
+            self._member.after_step()
 
     def _most_steps(self) -> int:
         requests = self._engine.scheduler.requests
@@ -172,6 +205,7 @@ class EngineSync:
         if not self._left:
             self._left, self._last_due_s = True, now
             self._engine.abort_requests(list(self._engine.scheduler.requests))
+            self._calls.expire()
             self._member.leave()
         elif now - self._last_due_s > LINGER_S:
             raise SystemExit

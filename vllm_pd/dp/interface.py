@@ -26,6 +26,10 @@ outside of the step loop (start-up, profile runs, sleep) runs outside of it on e
 
 A rank that pauses passes `has_work=False` and so keeps the others company; so does one that has aborted its last
 request.
+
+Calls that run collectives of their own, or that change what forwards use, must come after the same forward on all
+ranks: `hold` each, call `next_call` between two steps, make those that it gives, and call `before_step(True)` only
+while `may_step`. Either all ranks are given a call or none is.
 """
 from collections.abc import Callable
 from enum import Enum
@@ -42,6 +46,12 @@ class Decision(Enum):
     DUMMY = "dummy"  # run a dummy batch; counted
     IDLE = "idle"  # run nothing
     END = "end"  # run nothing ever again
+
+
+class CallEnd(Enum):
+    """What becomes of a call that was held."""
+    MAKE = "make"  # now, as all ranks do
+    FAIL = "fail"  # no rank makes it
 
 
 class GroupFailed(PDError):
@@ -65,6 +75,7 @@ class Counters(msgspec.Struct):
     urgent: int = 0  # of these, those made only when the step was needed; the others were ahead of need
     messages: int = 0  # sent by this process: asks, answers, bells
     wakes: int = 0
+    calls: int = 0  # made together with all other ranks
 
 
 Wake = Callable[[], None]
@@ -94,6 +105,23 @@ class Member(Protocol):
 
     def after_step(self) -> None:
         """A forward that `before_step` let begin has ended (with a batch queue: its result is here). Never blocks."""
+
+    def hold(self, name: int) -> None:
+        """There is a call to be made together with all other ranks, which know it by the same name (1 to 2**40 - 1;
+        several calls may have one). Never blocks."""
+
+    def next_call(self) -> tuple[CallEnd, int] | None:
+        """What becomes of which held call now, if of any. To be called between two steps, again until None. Never
+        blocks. Raises GroupFailed."""
+
+    def give_up(self, name: int) -> bool:
+        """Hold the oldest call of that name no longer, and have nobody make it. False: other ranks may be about to make
+        it; `next_call` is going to say what becomes of it. Never blocks."""
+
+    @property
+    def may_step(self) -> bool:
+        """Whether `before_step(True)` may be called. False while all ranks have to come to rest for a call; then wait
+        until this rank is `due`."""
 
     def leave(self) -> None:
         """This rank will have no work of its own any more. Go on stepping with `before_step(False)` until it says END:

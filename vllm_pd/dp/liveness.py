@@ -33,14 +33,14 @@ class Liveness:
         """The rank is alive."""
         self._heard[rank] = now
 
-    def look(self, now: float, progress: int) -> Finding | None:
-        """To be called at least every `beat_s` while there are steps to run; `progress` is a number that moves as long
-        as forwards end. Returns what is wrong, if anything."""
+    def look(self, now: float, progress: int, steps: bool = True) -> Finding | None:
+        """To be called at least every `beat_s` while there is something to do; `progress` is a number that moves as
+        long as forwards end, where there are `steps` to run. Returns what is wrong, if anything."""
         late = self._looked is None or now - self._looked > 2 * self.beat_s
         self._looked = now
         if late:
             self._heard = dict.fromkeys(self._heard, now)
-        if late or progress != self._progress:
+        if late or progress != self._progress or not steps:
             self._progress, self._progressed = progress, now
         for rank, heard in self._heard.items():
             if now - heard > self._timeout_s:

@@ -11,9 +11,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 
+from vllm_pd.dp.calls import Move, Turns
 from vllm_pd.dp.core import Ask, Participant, Reach
 from vllm_pd.dp.horizon import Meter
-from vllm_pd.dp.interface import Abort, Counters, Decision, GroupFailed, Settings, Wake
+from vllm_pd.dp.interface import Abort, CallEnd, Counters, Decision, GroupFailed, Settings, Wake
 from vllm_pd.rpc.sockets import Waker
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class BaseMember(ABC):
         self._engine_wake = wake
         self._abort = abort
         self._lock = threading.Lock()
-        self._participant = Participant()
+        self._participant = Participant(turns=Turns(leads=rank == 0))
         self._meter = Meter(size, settings.horizon)
         self._error: GroupFailed | None = None
         self._noticed = threading.Event()
@@ -85,6 +86,40 @@ class BaseMember(ABC):
             self._participant.end()
             self._published_end()
 
+    @property
+    def may_step(self) -> bool:
+        """See interface.Member."""
+        with self._lock:
+            return self._participant.may_step
+
+    def hold(self, name: int) -> None:
+        """See interface.Member."""
+        with self._lock:
+            self._participant.hold(name)
+
+    def next_call(self) -> tuple[CallEnd, int] | None:
+        """See interface.Member."""
+        self._raise_error()
+        with self._lock:
+            self._refresh()
+            while moved := self._participant.advance():
+                move, name = moved
+                if move is Move.MAKE:
+                    self.counters.calls += 1
+                    return CallEnd.MAKE, name
+                if move is Move.FAIL:
+                    return CallEnd.FAIL, name
+                self._publish_call()
+            return None
+
+    def give_up(self, name: int) -> bool:
+        """See interface.Member."""
+        with self._lock:
+            given_up = self._participant.give_up(name)
+            if given_up:
+                self._publish_call()
+            return given_up
+
     def leave(self) -> None:
         """See interface.Member."""
         self._raise_error()
@@ -122,6 +157,10 @@ class BaseMember(ABC):
     @abstractmethod
     def _published_end(self) -> None:
         """A forward has ended. Locked; must not block."""
+
+    @abstractmethod
+    def _publish_call(self) -> None:
+        """There is news about a call. Locked; must not block."""
 
     @abstractmethod
     def _publish_leave(self) -> None:

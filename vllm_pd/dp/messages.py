@@ -8,12 +8,13 @@ from typing import Annotated
 import msgspec
 import zmq
 
+from vllm_pd.dp.calls import Calls, Number
 from vllm_pd.dp.core import Count, Known
 from vllm_pd.rpc.codec import BadFrame, FrameFault
 
 Keys = tuple[bytes, bytes]  # CURVE: public, secret
 
-VERSION = 1
+VERSION = 2
 _HEADER = b"DP" + bytes((VERSION,))
 _MAX_BYTES = 4096
 
@@ -30,11 +31,13 @@ class Say(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown
 
 
 class Tell(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """The coordinator to a rank, which has `left` as far as it knows. `answer`: say something, be it only to show that
-    you live. A `fault` is final. `closed`: the coordinator ends."""
+    """The coordinator to a rank, which as far as it knows has `left` and is `ready` for a call. `answer`: say
+    something, be it only to show that you live. A `fault` is final. `closed`: the coordinator ends."""
     step: Count
     over: bool
     left: bool
+    calls: Calls = Calls()
+    ready: Number = 0
     answer: bool = False
     fault: Text = ""
     closed: bool = False

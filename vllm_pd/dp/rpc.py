@@ -68,6 +68,9 @@ class RpcMember(BaseMember):
     def _published_end(self) -> None:
         pass  # goes with the next word
 
+    def _publish_call(self) -> None:
+        self._say(self._asking)
+
     def _publish_leave(self) -> None:
         self._say(self._asking)
 
@@ -117,7 +120,8 @@ class RpcMember(BaseMember):
 
     def _busy(self) -> bool:
         """Locked. There are steps to run, or words to be answered."""
-        return self._participant.ended < self._participant.agreed or self._participant.unanswered
+        participant = self._participant
+        return participant.ended < participant.agreed or participant.unanswered or participant.turns.known.open
 
     def _connection_changed(self, now: float) -> None:
         while self._monitor.poll(0):
@@ -144,7 +148,7 @@ class RpcMember(BaseMember):
             return
         self._coordinator_closed = self._coordinator_closed or tell.closed
         with self._lock:
-            became_due = self._participant.told(tell.step, tell.over, tell.left)
+            became_due = self._participant.told(tell.step, tell.over, tell.left, tell.calls, tell.ready)
             if self._pending and tell.step >= self._pending[0]:
                 self._meter.answered(now - self._pending[1])
                 self._pending = None
@@ -158,6 +162,7 @@ class RpcMember(BaseMember):
         with self._lock:
             busy = self._busy()
             ended = self._participant.ended
+            steps = ended < self._participant.agreed
             if busy and self._participant.unanswered and now - self._said_at >= self._beat_s:
                 self._say(self._listening, answer=True)
             done = self._participant.over and not busy
@@ -167,5 +172,5 @@ class RpcMember(BaseMember):
             self._fail(f"the coordinator (rank {_COORDINATOR}): its process has ended or can't be reached")
         elif not busy or not self._joined.is_set():
             self._liveness.quiet()
-        elif wrong := self._liveness.look(now, ended):
+        elif wrong := self._liveness.look(now, ended, steps):
             self._fail(f"the coordinator (rank {_COORDINATOR}): {wrong.text}" if wrong.rank is not None else wrong.text)

@@ -20,6 +20,7 @@ import tempfile
 import time
 from enum import IntEnum
 
+from vllm_pd.dp.calls import NAME_BITS, Calls
 from vllm_pd.dp.core import Ask, Reach
 from vllm_pd.dp.interface import Abort, Settings, Wake
 from vllm_pd.dp.liveness import Liveness
@@ -27,6 +28,7 @@ from vllm_pd.dp.member import BaseMember
 
 _SLOT_WORDS = 8  # a cache line, so that ranks don't disturb each other
 _WORD_BYTES = 8
+_LEADER = 0  # the rank that decides about calls
 _ONLY_NEXT = Reach(1, 1)
 
 
@@ -37,6 +39,9 @@ class _Word(IntEnum):
     BEAT = 2
     FAULT = 3  # _Fault, and 16 times the rank that it is about
     CLOSED = 4
+    READY = 5  # the call that the rank is ready for; on rank 0 the last dropped
+    PROPOSED = 6  # by rank 0: number and name of a call
+    RELEASED = 7  # by rank 0: number of a call and the step after which it is made
 
 
 class _Fault(IntEnum):
@@ -146,8 +151,14 @@ class ShmMember(BaseMember):
         return _ONLY_NEXT
 
     def _refresh(self) -> None:
+        # In that order: who is ready has stored its last ask before, and asks again only after it has read that the
+        # call is released.
+        dropped, *ready = self._board.column(_Word.READY)
         asked = self._board.column(_Word.ASKED)
-        self._participant.told(max(asked) >> 1, all(word & 1 for word in asked))
+        proposed, name = _unpack(self._board.read(_LEADER, _Word.PROPOSED))
+        released, final = _unpack(self._board.read(_LEADER, _Word.RELEASED))
+        calls = Calls(proposed, name, dropped, released, final, min(ready, default=proposed))
+        self._participant.told(max(asked) >> 1, all(word & 1 for word in asked), calls=calls)
 
     def _publish(self, ask: Ask) -> None:
         self._board.write(_Word.ASKED, ask.step << 1)
@@ -156,6 +167,14 @@ class ShmMember(BaseMember):
 
     def _published_end(self) -> None:
         self._board.write(_Word.ENDED, self._participant.ended)
+
+    def _publish_call(self) -> None:
+        turns = self._participant.turns
+        if turns.leads:
+            self._board.write(_Word.PROPOSED, turns.known.proposed << NAME_BITS | turns.known.name)
+            self._board.write(_Word.RELEASED, turns.known.released << NAME_BITS | turns.known.final)
+        self._board.write(_Word.READY, turns.known.dropped if turns.leads else turns.ready)
+        self._board.ring()
 
     def _publish_leave(self) -> None:
         self._board.write(_Word.ASKED, self._participant.agreed << 1 | 1)
@@ -199,9 +218,10 @@ class ShmMember(BaseMember):
                     poll.unregister(fd)
             if self.due:
                 self._wake_engine()
-            busy = not self._quiet()
+            steps = not self._quiet()
+            busy = steps or self._participant.turns.known.open
             self._board.write(_Word.BEAT, self._board.read(self.rank, _Word.BEAT) + 1)
-            self._look(busy)
+            self._look(steps, busy)
             # Twice, a beat apart: what another processor has written may be seen in another order.
             calm = 0 if busy else calm + 1
             timeout_ms = None if calm > 1 else self._liveness.beat_s * 1000
@@ -210,7 +230,8 @@ class ShmMember(BaseMember):
         ended = self._board.column(_Word.ENDED)
         return min(ended) >= max(self._board.column(_Word.ASKED)) >> 1
 
-    def _look(self, busy: bool) -> None:
+    def _look(self, steps: bool, busy: bool) -> None:
+        """`steps`: there are some to run. `busy`: or there is a call that waits for someone."""
         board = self._board
         for rank in self._pidfds:
             if fault := board.read(rank, _Word.FAULT):
@@ -221,7 +242,7 @@ class ShmMember(BaseMember):
             closed = board.read(rank, _Word.CLOSED)
             if over and board.read(rank, _Word.ENDED) >= self._participant.agreed:
                 continue  # has done its part
-            if closed and busy:
+            if closed and steps:
                 return self._give_up(_Fault.CLOSED, rank)
             if rank in self._dead and not closed:
                 return self._give_up(_Fault.DEAD, rank)
@@ -230,11 +251,11 @@ class ShmMember(BaseMember):
         now = time.monotonic()
         for rank in self._pidfds:
             seen = (board.read(rank, _Word.BEAT), board.read(rank, _Word.ENDED), board.read(rank, _Word.ASKED))
-            if self._seen.get(rank) != seen:
+            if self._seen.get(rank) != seen or board.read(rank, _Word.CLOSED):
                 self._seen[rank] = seen
                 self._liveness.heard(rank, now)
         ended = board.column(_Word.ENDED)
-        if wrong := self._liveness.look(now, sum(ended)):
+        if wrong := self._liveness.look(now, sum(ended), steps):
             if wrong.rank is None:
                 return self._give_up(_Fault.STALLED, ended.index(min(ended)), f": {wrong.text}")
             return self._give_up(_Fault.SILENT, wrong.rank, f": {wrong.text}")
@@ -243,6 +264,11 @@ class ShmMember(BaseMember):
     def _give_up(self, fault: _Fault, rank: int, detail: str = "") -> None:
         self._board.write(_Word.FAULT, rank * 16 + fault)
         self._fail(f"rank {rank}: {_SAYS[fault]}{detail}")
+
+
+def _unpack(word: int) -> tuple[int, int]:
+    """The number of a call, and what is said of it."""
+    return word >> NAME_BITS, word & (1 << NAME_BITS) - 1
 
 
 def open_pidfds(pids: list[int], rank: int) -> dict[int, int]:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The utility calls of one engine that have to wait until all ranks make them, between the same two forward passes.
+
+Such a call is kept here until the step sync says that all make it now, or that none does; the engine goes on meanwhile.
+Ranks know a call by who sent it and what it is. A front end sends its calls to all ranks in one order, so calls of one
+name are matched by their order; calls of several front ends may come in any order. A call of the same front end that
+comes behind one that waits stays behind it.
+"""
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_pd.dp.calls import NAME_BITS
+from vllm_pd.dp.interface import CallEnd, Member
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import DPEngineCoreProc
+
+# Those that reach the workers and may run collectives there, or change what a forward pass uses.
+TOGETHER = frozenset({"collective_rpc", "execute_dummy_batch", "sleep", "wake_up"})
+
+Request = tuple[int, int, str, Any]  # number of the front end, of the call, method of EngineCore, its arguments
+
+
+class _Held(NamedTuple):
+    """A call that waits. `name`: 0 where it waits only for those before it."""
+    request: Request
+    name: int
+    until_s: float
+    alarm: threading.Timer | None
+
+
+def name_of(client: int, method: str, args: Any) -> int:
+    """What all ranks call this call."""
+    inner = args[0] if method == "collective_rpc" and args and isinstance(args[0], str) else ""
+    digest = hashlib.blake2b(f"{client} {method} {inner}".encode(), digest_size=NAME_BITS // 8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+class UtilityCalls:
+    """The calls that wait, the oldest first. For the engine loop's thread. `wait_s`: see GroupSettings.call_wait_s;
+    `wake` makes the engine loop look again."""
+
+    def __init__(self, engine: DPEngineCoreProc, member: Member, wait_s: float, wake: Callable[[], None]) -> None:
+        self._engine = engine
+        self._member = member
+        self._wait_s = wait_s
+        self._wake = wake
+        self._held: list[_Held] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def hold(self, request: Request) -> bool:
+        """Whether this call has to wait; then it is kept."""
+        client, _, method, args = request
+        together = self._wait_s > 0 and method in TOGETHER
+        if not together and all(held.request[0] != client for held in self._held):
+            return False
+        name, alarm = 0, None
+        if together:
+            name = name_of(client, method, args)
+            self._member.hold(name)
+            alarm = threading.Timer(self._wait_s, self._wake)
+            alarm.daemon = True
+            alarm.start()
+        self._held.append(_Held(request, name, time.monotonic() + self._wait_s, alarm))
+        return True
+
+    def carry_out(self, make: Callable[[Request], None]) -> None:
+        """Make those whose time has come, fail those that nobody makes. Raises GroupFailed."""
+        while self._held and (end := self._member.next_call()):
+            what, name = end
+            held = self._taken(name)
+            if what is CallEnd.MAKE:
+                make(held.request)
+            else:
+                self._fail(held)
+            self._follow(make)
+        now = time.monotonic()
+        for held in [held for held in self._held if held.name and held.until_s <= now]:
+            if self._member.give_up(held.name):
+                self._fail(self._taken(held.name))
+                self._follow(make)
+
+    def expire(self) -> None:
+        """Wait no longer."""
+        self._held = [held._replace(until_s=0.0) for held in self._held]
+
+    def _taken(self, name: int) -> _Held:
+        held = next(held for held in self._held if held.name == name)
+        held.alarm.cancel()
+        self._held.remove(held)
+        return held
+
+    def _follow(self, make: Callable[[Request], None]) -> None:
+        """Make what waited only for a call before it."""
+        rest: list[_Held] = []
+        for held in self._held:
+            if held.name or any(held.request[0] == other.request[0] for other in rest):
+                rest.append(held)
+            else:
+                make(held.request)
+        self._held = rest
+
+    def _fail(self, held: _Held) -> None:
+        from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
+        client, call_id, method, _ = held.request
+        failure = (f"{method} was made by no rank: not all of the data-parallel ranks were told to make it within "
+                   f"{self._wait_s:g} s. Call it on every rank at the same time, give them longer by "
+                   f"dp_sync.call_wait_s in additional_config, or set that to 0, which has each rank make its calls at "
+                   f"once and alone")
+        output = UtilityOutput(call_id, failure_message=f"Call to {method} method failed: {failure}")
+        self._engine.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
