@@ -10,6 +10,7 @@ Called by scripts/env.sh with Python 3.11; needs no package. Stages, each a piec
     env        a virtual environment with that wheel, on top of packages (one for each wheel: making a new one never
                changes what a running server has loaded)
     model      the real small model                            tiny       a tiny random one
+    ray        Ray, for the tests that want it; they are skipped where it cannot be installed
 
 Progress goes to stderr, the shell commands to stdout.
 """
@@ -129,6 +130,20 @@ def environment(base: Path, wheel: Path) -> Path:
     return cache.piece("env", cache.key(wheel.name, base.name), build, "installing the patched wheel", in_place=True)
 
 
+def ray(base: Path) -> Path | None:
+    """The folder with Ray, None if it can't be installed: it is no part of the wheel."""
+    requirements = project.ROOT / "requirements" / "ray.txt"
+
+    def build(folder: Path) -> None:
+        install(base, base, "--target", folder, "-r", requirements)
+
+    try:
+        return cache.piece("ray", cache.key(requirements, sys.version), build, "installing Ray")
+    except process.BuildError as error:
+        cache.say(f"no Ray here, its tests are skipped: {str(error).splitlines()[-1]}")
+        return None
+
+
 def models(python: Path) -> tuple[Path, Path]:
     """The real small model's and the tiny model's folder."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -148,9 +163,10 @@ def models(python: Path) -> tuple[Path, Path]:
     return model, cache.piece("tiny", cache.key(make, convert, *pins), tiny, "making the tiny models") / "tiny-llama"
 
 
-def commands(env: Path, model: Path, tiny: Path) -> list[str]:
+def commands(env: Path, model: Path, tiny: Path, ray: Path | None) -> list[str]:
     """Shell commands that enter the environment."""
-    set_here = {"VLLM_PD_ENV": env, "VLLM_PD_MODEL": model, "VLLM_PD_TINY_MODEL": tiny, "VIRTUAL_ENV": env}
+    set_here = {"VLLM_PD_ENV": env, "VLLM_PD_MODEL": model, "VLLM_PD_TINY_MODEL": tiny, "VIRTUAL_ENV": env,
+                "VLLM_PD_RAY": ray or ""}  # fmt: skip
     lines = [f"export {name}={shlex.quote(str(value))}" for name, value in set_here.items()]
     lines += [f'export {name}="${{{name}:-{value}}}"' for name, value in DEFAULTS.items()]
     lines.append("unset PYTHONDONTWRITEBYTECODE  # it is written into the cache folder only, and halves the next start")
@@ -170,14 +186,15 @@ def main() -> int:
             built = wheel(python)
             env = environment(base, built)
             model, tiny = models(python)
-            cache.prune(("packages", "patched", "wheel", "env", "model", "tiny"), KEEP_S)
+            with_ray = ray(base)
+            cache.prune(("packages", "patched", "wheel", "env", "model", "tiny", "ray"), KEEP_S)
     except KeyboardInterrupt:
         cache.say("interrupted; run it again, finished stages are kept")
         return 130
     except (process.BuildError, Refusal, OSError, ValueError) as error:
         cache.say(f"cannot make the environment: {error}")
         return 1
-    print("\n".join(commands(env, model, tiny)))
+    print("\n".join(commands(env, model, tiny, with_ray)))
     cache.say(f"environment ready in {time.monotonic() - began_s:.1f} s ({cache.root()})")
     return 0
 
