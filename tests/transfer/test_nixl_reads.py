@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from nixl_receiver import Rank, receiver
+from nixl_receiver import receiver
 
 from vllm_pd.transfer.requests import AddPeer, CancelWrite, DropPeer, Finished, Read
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a write is watched after its post: the receiver's answer takes less than 1 ms where it has a progress thread and
-# a core, the notice goes out when we see that answer, and the next chance to look may be a whole model step away.
+# How long a write is watched after its post: the receiver's answer takes less than 1 ms where it has a progress thread
+# and a core, the notice goes out when we see that answer, and the next chance to look may be a whole model step away.
 LINGER_S = 0.005
 
 
@@ -61,8 +61,8 @@ class _Open(NamedTuple):
 class NixlTransport:
     """Transport over NIXL. `name` must be unique among all agents that ever meet: use the incarnation.
 
-    `progress_thread` is for whoever receives. Without it nothing moves but in `write` and `poll`. With it the bytes move,
-    but the notice of a write still leaves in one of the two.
+    `progress_thread` is for whoever receives. Without it nothing moves but in `write` and `poll`. With it the bytes
+    move, but the notice of a write still leaves in one of the two.
     """
 
     def __init__(self, name: str, caches: list[torch.Tensor], description: CacheDescription,
