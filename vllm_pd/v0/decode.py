@@ -135,7 +135,7 @@ class RemotePrefills:
             self._count_timings(event.timings)
             seq_group = self._scheduler.remote_prefilling.get(event.attempt)
             if seq_group is not None:
-                self._tries[seq_group].made = self._policy.attempts  # should it be preempted: it has outputs by then
+                self._tries[seq_group].made = self._policy.attempts  # if it is preempted later, it stays here (B8)
                 self._local.update(group for group in self._siblings(seq_group) if group is not seq_group)
                 self._resumed.append((seq_group, time.time()))
         elif isinstance(event, Timed):
