@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups that the other tests do not have: a model without experts, experts sliced and experts spread."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from dp_loads import MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
+
+from vllm_pd.dpbench.group import Group
+
+# Whether the model has experts, how many ranks, whether the experts are spread over them.
+GROUPS = [(False, 2, False), (False, 4, False), (True, 2, False), (True, 4, True)]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def dense() -> Path:
+    """The tiny Llama."""
+    return Path(os.environ["VLLM_PD_TINY_MODEL"])
+
+
+@pytest.fixture(scope="module")
+def started(dense, moe, logs) -> Iterator[Callable[[int], Group]]:
+    """Gives the group GROUPS[number], while the one after it starts already: its imports keep only one core busy."""
+    groups: list[Group] = []
+    with contextlib.ExitStack() as stack:
+
+        def group(number: int) -> Group:
+            for experts, size, spread in GROUPS[len(groups) : number + 2]:
+                model = moe if experts else dense
+                groups.append(Group(model, size, TREE, logs / f"{model.name}-{size}-{spread}.log",
+                                    enable_expert_parallel=spread))  # fmt: skip
+                stack.callback(groups[-1].close)
+            return groups[number].ready()
+
+        yield group
+
+
+@pytest.fixture(scope="module")
+def dense_expected(dense, logs, started) -> list[list[int]]:
+    """What one rank of the Llama alone answers to each of PROMPTS."""
+    with Group(dense, 1, TREE, logs / "dense.log") as alone:
+        return alone.tokens([alone.generate(prompt, max_tokens=most)
+                             for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)])  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(GROUPS)), ids=[
+    f"{'experts' if experts else 'dense'}-{size}{'-spread' if spread else ''}" for experts, size, spread in GROUPS
+])  # fmt: skip
+def test_b70_unequally_loaded_ranks_give_the_tokens_of_one(started, number, request):
+    """B70: 100 mixed requests, half of them at the last rank; equally many forward passes, and then rest."""
+    expected = request.getfixturevalue("expected" if GROUPS[number][0] else "dense_expected")
+    group = started(number)
+    group.start_probe()
+    last = group.size - 1
+    asked = [group.generate(prompt, rank=last if place % 2 else place // 2 % group.size, max_tokens=most)
+             for place, (prompt, most) in enumerate(zip(PROMPTS, MAX_TOKENS, strict=True))]  # fmt: skip
+    assert group.tokens(asked) == expected
+    probes = at_rest(group)
+    assert forwards(probes)[0] > 20 and not any(probe["collectives"] for probe in probes)
+    group.close()
