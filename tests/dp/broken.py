@@ -2,7 +2,10 @@
 """The mistakes that such protocols are known for, one a model. The explorer must find each."""
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from tests.dp.models import At, Rank, RpcModel, Setting, ShmModel, State, astuple, put
+from vllm_pd.dp.calls import Turns
 from vllm_pd.dp.core import Known, Participant, Reach
 
 
@@ -127,3 +130,63 @@ class EdgeTriggeredBell(ShmModel):
             if what == "hears its bell" and rank.at is not At.GET:
                 after = put(after, index, rank._replace(ring=False))
             yield what, after
+
+
+class ReadyRankAsks(ShmModel):
+    """A rank that is ready for a call asks for steps all the same."""
+
+    def works(self, rank: Rank) -> bool:
+        return rank.work > 0
+
+    def begin(self, state: State, rank: Rank) -> tuple:
+        participant = Participant(*rank.participant)
+        turns = participant.turns
+        participant.turns = Turns()
+        begun, *rest = super().begin(state, rank._replace(participant=astuple(participant)))
+        participant = replace(Participant(*begun.participant), turns=turns)
+        return begun._replace(participant=astuple(participant)), *rest
+
+
+class CallsBeforeTheFinalStep(RpcModel):
+    """A call that is released is made at once."""
+
+    def advanced(self, state: State, rank: Rank) -> tuple[str, Rank] | None:
+        turns = Participant(*rank.participant).turns
+        if turns.promised and turns.known.released == turns.ready:
+            turns = replace(turns, known=replace(turns.known, final=rank.participant[0]))
+            rank = rank._replace(participant=astuple(replace(Participant(*rank.participant), turns=turns)))
+        return super().advanced(state, rank)
+
+
+class AsksBeforeItsCall(ShmModel):
+    """A rank goes by the agreed step until it has made its call, not by the step that is final."""
+
+    def refreshed(self, state: State, rank: Rank) -> Rank:
+        participant = Participant(*super().refreshed(state, rank).participant)
+        calls = participant.turns.known
+        if participant.turns.promised and calls.released == participant.turns.ready:
+            participant.turns = replace(participant.turns, known=replace(calls, final=participant.agreed))
+        return rank._replace(participant=astuple(participant))
+
+
+class ReleasedBeforeAllAreReady(ShmModel):
+    """Rank 0 takes for granted that the others are ready."""
+
+    def refreshed(self, state: State, rank: Rank) -> Rank:
+        participant = Participant(*super().refreshed(state, rank).participant)
+        if participant.turns.leads:
+            calls = participant.turns.known
+            participant.turns = replace(participant.turns, known=replace(calls, ready=calls.proposed))
+        return rank._replace(participant=astuple(participant))
+
+
+class GivesUpAfterItsPromise(RpcModel):
+    """A rank that is ready for a call gives it up by its own clock."""
+
+    def utility(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        yield from super().utility(state, index, rank)
+        participant = Participant(*rank.participant)
+        turns = participant.turns
+        if turns.promised and not turns.leads:
+            participant.turns = replace(turns, held=(), promised=0)
+            yield "gives up", put(state, index, rank._replace(participant=astuple(participant)))

@@ -4,12 +4,14 @@
  *
  *     spin -a model.pml && cc -O2 -DSAFETY -o pan pan.c && ./pan -m100000
  *
- * -DN=ranks -DREQUESTS=n -DABORTS=n choose the size, -DLEAD=n how far ahead to ask, -DSHM the shared page instead of the coordinator.
- * -DONE_SIDED, -DSENDER_EXCLUDED, -DEDGE_WAKE, -DLATCHED, -DCACHED_STOP and (with SHM) -DNO_BELL and -DLATE_STORE
- * break it; spin must find that.
+ * -DN=ranks -DREQUESTS=n -DABORTS=n choose the size, -DLEAD=n how far ahead to ask, -DSHM the shared page instead of the coordinator,
+ * and with it -DCALLS=n so many calls that all ranks make, each of which waits for all ranks or, with -DNO_WAIT, for none.
+ * -DONE_SIDED, -DSENDER_EXCLUDED, -DEDGE_WAKE, -DLATCHED, -DCACHED_STOP, (with SHM) -DNO_BELL and -DLATE_STORE, and (with CALLS)
+ * -DREADY_ASKS, -DNOT_FINAL, -DREAD_LAST and -DNO_CALL_BELL break it; spin must find that.
  *
  * Spin looks at every order of events. What it proves: there is no state in which nothing can happen, but that in which all
- * ranks wait at their queue without work, having begun equally many forwards, none beyond the horizon.
+ * ranks wait at their queue without work, having begun equally many forwards, none beyond the horizon, and made all calls, each
+ * after the same forward.
  */
 #ifndef N
 #define N 2
@@ -41,7 +43,34 @@ bool inbox[N];    /* something is in the input queue; how much does not matter *
 #ifdef SHM
 byte asked[N];    /* the page */
 bool bell[N];
+#ifdef CALLS
+byte ready[N];    /* the page: ready for which call; the rest is rank 0's to write */
+byte proposed, released, final;
+byte all_ready, saw_proposed[N], saw_released[N], saw_final[N]; /* what each has read, rank 0 of the first */
+byte coming[N];   /* calls in the input queue */
+byte held[N], made[N], made_after[CALLS + 1];
+bool promised[N];
+#define open(i) (saw_proposed[i] > saw_released[i])
+#define told(i) (promised[i] && saw_released[i] == ready[i])
+#ifdef NOT_FINAL
+#define last_step(i) agreed[i]
 #else
+#define last_step(i) (told(i) -> saw_final[i] : agreed[i])
+#endif
+#ifdef READY_ASKS
+#define may_step(i) true
+#else
+#define may_step(i) (!promised[i] || begun[i] < last_step(i))
+#endif
+#define moves(i) (held[i] > 0 && (promised[i] -> told(i) && begun[i] >= last_step(i) : \
+                  (i == 0 -> !open(0) || all_ready >= saw_proposed[0] : open(i) && saw_proposed[i] > ready[i])))
+#else
+#define last_step(i) agreed[i]
+#define may_step(i) true
+#endif
+#else
+#define last_step(i) agreed[i]
+#define may_step(i) true
 byte step;        /* the coordinator's */
 chan say = [6] of { byte, byte };
 chan told[N] = [6] of { byte };
@@ -76,17 +105,101 @@ inline refresh(i, j) {
 inline refresh(i, j) { skip }
 #endif
 
+#ifdef CALLS
+inline see_ready(i, j) {
+    d_step {
+        if
+        :: i == 0 ->
+            all_ready = ready[1];
+            for (j : 1 .. N - 1) {
+                all_ready = (ready[j] < all_ready -> ready[j] : all_ready)
+            }
+            j = 0
+        :: else
+        fi
+    }
+}
+
+inline see_leader(i) {
+    d_step {
+        saw_proposed[i] = proposed;
+        saw_released[i] = released;
+        saw_final[i] = final
+    }
+}
+
+inline see(i, j) {
+#ifdef READ_LAST
+    see_leader(i);
+    d_step { refresh(i, j) }
+    see_ready(i, j)
+#else
+    see_ready(i, j);
+    d_step { refresh(i, j) }
+    see_leader(i)
+#endif
+}
+#else
+inline see(i, j) {
+    d_step { refresh(i, j) }
+}
+#endif
+
 proctype Rank(byte i) {
     byte j, target, enough;
     bool urgent, worked;
 decide:
     skip;
-    d_step { refresh(i, j) }
+#ifdef CALLS
+    d_step { held[i] = held[i] + coming[i]; coming[i] = 0 }
+    if
+    :: held[i] == 0 -> goto begin
+    :: else
+    fi;
+    see(i, j);
+    if
+    :: atomic { moves(i) && promised[i] ->
+        promised[i] = false;
+        held[i]--;
+        made[i]++;
+        if
+        :: made_after[made[i]] == 0 -> made_after[made[i]] = begun[i] + 1
+        :: else
+        fi;
+        assert(made_after[made[i]] == begun[i] + 1) }
+#ifdef NO_WAIT
+        skip;
+#elif N == 2
+        (made[1 - i] >= made[i]);
+#else
+        (made[(i + 1) % 3] >= made[i] && made[(i + 2) % 3] >= made[i]);
+#endif
+        goto decide
+    :: atomic { moves(i) && !promised[i] ->
+        if
+        :: i == 0 && !open(0) -> proposed++; saw_proposed[0] = proposed
+        :: i == 0 && open(0) ->
+            final = agreed[0]; released = proposed; saw_final[0] = final; saw_released[0] = released;
+            ready[0] = proposed; promised[0] = true
+        :: else -> ready[i] = saw_proposed[i]; promised[i] = true
+        fi }
+#ifndef NO_CALL_BELL
+        for (j : 0 .. N - 1) {
+            bell[j] = true
+        }
+        j = 0;
+#endif
+        goto decide
+    :: else
+    fi;
+begin:
+#endif
+    see(i, j);
     atomic {
         target = 0;
         urgent = false;
         if
-        :: work[i] > 0 ->
+        :: work[i] > 0 && may_step(i) ->
             worked = true;
 #ifdef SENDER_EXCLUDED
             enough = begun[i] + 1;
@@ -95,7 +208,11 @@ decide:
 #endif
             urgent = begun[i] + 1 > agreed[i];
             if
+#if defined(CALLS) && !defined(READY_ASKS)
+            :: agreed[i] < enough && !promised[i] -> target = enough; agreed[i] = enough
+#else
             :: agreed[i] < enough -> target = enough; agreed[i] = enough
+#endif
             :: else
             fi;
             begun[i]++;
@@ -105,7 +222,7 @@ decide:
 #elif defined(CACHED_STOP)
         :: work[i] == 0 && begun[i] < agreed[i] && !latch[i] -> worked = false; begun[i]++
 #else
-        :: work[i] == 0 && begun[i] < agreed[i] -> worked = false; begun[i]++
+        :: !(work[i] > 0 && may_step(i)) && begun[i] < last_step(i) -> worked = false; begun[i]++
 #endif
         :: else -> goto check
         fi;
@@ -167,6 +284,10 @@ decide:
 check:
     atomic {
         refresh(i, j);
+#ifdef CALLS
+        see_ready(i, j);
+        see_leader(i);
+#endif
         if
 #ifndef EDGE_WAKE
 #if defined(LATCHED)
@@ -174,10 +295,13 @@ check:
 #elif defined(CACHED_STOP)
         :: begun[i] < agreed[i] && !latch[i] -> goto decide
 #else
-        :: begun[i] < agreed[i] -> goto decide
+        :: begun[i] < last_step(i) -> goto decide
 #endif
 #endif
-        :: work[i] > 0 -> goto decide
+#ifdef CALLS
+        :: moves(i) || coming[i] > 0 -> goto decide
+#endif
+        :: work[i] > 0 && may_step(i) -> goto decide
         :: else
         fi
     }
@@ -272,12 +396,25 @@ proctype Requests() {
     i = 0
 }
 
+#ifdef CALLS
+proctype Caller(byte i) { /* tells a rank of all calls, in its own time */
+    byte left = CALLS;
+    do
+    :: left > 0 -> atomic { coming[i]++; put(i); left-- }
+    :: else -> break
+    od
+}
+#endif
+
 proctype Monitor() {
     byte j;
 end_monitor:
     timeout ->
         for (j : 0 .. N - 1) {
             assert(work[j] == 0 && !inbox[j]);
+#ifdef CALLS
+            assert(made[j] == CALLS && coming[j] + held[j] == 0);
+#endif
             assert(begun[j] == begun[0] && begun[j] == agreed[j])
         }
 }
@@ -288,6 +425,9 @@ init {
         for (i : 0 .. N - 1) {
             run Rank(i);
             run Watch(i)
+#ifdef CALLS
+            ; run Caller(i)
+#endif
         }
 #ifndef SHM
         run Coordinator();

@@ -10,6 +10,9 @@ from enum import IntEnum
 from operator import gt
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from vllm_pd.dp.calls import Calls, Move, Turns
 from vllm_pd.dp.core import Coordinator, Known, Participant, Reach
 from vllm_pd.dp.interface import Decision
 
@@ -25,11 +28,14 @@ class At(IntEnum):
     ENDED = 6
     FAILED = 7
     DEAD = 8
+    TURN = 9  # has read what there is to know about calls by shared memory
+    CALL = 10  # in a call that all ranks make, and which waits for all
 
 
 class Rank(NamedTuple):
     """A rank and its messages. `queue`: something is in the input queue. `work`: forwards that its requests still need.
-    `ring`: the watching thread has yet to put a wake-up. `latch`: of broken variants."""
+    `ring`: the watching thread has yet to put a wake-up. `latch`: of broken variants. `coming`: the calls that it has
+    yet to hear of; `made`: those made, and after which forward."""
     participant: tuple
     at: At = At.LOOP
     queue: bool = False
@@ -38,10 +44,12 @@ class Rank(NamedTuple):
     paused: bool = False
     says: tuple = ()
     tells: tuple = ()
-    known: tuple = (0, -1, 0, False, False)
+    known: tuple = (0, -1, 0, False, False, 0, Calls())
     here: bool = False
     latch: bool = False
     bells: int = 0  # yet to be rung by it, of the other ranks (shared memory)
+    coming: tuple = ()
+    made: tuple = ()
 
 
 class Spare(NamedTuple):
@@ -52,6 +60,8 @@ class Spare(NamedTuple):
     losses: int = 0
     doubles: int = 0
     crashes: int = 0
+    calls: int = 0  # for all ranks
+    lone_calls: int = 0  # for one
 
 
 class State(NamedTuple):
@@ -71,6 +81,9 @@ class Setting(NamedTuple):
     hint: Callable[[int], int | None] = lambda work: work
     leaves: bool = False
     joined: bool = True  # from the beginning; otherwise any rank may be late
+    names: tuple[int, ...] = (1,)  # of calls; those of one name come in order
+    expire: bool = False  # whether calls may be given up
+    collective: bool = True  # whether a call waits until all make it
 
 
 def less(spare: Spare, what: str) -> Spare:
@@ -84,12 +97,15 @@ class LoopModel:
 
     def __init__(self, setting: Setting):
         self.setting = setting
+        self.calls = setting.spare.calls + setting.spare.lone_calls > 0
+        self.name_first = self.calls
         self.horizon = setting.reach.lead + setting.reach.stride - 1
 
     def first(self) -> State:
         """Nobody has joined."""
-        one = Rank(astuple(Participant()))
-        return self.sorted(State(tuple(self.join(one) for _ in range(self.setting.ranks)), self.setting.spare))
+        ranks = [Rank(astuple(Participant(turns=Turns(leads=self.calls and rank == 0))))
+                 for rank in range(self.setting.ranks)]
+        return self.sorted(State(tuple(map(self.join, ranks)), self.setting.spare))
 
     def join(self, rank: Rank) -> Rank:
         """What a rank does first."""
@@ -137,6 +153,28 @@ class LoopModel:
             yield "pauses", put(state, index, rank._replace(paused=True, queue=True), spare=less(spare, "pauses"))
         if rank.paused:
             yield "resumes", put(state, index, rank._replace(paused=False, queue=True))
+        for name in self.setting.names if spare.lone_calls else ():
+            yield f"is to be called {name}", put(state, index, rank._replace(coming=(*rank.coming, name)),
+                                                 spare=less(spare, "lone_calls"))
+        for name in self.setting.names if spare.calls and not index else ():
+            ranks = tuple(other._replace(coming=(*other.coming, name)) for other in state.ranks)
+            yield f"all are to be called {name}", State(ranks, less(spare, "calls"), state.last, state.fault)
+        if rank.at in (At.LOOP, At.CHECK, At.GET) and not rank.bells:
+            yield from self.utility(state, index, rank)
+
+    def utility(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """The loop finds a call in its queue, or that one has waited too long."""
+        at = At.LOOP if rank.at is At.LOOP else At.CHECK
+        for name in set(rank.coming):
+            participant = Participant(*rank.participant)
+            participant.hold(name)
+            yield f"is called {name}", put(state, index, rank._replace(
+                coming=without(rank.coming, name), participant=astuple(participant), at=at))
+        for name in set(Participant(*rank.participant).turns.held) if self.setting.expire else ():
+            participant = Participant(*rank.participant)
+            if participant.give_up(name):
+                given_up = rank._replace(participant=astuple(participant), at=at)
+                yield f"gives {name} up", put(state, index, self.published(state, given_up))
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """One move of the engine loop."""
@@ -144,7 +182,13 @@ class LoopModel:
             case At.LOOP:
                 if self.setting.leaves and not Participant(*rank.participant).left and not rank.work:
                     yield "leaves", self.leave(state, index, rank)
-                yield from self.decide(state, index, rank)
+                if Participant(*rank.participant).turns.held:
+                    yield from self.turn(state, index, rank)
+                else:
+                    yield from self.decide(state, index, rank)
+            case At.CALL:
+                if not self.setting.collective or all(len(other.made) >= len(rank.made) for other in state.ranks):
+                    yield "has made a call", put(state, index, rank._replace(at=At.LOOP))
             case At.FORWARD | At.DUMMY:
                 step = rank.participant[0]
                 if all(other.participant[0] >= step for other in state.ranks):
@@ -157,7 +201,7 @@ class LoopModel:
 
     def works(self, rank: Rank) -> bool:
         """Whether there is something to schedule."""
-        return rank.work > 0 and not rank.paused
+        return rank.work > 0 and not rank.paused and Participant(*rank.participant).may_step
 
     def due(self, state: State, rank: Rank) -> bool:
         """`Member.due`."""
@@ -185,6 +229,28 @@ class LoopModel:
         """A rim's `before_step`."""
         raise NotImplementedError
 
+    def turn(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """A rim's `next_call`, before a step."""
+        raise NotImplementedError
+
+    def advanced(self, state: State, rank: Rank) -> tuple[str, Rank] | None:
+        """What the rank does about calls, if anything."""
+        participant = Participant(*rank.participant)
+        moved = participant.advance()
+        if moved is None:
+            return None
+        move, name = moved
+        rank = rank._replace(participant=astuple(participant), at=At.LOOP)
+        if move is Move.MAKE:
+            rank = rank._replace(at=At.CALL, made=(*rank.made, (name, participant.local)))
+        elif move is not Move.FAIL:
+            rank = self.published(state, rank)
+        return f"does {move.name} {name}", rank
+
+    def published(self, state: State, rank: Rank) -> Rank:
+        """A rim's `_publish_call`."""
+        raise NotImplementedError
+
     def leave(self, state: State, index: int, rank: Rank) -> State:
         """A rim's `leave`."""
         raise NotImplementedError
@@ -201,6 +267,9 @@ class LoopModel:
             return f"one rank is more than a forward ahead: {local}"
         if max(local) > state.last + self.horizon:
             return f"forward {max(local)} is beyond the horizon of {self.horizon} after {state.last}"
+        longest = max((rank.made for rank in state.ranks), key=len)
+        if any(rank.made != longest[:len(rank.made)] for rank in state.ranks):
+            return f"calls are not made alike: {[rank.made for rank in state.ranks]}"
         return None
 
     def check_end(self, state: State) -> str | None:
@@ -217,6 +286,11 @@ class LoopModel:
             return f"a rank hangs: {[rank.at.name for rank in state.ranks]}"
         if any(rank.work for rank in state.ranks):
             return "a request was not served"
+        made = {len(rank.made) for rank in state.ranks}
+        if len(made) > 1 or not self.setting.expire and made != {self.setting.spare.calls}:
+            return f"a call was not made by all, or not at all: {[rank.made for rank in state.ranks]}"
+        if any(Participant(*rank.participant).turns.held and rank.at is not At.ENDED for rank in state.ranks):
+            return "a call waits for ever"
         return None
 
 
@@ -226,7 +300,7 @@ class RpcModel(LoopModel):
 
     def __init__(self, setting: Setting):
         super().__init__(setting)
-        self.name_first = setting.spare.crashes > 0
+        self.name_first = self.calls or setting.spare.crashes > 0
         self.lossy = setting.spare.losses > 0
 
     def sorted(self, state: State) -> State:
@@ -236,22 +310,35 @@ class RpcModel(LoopModel):
         """Less to tell apart. What nobody would act upon is left out: the number of forwards ended goes with a rank's
         words for the watch only, and who has heard what matters only where words are lost. And a message that changes
         nothing now never will, as all numbers only grow: it may as well have arrived."""
-        local, ended, agreed, confirmed, left, left_heard, over = rank.participant
+        local, ended, agreed, confirmed, left, left_heard, over, turns, told_calls, told_ready = rank.participant
         says = tuple((asked, known if self.lossy else -1, 0, *rest) for asked, known, _, *rest in rank.says)
-        known = rank.known if self.lossy else (rank.known[0], -1, 0, rank.known[3], False)
+        known = rank.known if self.lossy else (rank.known[0], -1, 0, rank.known[3], False, *rank.known[5:])
         if not self.lossy:
-            confirmed = agreed
+            confirmed, told_calls, told_ready = agreed, turns.known, turns.ready
         if self.drops:
-            says = tuple(said for said in says if said[-1] or any(map(gt, said[:-1], known)) or not rank.here)
-        tells = tuple(told for told in rank.tells if not self.drops or told == "fault" or told[3] or told[0] > agreed
-                      or told[0] > confirmed or told[1] > over or told[2] > left_heard)
-        participant = (local, ended, agreed, confirmed, left, left_heard, over)
+            says = tuple(said for said in says if said[-1] or any(map(gt, said[:-2], known)) or not rank.here
+                         or known[-1].merged(said[-2]) != known[-1])
+        tells = tuple(told for told in rank.tells if not self.drops or told == "fault" or told[-1] or told[0] > agreed
+                      or told[0] > confirmed or told[1] > over or told[2] > left_heard or told[4] > told_ready
+                      or told_calls.merged(told[3]) != told_calls)
+        participant = (local, ended, agreed, confirmed, left, left_heard, over, turns, told_calls, told_ready)
         return rank._replace(participant=participant, known=known, says=says, tells=tells)
 
     def join(self, rank: Rank) -> Rank:
         if not self.setting.joined:
             return say(rank, answer=True)
-        return rank._replace(here=True, known=(0, 0, 0, False, False), participant=astuple(Participant(confirmed=0)))
+        participant = astuple(replace(Participant(*rank.participant), confirmed=0))
+        return rank._replace(here=True, known=(0, 0, 0, False, False, 0, Calls()), participant=participant)
+
+    def turn(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        advanced = self.advanced(state, rank)
+        if advanced is None:
+            yield from self.decide(state, index, rank)
+        else:
+            yield advanced[0], put(state, index, advanced[1])
+
+    def published(self, state: State, rank: Rank) -> Rank:
+        return say(rank)
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         rank, decision, asked, _, last = self.begin(state, rank)
@@ -313,15 +400,15 @@ class RpcModel(LoopModel):
     def news(self, state: State, rank: Rank) -> tuple:
         """What the coordinator tells a rank."""
         coordinator = coordinator_of(state)
-        return coordinator.step, coordinator.over, rank.known[3]
+        return coordinator.step, coordinator.over, rank.known[3], coordinator.calls, rank.known[5]
 
     def heard(self, state: State, index: int, said: tuple) -> State:
         """The coordinator hears a rank, tells everyone what is news, and answers."""
         *known, answer = said
         coordinator = coordinator_of(state)
-        before = (coordinator.step, coordinator.over)
+        before = (coordinator.step, coordinator.over, coordinator.calls)
         coordinator.hear(index, self.as_heard(Known(*known)))
-        news = (coordinator.step, coordinator.over)
+        news = (coordinator.step, coordinator.over, coordinator.calls)
         ranks = tuple(rank._replace(known=astuple(known), here=here)
                       for rank, known, here in zip(state.ranks, coordinator.known, coordinator.here, strict=True))
         owed = coordinator.owed()
@@ -329,7 +416,8 @@ class RpcModel(LoopModel):
         out = []
         for other, rank in enumerate(ranks):
             tells = before != news and other in owed and self.tells(other, index) or answer and other == index
-            out.append(tell(rank, (*news, rank.known[3], False)) if tells and rank.at is not At.DEAD else rank)
+            tells = tells and rank.at is not At.DEAD
+            out.append(tell(rank, (*news[:2], rank.known[3], news[2], rank.known[5], False)) if tells else rank)
         return state._replace(ranks=tuple(out))
 
     def tells(self, to: int, because_of: int) -> bool:
@@ -344,9 +432,9 @@ class RpcModel(LoopModel):
         """A rank hears from the coordinator."""
         if message == "fault":
             return rank if rank.at is At.ENDED else fail(rank)
-        step, over, left, answer = message
+        *news, answer = message
         participant = Participant(*rank.participant)
-        due = participant.told(step, over, left)
+        due = participant.told(*news)
         rank = rank._replace(participant=astuple(participant), ring=rank.ring or due)
         return say(rank) if answer else rank
 
@@ -356,23 +444,38 @@ class RpcModel(LoopModel):
 
 
 class ShmModel(LoopModel):
-    """Ranks that share a page. `known` is the word in a rank's slot, `bells` says how many others it has yet to ring,
+    """Ranks that share a page. `known` are the words in a rank's slot, `bells` says how many others it has yet to ring,
     and `ring` that one's own bell has been rung, so that the watching thread will look."""
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield "reads", put(state, index, self.refreshed(state, rank)._replace(at=At.RINGING, bells=-1))
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        if rank.at is At.TURN and not rank.bells:
+            advanced = self.advanced(state, rank)
+            if advanced is None:
+                yield from self.decide(state, index, rank)
+            else:
+                yield advanced[0], put(state, index, advanced[1])
+            return
         if rank.at is At.RINGING:  # between the read and the write others may write
             rank, decision, asked, urgent, last = self.begin(state, rank)
             rank = rank._replace(bells=0)
             if asked is not None:
-                rank = rank._replace(known=(asked, False), bells=len(state.ranks) - 1 if self.rings(urgent) else 0)
+                bells = len(state.ranks) - 1 if self.rings(urgent) else 0
+                rank = rank._replace(known=(asked, *rank.known[1:]), bells=bells)
             yield decision.value, put(state, index, rank, last=last)
             return
         if rank.bells:
             return  # rings them first: see `of`
         yield from super().loop(state, index, rank)
+
+    def turn(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        yield "reads about calls", put(state, index, self.refreshed(state, rank)._replace(at=At.TURN))
+
+    def published(self, state: State, rank: Rank) -> Rank:
+        turns = Participant(*rank.participant).turns
+        return rank._replace(known=(*rank.known[:2], turns.ready, turns.known), bells=len(state.ranks) - 1)
 
     def rings(self, urgent: bool) -> bool:
         """Whether an ask rings the others' bells."""
@@ -401,24 +504,27 @@ class ShmModel(LoopModel):
     def may_be_dead(self, state: State, rank: Rank) -> bool:
         """It has done its part: all leave, and it has ended all forwards."""
         step = max(other.known[0] for other in state.ranks)
-        return all(len(other.known) == 2 and other.known[1] for other in state.ranks) and rank.participant[1] >= step
+        return all(other.known[1] for other in state.ranks) and rank.participant[1] >= step
 
     def refreshed(self, state: State, rank: Rank) -> Rank:
         """What a rank reads."""
         participant = Participant(*rank.participant)
-        participant.told(max(other.known[0] for other in state.ranks), all(other.known[1] for other in state.ranks))
+        calls = replace(state.ranks[0].known[3], ready=min(other.known[2] for other in state.ranks[1:]))
+        participant.told(max(other.known[0] for other in state.ranks), all(other.known[1] for other in state.ranks),
+                         calls=calls if self.calls else None)
         return rank._replace(participant=astuple(participant))
 
     def due(self, state: State, rank: Rank) -> bool:
         return Participant(*self.refreshed(state, rank).participant).due
 
     def join(self, rank: Rank) -> Rank:
-        return rank._replace(known=(0, False))
+        return rank._replace(known=(0, False, 0, Calls()))
 
     def leave(self, state: State, index: int, rank: Rank) -> State:
         participant = Participant(*rank.participant)
         participant.leave()
-        return put(state, index, rank._replace(participant=astuple(participant), known=(participant.agreed, True),
+        known = (participant.agreed, True, *rank.known[2:])
+        return put(state, index, rank._replace(participant=astuple(participant), known=known,
                                                bells=len(state.ranks) - 1))
 
 
@@ -458,4 +564,7 @@ def fail(rank: Rank) -> Rank:
 def coordinator_of(state: State) -> Coordinator:
     """The coordinator. Its step is the highest that it has heard of."""
     known = [Known(*rank.known) for rank in state.ranks]
-    return Coordinator(known, [rank.here for rank in state.ranks], max(one.asked for one in known))
+    calls = Calls(ready=min(one.ready for one in known[1:]))
+    for one in known:
+        calls = calls.merged(one.calls)
+    return Coordinator(known, [rank.here for rank in state.ranks], max(one.asked for one in known), calls)

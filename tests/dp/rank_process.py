@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_pd import dp
 from vllm_pd.dp.group import join
-from vllm_pd.dp.interface import Decision, GroupFailed, Settings
+from vllm_pd.dp.interface import CallEnd, Decision, GroupFailed, Settings
 
 _FORK = multiprocessing.get_context("fork")
 SETTINGS = Settings(timeout_s=1.5, grace_s=0.3, join_s=20.0)
@@ -41,19 +41,33 @@ def file_exchange(folder: Path, rank: int, size: int) -> Callable[[bytes], list[
 
 
 def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], None], report: Callable) -> None:
-    """Until END. Reports ("served",) for each request and, when asked, ("state", counters, cpu_s, switches)."""
+    """Until END. Reports ("served",) for each request, ("made", name, forwards) for each call, which waits for all as a
+    forward does, ("failed call", name), and, when asked, ("state", counters, cpu_s, switches) and ("given up", whether
+    it was)."""
     work: list[int] = []
     while True:
-        while not inbox.empty() or not work and not member.due:
+        while not inbox.empty() or not (work and member.may_step) and not member.due:
             kind, *rest = inbox.get()
             if kind == "request":
                 work.append(rest[0])
             elif kind == "leave":
                 member.leave()
+            elif kind == "call":
+                member.hold(rest[0])
+            elif kind == "give up":
+                report(("given up", member.give_up(rest[0])))
             elif kind == "state":
                 usage = resource.getrusage(resource.RUSAGE_SELF)
                 report(("state", member.counters, time.process_time(), usage.ru_nvcsw))
-        decision = member.before_step(True, max(work)) if work else member.before_step(False)
+        while end := member.next_call():
+            what, name = end
+            if what is CallEnd.MAKE:
+                forward()
+                report(("made", name, member.counters.forwards))
+            else:
+                report(("failed call", name))
+        works = work and member.may_step
+        decision = member.before_step(True, max(work)) if works else member.before_step(False)
         if decision is Decision.END:
             return
         if decision is Decision.IDLE:

@@ -52,6 +52,54 @@ def test_b70_b71_requests_at_any_rank_are_served_in_equally_many_forwards(make):
     assert len({counters.forwards for counters in ended}) == 1
 
 
+def test_calls_are_made_by_all_after_the_same_forward(make):
+    """Calls that come to each rank in its own time, while requests come to any: each waits for all ranks, as a forward
+    does, so one in a call and another in a forward would hang."""
+    group = make(3)
+    chance = random.Random(36608)
+    for number in range(40):
+        for rank in chance.sample(range(3), 3):
+            group.ask(rank, "call", 1 + number % 2)
+            if chance.random() < 0.5:
+                group.ask(chance.randrange(3), "request", chance.randint(1, 9))
+            time.sleep(chance.choice([0, 0, 0.002]))
+    made = [sorted(group.wait(rank, "made")[1:] for _ in range(40)) for rank in range(3)]
+    assert made[0] == made[1] == made[2]
+    assert {counters.calls for counters, _, _ in group.states()} == {40}
+
+
+def test_a_call_that_not_all_hear_of_is_made_by_none(make):
+    """Rank 0 decides; whoever has said that it is ready waits for that. Later calls are made, in whatever order."""
+    group = make(3)
+    for rank in (0, 1):
+        group.ask(rank, "call", 5)
+    time.sleep(0.2)
+    group.ask(1, "give up", 5)
+    assert group.wait(1, "given up")[1] is False
+    group.ask(2, "request", 5)
+    group.wait(2, "served")
+    group.ask(0, "give up", 5)
+    assert group.wait(0, "given up")[1] is True
+    assert group.wait(1, "failed call")[1] == 5
+    group.ask(2, "call", 5)
+    group.ask(2, "give up", 5)
+    assert group.wait(2, "given up")[1] or group.wait(2, "failed call")  # the word that it is dropped may be late
+    for rank, names in ((0, (6, 7)), (1, (7, 6)), (2, (7, 6))):
+        for name in names:
+            group.ask(rank, "call", name)
+    made = [[group.wait(rank, "made")[1:] for _ in range(2)] for rank in range(3)]
+    assert made[0] == made[1] == made[2]
+
+
+def test_b73_rank_0_stops_while_a_call_waits_and_ends_the_others(make):
+    group = make(3)
+    for rank in (0, 1):
+        group.ask(rank, "call", 5)
+    time.sleep(0.2)
+    group.signal(0, signal.SIGSTOP)
+    assert set(group.exit_codes(1, 2)) <= {FAILED, 1}
+
+
 def test_b71_a_lone_request_costs_no_forward_after_its_last(make):
     group = make(2)
     for _ in range(5):

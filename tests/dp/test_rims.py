@@ -199,9 +199,13 @@ def test_b70_lost_doubled_and_late_messages_change_nothing(make_door, monkeypatc
     for thread in threads:
         thread.start()
     chance = random.Random(2)
-    for _ in range(12):
+    for number in range(12):
+        calls = inboxes if number % 3 == 0 else []
+        for inbox in calls:
+            inbox.put(("call", 1))
         inboxes[chance.randrange(3)].put(("request", chance.randint(1, 6)))
-        served.get(timeout=BOUND_S)
+        reports = [served.get(timeout=BOUND_S) for _ in range(1 + len(calls))]
+        assert len({report for report in reports if report[0] == "made"}) == (1 if calls else 0)
     for inbox in inboxes:
         inbox.put(("leave",))
     for thread in threads:
