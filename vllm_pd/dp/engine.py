@@ -113,7 +113,7 @@ class EngineSync:
     @property
     def due(self) -> bool:
         """Whether the engine loop has something to do here although it may have no request."""
-        return self._leaving or self._member.due
+        return self._leaving or self._calls.overdue or self._member.due
 
     @property
     def may_step(self) -> bool:

@@ -9,6 +9,7 @@ comes behind one that waits stays behind it.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # Those that reach the workers and may run collectives there, or change what a forward pass uses.
 TOGETHER = frozenset({"collective_rpc", "execute_dummy_batch", "sleep", "wake_up"})
+ALARM_SLACK_S = 0.01  # so that a call is surely overdue when the loop is woken for it
 
 Request = tuple[int, int, str, Any]  # number of the front end, of the call, method of EngineCore, its arguments
 
@@ -55,20 +57,26 @@ class UtilityCalls:
     def __bool__(self) -> bool:
         return bool(self._held)
 
+    @property
+    def overdue(self) -> bool:
+        """Whether one has waited for too long, so that `carry_out` has something to do."""
+        return any(held.until_s <= time.monotonic() for held in self._held)
+
     def hold(self, request: Request) -> bool:
         """Whether this call has to wait; then it is kept."""
         client, _, method, args = request
         together = self._wait_s > 0 and method in TOGETHER
         if not together and all(held.request[0] != client for held in self._held):
             return False
-        name, alarm = 0, None
-        if together:
-            name = name_of(client, method, args)
-            self._member.hold(name)
-            alarm = threading.Timer(self._wait_s, self._wake)
-            alarm.daemon = True
-            alarm.start()
+        if not together:
+            self._held.append(_Held(request, 0, math.inf, None))
+            return True
+        name = name_of(client, method, args)
+        self._member.hold(name)
+        alarm = threading.Timer(self._wait_s + ALARM_SLACK_S, self._wake)
+        alarm.daemon = True
         self._held.append(_Held(request, name, time.monotonic() + self._wait_s, alarm))
+        alarm.start()
         return True
 
     def carry_out(self, make: Callable[[Request], None]) -> None:
@@ -82,14 +90,16 @@ class UtilityCalls:
                 self._fail(held)
             self._follow(make)
         now = time.monotonic()
-        for held in [held for held in self._held if held.name and held.until_s <= now]:
+        for held in [held for held in self._held if held.until_s <= now]:
             if self._member.give_up(held.name):
                 self._fail(self._taken(held.name))
                 self._follow(make)
+            else:  # rank 0 is about to say what becomes of it
+                self._held = [one._replace(until_s=math.inf) if one is held else one for one in self._held]
 
     def expire(self) -> None:
         """Wait no longer."""
-        self._held = [held._replace(until_s=0.0) for held in self._held]
+        self._held = [held._replace(until_s=0.0) if held.name else held for held in self._held]
 
     def _taken(self, name: int) -> _Held:
         held = next(held for held in self._held if held.name == name)

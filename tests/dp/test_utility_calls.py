@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which utility calls an engine keeps until all ranks make them, and what becomes of them."""
+
+import time
+
+import pytest
+
+from vllm_pd.dp.engine import GroupSettings, settings_of
+from vllm_pd.dp.interface import CallEnd
+from vllm_pd.dp.utility import UtilityCalls, name_of
+from vllm_pd.errors import ConfigError
+
+
+class Sync:
+    """A step sync that says what it is told to say."""
+
+    def __init__(self):
+        self.held, self.ends, self.decides = [], [], True
+
+    def hold(self, name):
+        self.held.append(name)
+
+    def next_call(self):
+        return self.ends.pop(0) if self.ends else None
+
+    def give_up(self, name):
+        return self.decides
+
+
+@pytest.fixture
+def sync():
+    return Sync()
+
+
+@pytest.fixture
+def make(sync, monkeypatch):
+    """Makes UtilityCalls; `done` has what they made, and what failed."""
+    done = []
+    monkeypatch.setattr(UtilityCalls, "_fail", lambda self, held: done.append(("failed", held.request)))
+
+    def calls(wait_s=60.0, wake=lambda: None):
+        one = UtilityCalls(None, sync, wait_s, wake)
+        one.done = done
+        one.turn = lambda: one.carry_out(lambda request: done.append(("made", request)))
+        return one
+
+    yield calls
+
+
+def test_only_what_reaches_the_workers_waits_and_what_comes_behind_it(sync, make):
+    calls = make()
+    assert not calls.hold((0, 1, "reset_prefix_cache", ()))
+    update, look = (0, 2, "collective_rpc", ("update", None)), (0, 3, "is_sleeping", ())
+    other = (1, 4, "is_sleeping", ())
+    assert calls.hold(update) and calls.hold(look) and not calls.hold(other)
+    calls.turn()
+    assert calls.done == [] and calls
+    sync.ends = [(CallEnd.MAKE, sync.held[0])]
+    calls.turn()
+    assert calls.done == [("made", update), ("made", look)] and not calls
+
+
+def test_calls_of_two_front_ends_are_made_in_the_order_that_rank_0_gives(sync, make):
+    calls = make()
+    first, second, behind = (0, 1, "sleep", (1,)), (1, 2, "sleep", (1,)), (0, 3, "is_sleeping", ())
+    assert all(calls.hold(request) for request in (first, second, behind))
+    sync.ends = [(CallEnd.MAKE, sync.held[1]), (CallEnd.FAIL, sync.held[0])]
+    calls.turn()
+    assert calls.done == [("made", second), ("failed", first), ("made", behind)]
+
+
+def test_a_call_waits_no_longer_than_it_may_unless_rank_0_has_yet_to_decide(sync, make):
+    woken = []
+    calls = make(0.05, lambda: woken.append(calls.overdue))
+    request = (0, 1, "wake_up", (None,))
+    sync.decides = False
+    assert calls.hold(request) and not calls.overdue
+    until = time.monotonic() + 20
+    while not woken and time.monotonic() < until:
+        time.sleep(0.01)
+    assert woken == [True]
+    calls.turn()
+    assert calls and not calls.overdue  # or the loop would spin
+    sync.decides = True
+    calls.expire()
+    assert calls.overdue
+    calls.turn()
+    assert calls.done == [("failed", request)] and not calls.overdue
+
+
+def test_with_no_wait_every_call_is_made_at_once(make):
+    assert not make(0.0).hold((0, 1, "collective_rpc", ("update",)))
+
+
+def test_ranks_know_a_call_by_front_end_method_and_what_is_called_inside():
+    names = [name_of(0, "sleep", (1,)), name_of(1, "sleep", (1,)), name_of(0, "wake_up", ()),
+             name_of(0, "collective_rpc", ("a",)), name_of(0, "collective_rpc", ("b",)),
+             name_of(0, "collective_rpc", (b"code",))]  # fmt: skip
+    assert len(set(names)) == 6 and all(0 < name < 1 << 40 for name in names)
+    assert name_of(0, "sleep", (1,)) == name_of(0, "sleep", (2,))
+
+
+def test_how_long_is_waited_depends_on_who_calls():
+    assert GroupSettings().wait_s(one_front_end=True, offline=False) == 30
+    assert GroupSettings(stall_s=77).wait_s(one_front_end=False, offline=True) == 77
+    assert GroupSettings().wait_s(one_front_end=False, offline=False) == 0
+    assert GroupSettings(call_wait_s=4).wait_s(one_front_end=False, offline=False) == 4
+
+
+def test_b80_a_wait_that_cannot_be_is_refused():
+    """B80: named, with what to take."""
+    with pytest.raises(ConfigError, match="call_wait_s=-1"):
+        settings_of({"dp_sync": {"call_wait_s": -1}})
