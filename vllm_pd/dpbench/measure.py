@@ -5,8 +5,8 @@ For each model and size the groups of all trees are there at once and get the sa
 turns, whose first is another one each time, so that what else the machine does hits all alike:
 
 1. bursts: one request at a time at rank 0 of an idle group, whose end is waited for. Lengths are drawn evenly from
-   BURST_TOKENS; every third one ends by a stop token instead. A *drain dummy* is a dummy forward pass that began after
-   the last real one of any rank; the *wake-up* is the time from the request being handed to the front end to the start
+   BURST_TOKENS; every third one ends by a stop token instead. A *drain dummy* is a pass that is a dummy on all ranks,
+   after the last that was not; the *wake-up* is the time from the request being handed to the front end to the start
    of an idle peer's first forward pass.
 2. load: rounds of requests on all ranks at once, of unequal length, four of ten on rank 0. Collectives and messages
    beside those of the forward passes are counted by the ranks themselves (`probe.StepProbe`).
@@ -30,7 +30,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .group import Group
-from .probe import DUMMY, FORWARD
+from .probe import DUMMY
 
 LEAST_BURSTS = 3
 BURST_TOKENS = (2, 65)  # evenly over two of upstream's stop intervals, so that its ends meet them anywhere
@@ -127,9 +127,7 @@ class Turns:
         result = self.group.generate(prompt, rank=0, **params).result(60)
         time.sleep(self.settle_s)
         probes = self.group.take_probe()
-        last = max(step[0] for probe in probes for step in probe["steps"] if step[2] == FORWARD)
-        self.dummies[early].append(max(sum(step[2] == DUMMY and step[0] > last for step in probe["steps"])
-                                       for probe in probes))  # fmt: skip
+        self.dummies[early].append(min(map(trailing_dummies, probes)))
         self.messages.append(sum(probe["messages"] for probe in probes))
         self.collectives.append(probes[0]["collectives"])
         self.wakes_s += [probe["steps"][0][0] - result["sent"] for probe in probes[1:]]
@@ -191,6 +189,11 @@ def measure_groups(bench: DpBench, all_turns: Sequence[Turns]) -> list[dict[str,
             turns.load(load)
     idle = _silence([turns.group for turns in all_turns])
     return [turns.figures() | silent for turns, silent in zip(all_turns, idle, strict=True)]
+
+
+def trailing_dummies(probe: dict) -> int:
+    """Dummy passes after this rank's last real one."""
+    return sum(1 for _ in itertools.takewhile(lambda step: step[2] == DUMMY, reversed(probe["steps"])))
 
 
 def _rotated(all_turns: Sequence[Turns], number: int) -> list[Turns]:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `vllm-pd bench dp` makes of what groups show: fed with groups of which it is known."""
+
+import json
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_pd.dpbench import measure, report
+from vllm_pd.dpbench.probe import DUMMY, FORWARD
+from vllm_pd.errors import ConfigError
+
+STEP_S = 0.01
+
+
+class Played:
+    """Two ranks: each request takes a pass of rank 0 for each token, then both run `drain` dummies; `sent` messages."""
+
+    size = 2
+    ranks = (0, 1)
+
+    def __init__(self, name: str, turns: list[str], drain: int, sent: int) -> None:
+        self.name, self.turns, self.drain, self.sent = name, turns, drain, sent
+        self.pids, self.process = {}, SimpleNamespace(pid=-1)
+        self.now_s = 0.0
+
+    def start_probe(self) -> None:
+        self.probes = [{"steps": [], "messages": 0, "collectives": 0} for _ in range(2)]
+        self.turns.append(self.name)
+
+    def take_probe(self) -> list[dict]:
+        for probe in self.probes:
+            start_s = probe["steps"][-1][1]
+            probe["steps"] += [(start_s + STEP_S * n, start_s + STEP_S * (n + 1), DUMMY, 0) for n in range(self.drain)]
+            probe["messages"] += self.sent
+        return self.probes
+
+    def generate(self, prompt: list[int], rank: int, max_tokens: int, stop_token_ids: tuple = ()) -> Future:
+        tokens = list(range(200, 200 + max_tokens))
+        if stop_token_ids:
+            tokens = tokens[: tokens.index(stop_token_ids[0]) + 1]
+        sent_s = self.now_s
+        for _ in tokens:
+            for number, kind in enumerate([FORWARD, DUMMY]):
+                begun_s = self.now_s + 0.002 * (number + 1)
+                if vars(self).get("probes"):
+                    self.probes[number]["steps"].append((begun_s, begun_s + STEP_S, kind, 1))
+            self.now_s += STEP_S
+        answer: Future = Future()
+        answer.set_result({"tokens": tokens, "sent": sent_s, "first": sent_s + 0.02, "ended": self.now_s})
+        return answer
+
+    def tokens(self, asked: list[Future]) -> list[list[int]]:
+        return [each.result()["tokens"] for each in asked]
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch) -> measure.DpBench:
+    monkeypatch.setattr(measure.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(measure, "_silence", lambda groups: [{"idle_cpu_percent": 1.0, "idle_front_cpu_percent": 0.0}
+                                                            for _ in groups])  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"]}))
+    return measure.DpBench((tmp_path, ), (2, ), (("waves", None), ("ours", None)), bursts=6, requests=4, rounds=3)
+
+
+def test_the_trees_take_turns_and_get_the_same(bench):
+    """Each is first in every other burst and round; figures are of what the group has shown."""
+    turns: list[str] = []
+    groups = [Played("waves", turns, drain=20, sent=7), Played("ours", turns, drain=1, sent=2)]
+    waves, ours = measure.measure_groups(bench, [measure.Turns(group) for group in groups])
+    after_warm_up = turns[2:]
+    assert after_warm_up[:4] == ["waves", "ours", "ours", "waves"] and len(after_warm_up) == 2 * (6 + 3)
+    assert [each["drain_dummies"]["mean"] for each in (waves, ours)] == [20, 1]
+    assert [each["messages_per_burst"] for each in (waves, ours)] == [14, 4]
+    assert waves["wake_up_ms"]["p50"] == pytest.approx(4) and waves["ttft_idle_ms"]["max"] == pytest.approx(20)
+    assert waves["tokens_digest"] == ours["tokens_digest"] and len(ours["tokens_per_s_rounds"]) == 3
+    assert len(ours["steps"]) == 2  # the picture's, rank by rank
+
+
+def test_the_report_has_a_column_for_each_group(bench, tmp_path):
+    """And says when groups of one model gave different tokens."""
+    groups = [Played("waves", [], 20, 7), Played("ours", [], 1, 2)]
+    about = {"model": "m", "experts": False, "size": 2}
+    figures = measure.measure_groups(bench, [measure.Turns(group) for group in groups])
+    entries = [about | {"tree": group.name} | each for group, each in zip(groups, figures, strict=True)]
+    assert measure.same_tokens(entries)
+    assert not measure.same_tokens([*entries, entries[0] | {"tokens_digest": "0"}])
+    assert len(report.table({"entries": entries}).columns) == 3
+    report.picture({"entries": entries}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("key, given", [("bursts", 2), ("rounds", 0), ("requests", 0), ("sizes", (1, ))])
+def test_b80_what_cannot_be_measured_is_refused(bench, key, given):
+    """B80: the message names the option."""
+    with pytest.raises(ConfigError, match=rf"--{key.removesuffix('s') if key == 'sizes' else key}"):
+        measure.DpBench(**(vars(bench) | {key: given})).check()
