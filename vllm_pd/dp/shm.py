@@ -145,6 +145,7 @@ class ShmMember(BaseMember):
         self._dead: set[int] = set()
         self._liveness = Liveness(sorted(pidfds), settings.timeout_s, settings.stall_s)
         self._seen: dict[int, tuple[int, int, int]] = {}
+        self._call_words: tuple[list[int], int, int] | None = None
         self._thread.start()
 
     def _reach(self) -> Reach:
@@ -153,11 +154,12 @@ class ShmMember(BaseMember):
     def _refresh(self) -> None:
         # In that order: who is ready has stored its last ask before, and asks again only after it has read that the
         # call is released.
-        dropped, *ready = self._board.column(_Word.READY)
+        ready = self._board.column(_Word.READY)
         asked = self._board.column(_Word.ASKED)
-        proposed, name = _unpack(self._board.read(_LEADER, _Word.PROPOSED))
-        released, final = _unpack(self._board.read(_LEADER, _Word.RELEASED))
-        calls = Calls(proposed, name, dropped, released, final, min(ready, default=proposed))
+        words = (ready, self._board.read(_LEADER, _Word.PROPOSED), self._board.read(_LEADER, _Word.RELEASED))
+        calls = None
+        if words != self._call_words:
+            self._call_words, calls = words, _calls(*words)
         self._participant.told(max(asked) >> 1, all(word & 1 for word in asked), calls=calls)
 
     def _publish(self, ask: Ask) -> None:
@@ -266,9 +268,12 @@ class ShmMember(BaseMember):
         self._fail(f"rank {rank}: {_SAYS[fault]}{detail}")
 
 
-def _unpack(word: int) -> tuple[int, int]:
-    """The number of a call, and what is said of it."""
-    return word >> NAME_BITS, word & (1 << NAME_BITS) - 1
+def _calls(ready: list[int], proposed: int, released: int) -> Calls:
+    """What the words say."""
+    rest = (1 << NAME_BITS) - 1
+    number = proposed >> NAME_BITS
+    return Calls(number, proposed & rest, ready[_LEADER], released >> NAME_BITS, released & rest,
+                 min(ready[_LEADER + 1:], default=number))
 
 
 def open_pidfds(pids: list[int], rank: int) -> dict[int, int]:
