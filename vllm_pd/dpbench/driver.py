@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that owns one front end (`AsyncLLM`) of a data-parallel group and does what it is told over a pipe.
+"""A process that owns the front end (`AsyncLLM`) of a data-parallel group and does what it is told over a pipe.
 
     python -m vllm_pd.dpbench.driver READ_FD WRITE_FD ENGINE_ARGUMENTS_AS_JSON
 
 It runs in whatever vLLM its PYTHONPATH names, patched or not, and knows nothing of either's step sync. The other end is
 `vllm_pd.dpbench.group.Group`. Life: build the engine, send `{"ready": ...}`, then answer one JSON line with one JSON
-line each, in any order, until the pipe is closed; the engine processes end with it.
+line each, in any order, until the pipe is closed; the engine processes end with it. It may have several front ends, as
+several API servers are; `front` in a line says whose it is.
 """
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -16,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from .cluster import cluster, find
 
 MAX_LINE_BYTES = 1 << 26
 
@@ -27,7 +31,8 @@ async def generate(engine: Any, ask: dict) -> dict:
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(output_kind=RequestOutputKind.DELTA, temperature=0.0, detokenize=False, **ask["params"])
+    kind = RequestOutputKind[ask.get("kind", "DELTA")]
+    params = SamplingParams(output_kind=kind, temperature=0.0, detokenize=False, **ask["params"])
     tokens: list[int] = []
     sent = time.monotonic()
     first = None
@@ -61,30 +66,86 @@ async def chosen(engine: Any, ask: dict) -> dict:
     return {key: int.from_bytes(rank, "little") for key, rank in engine.engine_core.reqs_in_flight.items()}
 
 
-ASKS = {"generate": generate, "call": call, "counts": counts, "chosen": chosen}
+async def finished(engine: Any, ask: dict) -> list[int]:
+    """How many requests of this front end each rank has finished. Wants `disable_log_stats=False`."""
+    return [next(tally for tally in tallies if isinstance(tally, Tally)).finished for tallies in engine.stat_loggers]
 
 
-def engine_of(arguments: dict, pipes: tuple[int, int]) -> Any:
-    """The front end and its engines, which are forked from this process, so that each need not import everything again.
+class Tally:
+    """Counts what one rank has finished, in the place of one of vLLM's statistics loggers."""
 
-    Upstream's CPU platform would have every engine begin from nothing, and another process look at the model's class.
-    No thread of torch's has run here yet.
+    def __init__(self, config: Any, engine_index: int = 0) -> None:
+        self.finished = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        self.finished += len(iteration_stats.finished_requests) if iteration_stats else 0
+
+    def log(self) -> None:
+        """Nothing to say."""
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+ASKS = {"generate": generate, "call": call, "counts": counts, "chosen": chosen, "finished": finished}
+
+
+class Fronts:
+    """`front_ends` front ends, one unless more are asked for, and the engines behind them.
+
+    The engines are forked from this process, so that each need not import everything again: upstream's CPU platform
+    would have every one begin from nothing, and another process look at the model's class. No thread of torch's has
+    run here yet.
     """
-    import vllm.v1.worker.cpu_worker  # noqa: F401  what an engine process needs
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    for name in json.loads((Path(arguments["model"]) / "config.json").read_text())["architectures"]:
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-    config = AsyncEngineArgs(**arguments).create_engine_config()
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    for pipe in pipes:  # else the other end would take an engine that lives on for this process
-        os.register_at_fork(after_in_child=functools.partial(os.close, pipe))
-    return AsyncLLM.from_vllm_config(config, disable_log_requests=True, disable_log_stats=True)
+    def __init__(self, arguments: dict, pipes: tuple[int, int]) -> None:
+        import vllm.v1.worker.cpu_worker  # noqa: F401  what an engine process needs
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.model_executor.models import ModelRegistry
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        for name in json.loads((Path(arguments["model"]) / "config.json").read_text())["architectures"]:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+        front_ends = arguments.pop("front_ends", 1)
+        quiet = arguments["disable_log_stats"]
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        for pipe in pipes:  # else the other end would take an engine that lives on for this process
+            os.register_at_fork(after_in_child=functools.partial(os.close, pipe))
+        clients: list = [{}] if front_ends == 1 else self._launched(config, not quiet, front_ends)
+        self.engines = [AsyncLLM.from_vllm_config(config, disable_log_requests=True, disable_log_stats=quiet,
+                                                  stat_loggers=None if quiet else [Tally], **client)
+                        for client in clients]  # fmt: skip
+        if front_ends == 1:
+            self._managed = self.engines[0].engine_core.resources.engine_manager
+
+    def _launched(self, config: Any, log_stats: bool, front_ends: int) -> list[dict]:
+        """Start engines and coordinator as `vllm serve --api-server-count` does. What makes a client of each."""
+        from vllm.v1.engine.utils import launch_core_engines
+        from vllm.v1.executor.abstract import Executor
+
+        with launch_core_engines(config, Executor.get_class(config), log_stats, front_ends) as launched:
+            self._managed, self._coordinator, addresses = launched
+        counts_at = self._coordinator.get_stats_publish_address()
+        return [{"client_index": number, "client_addresses": {"input_address": each, "output_address": its_output,
+                                                              "stats_update_address": counts_at}}
+                for number, (each, its_output) in enumerate(zip(addresses.inputs, addresses.outputs, strict=True))]
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the engine processes, by name; none where they are Ray's."""
+        return {process.name: process.pid for process in vars(self._managed).get("processes", [])}
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.shutdown()
+        if len(self.engines) > 1:
+            self._managed.close()
+            self._coordinator.close()
 
 
 async def serve(read_fd: int, write_fd: int, arguments: dict) -> None:
+    """Do what is asked until nobody can ask any more."""
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb"))  # fmt: skip
@@ -93,12 +154,12 @@ async def serve(read_fd: int, write_fd: int, arguments: dict) -> None:
     def answer(message: dict) -> None:
         answers.write(json.dumps(message) + "\n")
 
-    engine = engine_of(arguments, (read_fd, write_fd))
-    managed = engine.engine_core.resources.engine_manager
-    answer({"ready": {process.name: process.pid for process in getattr(managed, "processes", [])}})
+    fronts = Fronts(arguments, (read_fd, write_fd))
+    answer({"ready": fronts.pids})
 
     async def carry_out(ask: dict) -> None:
         try:
+            engine = fronts.engines[ask.get("front", 0)]
             answer({"id": ask["id"], "result": await ASKS[ask["ask"]](engine, ask)})
         except Exception as error:  # whatever the engine says goes to the one who asked
             answer({"id": ask["id"], "error": f"{type(error).__name__}: {error}"})
@@ -108,12 +169,17 @@ async def serve(read_fd: int, write_fd: int, arguments: dict) -> None:
         task = asyncio.create_task(carry_out(json.loads(line)))
         running.add(task)
         task.add_done_callback(running.discard)
-    engine.shutdown()
+    fronts.close()
 
 
 def main() -> None:
     read_fd, write_fd = int(sys.argv[1]), int(sys.argv[2])
-    asyncio.run(serve(read_fd, write_fd, json.loads(sys.argv[3])))
+    arguments = json.loads(sys.argv[3])
+    with contextlib.ExitStack() as stack:
+        if arguments.get("data_parallel_backend") == "ray":
+            find()
+            stack.enter_context(cluster(arguments["data_parallel_size"]))
+        asyncio.run(serve(read_fd, write_fd, arguments))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ class Group:
     """`size` engines on this machine and one front end of them. Close it, or use it as a context.
 
     tree: the vLLM to run, a folder that holds `vllm/`; None: the one that is imported here. `arguments` are
-    `AsyncEngineArgs`; they may give this front end a part of the group only, and then `ranks` says which.
+    `AsyncEngineArgs`; they may give this front end a part of the group only, and then `ranks` says which. One more,
+    `front_ends`: how many there are, of which `front` of each question chooses one.
     """
 
     def __init__(self, model: Path, size: int, tree: Path | None = None, log: Path | None = None,
@@ -90,10 +91,13 @@ class Group:
         return future
 
     def generate(self, prompt: list[int], rank: int | None = None, max_tokens: int = 16, name: str | None = None,
-                 abort_after: int = 0, adapter: list | None = None, **params: Any) -> Future:  # fmt: skip
-        """Send one greedy request to `rank` (None: the front end decides). `adapter`: the fields of a LoRARequest."""
+                 abort_after: int = 0, adapter: list | None = None, front: int = 0, kind: str = "DELTA",
+                 **params: Any) -> Future:  # fmt: skip
+        """Send one greedy request to `rank` (None: the front end decides). `adapter`: the fields of a LoRARequest;
+        `kind`: the name of a RequestOutputKind."""
         name = name or f"r{next(self._numbers)}"
         return self.submit("generate", request=name, prompt=prompt, rank=rank, abort_after=abort_after, adapter=adapter,
+                           front=front, kind=kind,
                            params={"max_tokens": max_tokens, "ignore_eos": True} | params)  # fmt: skip
 
     def tokens(self, asked: Iterable[Future], timeout_s: float = ANSWER_S) -> list[list[int]]:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two front ends over the same two ranks, as with several API servers: neither knows what the other sends."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from dp_loads import MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
+
+from vllm_pd.dpbench.group import Group
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def servers(moe, logs) -> Iterator[Group]:
+    """Each with half of the experts. The group's very first request is the second front end's, to rank 1 (B72)."""
+    with Group(moe, 2, TREE, logs / "servers.log", enable_expert_parallel=True, front_ends=2,
+               disable_log_stats=False) as group:  # fmt: skip
+        group.first = group.generate(PROMPTS[0], rank=1, max_tokens=MAX_TOKENS[0], front=1)
+        group.first.exception(30)
+        yield group
+
+
+def test_b71_requests_of_two_front_ends(servers, expected):
+    """B71, B72: a rank that one front end wakes takes along the rank that only the other one has sent something to."""
+    assert servers.first.result(1)["tokens"] == expected[0]
+    servers.start_probe()
+    for number in range(1, 7):
+        asked = servers.generate(PROMPTS[number], rank=number % 2, max_tokens=MAX_TOKENS[number], front=number // 2 % 2)
+        assert asked.result(20)["tokens"] == expected[number]
+    asked = [servers.generate(prompt, rank=front, max_tokens=most, front=front)
+             for number, (prompt, most) in enumerate(zip(PROMPTS[:30], MAX_TOKENS, strict=False))
+             for front in [number % 2]]  # fmt: skip
+    assert servers.tokens(asked) == expected[:30]
+    probes = at_rest(servers)
+    assert forwards(probes)[0] > 20 and not any(probe["collectives"] for probe in probes)
+
+
+@pytest.mark.parametrize("kind", ["DELTA", "FINAL_ONLY"])
+def test_b70_the_load_is_spread_and_then_all_is_still(servers, kind):
+    """B70: 100 requests without a rank named: each rank gets its share of them, by the counts that the coordinator
+    spreads; then no front end holds a request and no rank runs on. Upstream's own test of a group, over two fronts."""
+    before = _finished(servers)
+    asked = []
+    for number in range(100):
+        asked.append(servers.generate(PROMPTS[number % 10], max_tokens=10, front=number % 2, kind=kind))
+        time.sleep(0.01)
+    assert [len(tokens) for tokens in servers.tokens(asked)] == [10] * 100
+    done = [now - then for now, then in zip(_finished(servers), before, strict=True)]
+    assert sum(done) == 100 and min(done) > 100 // 3
+    assert [servers.submit("chosen", front=front).result(10) for front in (0, 1)] == [{}, {}]
+    at_rest(servers)
+    servers.start_probe()
+    time.sleep(1)
+    assert forwards(servers.take_probe()) == [0, 0]
+
+
+def test_calls_of_two_front_ends_at_once(servers):
+    """Each calls both ranks, with a collective in it, while requests run: the ranks make the calls in one order."""
+    busy = [servers.generate(PROMPTS[4], rank=rank, max_tokens=60, front=rank) for rank in (0, 1)]
+    for _ in range(4):
+        called = [servers.submit("call", method="collective_rpc", args=["probe_collective"], ranks=[0, 1], front=front)
+                  for front in (0, 1)]  # fmt: skip
+        assert [each.result(30) for each in called] == [[[2], [2]]] * 2
+    assert [len(tokens) for tokens in servers.tokens(busy)] == [60, 60]
+
+
+def test_a_request_is_aborted_by_its_own_front_end(servers):
+    """The other one's go on."""
+    mine = servers.generate(PROMPTS[2], rank=0, max_tokens=400, abort_after=3, front=0)
+    others = servers.generate(PROMPTS[3], rank=0, max_tokens=60, front=1)
+    assert len(mine.result(30)["tokens"]) < 20 and len(others.result(60)["tokens"]) == 60
+    servers.start_probe()
+    assert forwards(at_rest(servers))[0] < 60
+
+
+def _finished(group: Group) -> list[int]:
+    """By rank, what all front ends together have seen the end of."""
+    return [sum(ranks) for ranks in zip(*(group.submit("finished", front=front).result(10) for front in (0, 1)),
+                                        strict=True)]  # fmt: skip
