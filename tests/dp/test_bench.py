@@ -75,6 +75,7 @@ def test_the_trees_take_turns_and_get_the_same(bench):
     assert [each["messages_per_burst"] for each in (waves, ours)] == [14, 4]
     assert waves["wake_up_ms"]["p50"] == pytest.approx(4) and waves["ttft_idle_ms"]["max"] == pytest.approx(20)
     assert waves["tokens_digest"] == ours["tokens_digest"] and len(ours["tokens_per_s_rounds"]) == 3
+    assert waves["tokens_per_s_ratio"] == 1 and measure._ratio([2, 9, 4], [1, 3, 4]) == 2
     assert len(ours["steps"]) == 2  # the picture's, rank by rank
 
 

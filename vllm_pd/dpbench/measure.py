@@ -188,7 +188,13 @@ def measure_groups(bench: DpBench, all_turns: Sequence[Turns]) -> list[dict[str,
         for turns in _rotated(all_turns, number):
             turns.load(load)
     idle = _silence([turns.group for turns in all_turns])
-    return [turns.figures() | silent for turns, silent in zip(all_turns, idle, strict=True)]
+    return [turns.figures() | silent | {"tokens_per_s_ratio": _ratio(turns.tokens_per_s, all_turns[0].tokens_per_s)}
+            for turns, silent in zip(all_turns, idle, strict=True)]  # fmt: skip
+
+
+def _ratio(rates: Sequence[float], to: Sequence[float]) -> float:
+    """Of two groups' rounds, each to the one beside it: what else the machine did in these seconds falls out."""
+    return statistics.median(rate / base for rate, base in zip(rates, to, strict=True))
 
 
 def trailing_dummies(probe: dict) -> int:

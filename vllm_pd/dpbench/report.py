@@ -26,6 +26,7 @@ def table(report: dict[str, Any]) -> Table:
         ("TTFT after idle, p50 / p99 ms", lambda e: _pair(e["ttft_idle_ms"])),
         ("tokens/s under load, median of the rounds", lambda e: f"{e['tokens_per_s']:.0f}"),
         ("... least and most", lambda e: "{:.0f} .. {:.0f}".format(*_ends(e["tokens_per_s_rounds"]))),
+        ("... to the first tree's, median of the pairs", lambda e: f"{e['tokens_per_s_ratio']:.2f}"),
         ("CPU of an idle engine, % of a core", lambda e: f"{e['idle_cpu_percent']:.1f}"),
         ("CPU of its idle front end and coordinator", lambda e: f"{e['idle_front_cpu_percent']:.1f}"),
     ]
