@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from tests.dp.models import At, Rank, RpcModel, Setting, ShmModel, State, astuple, put
 from vllm_pd.dp.calls import Turns
 from vllm_pd.dp.core import Known, Participant, Reach
+from vllm_pd.dp.interface import Decision
 
 
 class HorizonOnOneSide(RpcModel):
@@ -178,6 +179,16 @@ class ReleasedBeforeAllAreReady(ShmModel):
             calls = participant.turns.known
             participant.turns = replace(participant.turns, known=replace(calls, ready=calls.proposed))
         return rank._replace(participant=astuple(participant))
+
+
+class LeavesAfterItsPromise(ShmModel):
+    """A rank ends when all have left, although it is ready for a call."""
+
+    def begin(self, state: State, rank: Rank) -> tuple:
+        participant = Participant(*rank.participant)
+        if participant.over and participant.local >= participant.agreed:
+            return rank._replace(at=At.ENDED), Decision.END, None, False, state.last
+        return super().begin(state, rank)
 
 
 class GivesUpAfterItsPromise(RpcModel):

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from dp_loads import MAX_TOKENS, PROMPTS, TREE
+from dp_loads import CALL_WAIT, MAX_TOKENS, PROMPTS, TREE
 
 from vllm_pd.dpbench.group import Group
 
@@ -47,7 +47,7 @@ def mono(moe, logs, starting) -> Group:
 @pytest.fixture(scope="session")
 def experts_pair(moe, logs, starting, mono) -> Group:
     """Two ranks, half of the experts each. Its very first request went to rank 1; `first` has what came of it (B72)."""
-    group = Group(moe, 2, TREE, logs / "experts.log", enable_expert_parallel=True)
+    group = Group(moe, 2, TREE, logs / "experts.log", enable_expert_parallel=True, additional_config=CALL_WAIT)
     starting.callback(group.close)
     group.ready()
     group.first = group.generate(PROMPTS[0], rank=1, max_tokens=6)

@@ -69,6 +69,7 @@ def test_b72_first_request_on_a_headless_node_54762(moe, logs, meeting, expected
         asked = [head.generate(prompt, rank=1 - number % 2, max_tokens=most)
                  for number, (prompt, most) in enumerate(zip(PROMPTS[:20], MAX_TOKENS[:20], strict=True))]  # fmt: skip
         assert asked[0].result(30)["tokens"] == expected[0]
+        assert head.call("collective_rpc", "probe_collective", timeout_s=30) == [[2], [2]]  # in the middle of them
         assert head.tokens(asked) == expected[:20]
 
 
@@ -98,7 +99,8 @@ def test_each_rank_with_a_front_end_of_its_own(logs, meeting, tmp_path):
 
 
 def test_an_offline_rank_that_ends_early_leaves_the_others_their_group(moe, logs):
-    """`LLM` in a process per rank: rank 0 has one short prompt and ends; rank 1 goes on for long and is not harmed."""
+    """`LLM` in a process per rank: rank 0 has one short prompt and ends; rank 1 goes on for long and is not harmed.
+    Before that both make a call with a collective in it, one of them while the other still generates."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     script = Path(__file__).with_name("offline_rank.py")
@@ -110,7 +112,7 @@ def test_an_offline_rank_that_ends_early_leaves_the_others_their_group(moe, logs
             ranks.append(subprocess.Popen([sys.executable, str(script), str(moe), str(tokens)], env=env,
                                           stdout=subprocess.PIPE, stderr=log, text=True))  # fmt: skip
     said = [process.communicate(timeout=150)[0].splitlines()[-1] for process in ranks]
-    assert said == ["served 2", "served 300"]
+    assert said == ["called [2] served 2", "called [2] served 300"]
     assert [process.returncode for process in ranks] == [0, 0]
 
 

@@ -2,14 +2,17 @@
 """Two ranks with real collectives in every forward pass, so that a missing one really blocks."""
 
 import os
+import random
 import signal
 import time
 
 import pytest
-from dp_loads import END_S, HORIZON_STEPS, MAX_TOKENS, PROMPTS, at_rest, forwards, trailing_dummies
+from dp_loads import CALL_WAIT_S, END_S, HORIZON_STEPS, MAX_TOKENS, PROMPTS, at_rest, forwards, trailing_dummies
 
 from vllm_pd.dpbench.group import GroupError
 
+CALLS = [("collective_rpc", ("probe_collective",)), ("sleep", (1,)), ("wake_up", ()), ("execute_dummy_batch", ()),
+         ("is_sleeping", ()), ("reset_prefix_cache", ())]  # fmt: skip
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
@@ -93,6 +96,37 @@ def test_late_wake_up_meets_a_collective_call_36608(group):
         asked.result(20)
         assert group.call("collective_rpc", "probe_collective", timeout_s=20) == [[2], [2]]
     at_rest(group)
+
+
+def test_calls_on_all_ranks_meet_requests_at_both_36608(group):
+    """Requests enter at either rank and calls at both, none waited for: all are served, made and answered."""
+    chance = random.Random(36608)
+    asked, calls = [], []
+    for number in range(50):
+        asked.append(group.generate(PROMPTS[number % 20], rank=chance.randrange(2), max_tokens=chance.randint(1, 9)))
+        method, args = chance.choice(CALLS)
+        calls.append(group.submit("call", method=method, args=args, ranks=[0, 1]))
+        time.sleep(chance.choice([0, 0, 0.001, 0.01, 0.03]))
+    assert all(len(call.result(60)) == 2 for call in calls)
+    group.tokens(asked, 60)
+    group.call("wake_up")
+    at_rest(group)
+
+
+def test_a_call_that_does_not_reach_all_ranks_fails_and_harms_nobody(group):
+    """Each rank is called alone: an error in time, that says what to do. Requests are served meanwhile, and the next
+    call is made."""
+    began = time.monotonic()
+    lone = [group.submit("call", method="collective_rpc", args=("probe_collective",), ranks=[0]),
+            group.submit("call", method="sleep", args=(1,), ranks=[1])]  # fmt: skip
+    behind = group.submit("call", method="is_sleeping", args=(), ranks=[1])
+    group.tokens([group.generate(PROMPTS[2], rank=rank, max_tokens=5) for rank in (0, 1)])
+    for call in lone:
+        with pytest.raises(GroupError, match=r"made by no rank.*call_wait_s"):
+            call.result(20)
+    assert time.monotonic() > began + CALL_WAIT_S
+    assert behind.result(20) == [False]
+    assert group.call("collective_rpc", "probe_collective", timeout_s=20) == [[2], [2]]
 
 
 def test_aborted_request_leaves_nothing_running_51476(group):

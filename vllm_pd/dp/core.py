@@ -81,7 +81,12 @@ class Participant(msgspec.Struct):
     @property
     def due(self) -> bool:
         """Whether this rank has something to do even without work."""
-        return self.local < self.turns.limit(self.agreed) or self.over or self.move is not None
+        return self.local < self.turns.limit(self.agreed) or self._may_end or self.move is not None
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether nobody needs this rank any more, be it for a call: those that are ready for one wait for a word."""
+        return self.over and not self.turns.promised and not (self.turns.leads and self.turns.known.open)
 
     @property
     def move(self) -> Move | None:
@@ -107,7 +112,7 @@ class Participant(msgspec.Struct):
             if step <= self.turns.limit(self.agreed):
                 self.local = step
                 return Decision.DUMMY, None
-            return (Decision.END if self.over else Decision.IDLE), None
+            return (Decision.END if self._may_end else Decision.IDLE), None
         if self.left:
             raise ValueError(f"forward {step} has work, but this rank has left the group")
         if not self.may_step:
