@@ -26,7 +26,6 @@ A_CALL_AND_ALL_LEAVE = Setting(2, Spare(calls=1), leaves=True, expire=True)
 
 # name: model, setting, states
 EXPLORED = {
-    "network, 2 ranks, 3 requests": (RpcModel, Setting(2, Spare(requests=3)), 53_204),
     "network, 2 ranks, early ends and pauses": (RpcModel, Setting(2, Spare(requests=1, aborts=1, pauses=2)), 7_961),
     "network, 2 ranks, nothing known ahead": (RpcModel, Setting(2, Spare(requests=2, aborts=1), hint=no_hint), 33_421),
     "network, 2 ranks, less expected": (RpcModel, Setting(2, Spare(requests=2), tokens=(1, 3), hint=too_low), 20_834),
