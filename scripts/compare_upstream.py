@@ -60,7 +60,7 @@ class Plan:
             shadow_hub.make(args.model, self.hub)
             trees.stage(self.after, args.out / PATCHED, ours=True)
         self.key = cache.key(
-            trees.tree_key(self.before), environment_key(), *shadow_hub.NAMES, args.model / "config.json"
+            trees.tree_key(self.before), environment_key(), *shadow_hub.NAMES, args.model / "config.json", trees.EDITS
         )
 
     def site(self, name: str) -> runner.Site:

@@ -9,11 +9,13 @@ Trees are copied, so that nobody's work tree is written to and an edit during a 
 import os
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 from _series.errors import Refusal
 from _wheel import cache, extension, project, source
 
+EDITS = Path(__file__).with_name("edits.toml")
 LEFT_OUT = shutil.ignore_patterns("__pycache__")
 
 
@@ -52,11 +54,18 @@ def stage(tree: Path, folder: Path, *, ours: bool) -> Path:
     return folder
 
 
-def stage_tests(tree: Path, folder: Path) -> Path:
-    """Copy upstream's tests and their settings into `folder` (made anew), where no ``vllm`` lies beside them."""
+def stage_tests(tree: Path, folder: Path, edits: Path = EDITS) -> Path:
+    """Copy upstream's tests and their settings into `folder` (made anew), where no ``vllm`` lies beside them, and
+    change in them what `edits` says. Refusal where that is not there."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(tree / "tests", folder / "tests", ignore=LEFT_OUT)
     shutil.copy(tree / "pyproject.toml", folder)
+    for edit in tomllib.loads(edits.read_text())["edit"]:
+        file = folder / edit["file"]
+        text = file.read_text() if file.is_file() else ""
+        if text.count(edit["old"]) != 1 or not edit["why"]:
+            raise Refusal(f"{edits.name}: {edit['file']}: expected {edit['old']!r} there, once, and a reason")
+        file.write_text(text.replace(edit["old"], edit["new"]))
     return folder
 
 

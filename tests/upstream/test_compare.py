@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import shadow_hub
 from _series.errors import Refusal
-from _upstream_tests import lists, results, runner
+from _upstream_tests import lists, results, runner, trees
 from _upstream_tests.lists import TestList
 from _upstream_tests.results import Outcome, Result, compare
 
@@ -176,6 +176,30 @@ def test_a_list_is_narrowed():
     assert whole.narrowed(["tests/core"]) == TestList("v0", ("tests/core/a.py",), ("tests/core/a.py::t",))
     assert whole.narrowed(["tests/b.py::u"]) == TestList("v0", ("tests/b.py::u",), (), ("tests/b.py::u",))
     assert whole.narrowed(["tests/c"]).arguments == ()
+
+
+EDIT = """
+[[edit]]
+file = "tests/test_a.py"
+old = "assert x"
+new = "assert y"
+why = "{}"
+"""
+
+
+@pytest.mark.parametrize("text, why", [("assert z", "so"), ("assert x; assert x", "so"), ("assert x", "")])
+def test_an_edit_that_cannot_be_made_is_refused(tmp_path, text, why):
+    """What is changed in upstream's tests is there, once, and has a reason; else another release is looked at."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(text)
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "edits.toml").write_text(EDIT.format(why))
+    with pytest.raises(Refusal, match=r"edits.toml: tests/test_a.py: expected 'assert x'"):
+        trees.stage_tests(tmp_path, tmp_path / "to", tmp_path / "edits.toml")
+    (tmp_path / "edits.toml").write_text(EDIT.format("so"))
+    (tmp_path / "tests" / "test_a.py").write_text("assert x")
+    trees.stage_tests(tmp_path, tmp_path / "to", tmp_path / "edits.toml")
+    assert (tmp_path / "to" / "tests" / "test_a.py").read_text() == "assert y"
 
 
 def test_the_shadow_hub_answers_for_every_name(tmp_path):
