@@ -102,6 +102,48 @@ def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` tak
 
 
 @app.command()
+def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
+           host: Annotated[str, typer.Option(help="The address to listen at; beyond the loopback it needs --api-key.")]
+           = "127.0.0.1",
+           worker: Annotated[list[str] | None, typer.Option(help="The base URL of an engine, like "
+                                                            "http://127.0.0.1:8001; may be repeated.")] = None,
+           broker: Annotated[str | None, typer.Option(help="Also the decode engines that are registered at this "
+                                                      "broker.")] = None,
+           policy: Annotated[str, typer.Option(help="kv (prefix overlap less load), round-robin, least-load or "
+                                               "consistent-hash.")] = "kv",
+           overlap_weight: Annotated[float, typer.Option(help="What a prompt that is held in full counts, in "
+                                                         "prefills.")] = 2.0,
+           waiting_weight: Annotated[float, typer.Option(help="What the tokens that wait count.")] = 1.0,
+           remote_weight: Annotated[float, typer.Option(help="What a remote prefill under way counts.")] = 0.1,
+           blocks_weight: Annotated[float, typer.Option(help="What a full KV cache counts.")] = 1.0,
+           temperature: Annotated[float, typer.Option(help="0 takes the best score; more also draws others.")] = 0.0,
+           tokenizer: Annotated[str | None, typer.Option(help="The model or folder whose tokenizer the prompts get; "
+                                                         "`none` for no overlap. Default: what the engines serve.")]
+           = None,
+           api_key: Annotated[str | None, typer.Option(help="What clients must show; default $VLLM_API_KEY.")] = None,
+           worker_api_key: Annotated[str | None, typer.Option(help="What the router shows to engines in place of what "
+                                                              "clients have shown.")] = None,
+           max_in_flight: Annotated[int, typer.Option(help="How many requests an engine may have open.")] = 1024,
+           timeout_s: Annotated[float, typer.Option(help="How long the first byte of an answer may take; 0 for no "
+                                                    "bound.")] = 600.0,
+           probe_interval_s: Annotated[float, typer.Option(help="A silent engine is probed after this long.")] = 5.0,
+           probe_timeout_s: Annotated[float, typer.Option(help="How long the token of a probe may take.")] = 15.0,
+           keys: KeyFile = None, nats_credentials: NatsCredentials = None, nats_ca: NatsCa = None,
+           nats_prefix: NatsPrefix = "vllm_pd") -> None:
+    """Stand before several engines: each request goes to the one that holds most of its prompt and has least to do."""
+    from vllm_pd.peers import Access
+    from vllm_pd.router.options import RouterOptions
+    from vllm_pd.router.policy import PolicyConfig
+    from vllm_pd.router.server import serve
+    serve(RouterOptions(port=port, host=host, workers=tuple(worker or ()), broker=broker, tokenizer=tokenizer,
+                        access=Access(keys, nats_credentials, nats_ca, nats_prefix), api_key=api_key,
+                        worker_api_key=worker_api_key, max_in_flight=max_in_flight, timeout_s=timeout_s,
+                        probe_interval_s=probe_interval_s, probe_timeout_s=probe_timeout_s),
+          PolicyConfig(policy=policy.replace("_", "-"), overlap_weight=overlap_weight, waiting_weight=waiting_weight,
+                       remote_weight=remote_weight, blocks_weight=blocks_weight, temperature=temperature))
+
+
+@app.command()
 def doctor(broker: Annotated[str | None, typer.Option(help="Also ask this broker for its engines.")] = None,
            port: Annotated[list[int] | None, typer.Option(help="Also try whether this port is free; 5700 and "
                                                               "8000 where no --broker is given.")] = None,
@@ -206,6 +248,44 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
     found = measure(DpBench(tuple(model), tuple(size or [2]), trees, bursts, requests, seed), logs, typer.echo)
     Console(width=None).print(report.table(found))
     typer.echo(f"the same tokens from every group of a model: {'yes' if found['same_tokens'] else 'NO'}")
+    if picture is not None:
+        report.picture(found, picture)
+    if output is not None:
+        output.write_text(json.dumps(found) + "\n")
+
+
+@bench_app.command("router")
+def bench_router(
+        router: Annotated[list[str] | None, typer.Option("--router", metavar="NAME=COMMAND", help="Another router to "
+            "measure: how to start it, with {port}, {workers} (one argument for each worker's URL) or "
+            "--flag={worker}, and {free} for a free port; may be repeated.")] = None,
+        ours: Annotated[list[str] | None, typer.Option(metavar="NAME=ARGS", help="Our router with these arguments "
+            "behind `vllm-pd router`; may be repeated. Default: one with no arguments.")] = None,
+        workers: Annotated[int, typer.Option(help="How many dummy workers.")] = 2,
+        requests: Annotated[int, typer.Option(help="How many requests, one at a time, of each kind.")] = 500,
+        tokens: Annotated[int, typer.Option(help="How many tokens each answer has.")] = 16,
+        prompt_tokens: Annotated[int, typer.Option(help="About how long each prompt is.")] = 256,
+        clients: Annotated[int, typer.Option(help="Of the closed loop.")] = 32,
+        streams: Annotated[int, typer.Option(help="How many clients read paced streams.")] = 16,
+        rounds: Annotated[int, typer.Option(help="How many slices of time each router gets in a phase.")] = 5,
+        slice_s: Annotated[float, typer.Option(help="How long a slice is.")] = 2.0,
+        seed: Annotated[int, typer.Option(help="Of the prompts and of the order.")] = 0,
+        load_cores: Annotated[str, typer.Option(metavar="0,1", help="Where generator and workers run.")] = "",
+        router_cores: Annotated[str, typer.Option(metavar="2,3", help="Where the routers run.")] = "",
+        log: Annotated[Path | None, typer.Option(help="A file for the output of everything that is started.")] = None,
+        picture: Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.")] = None,
+        output: Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")] = None) -> None:
+    """Measure what routers add to a request, ours and others', before dummy workers that this starts and ends."""
+    from rich.console import Console
+
+    from vllm_pd.routerbench import report
+    from vllm_pd.routerbench.measure import RouterBench, measure, parse_cores
+    from vllm_pd.routerbench.processes import Launch
+    launches = [*map(Launch.ours, ours or ["vllm-pd="]), *map(Launch.parse, router or ())]
+    found = measure(RouterBench(tuple(launches), workers, requests, tokens, prompt_tokens, clients, streams, slice_s,
+                                rounds, seed=seed, load_cores=parse_cores("--load-cores", load_cores),
+                                router_cores=parse_cores("--router-cores", router_cores)), log, typer.echo)
+    Console(width=120).print(report.table(found))
     if picture is not None:
         report.picture(found, picture)
     if output is not None:
