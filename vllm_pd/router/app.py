@@ -52,7 +52,7 @@ class Router:
     async def start(self) -> None:
         """Begin to know the workers."""
         options = self.options
-        self._upstream = Upstream(options)
+        self._upstream = Upstream(options.connect_timeout_s)
         self._session = session = aiohttp.ClientSession(  # for what the router itself asks
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
@@ -67,7 +67,8 @@ class Router:
         self._proxy = Proxy(options, self.workers, self.placer, self._upstream, self.metrics)
         self._membership = Membership(options, self.workers, self.metrics)
         self.workers.on_join.append(self._prober.watch)
-        self.workers.on_leave += [self._prober.forget, self._feeds.left]
+        self.workers.on_leave += [self._prober.forget, self._feeds.left,
+                                  lambda worker: self._upstream.forget(worker.url)]
         self._membership.start()
         self._running = True
 
@@ -80,7 +81,7 @@ class Router:
         await self._prober.close()
         await self._feeds.close()
         self._pool.close()
-        await self._upstream.close()
+        self._upstream.close()
         await self._session.close()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -133,9 +134,9 @@ class Router:
             return await _say(send, answers.refusal(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {self.options.max_body_bytes} bytes"))
         query = scope["query_string"]
-        target = (scope.get("raw_path") or path.encode()).decode("latin-1")
-        request = Request(scope["method"], path, f"{target}?{query.decode('latin-1')}" if query else target, headers,
-                          body, asyncio.get_running_loop().time(), explain=_wants_explanation(headers))
+        target = path.encode() + (b"?" + query if query else b"")
+        request = Request(scope["method"].encode(), path, target, headers, body, asyncio.get_running_loop().time(),
+                          explain=_wants_explanation(headers))
         try:
             return await self._proxy.forward(request, receive, send, path in GENERATING)
         except Broken as error:

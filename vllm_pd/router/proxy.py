@@ -55,9 +55,9 @@ class End(Enum):
 @dataclass
 class Request:
     """A whole request. `target` is path and query as they came."""
-    method: str
+    method: bytes
     path: str
-    target: str
+    target: bytes
     headers: Headers
     body: bytes
     began_s: float
@@ -182,13 +182,12 @@ class Proxy:
 
     async def _open(self, worker: Worker, request: Request, headers: Headers) -> Reply:
         """The head of an answer. A connection that was closed while nobody used it is no fault of the worker's."""
-        url = worker.url + request.target
         try:
-            return await self._upstream.send(request.method, url, headers, request.body)
+            return await self._upstream.send(request.method, worker.url, request.target, headers, request.body)
         except TryFailed as failure:
             if not failure.stale:
                 raise
-        return await self._upstream.send(request.method, url, headers, request.body)
+        return await self._upstream.send(request.method, worker.url, request.target, headers, request.body, fresh=True)
 
     async def _first(self, reply: Reply) -> tuple[Headers, bool, bytes]:
         """(headers, whether this is all of it, the first bytes) of an answer that may go to the client. Raises
