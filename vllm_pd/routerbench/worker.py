@@ -86,8 +86,10 @@ class Dummy:
 
     def page(self, path: str) -> Any | None:
         """The JSON of a GET, None for a path that is not there."""
-        if path in ("/health", "/health_generate", "/ping"):
+        if path in ("/health", "/ping"):
             return {}
+        if path == "/health_generate":
+            return {"choices": [{"index": 0, "text": " t0"}]}
         if path == "/v1/models":
             return {"object": "list", "data": [{"id": self.model, "object": "model", "created": 0,
                                                 "owned_by": "vllm-pd", "root": self.model, "max_model_len": 131072}]}
