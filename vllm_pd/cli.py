@@ -116,6 +116,8 @@ def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
            waiting_weight: Annotated[float, typer.Option(help="What the tokens that wait count.")] = 1.0,
            remote_weight: Annotated[float, typer.Option(help="What a remote prefill under way counts.")] = 0.1,
            blocks_weight: Annotated[float, typer.Option(help="What a full KV cache counts.")] = 1.0,
+           open_weight: Annotated[float, typer.Option(help="What a request counts that is open at an engine which does "
+                                                      "not tell its load.")] = 0.25,
            temperature: Annotated[float, typer.Option(help="0 takes the best score; more also draws others.")] = 0.0,
            tokenizer: Annotated[str | None, typer.Option(help="The model or folder whose tokenizer the prompts get; "
                                                          "`none` for no overlap. Default: what the engines serve.")]
@@ -140,7 +142,8 @@ def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
                         worker_api_key=worker_api_key, max_in_flight=max_in_flight, timeout_s=timeout_s,
                         probe_interval_s=probe_interval_s, probe_timeout_s=probe_timeout_s),
           PolicyConfig(policy=policy.replace("_", "-"), overlap_weight=overlap_weight, waiting_weight=waiting_weight,
-                       remote_weight=remote_weight, blocks_weight=blocks_weight, temperature=temperature))
+                       remote_weight=remote_weight, blocks_weight=blocks_weight, open_weight=open_weight,
+                       temperature=temperature))
 
 
 @app.command()

@@ -39,9 +39,6 @@ class Recent:
         self.tokens = 0
         self._sent: collections.deque[tuple[float, int]] = collections.deque()
 
-    def __len__(self) -> int:
-        return len(self._sent)
-
     def sent(self, now_s: float, count: int) -> None:
         """A request with so many tokens that the worker does not hold."""
         self._sent.append((now_s, count))
@@ -117,11 +114,10 @@ class Placer:
         overlap = overlaps.get(worker.url, 0)
         load, age_s = self._load_of(worker.url)
         if load is None or age_s > STALE_LOAD_S:
-            return Candidate(worker.url, overlap, sent=len(worker.flights))
+            return Candidate(worker.url, overlap, len(worker.flights))
         recent = self._recent[worker.url]
         recent.told(self._now() - age_s - UNDERWAY_S)
-        return Candidate(worker.url, overlap, load.running, load.waiting, load.remote_prefilling,
-                         load.queued_prefill_tokens, load.used_blocks, load.total_blocks, len(recent), recent.tokens)
+        return Candidate(worker.url, overlap, len(worker.flights), load, recent.tokens)
 
     def _adapter(self, model: str | None) -> str | None:
         """The name of the LoRA adapter that is asked for; None for the base model."""

@@ -39,7 +39,12 @@ class _Cards(msgspec.Struct):
     data: list[_Card] = []
 
 
+class _Completion(msgspec.Struct):
+    choices: list[dict[str, Any]]
+
+
 _cards = msgspec.json.Decoder(_Cards)
+_completion = msgspec.json.Decoder(_Completion)
 
 
 class Prober:
@@ -137,8 +142,8 @@ class Prober:
         status, body = await self._fetch("GET", worker.url + GENERATE_PATH)
         if status in (404, 405):
             await self._complete(worker)
-        elif status != 200 or not body:
-            raise ProbeFailed(f"{GENERATE_PATH}: {_brief(status, body)}")
+        else:
+            _require_token(GENERATE_PATH, status, body)
 
     async def _complete(self, worker: Worker) -> None:
         """For an engine without that route."""
@@ -148,8 +153,8 @@ class Prober:
             status, body = await self._fetch("GET", f"{worker.url}/health")
             if status != 200:
                 raise ProbeFailed(f"/health: {_brief(status, body)}")
-        elif status != 200 or not body:
-            raise ProbeFailed(f"/v1/completions: {_brief(status, body)}")
+        else:
+            _require_token("/v1/completions", status, body)
 
     async def _learn(self, worker: Worker) -> None:
         """Which models it serves."""
@@ -175,6 +180,15 @@ class Prober:
             while len(found) < MAX_BODY_BYTES and (chunk := await response.content.readany()):
                 found += chunk
             return response.status, bytes(found)
+
+
+def _require_token(path: str, status: int, body: bytes) -> None:
+    try:
+        has_token = status == 200 and bool(_completion.decode(body).choices)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        has_token = False
+    if not has_token:
+        raise ProbeFailed(f"{path}: {_brief(status, body)}")
 
 
 def _brief(status: int, body: bytes) -> str:

@@ -217,7 +217,7 @@ class Proxy:
             tail = chunk[-_TAIL_BYTES:] if len(chunk) >= _TAIL_BYTES else (tail + chunk)[-_TAIL_BYTES:]
             await line.more(chunk)
         if line.streams and reply.status == HTTPStatus.OK and _ENDED not in tail:
-            raise StreamBroken("the stream ended without [DONE]")
+            raise StreamBroken("the stream ended before its last event")
         await line.end()
 
     @staticmethod
