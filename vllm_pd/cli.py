@@ -272,6 +272,8 @@ def bench_router(
         streams: Annotated[int, typer.Option(help="How many clients read paced streams.")] = 16,
         rounds: Annotated[int, typer.Option(help="How many slices of time each router gets in a phase.")] = 5,
         slice_s: Annotated[float, typer.Option(help="How long a slice is.")] = 2.0,
+        block_size: Annotated[int, typer.Option(help="Have the workers publish KV events, made up, of blocks of so "
+                                                     "many tokens; 0: none.")] = 0,
         seed: Annotated[int, typer.Option(help="Of the prompts and of the order.")] = 0,
         load_cores: Annotated[str, typer.Option(metavar="0,1", help="Where generator and workers run.")] = "",
         router_cores: Annotated[str, typer.Option(metavar="2,3", help="Where the routers run.")] = "",
@@ -286,7 +288,8 @@ def bench_router(
     from vllm_pd.routerbench.processes import Launch
     launches = [*map(Launch.ours, ours or ["vllm-pd="]), *map(Launch.parse, router or ())]
     found = measure(RouterBench(tuple(launches), workers, requests, tokens, prompt_tokens, clients, streams, slice_s,
-                                rounds, seed=seed, load_cores=parse_cores("--load-cores", load_cores),
+                                rounds, block_size=block_size, seed=seed,
+                                load_cores=parse_cores("--load-cores", load_cores),
                                 router_cores=parse_cores("--router-cores", router_cores)), log, typer.echo)
     Console(width=120).print(report.table(found))
     if picture is not None:

@@ -13,7 +13,10 @@ import msgspec
 import pytest
 
 from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.events.subscriber import Subscriber
+from vllm_pd.router.index import PrefixIndex
 from vllm_pd.routerbench import measure, report
+from vllm_pd.routerbench.events import MadeUpEvents
 from vllm_pd.routerbench.load import Line, LoadError, Shape, Timing, check, make_body, saturate
 from vllm_pd.routerbench.processes import Launch
 from vllm_pd.routerbench.worker import ASK, Answer, Connection, Delays, Dummy, answer_text
@@ -177,3 +180,25 @@ def test_cores_are_numbers():
 
 def test_the_text_tells_each_token():
     assert answer_text(3) == " t0 t1 t2"
+
+
+async def test_made_up_events_keep_a_router_busy():
+    events = MadeUpEvents(block_size=4, pool_blocks=5)
+    index = PrefixIndex(4)
+    subscriber = Subscriber("http://127.0.0.1:1", index, None, events=events.notice().events)
+    subscriber.start()
+    try:
+        async with asyncio.timeout(10):
+            while not subscriber.counters["blocks_stored"]:  # a subscription takes a while to be known
+                events.answered(13)
+                await asyncio.sleep(0.02)
+            seen = subscriber.counters["blocks_stored"]
+            for _ in range(10):
+                events.answered(13)
+            while subscriber.counters["blocks_stored"] < seen + 30:
+                await asyncio.sleep(0.01)
+        assert subscriber.counters["blocks_removed"] >= 25
+        assert not subscriber.counters["malformed"]
+    finally:
+        await subscriber.close()
+        events.close()

@@ -55,6 +55,7 @@ class RouterBench:
     rounds: int = 5
     first_s: float = 0.02
     gap_s: float = 0.01
+    block_size: int = 0
     seed: int = 0
     load_cores: tuple[int, ...] = ()
     router_cores: tuple[int, ...] = ()
@@ -64,7 +65,8 @@ class RouterBench:
         for key, value, least in (("--workers", self.workers, 1), ("--requests", self.requests, 10),
                                   ("--tokens", self.tokens, 2), ("--prompt-tokens", self.prompt_tokens, 1),
                                   ("--clients", self.clients, 1), ("--streams", self.streams, 1),
-                                  ("--rounds", self.rounds, 1), ("--slice-s", self.slice_s, 0.01)):  # fmt: skip
+                                  ("--rounds", self.rounds, 1), ("--block-size", self.block_size, 0),
+                                  ("--slice-s", self.slice_s, 0.01)):  # fmt: skip
             if value < least:
                 raise ConfigError(key, value, f"write at least {least}")
         names = [DIRECT, *(launch.name for launch in self.routers)]
@@ -114,7 +116,7 @@ def measure(bench: RouterBench, log: Path | None, say: Say = print) -> dict[str,
     bench.check()
     before = os.sched_getaffinity(0)
     with (log or Path(os.devnull)).open("w") as output, Stage(bench.load_cores, bench.router_cores, output) as stage:
-        workers = stage.workers(bench.workers)
+        workers = stage.workers(bench.workers, bench.block_size)
         targets = [Target(DIRECT, tuple((HOST, worker.port) for worker in workers))]
         for launch in bench.routers:
             server = stage.router(launch, workers)

@@ -110,12 +110,14 @@ class Stage:
             if not child.wait(deadline):
                 child.kill()
 
-    def workers(self, count: int) -> list[Server]:
-        """Starts `count` dummies and waits for them. Raises PDError when one does not come."""
+    def workers(self, count: int, block_size: int) -> list[Server]:
+        """Starts `count` dummies and waits for them; with a block size they publish events. Raises PDError when one
+        does not come."""
         started = []
         for number in range(count):
             port = take_free(HOST)
-            command = [sys.executable, "-m", "vllm_pd.routerbench.worker", "--host", HOST, "--port", str(port)]
+            command = [sys.executable, "-m", "vllm_pd.routerbench.worker", "--host", HOST, "--port", str(port),
+                       "--block-size", str(block_size)]
             started.append(self._start(f"worker{number}", port, command, self._worker_cores))
         for server in started:
             self._await(server, lambda server: is_healthy(server.url))

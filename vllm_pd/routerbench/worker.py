@@ -7,7 +7,8 @@ therefore tell from the text alone whether a token was lost, doubled or moved on
 time per request, straight upon an HTTP parser, because it shares the machine with what is measured.
 
 Life of a connection: `Connection` parses requests one after another; each is answered by a task of its own, which is
-cancelled (and counted so) when the client goes. `POST /dummy` changes the delays, `GET /dummy` shows the counts.
+cancelled (and counted so) when the client goes. `POST /dummy` changes the delays, `GET /dummy` shows the counts. With
+`--block-size` it also publishes KV events, as many as an engine would (`events.MadeUpEvents`).
 """
 
 import argparse
@@ -23,6 +24,9 @@ import msgspec
 import uvloop
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.events import notice
+
+from .events import MadeUpEvents
 
 MAX_BODY_BYTES = 64 << 20
 MAX_TOKENS = 100_000
@@ -78,6 +82,7 @@ class Dummy:
     """What all connections of one worker share."""
     model: str = "dummy"
     delays: Delays = field(default_factory=Delays)
+    events: MadeUpEvents | None = None
     requests: int = 0
     answered: int = 0
     cancelled: int = 0
@@ -95,6 +100,8 @@ class Dummy:
                                                 "owned_by": "vllm-pd", "root": self.model, "max_model_len": 131072}]}
         if path in ("/get_model_info", "/model_info", "/get_server_info", "/server_info"):
             return {"model_path": self.model, "served_model_name": self.model, "is_generation": True}
+        if path == notice.PATH and self.events is not None:
+            return self.events.notice()
         if path == "/dummy":
             return {"requests": self.requests, "answered": self.answered, "cancelled": self.cancelled,
                     "open": self.open}
@@ -212,6 +219,8 @@ class Connection(asyncio.Protocol):
         self._dummy.requests += 1
         self._dummy.open += 1
         answer = Answer(self._dummy, ask, path.startswith("/v1/chat"), self._request_id)
+        if self._dummy.events is not None:
+            self._dummy.events.answered(ask.prompt_tokens + ask.tokens)
         self._task = asyncio.get_running_loop().create_task(self._answer(ask, answer))
         self._task.add_done_callback(self._answered)
 
@@ -280,11 +289,20 @@ def main() -> None:
     parser.add_argument("--model", default="dummy", help="the name it serves")
     parser.add_argument("--first-s", type=float, default=0.0, help="how long the first token takes")
     parser.add_argument("--gap-s", type=float, default=0.0, help="how long each further token takes")
+    parser.add_argument("--block-size", type=int, default=0, help="publish KV events of such blocks, made up; 0: none")
     options = parser.parse_args()
+    if options.block_size < 0:
+        raise ConfigError("--block-size", options.block_size, "write tokens, or 0 for no events")
     for key, value in (("--first-s", options.first_s), ("--gap-s", options.gap_s)):
         if not 0 <= value < float("inf"):
             raise ConfigError(key, value, "write seconds, 0 or more")
-    uvloop.run(serve(Dummy(options.model, Delays(options.first_s, options.gap_s)), options.host, options.port))
+    events = MadeUpEvents(options.block_size) if options.block_size else None
+    dummy = Dummy(options.model, Delays(options.first_s, options.gap_s), events)
+    try:
+        uvloop.run(serve(dummy, options.host, options.port))
+    finally:
+        if events is not None:
+            events.close()
 
 
 if __name__ == "__main__":
