@@ -78,8 +78,9 @@ def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` tak
            metavar="[-- ARGS...]", help="What follows -- goes to every `vllm serve`.")] = None,
        prefill: Annotated[int, typer.Option(help="How many prefill engines.")] = 1,
        decode: Annotated[int, typer.Option(help="How many decode engines.")] = 1,
-       port: Annotated[int, typer.Option(help="Port of the first engine; the decode engines come first, the others "
-                                              "take the next ports.")] = 8000,
+       port: Annotated[int, typer.Option(help="Port of the router, where there is one, else of the first engine; the "
+                                              "decode engines come first, the others take the next ports.")] = 8000,
+       router: Annotated[bool, typer.Option("--router", help="Start a router in front of the decode engines.")] = False,
        broker_port: Annotated[int, typer.Option(help="Port of the broker; 0 takes a free one.")] = 0,
        state: StateFile = None,
        timeout_s: Annotated[float, typer.Option(help="How long all engines may take to become healthy.")] = 600.0,
@@ -94,7 +95,7 @@ def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` tak
     from vllm_pd.fleet import UpOptions, engines_run_on_cpu, parse_setting, plan_fleet
     from vllm_pd.up import Fleet
     options = UpOptions(model=model, prefill=prefill, decode=decode, port=port, broker_port=broker_port,
-                        pd=dict(map(parse_setting, pd or ())), serve_args=tuple(serve_args or ()))
+                        pd=dict(map(parse_setting, pd or ())), serve_args=tuple(serve_args or ()), router=router)
     pinned = engines_run_on_cpu() if pin is None else pin
     plan = plan_fleet(options, sorted(os.sched_getaffinity(0)) if pinned else ())
     fleet = Fleet(plan, state=state, timeout_s=timeout_s, stop_timeout_s=stop_timeout_s, stop_on_death=stop_on_death)
