@@ -98,7 +98,8 @@ class TestPlan:
 
     @pytest.mark.parametrize("options, key", [
         ({"prefill": 0}, "--prefill"), ({"decode": 0}, "--decode"), ({"decode": -1}, "--decode"),
-        ({"port": 65534, "router": True}, "--port"), ({"port": 0}, "--port"), ({"port": 65535}, "--port"), ({"broker_port": 65536}, "--broker-port"),
+        ({"port": 65534, "router": True}, "--port"), ({"port": 0}, "--port"), ({"port": 65535}, "--port"),
+        ({"broker_port": 65536}, "--broker-port"),
         ({"port": 18000, "broker_port": 18001}, "--broker-port"), ({"pd": {"broker": "x"}}, "--pd broker"),
         ({"pd": {"lease": 3}}, "lease"), ({"pd": {"lease_s": "long"}}, "lease_s"),
         ({"serve_args": ["--port", "1"]}, "-- --port"), ({"serve_args": ["--kv-transfer-config={}"]}, "-- --kv"),
