@@ -139,6 +139,18 @@ async def test_b63_probes_of_a_dead_worker_come_less_and_less_often():
         assert 2 <= engine.probes - probes <= 6  # 0.05, 0.1, 0.2, 0.4 ... and not 20
 
 
+async def test_b63_one_that_passes_probes_and_fails_requests_gets_fewer_and_fewer():
+    async with serving(2, probe_backoff_s=(0.1, 1.0)) as (served, engines):
+        engines[0].fault = Fault.ERROR
+        began = asyncio.get_running_loop().time()
+        asked = 0
+        while asyncio.get_running_loop().time() < began + 1.2:
+            assert (await served.ask()).json["from"] == engines[1].port
+            asked += 1
+            await asyncio.sleep(0.005)
+        assert asked > 50 and 2 <= len(engines[0].asked) <= 8  # at 0, 0, 0.1, 0.3, 0.7 s
+
+
 async def test_b63_an_engine_without_the_probes_route_is_asked_for_a_completion():
     async with serving(1, up=False, probe_interval_s=0.1) as (served, [engine]):
         engine.generate_route = False

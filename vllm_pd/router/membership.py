@@ -17,8 +17,6 @@ from vllm_pd.router.workers import Source, Worker, Workers
 
 logger = logging.getLogger("vllm_pd.router")
 
-CENSUS_TIMEOUT_S = 5.0
-
 
 class Membership:
     """Belongs to the router's event loop."""
@@ -102,7 +100,7 @@ class Membership:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                census = await asyncio.to_thread(take_census, self._options.broker, CENSUS_TIMEOUT_S,
+                census = await asyncio.to_thread(take_census, self._options.broker, self._options.census_timeout_s,
                                                  self._options.access)
             except PDError as error:
                 if not self.problem:

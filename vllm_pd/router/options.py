@@ -44,6 +44,7 @@ class RouterOptions:
     tokenize_timeout_s: float = 0.25
     tokenize_threads: int = 2
     census_period_s: float = 1.0
+    census_timeout_s: float = 5.0
     census_patience_s: float = 10.0  # that a registered engine may be missing from the registry
     expected_s: float = 5.0
 

@@ -3,7 +3,9 @@
 
 A worker that answers requests needs no probe; one that has been silent for `probe_interval_s` gets one, idle or not. A
 probe that fails takes it out, and with it every request there that has heard nothing for `probe_timeout_s`, for a
-wedged engine keeps its connections open. One that is out is probed again after a pause that doubles from try to try.
+wedged engine keeps its connections open. One that is out is probed at once, because a single request may have been the
+reason, then after a pause that doubles from probe to probe. One that passes its probes and fails requests again and
+again has to wait longer each time as well.
 """
 import asyncio
 import contextlib
@@ -22,6 +24,7 @@ logger = logging.getLogger("vllm_pd.router")
 
 GENERATE_PATH = "/health_generate"
 MAX_BODY_BYTES = 1 << 20
+MAX_STRIKE_S = 2.0
 _ONE_TOKEN = {"prompt": "a", "max_tokens": 1, "temperature": 0}
 
 
@@ -81,19 +84,24 @@ class Prober:
 
     async def _watch(self, worker: Worker) -> None:
         while True:
-            await self._pause(worker)
-            if worker.state is not WorkerState.UP or self._silence_left_s(worker) <= 0:
-                await self._probe(worker)
+            if worker.state is WorkerState.UP:
+                worker.wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(worker.wake.wait(), max(0.0, self._silence_left_s(worker)))
+                if worker.state is not WorkerState.UP or self._silence_left_s(worker) > 0:
+                    continue
+            else:
+                await asyncio.sleep(self._pause_s(worker))
+            await self._probe(worker)
 
-    async def _pause(self, worker: Worker) -> None:
-        """Until the next probe is due, or the worker has failed."""
-        worker.wake.clear()
-        if worker.state is WorkerState.UP:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(worker.wake.wait(), max(0.0, self._silence_left_s(worker)))
-        elif worker.failures or worker.state is WorkerState.DOWN:
-            first_s, most_s = self._options.probe_backoff_s
-            await asyncio.sleep(min(most_s, first_s * 2**min(worker.failures, 16)) * random.uniform(0.8, 1.2))
+    def _pause_s(self, worker: Worker) -> float:
+        """Before one that is not up is probed."""
+        first_s, most_s = self._options.probe_backoff_s
+        if worker.failures:
+            pause_s = min(most_s, first_s * 2**min(worker.failures - 1, 16))
+        else:
+            pause_s = min(MAX_STRIKE_S, first_s * 2**min(worker.strikes - 1, 16)) if worker.strikes else 0.0
+        return pause_s * random.uniform(0.8, 1.2)
 
     def _silence_left_s(self, worker: Worker) -> float:
         """How much longer it may be silent before it is probed."""

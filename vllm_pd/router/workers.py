@@ -8,12 +8,14 @@ forgotten with the last of that. What one request has open at one worker is a `F
 import asyncio
 import collections
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum, StrEnum
 
 from vllm_pd.router.metrics import RouterMetrics
 
 MAX_WORKERS = 4096
+STRIKE_S = 30.0
 
 
 class WorkerState(Enum):
@@ -88,7 +90,9 @@ class Worker:
         self.base_models: frozenset[str] = frozenset()
         self.root: str | None = None  # its model's folder or name, as it says
         self.flights: set[Flight] = set()
-        self.failures = 0  # in a row
+        self.failures = 0  # of probes, in a row
+        self.strikes = 0  # how often it was taken out soon after it had been before
+        self._out_s = -math.inf  # when it was taken out last
         self.busy_until_s = 0.0
         self.now = asyncio.get_running_loop().time
         self.heard_s = self.now()
@@ -122,6 +126,8 @@ class Worker:
             return
         if self.state is not WorkerState.DOWN:
             self.failures = 0
+            self.strikes = self.strikes + 1 if self.now() < self._out_s + STRIKE_S else 0
+            self._out_s = self.now()
             self.wake.set()
         self.state = WorkerState.DOWN
         self._show()
@@ -146,7 +152,8 @@ class Worker:
         """As /workers shows it."""
         return {"url": self.url, "state": self.state.value, "source": self.source.value, "problem": self.problem,
                 "in_flight": len(self.flights), "models": sorted(self.models), "incarnation": self.incarnation,
-                "failures": self.failures, "busy_s": max(0.0, round(self.busy_until_s - self.now(), 3))}
+                "failures": self.failures, "strikes": self.strikes,
+                "busy_s": max(0.0, round(self.busy_until_s - self.now(), 3))}
 
     def _show(self) -> None:
         self._up.set(self.state is WorkerState.UP)
