@@ -299,6 +299,41 @@ def bench_router(
         output.write_text(json.dumps(found) + "\n")
 
 
+@bench_app.command()
+def policies(
+        worker: Annotated[list[str], typer.Option(help="The base URL of a running engine; at least two.")],
+        tokenizer: Annotated[str, typer.Option(help="The engines' model or its folder.")],
+        policy: Annotated[list[str] | None, typer.Option(help="May be repeated. Default: kv, round-robin and "
+                                                              "least-load.")] = None,
+        rounds: Annotated[int, typer.Option(help="How many times each policy gets the conversations.")] = 1,
+        conversations: Annotated[int, typer.Option(help="How many.")] = 20,
+        conversations_per_s: Annotated[float, typer.Option(help="How many begin in a second.")] = 0.5,
+        turns: Annotated[int, typer.Option(help="Questions in each.")] = 3,
+        system_prompts: Annotated[int, typer.Option(help="How many different ones.")] = 6,
+        system_words: Annotated[int, typer.Option(help="Their length, about half of their tokens.")] = 140,
+        seed: Annotated[int, typer.Option(help="Of the conversations and of the order.")] = 0,
+        log: Annotated[Path, typer.Option(help="A file for the routers' output.")] = Path(os.devnull),
+        picture: Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.")] = None,
+        output: Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")] = None) -> None:
+    """Measure hit rate and TTFT of the router's policies before running engines, whose caches this empties."""
+    from vllm_pd.errors import ConfigError
+    from vllm_pd.router.policy import Policy
+    from vllm_pd.routerbench import policies as bench
+    from vllm_pd.routerbench.chats import Chats
+    wrong = [name for name in policy or () if name not in set(Policy)]
+    if wrong:
+        raise ConfigError("--policy", wrong[0], f"write one of {', '.join(Policy)}")
+    chats = Chats(conversations=conversations, conversations_per_s=conversations_per_s, turns=turns,
+                  system_prompts=system_prompts, system_words=system_words, seed=seed)
+    chosen = tuple(map(Policy, policy)) if policy else bench.DEFAULT
+    found = bench.measure(bench.PolicyBench(tuple(worker), tokenizer, chosen, rounds, chats), log, typer.echo)
+    typer.echo(json.dumps(found["policies"], indent=2))
+    if picture is not None:
+        bench.picture(found, picture)
+    if output is not None:
+        output.write_text(json.dumps(found) + "\n")
+
+
 def main() -> None:
     """The console script. Our own errors are one line and exit status 2."""
     try:

@@ -131,6 +131,14 @@ class Stage:
         self._await(server, _routes)
         return server
 
+    def ours(self, name: str, workers: Sequence[str], arguments: Sequence[str]) -> Server:
+        """Starts our router before running engines (URLs) and waits until it is healthy. Raises PDError."""
+        port = take_free(HOST)
+        command = [*Launch.ours(f"{name}=").arguments(port, workers), *arguments]
+        server = self._start(name, port, command, self._router_cores)
+        self._await(server, lambda server: is_healthy(server.url))
+        return server
+
     def _start(self, name: str, port: int, command: Sequence[str], cores: Sequence[int]) -> Server:
         child = Child(name, command, cores=cores, say=self._say)
         child.start(self._events)

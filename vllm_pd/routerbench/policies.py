@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pd bench policies`: what the router's policies make of the same conversations with running engines.
+
+One router for each policy stands before the same engines. In each round every policy has its turn, in an order drawn
+anew: the engines forget their prefix caches, the router is awaited until it knows that, and then the conversations are
+held through it (`chats`). The hit rate is the engines' own: cached prompt tokens by prompt tokens, as they tell them in
+each answer's usage. Beside it stands the bound, which no placement could beat (`oracle.bound`), for the prompts of
+that very turn and the block pools of all engines together.
+"""
+
+import asyncio
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from vllm_pd.client import is_healthy, served_model
+from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.router.options import NO_TOKENIZER
+from vllm_pd.router.policy import Policy
+
+from . import oracle
+from .chats import Chats, Turn, hold, make, without_words
+from .measure import quantiles
+from .processes import Say, Server, Stage
+from .trace import Arrival
+
+KNOWN_TIMEOUT_S = 30.0
+LIVE = "live"
+DEFAULT = (Policy.KV, Policy.ROUND_ROBIN, Policy.LEAST_LOAD)
+
+
+@dataclass(frozen=True)
+class PolicyBench:
+    """The command line of `vllm-pd bench policies`."""
+    workers: tuple[str, ...]
+    tokenizer: str
+    policies: tuple[Policy, ...] = DEFAULT
+    rounds: int = 1
+    chats: Chats = Chats()
+    settle_s: float = 1.0
+
+    def check(self) -> None:
+        """Raises ConfigError for numbers that measure nothing, and for engines that do not answer."""
+        for key, value, least in (("--worker", len(self.workers), 2), ("--rounds", self.rounds, 1),
+                                  ("--conversations", self.chats.conversations, 1), ("--turns", self.chats.turns, 1),
+                                  ("--policy", len(self.policies), 1)):
+            if value < least:
+                raise ConfigError(key, value, f"write at least {least}")
+        if not 0 < self.chats.conversations_per_s < math.inf:
+            raise ConfigError("--conversations-per-s", self.chats.conversations_per_s, "write a number above 0")
+        for url in self.workers:
+            if not is_healthy(url):
+                raise ConfigError("--worker", url, "no healthy engine answers there: start it, or write its URL")
+
+
+def measure(bench: PolicyBench, log: Path, say: Say = print) -> dict[str, Any]:
+    """Runs it all. The report, ready for JSON. Raises PDError for an engine that can't be measured."""
+    bench.check()
+    model = served_model(bench.workers[0])
+    conversations = make(bench.chats)
+    draw = random.Random(bench.chats.seed)
+    tokenize = _tokenizer(bench.tokenizer)
+    runs: list[dict[str, Any]] = []
+    with log.open("w") as output, Stage((), (), output) as stage:
+        routers = {policy: stage.ours(policy.value, bench.workers, [
+            "--policy", policy.value, "--tokenizer", bench.tokenizer if policy is Policy.KV else NO_TOKENIZER])
+                   for policy in bench.policies}
+        for number in range(bench.rounds):
+            for policy in draw.sample(bench.policies, len(bench.policies)):
+                known = asyncio.run(_forget(bench, routers[policy]))
+                turns = asyncio.run(hold(routers[policy].url, model, bench.chats, conversations))
+                runs.append(_run(policy, number, turns, known, tokenize))
+                say("{policy}, round {round}: {hit_rate:.1%} of the prompt tokens were cached, bound {bound:.1%}, TTFT "
+                    "p50 {ttft_ms[p50]:.0f} ms".format(**runs[-1]))
+    settings = {**asdict(bench), "policies": [policy.value for policy in bench.policies]}
+    return {"settings": settings, "policies": summary(runs), "runs": runs}
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By policy, over its rounds: hit rate, its share of the bound, TTFT."""
+    found = {}
+    for policy in dict.fromkeys(run["policy"] for run in runs):
+        own = [run for run in runs if run["policy"] == policy]
+        rate = sum(run["cached_tokens"] for run in own) / sum(run["prompt_tokens"] for run in own)
+        bound = statistics.fmean(run["bound"] for run in own)
+        found[policy] = {"hit_rate": rate, "bound": bound, "of_bound": rate / bound if bound else None,
+                         "ttft_ms": quantiles([turn["ttft_s"] for run in own for turn in run["turns"]])}
+    return found
+
+
+def _run(policy: Policy, number: int, turns: Sequence[Turn], known: dict[str, int],
+         tokenize: Callable[[Turn], Arrival]) -> dict[str, Any]:
+    prompt = sum(turn.prompt_tokens for turn in turns)
+    cached = sum(turn.cached_tokens for turn in turns)
+    return {"policy": policy.value, "round": number, "prompt_tokens": prompt, "cached_tokens": cached,
+            "hit_rate": cached / prompt,
+            "bound": oracle.bound([tokenize(turn) for turn in turns], known["block_size"], known["pool_blocks"]),
+            "ttft_ms": quantiles([turn.ttft_s for turn in turns]),
+            "workers": {url: sum(turn.worker == url for turn in turns) for url in {turn.worker for turn in turns}},
+            **known, "turns": [without_words(turn) for turn in turns]}
+
+
+async def _forget(bench: PolicyBench, router: Server) -> dict[str, int]:
+    """Empty the engines' caches, and wait until the router follows each of them. Size of a block, and of all pools."""
+    deadline = time.monotonic() + KNOWN_TIMEOUT_S
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session:
+        for url in bench.workers:
+            async with session.post(f"{url}/reset_prefix_cache") as reply:
+                if reply.status != 200:
+                    raise PDError(f"{url}/reset_prefix_cache: {reply.status}; start the engines with "
+                                  "VLLM_SERVER_DEV_MODE=1")
+        await asyncio.sleep(bench.settle_s)
+        while True:
+            async with session.get(f"{router.url}/workers") as reply:
+                feeds = [worker["events"] or {} for worker in (await reply.json())["workers"]]
+            if len(feeds) == len(bench.workers) and all(feed.get("state") == LIVE for feed in feeds):
+                break
+            if time.monotonic() > deadline:
+                raise PDError(f"{router.name} does not follow all engines: {feeds}; start them with "
+                              "--kv-events-config")
+            await asyncio.sleep(0.2)
+        async with session.get(f"{bench.workers[0]}/pd/events") as reply:
+            block_size = (await reply.json())["block_size"]
+    return {"block_size": block_size, "pool_blocks": sum(feed["load"]["total_blocks"] for feed in feeds)}
+
+
+def _tokenizer(name: str) -> Callable[[Turn], Arrival]:
+    """What turns a request into the oracle's form."""
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(name)
+
+    def tokenize(turn: Turn) -> Arrival:
+        said = [{"role": role, "content": content} for role, content in turn.messages]
+        prompt = tokenizer.apply_chat_template(said[:-1], add_generation_prompt=True)
+        answer = tokenizer(said[-1]["content"], add_special_tokens=False).input_ids
+        return Arrival(turn.at_s, turn.conversation, turn.turn, tuple(prompt), tuple(answer))
+
+    return tokenize
+
+
+def picture(report: dict[str, Any], path: Path) -> None:
+    """Hit rates beside the bound, and the distributions of TTFT."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (rates, times) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    for place, (policy, found) in enumerate(report["policies"].items()):
+        bar = rates.barh(place, 100 * found["hit_rate"], color=f"C{place}")
+        rates.bar_label(bar, [f"{found['hit_rate']:.1%}"], padding=2, fontsize=8)
+        rates.plot([100 * found["bound"]] * 2, [place - 0.4, place + 0.4], color="black",
+                   label=None if place else "bound")
+        ordered = sorted(1e3 * turn["ttft_s"] for run in report["runs"] if run["policy"] == policy
+                         for turn in run["turns"])
+        times.plot(ordered, [(rank + 1) / len(ordered) for rank in range(len(ordered))], color=f"C{place}",
+                   label=policy)
+    rates.set_yticks(range(len(report["policies"])), report["policies"])
+    rates.set_xlim(0, 100)
+    rates.set_xlabel("prompt tokens that were cached, %")
+    rates.legend(fontsize=8)
+    times.set_xlabel("TTFT, ms")
+    times.set_ylabel("share of the requests")
+    times.legend(fontsize=8)
+    times.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
