@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import random
 import time
 
@@ -169,7 +170,7 @@ class TestTokenizer:
                 return "".join(message["content"] for message in messages)
 
         made = Tokenizer.__new__(Tokenizer)
-        made._tokenizer = Library()
+        made._tokenizer, made._backend = Library(), None
         return made
 
     def test_prompts_get_special_tokens_and_chats_do_not_unless_told(self, tokenizer):
@@ -196,3 +197,11 @@ class TestTokenizer:
         tokenizer.tokens(Prompt(messages=[{"content": "a"}], tools=[{"t": 1}], tool_choice="none"))
         assert tokenizer._tokenizer.options["tools"] is None
         assert tokenizer._tokenizer.options["add_generation_prompt"] is True
+
+
+def test_the_fast_way_gives_the_librarys_ids():
+    tokenizer = Tokenizer(os.environ["VLLM_PD_TINY_MODEL"])
+    for text in ("", "a", "The capital of France is", "\u00e9\U0001f600 <|im_start|>user\n x", "7" * 300):
+        for special in (True, False):
+            assert tokenizer._backend is not None
+            assert tokenizer._ids(text, special) == tokenizer._tokenizer(text, add_special_tokens=special).input_ids
