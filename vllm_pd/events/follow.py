@@ -25,6 +25,7 @@ from vllm_pd.rpc.codec import BadFrame
 SNAPSHOT_RETRY_S = 0.4  # without a part of the answer
 BEHIND_S = 0.15  # a pulse may overtake the batches before it
 LOST_S = 2.0  # without a pulse
+HUNG_UP_S = 0.4  # after the engine's end of the line was closed
 REPLAY_TIMEOUT_S = 0.8
 CHECK_S = 0.5
 END = b"\xff" * 8  # in place of a number
@@ -69,7 +70,7 @@ class SideFollower:
         self._target = target
         self._counters = counters
         self._stream = Stream(counters)
-        self._heard_at = now
+        self._lost_at = now + LOST_S
         self._subscribe_at = now
         self._told_seq = 0
         self._behind_since: float | None = None
@@ -97,17 +98,22 @@ class SideFollower:
                 self._counters["malformed"] += 1
                 self._counters[f"malformed_{fault.fault.value}"] += 1
                 continue
-            self._heard_at = now
+            self._lost_at = now + LOST_S
             if isinstance(message, m.Pulse):
                 self._pulse(now, message)
             elif isinstance(message, m.Snapshot):
                 self._part(now, message)
-        if now - self._heard_at > LOST_S:
-            raise Lost(f"no pulse for {LOST_S:g} s")
+        if now > self._lost_at:
+            raise Lost("no pulse comes any more")
         if now >= self._subscribe_at:
             self._subscribe_at = now + m.SUBSCRIBE_S
             sockets.send(self._socket, m.encode(m.Subscribe()))
         self._catch_up(now)
+
+    def hung_up(self, now: float) -> None:
+        """The connection has ended. It may come back, with the same engine or another one, which knows nothing of us."""
+        self._lost_at = min(self._lost_at, now + HUNG_UP_S)
+        self._subscribe_at = now
 
     def ask(self, now: float) -> None:
         """For a snapshot: whatever is known is not to be relied on."""

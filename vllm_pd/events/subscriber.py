@@ -184,6 +184,7 @@ class Subscriber:
         context = zmq.Context()
         opened: list[zmq.Socket] = []
         replay: ReplayFollower | None = None
+        line: zmq.Socket | None = None  # on which libzmq says that the connection has ended
         try:
             events = self._subscription(context, notice)
             opened.append(events)
@@ -194,6 +195,8 @@ class Subscriber:
                 side = sockets.client(context, self._reachable(notice.side), only_connected=False, keys=self._keys)
                 opened.append(side)
                 poller.register(side, zmq.POLLIN)
+                line = side.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                poller.register(line, zmq.POLLIN)
                 follower: SideFollower | ReplayFollower = SideFollower(side, self, self.counters, now)
             else:
                 connect = None
@@ -203,10 +206,15 @@ class Subscriber:
                 follower = replay = ReplayFollower(connect, self, self.counters, now)
             while True:
                 await poller.poll(TICK_S * 1000)
+                while line is not None and sockets.receive(line) is not None:
+                    follower.hung_up(time.monotonic())
                 await self._turn(events, follower)
         finally:
             if replay is not None:
                 replay.close()
+            if line is not None:
+                side.disable_monitor()
+                line.close(linger=0)
             for socket in opened:
                 socket.close()
             context.term()
