@@ -6,7 +6,6 @@ the wait; a prompt that is not ready in time, or that this can't tokenise, goes 
 """
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
@@ -68,7 +67,6 @@ class Tokenizer:
 
     def __init__(self, name: str) -> None:
         """Loads it. Raises whatever the library raises."""
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer
         self._tokenizer = AutoTokenizer.from_pretrained(name)
         self._backend = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
