@@ -21,15 +21,15 @@ def root(lora: int | str | None = None) -> int:
     return 0 if lora is None else xxh3_64_intdigest(f"lora:{lora}".encode()) or 1
 
 
-def packed(token_ids: Sequence[int]) -> memoryview:
+def packed(token_ids: Sequence[int]) -> bytes:
     """The token ids as bytes, four each. ConfigError for what is no list of token ids."""
     try:
-        return memoryview(array("I", token_ids)).cast("B")
+        return array("I", token_ids).tobytes()
     except (OverflowError, TypeError) as error:
         raise ConfigError("token_ids", _brief(token_ids), f"give integers from 0 to 2^32-1 ({error})") from None
 
 
-def chain(data: memoryview, block_size: int, seed: int) -> list[int]:
+def chain(data: bytes, block_size: int, seed: int) -> list[int]:
     """The names of the full blocks of `data` (what `packed` returned), the first seeded with `seed`. A part of a block
     at the end has no name."""
     step = block_size * TOKEN_BYTES

@@ -115,26 +115,38 @@ class PrefixIndex:
                block_size: int | None = None, lora: int | str | None = None) -> bool:
         """Consecutive blocks that `worker` holds from now on: `parent` is the engine's hash of the block before the
         first. False if some of them can't be kept, for want of room to wait in: the worker needs a snapshot."""
-        if block_size not in (None, self.block_size):
+        if block_size is not None and block_size != self.block_size:
             raise PeerMismatch("block_size", self.block_size, block_size)
         if len(token_ids) != len(block_hashes) * self.block_size:
             raise ConfigError("token_ids", f"{len(token_ids)} for {len(block_hashes)} blocks",
                               f"send {self.block_size} for each block")
         data = packed(token_ids)
-        self.sweep()
+        if self._dying:
+            self.sweep()
         state = self._workers.get(worker) or self._join(worker)
         seed = root(lora) if parent is None else state.names.get(parent)
         if seed is None:
             assert parent is not None
             return self._wait(state, block_hashes, parent, data)
+        names, waiting, bit = state.names, state.waiting, state.bit
+        holders, expected = self._holders, self._expected
+        self.counts.stored += len(block_hashes)
         for engine_hash, name in zip(block_hashes, chain(data, self.block_size, seed), strict=True):
-            self._hold(state, engine_hash, name)
+            others = holders.get(name, 0)
+            if engine_hash in names or engine_hash in waiting or others & bit:
+                self._hold(state, engine_hash, name)
+                continue
+            names[engine_hash] = name  # by far the most frequent case; what `_hold` does for it
+            holders[name] = others | bit
+            if name in expected:
+                self._unexpect(name, bit)
         return True
 
     def removed(self, worker: str, block_hashes: Iterable[int]) -> None:
         """Blocks that `worker` holds no longer. What has been computed on top of them stays known, and matches again
         when they are stored again."""
-        self.sweep()
+        if self._dying:
+            self.sweep()
         state = self._workers.get(worker) or self._join(worker)
         for engine_hash in block_hashes:
             more = state.copies.pop(engine_hash, 0) if state.copies else 0
@@ -286,7 +298,6 @@ class PrefixIndex:
         ready = [(engine_hash, name)]
         while ready:
             engine_hash, name = ready.pop()
-            self.counts.stored += 1
             known = state.names.get(engine_hash)
             if known == name:  # a second block of the same content: V1 engines keep both
                 state.copies[engine_hash] = state.copies.get(engine_hash, 0) + 1
@@ -297,7 +308,8 @@ class PrefixIndex:
             if state.waiting and (children := state.waiting.pop(engine_hash, None)):
                 for child, data in children.items():
                     del state.parents[child]
-                    ready.append((child, chain(memoryview(data), self.block_size, name)[0]))
+                    self.counts.stored += 1
+                    ready.append((child, chain(data, self.block_size, name)[0]))
 
     def _gain(self, state: _Worker, engine_hash: int, name: int) -> None:
         state.names[engine_hash] = name
@@ -316,7 +328,7 @@ class PrefixIndex:
         elif more > 1:
             state.shared[name] = more - 1
 
-    def _wait(self, state: _Worker, block_hashes: Sequence[int], parent: int, data: memoryview) -> bool:
+    def _wait(self, state: _Worker, block_hashes: Sequence[int], parent: int, data: bytes) -> bool:
         if len(state.parents) + len(block_hashes) > MAX_WAITING_BLOCKS:
             self.counts.refused += len(block_hashes)
             state.complete = False
@@ -326,11 +338,12 @@ class PrefixIndex:
             piece = data[number * step:(number + 1) * step]
             seed = state.names.get(parent)
             if seed is not None:
+                self.counts.stored += 1
                 self._hold(state, engine_hash, chain(piece, self.block_size, seed)[0])
             elif engine_hash in state.names or engine_hash in state.parents:
                 state.copies[engine_hash] = state.copies.get(engine_hash, 0) + 1
             else:
-                state.waiting.setdefault(parent, {})[engine_hash] = bytes(piece)
+                state.waiting.setdefault(parent, {})[engine_hash] = piece
                 state.parents[engine_hash] = parent
                 self.counts.waited += 1
             parent = engine_hash
