@@ -211,7 +211,8 @@ class Router:
     def _came_up(self, worker: Worker) -> None:
         if self._policy.policy is Policy.KV:
             self._pool.offer(worker.root)
-        self._feeds.came_up(worker)
+        if self._policy.policy in (Policy.KV, Policy.LEAST_LOAD):
+            self._feeds.came_up(worker)
 
 
 _OWN: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {

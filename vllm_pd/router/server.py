@@ -13,13 +13,13 @@ from vllm_pd.router.policy import PolicyConfig
 GRACE_S = 30  # that open requests have after the first signal
 KEEP_ALIVE_S = 65
 BACKLOG = 2048
-_LIBRARY = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+LIBRARY = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
             "USE_TORCH": "0", "USE_TF": "0", "USE_FLAX": "0"}  # half a gigabyte that no tokenizer needs
 
 
 def serve(options: RouterOptions, policy: PolicyConfig) -> None:
     """Runs until SIGINT or SIGTERM. Raises ConfigError for a port that is taken, and for what can't be used."""
-    for name, value in _LIBRARY.items():  # read when transformers is imported
+    for name, value in LIBRARY.items():  # read when transformers is imported
         os.environ.setdefault(name, value)
     router = Router(options, policy)
     require_free("--port", router.options.host, [router.options.port])
