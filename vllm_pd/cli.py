@@ -108,6 +108,11 @@ def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
            = "127.0.0.1",
            worker: Annotated[list[str] | None, typer.Option(help="The base URL of an engine, like "
                                                             "http://127.0.0.1:8001; may be repeated.")] = None,
+           worker_events: Annotated[list[str] | None, typer.Option(
+               metavar="URL=EVENTS[,REPLAY]", help="Where the KV events of that engine are, if it can't be asked (no "
+               "/pd/events, as with a stock vLLM); needs --block-size; may be repeated.")] = None,
+           block_size: Annotated[int | None, typer.Option(help="Of the engines' KV blocks; default: as they say.")]
+           = None,
            broker: Annotated[str | None, typer.Option(help="Also the decode engines that are registered at this "
                                                       "broker.")] = None,
            policy: Annotated[str, typer.Option(help="kv (prefix overlap less load), round-robin, least-load or "
@@ -138,7 +143,8 @@ def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
     from vllm_pd.router.options import RouterOptions
     from vllm_pd.router.policy import PolicyConfig
     from vllm_pd.router.server import serve
-    serve(RouterOptions(port=port, host=host, workers=tuple(worker or ()), broker=broker, tokenizer=tokenizer,
+    serve(RouterOptions(port=port, host=host, workers=tuple(worker or ()), broker=broker,
+                        events=tuple(worker_events or ()), block_size=block_size, tokenizer=tokenizer,
                         access=Access(keys, nats_credentials, nats_ca, nats_prefix), api_key=api_key,
                         worker_api_key=worker_api_key, max_in_flight=max_in_flight, timeout_s=timeout_s,
                         probe_interval_s=probe_interval_s, probe_timeout_s=probe_timeout_s),

@@ -130,6 +130,18 @@ async def test_b63_a_worker_that_only_fails_probes_is_out():
         await served.until(lambda: served.worker(engines[0]).state.value == "up")
 
 
+async def test_b63_a_front_end_that_answers_by_itself_hides_no_wedged_engine():
+    async with serving(1, probe_interval_s=0.2) as (served, [engine]):
+        engine.sick = Fault.HANG
+        async with asyncio.timeout(5):
+            while served.worker(engine).state.value == "up":
+                await served.ask(path="/tokenize")
+                engine.fault = Fault.REFUSE
+                await served.ask()
+                engine.fault = Fault.NONE
+                await asyncio.sleep(0.02)
+
+
 async def test_b63_probes_of_a_dead_worker_come_less_and_less_often():
     async with serving(1, probe_backoff_s=(0.05, 10.0)) as (served, [engine]):
         engine.fault = engine.sick = Fault.ERROR

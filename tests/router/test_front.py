@@ -165,6 +165,9 @@ def test_b80_impossible_settings():
                        ({"workers": ("http://a:1", "http://a:1/")}, "--worker"), ({"timeout_s": -1}, "--timeout-s"),
                        ({"max_in_flight": 0}, "--max-in-flight"), ({"api_key": ""}, "--api-key"),
                        ({"probe_interval_s": float("nan")}, "--probe-interval-s"),
+                       ({"events": ("http://a:1=tcp://b:2", )}, "--worker-events"), ({"block_size": 0}, "--block-size"),
+                       ({"events": ("http://a:1", ), "block_size": 16}, "--worker-events"),
+                       ({"events": ("http://a:1=b:2", ), "block_size": 16}, "--worker-events"),
                        ({"probe_timeout_s": 0}, "--probe-timeout-s")):
         with pytest.raises(ConfigError) as caught:
             RouterOptions(**{"port": 1, **wrong}).checked()

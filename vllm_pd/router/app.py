@@ -21,15 +21,14 @@ from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.policy import Policy, PolicyConfig
 from vllm_pd.router.probe import Prober
-from vllm_pd.router.proxy import Broken, ClientGone, Proxy, Receive, Request, Send, respond
+from vllm_pd.router.proxy import GENERATING, Broken, ClientGone, Proxy, Receive, Request, Send, respond
 from vllm_pd.router.tokens import TokenPool
 from vllm_pd.router.upstream import Upstream
 from vllm_pd.router.workers import Worker, Workers
 
 logger = logging.getLogger("vllm_pd.router")
 
-GENERATING = frozenset(("/v1/completions", "/v1/chat/completions"))
-FORWARDED = GENERATING | {"/v1/models", "/v1/embeddings", "/tokenize", "/detokenize"}
+FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize"}
 METHODS = ("GET", "POST", "OPTIONS")
 MAX_OWN_BODY_BYTES = 65536
 _VIA_PROXY = (b"x-forwarded-for", b"forwarded")
@@ -59,9 +58,7 @@ class Router:
         self._pool = TokenPool(options)
         self.placer = Placer(options, self._policy, self.workers, self._pool, self.metrics,
                              lambda url: self._feeds.load_of(url))
-        key = options.key_for_workers
-        self._feeds = Feeds(self.placer, session, options.access,
-                            {} if key is None else {"Authorization": f"Bearer {key}"})
+        self._feeds = Feeds(self.placer, session, options)
         self._prober = Prober(options, session, self._came_up,
                               lambda url, outcome: self.metrics.probes.labels(url, outcome).inc())
         self._proxy = Proxy(options, self.workers, self.placer, self._upstream, self.metrics)
@@ -136,9 +133,9 @@ class Router:
         query = scope["query_string"]
         target = path.encode() + (b"?" + query if query else b"")
         request = Request(scope["method"].encode(), path, target, headers, body, asyncio.get_running_loop().time(),
-                          explain=_wants_explanation(headers))
+                          path in GENERATING, explain=_wants_explanation(headers))
         try:
-            return await self._proxy.forward(request, receive, send, path in GENERATING)
+            return await self._proxy.forward(request, receive, send)
         except Broken as error:
             self.metrics.requests.labels(path, "broken").inc()
             raise ConnectionAbortedError(f"the worker was lost in the middle of an answer: {error}") from error

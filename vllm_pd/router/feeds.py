@@ -9,19 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import aiohttp
 import msgspec
 
 from vllm_pd.events.messages import EngineLoad
-from vllm_pd.peers import Access
+from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
+from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.workers import Worker, WorkerState
-
-if TYPE_CHECKING:
-    from vllm_pd.events.subscriber import Subscriber
 
 logger = logging.getLogger("vllm_pd.router")
 
@@ -33,18 +31,21 @@ MAX_ANSWER_BYTES = 65536
 
 class _Events(msgspec.Struct):
     """Of the answer, what the index needs to know; the subscriber reads the rest."""
-    block_size: int
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Feeds:
     """Belongs to the router's event loop."""
 
-    def __init__(self, placer: Placer, session: aiohttp.ClientSession, access: Access,
-                 headers: dict[str, str]) -> None:
+    def __init__(self, placer: Placer, session: aiohttp.ClientSession, options: RouterOptions) -> None:
         self._placer = placer
         self._session = session
-        self._keys = access.load_keys()
-        self._headers = headers
+        self._keys = options.access.load_keys()
+        key = options.key_for_workers
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._block_size = options.block_size
+        self._told = {url: (events, replay) for url, events, replay in
+                      (parse_events("--worker-events", told) for told in options.events)}
         self._subscribers: dict[str, Subscriber] = {}
         self._asking: dict[str, asyncio.Task] = {}
         self._sweeper: asyncio.Task | None = None
@@ -56,7 +57,12 @@ class Feeds:
 
     def came_up(self, worker: Worker) -> None:
         """Subscribe to it, if it has events and nobody has yet."""
-        if worker.url not in self._subscribers and worker.url not in self._asking:
+        if worker.url in self._subscribers or worker.url in self._asking:
+            return
+        if worker.url in self._told:
+            events, replay = self._told[worker.url]
+            self._subscribe(worker, self._block_size, events=events, replay=replay)
+        else:
             task = asyncio.get_running_loop().create_task(self._ask(worker), name=f"events of {worker.url}")
             self._asking[worker.url] = task
             task.add_done_callback(lambda _: self._asking.pop(worker.url, None))
@@ -95,18 +101,22 @@ class Feeds:
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
             logger.warning("%s%s: %r; it is asked again when it has been away", worker.url, EVENTS_PATH, error)
             return
-        if self._placer.index is None and told.block_size > 0:
-            self._placer.index = PrefixIndex(told.block_size)
-            self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="sweep")
-        if told.block_size != self._placer.index.block_size:
-            logger.error("worker %s has blocks of %d tokens, the others %d: it gets requests by its load alone; start "
-                         "all with the same --block-size", worker.url, told.block_size, self._placer.index.block_size)
-            return
         if worker.state is not WorkerState.LEAVING:
-            from vllm_pd.events.subscriber import Subscriber
-            subscriber = Subscriber(worker.url, self._placer.index, self._session, self._headers, keys=self._keys)
-            self._subscribers[worker.url] = subscriber
-            subscriber.start()
+            self._subscribe(worker, told.block_size)
+
+    def _subscribe(self, worker: Worker, block_size: int, **endpoints: str | None) -> None:
+        wanted = self._placer.index.block_size if self._placer.index is not None else self._block_size or block_size
+        if block_size != wanted:
+            logger.error("worker %s has blocks of %d tokens, the others %d: nothing is known of what it holds; start "
+                         "all with the same --block-size", worker.url, block_size, wanted)
+            return
+        if self._placer.index is None:
+            self._placer.index = PrefixIndex(block_size)
+            self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="sweep")
+        subscriber = Subscriber(worker.url, self._placer.index, self._session, self._headers, keys=self._keys,
+                                **endpoints)
+        self._subscribers[worker.url] = subscriber
+        subscriber.start()
 
     async def _sweep(self) -> None:
         while True:

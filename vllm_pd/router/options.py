@@ -4,6 +4,7 @@ import dataclasses
 import ipaddress
 import math
 import os
+import re
 import urllib.parse
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 NO_TOKENIZER = "none"
 MAX_TRIES = 3
 _EXAMPLE_WORKER = "http://127.0.0.1:8001"
+_ENDPOINT = re.compile(r"tcp://[^,/]+:\d+|ipc://[^,]+")
 _POSITIVE = ("probe_interval_s", "probe_timeout_s", "connect_timeout_s", "tokenize_timeout_s", "census_period_s",
              "expected_s", "retry_after_s")
 _COUNTS = {"max_in_flight": 1, "max_body_bytes": 1, "tokenize_threads": 1}
@@ -28,6 +30,8 @@ class RouterOptions:
     port: int
     host: str = "127.0.0.1"
     workers: tuple[str, ...] = ()
+    events: tuple[str, ...] = ()  # URL=EVENTS[,REPLAY] of workers that can't be asked for them
+    block_size: int | None = None  # of the workers; None: as they say
     broker: str | None = None
     access: Access = Access()
     tokenizer: str | None = None  # None: the workers' model's
@@ -70,6 +74,13 @@ class RouterOptions:
         for number, url in enumerate(workers):
             if url in workers[:number]:
                 raise ConfigError("--worker", url, "it is there twice: write each once")
+        if self.block_size is not None and self.block_size < 1:
+            raise ConfigError("--block-size", self.block_size, "write the workers' own")
+        if self.events and self.block_size is None:
+            raise ConfigError("--worker-events", self.events[0], "such a worker does not tell the size of its blocks: "
+                              "add --block-size")
+        for told in self.events:
+            parse_events("--worker-events", told)
         return dataclasses.replace(self, host=host, workers=workers, api_key=api_key)
 
     @property
@@ -92,6 +103,16 @@ def parse_worker(key: str, url: object) -> str:
         raise ConfigError(key, url, cure)
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}:{port or (443 if parts.scheme == 'https' else 80)}{parts.path.rstrip('/')}"
+
+
+def parse_events(key: str, value: str) -> tuple[str, str, str | None]:
+    """(worker, events, replay or None) of `URL=EVENTS[,REPLAY]`. Raises ConfigError naming `key`."""
+    url, equals, endpoints = value.partition("=")
+    events, _, replay = endpoints.partition(",")
+    if not equals or not all(_ENDPOINT.fullmatch(one) for one in (events, *([replay] if replay else []))):
+        raise ConfigError(key, value, f"write it like {_EXAMPLE_WORKER}=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 "
+                          "(where its events are, and where they are replayed, if anywhere)")
+    return parse_worker(key, url), events, replay or None
 
 
 def _flag(name: str) -> str:

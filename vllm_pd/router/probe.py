@@ -137,8 +137,6 @@ class Prober:
 
     def _failed(self, worker: Worker, problem: str) -> None:
         self._count(worker.url, "failed")
-        if worker.failures == 0:
-            logger.warning("worker %s fails its probe: %s", worker.url, problem)
         worker.fail(Failure.PROBE, problem)
         worker.failures += 1
         worker.strand(worker.now() - self._options.probe_timeout_s)

@@ -27,6 +27,8 @@ from vllm_pd.router.workers import Failure, Flight, Interruption, Worker, Worker
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
+COMPLETING = frozenset(("/v1/completions", "/v1/chat/completions"))
+GENERATING = COMPLETING | {"/v1/embeddings"}
 MAX_WHOLE_BYTES = 1 << 20
 MAX_PAUSE_S = 60.0  # that a worker's Retry-After is believed for
 EVENT_STREAM = b"text/event-stream"
@@ -54,13 +56,14 @@ class End(Enum):
 
 @dataclass
 class Request:
-    """A whole request. `target` is path and query as they came."""
+    """A whole request. `target` is path and query as they came; `generates`: its answer takes an engine's step."""
     method: bytes
     path: str
     target: bytes
     headers: Headers
     body: bytes
     began_s: float
+    generates: bool
     explain: bool = False
     tries: list[dict[str, str]] = field(default_factory=list)
 
@@ -79,9 +82,9 @@ class Proxy:
                                else f"Bearer {options.worker_api_key}".encode())
         self._now = asyncio.get_running_loop().time
 
-    async def forward(self, request: Request, receive: Receive, send: Send, generates: bool) -> int:
+    async def forward(self, request: Request, receive: Receive, send: Send) -> int:
         """Have it answered. Returns the status that went out. Raises ClientGone, or Broken."""
-        plan = await self._placer.plan(request.headers, request.body, generates)
+        plan = await self._placer.plan(request.headers, request.body, request.path in COMPLETING)
         headers = answers.request_headers(request.headers, self._authorization)
         line = _Line(receive, send)
         try:
@@ -137,15 +140,16 @@ class Proxy:
         try:
             async with asyncio.timeout(self._options.timeout_s or None):
                 reply = await self._open(worker, request, headers)
-                flight.heard()
+                flight.heard(generated=False)
                 fit, whole, first = await self._first(reply)
-            flight.heard()
+            generated = request.generates and reply.status == HTTPStatus.OK
+            flight.heard(generated)
             self._metrics.first_byte_s.observe(self._now() - request.began_s)
             if request.explain:
                 fit += self._explained(choice, request)
             await line.begin(reply.status, fit, first, more=not whole)
             if not whole:
-                await self._pass_on(flight, reply, first, line)
+                await self._pass_on(flight, reply, first, generated, line)
             end = End.ANSWERED
             return reply.status
         except TimeoutError:
@@ -210,10 +214,10 @@ class Proxy:
         return headers, whole, first
 
     @staticmethod
-    async def _pass_on(flight: Flight, reply: Reply, first: bytes, line: "_Line") -> None:
+    async def _pass_on(flight: Flight, reply: Reply, first: bytes, generated: bool, line: "_Line") -> None:
         tail = first[-_TAIL_BYTES:]
         while chunk := await reply.chunk():
-            flight.heard()
+            flight.heard(generated)
             tail = chunk[-_TAIL_BYTES:] if len(chunk) >= _TAIL_BYTES else (tail + chunk)[-_TAIL_BYTES:]
             await line.more(chunk)
         if line.streams and reply.status == HTTPStatus.OK and _ENDED not in tail:

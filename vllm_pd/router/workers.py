@@ -8,11 +8,14 @@ forgotten with the last of that. What one request has open at one worker is a `F
 import asyncio
 import collections
 import functools
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum, StrEnum
 
 from vllm_pd.router.metrics import RouterMetrics
+
+logger = logging.getLogger("vllm_pd.router")
 
 MAX_WORKERS = 4096
 STRIKE_S = 30.0
@@ -59,9 +62,12 @@ class Flight:
         self.interruption: Interruption | None = None
         self._task = asyncio.current_task()
 
-    def heard(self) -> None:
-        """Something came from the worker."""
-        self.heard_s = self.worker.heard_s = self.worker.now()
+    def heard(self, generated: bool) -> None:
+        """Something came from the worker; that it still generates is shown by what it has `generated` only, for its
+        front end answers much by itself."""
+        self.heard_s = self.worker.now()
+        if generated:
+            self.worker.heard_s = self.heard_s
 
     def interrupt(self, why: Interruption) -> None:
         """End the wait. The task sees a CancelledError, the reason is in `interruption`; only the first counts."""
@@ -125,6 +131,7 @@ class Worker:
         if self.state is WorkerState.LEAVING:
             return
         if self.state is not WorkerState.DOWN:
+            logger.warning("worker %s is out: %s", self.url, self.problem)
             self.failures = 0
             self.strikes = self.strikes + 1 if self.now() < self._out_s + STRIKE_S else 0
             self._out_s = self.now()
