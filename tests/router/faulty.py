@@ -225,13 +225,15 @@ class Answered:
 
 @contextlib.asynccontextmanager
 async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = True,
-                  **options) -> AsyncIterator[tuple[Served, list[FaultyEngine]]]:
-    """A router over so many engines, all up unless told otherwise; leak-checked in the end (B20)."""
+                  events: tuple[str, ...] = (), **options) -> AsyncIterator[tuple[Served, list[FaultyEngine]]]:
+    """A router over so many engines, all up unless told otherwise, the first of them with `events` at these endpoints;
+    leak-checked in the end (B20)."""
     engines = [FaultyEngine() for _ in range(count)]
     for engine in engines:
         await engine.start()
     port = take_free("127.0.0.1")
-    settings = {**QUICK, "workers": tuple(engine.url for engine in engines), **options}
+    settings = {**QUICK, "workers": tuple(engine.url for engine in engines),
+                "events": tuple(f"{engine.url}={at}" for engine, at in zip(engines, events, strict=False)), **options}
     router = Router(RouterOptions(port=port, **settings), PolicyConfig(policy=policy))
     server = uvicorn.Server(uvicorn.Config(router, host="127.0.0.1", port=port, lifespan="on", log_level="critical",
                                            server_header=False, date_header=False, timeout_graceful_shutdown=1))

@@ -2,11 +2,15 @@
 """The router's own routes, what passes through it unchanged, and B80, B82 for its settings."""
 import asyncio
 import contextlib
+import itertools
 import json
 import re
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 from faulty import Fault, FaultyEngine, serving
 
 from vllm_pd.core import messages as m
@@ -15,6 +19,7 @@ from vllm_pd.ports import take_free
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
+from vllm_pd.router.policy import Policy
 from vllm_pd.router.workers import Source, Workers
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +149,44 @@ async def test_a_model_goes_to_those_who_have_it():
         assert {(await served.ask(model="other")).json["from"] for _ in range(4)} == {engines[1].port}
         assert {(await served.ask(model="m")).json["from"] for _ in range(4)} == {engines[0].port}
         assert {(await served.ask(model="unknown")).json["from"] for _ in range(4)} == {one.port for one in engines}
+
+
+async def test_a_stock_engines_events_draw_its_prefixes():
+    """V1's messages as they are on the wire, from an engine that has no route that tells of them."""
+    context = zmq.Context()
+    sockets = [context.socket(zmq.PUB) for _ in range(2)]
+    endpoints = [f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}" for socket in sockets]
+    try:
+        async with serving(2, Policy.KV, events=endpoints, block_size=4) as (served, engines):
+            async def sent(number, *events):
+                payload = msgspec.msgpack.encode([time.time(), events])
+                sockets[number].send_multipart([b"", next(numbers[number]).to_bytes(8, "big"), payload])
+                await asyncio.sleep(0.02)
+
+            async def chosen(tokens):
+                answer = await served.ask(prompt=tokens, headers={"x-vllm-pd-explain": "1"})
+                hit = answer.headers["x-vllm-pd-explain"].partition("hit=")[2].split(";")[0]
+                return answer.headers["x-vllm-pd-worker"], hit
+
+            numbers, begins = [itertools.count() for _ in sockets], itertools.count(1000, 4)
+            index = served.router.placer.index
+            async with asyncio.timeout(10):  # until the subscriptions stand
+                while not all(index.blocks(engine.url) for engine in engines):
+                    for number in range(2):
+                        begin = next(begins)
+                        await sent(number, ["BlockStored", [begin], None, [*range(begin, begin + 4)], 4, None])
+            held = index.blocks(engines[1].url)
+            for number in range(2):
+                first = 100 * number
+                await sent(number, ["BlockStored", [first + 1, first + 2], None, [*range(first, first + 8)], 4, None])
+            await served.until(lambda: index.blocks(engines[1].url) == held + 2)
+            for number, engine in ((0, engines[0]), (1, engines[1])) * 2:
+                assert await chosen([*range(100 * number, 100 * number + 10)]) == (engine.url, "2/2")
+            await sent(1, ["BlockRemoved", [102]])
+            await served.until(lambda: index.blocks(engines[1].url) == held + 1)
+            assert await chosen([*range(100, 108)]) == (engines[1].url, "1/2")
+    finally:
+        context.destroy(linger=0)
 
 
 async def test_the_page_of_metrics_and_the_documentation_name_the_same():
