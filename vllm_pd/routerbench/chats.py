@@ -101,9 +101,17 @@ async def hold(url: str, model: str, chats: Chats, conversations: Sequence[Conve
                 said = list(turn.messages)
                 turns.append(turn)
 
-        async with asyncio.TaskGroup() as group:
-            for conversation in conversations:
-                group.create_task(talk(conversation))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for conversation in conversations:
+                    group.create_task(talk(conversation))
+        except* (aiohttp.ClientError, TimeoutError, PDError) as failed:
+            first = failed.exceptions[0]
+            problem = f"the conversations can't go on: {first or repr(first)}"
+        else:
+            problem = ""
+    if problem:
+        raise PDError(problem)
     return sorted(turns, key=lambda turn: turn.at_s)
 
 

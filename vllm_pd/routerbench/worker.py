@@ -136,9 +136,10 @@ class Answer:
             parts.append(self._part(kind, [], self._usage()))
         return [b"data: %b\n\n" % part for part in (*parts, b"[DONE]")]
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt, answer = self._ask.prompt_tokens, self._ask.tokens
-        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
+                "prompt_tokens_details": {"cached_tokens": 0}}
 
     def _part(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
         return msgspec.json.encode({"id": self._id, "object": kind, "created": self._created, "model": self._model,
