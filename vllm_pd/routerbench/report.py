@@ -11,6 +11,7 @@ from rich.table import Table
 from .measure import DIRECT
 
 PHASES = (("alone", "plain"), ("alone", "stream"), ("paced", "stream"), ("busy", "plain"), ("busy", "stream"))
+LINEAR_MS = 1.0  # of a picture's axis that goes far; beyond that it is logarithmic
 
 
 def table(report: dict[str, Any]) -> Table:
@@ -52,12 +53,15 @@ def picture(report: dict[str, Any], path: Path) -> None:
             grid = _entry(report, name, phase, kind).get("added_grid_ms", [])
             axis.plot(grid, [number / max(1, len(grid) - 1) for number in range(len(grid))], label=name,
                       color=colours[name])
+        if _high(report, phase, kind) > 10 * LINEAR_MS:
+            axis.set_xscale("symlog", linthresh=LINEAR_MS)
+            axis.xaxis.set_major_formatter("{x:g}")
         axis.set_xlim(_low(report, phase, kind), _high(report, phase, kind))
         axis.set_title(f"{phase}, {kind}", fontsize=9, loc="left")
         axis.set_xlabel("ms added until the end of the answer")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of the requests")
-    axes[0].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncol=len(names), fontsize=8)
     for place, (phase, kind) in enumerate(PHASES[3:]):
         for number, name in enumerate(names):
             rate = _entry(report, name, phase, kind).get("requests_per_s", {}).get("median", 0)
@@ -69,7 +73,7 @@ def picture(report: dict[str, Any], path: Path) -> None:
     axes[3].margins(x=0.15)
     axes[3].set_title(f"busy, {report['settings']['clients']} clients", fontsize=9, loc="left")
     axes[3].set_xlabel("requests/s")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
