@@ -211,6 +211,8 @@ def test_b80_impossible_settings():
                        ({"events": ("http://a:1=tcp://b:2", )}, "--worker-events"), ({"block_size": 0}, "--block-size"),
                        ({"events": ("http://a:1", ), "block_size": 16}, "--worker-events"),
                        ({"events": ("http://a:1=b:2", ), "block_size": 16}, "--worker-events"),
+                       ({"broker": "nowhere"}, "--broker"), ({"broker": "tcp://10.0.0.1:5700"}, "--broker"),
+                       ({"broker": "nats://10.0.0.1:4222"}, "--broker"),
                        ({"probe_timeout_s": 0}, "--probe-timeout-s")):
         with pytest.raises(ConfigError) as caught:
             RouterOptions(**{"port": 1, **wrong}).checked()

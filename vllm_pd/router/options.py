@@ -8,9 +8,10 @@ import re
 import urllib.parse
 from dataclasses import dataclass
 
-from vllm_pd.addresses import is_loopback
+from vllm_pd.addresses import is_loopback, parse_endpoint
 from vllm_pd.errors import ConfigError
 from vllm_pd.peers import Access
+from vllm_pd.rpc.nats_address import NatsAddress
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 NO_TOKENIZER = "none"
@@ -79,6 +80,8 @@ class RouterOptions:
         if self.events and self.block_size is None:
             raise ConfigError("--worker-events", self.events[0], "such a worker does not tell the size of its blocks: "
                               "add --block-size")
+        if self.broker is not None:
+            _check_broker(self.broker, self.access)
         for told in self.events:
             parse_events("--worker-events", told)
         return dataclasses.replace(self, host=host, workers=workers, api_key=api_key)
@@ -113,6 +116,13 @@ def parse_events(key: str, value: str) -> tuple[str, str, str | None]:
         raise ConfigError(key, value, f"write it like {_EXAMPLE_WORKER}=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 "
                           "(where its events are, and where they are replayed, if anywhere)")
     return parse_worker(key, url), events, replay or None
+
+
+def _check_broker(broker: str, access: Access) -> None:
+    if NatsAddress.is_url(broker):
+        access.nats("--broker", broker)
+    else:
+        parse_endpoint("--broker", broker, keyed=access.load_keys() is not None)
 
 
 def _flag(name: str) -> str:
