@@ -8,6 +8,9 @@ import aiohttp
 import pytest
 from faulty import TOKENS, Fault, serving
 
+from vllm_pd.router.index import PrefixIndex
+from vllm_pd.router.policy import Policy
+
 TEXTS = [{"choices": [{"text": f" t{number}"}]} for number in range(TOKENS)]
 BEFORE_FIRST = [Fault.HANG_UP, Fault.ERROR, Fault.NOISE, Fault.EMPTY, Fault.EMPTY_STREAM, Fault.ERROR_EVENT]
 
@@ -102,6 +105,25 @@ async def test_b63_a_wedged_worker_loses_its_requests_to_others():
             assert (await served.ask()).status == 200
         assert len(engines[0].asked) == asked
         await served.until(lambda: engines[0].cancelled >= asked)
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG_UP, Fault.HANG, Fault.ERROR], ids=lambda fault: fault.name.lower())
+async def test_b63_the_best_prefix_match_saves_no_failing_worker(fault):
+    async with serving(3, Policy.KV, probe_interval_s=0.2) as (served, engines):
+        index = served.router.placer.index = PrefixIndex(4)
+        index.stored(engines[0].url, [1, 2, 3], None, list(range(12)), 4)
+        index.stored(engines[1].url, [1], None, list(range(4)), 4)
+        tokens = list(range(14))
+        assert (await served.ask(prompt=tokens)).json["from"] == engines[0].port
+        engines[0].fault = engines[0].sick = fault
+        for _ in range(4):
+            answer = await asyncio.wait_for(served.ask(prompt=tokens), 5)
+            assert answer.json["from"] == engines[1].port
+        assert len(engines[0].asked) == 2 + (fault is Fault.HANG_UP)  # once more, on a new connection
+        engines[0].fault = engines[0].sick = Fault.NONE
+        await served.until(lambda: served.worker(engines[0]).state.value == "up")
+        index.cleared(engines[1].url)
+        assert (await served.ask(prompt=[*tokens, 77, 78])).json["from"] == engines[0].port
 
 
 async def test_b63_b64_a_stream_of_a_worker_that_wedges_ends_with_an_error():

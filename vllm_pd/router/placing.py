@@ -99,8 +99,10 @@ class Placer:
         if choice is None:
             return None
         worker = next(one for one in able if one.url == choice.worker)
-        block_size = self.index.block_size if self.index is not None else 0
-        self._recent[worker.url].sent(now_s, max(0, plan.request.prompt_tokens - choice.overlap_blocks * block_size))
+        if self.config.policy in (Policy.KV, Policy.LEAST_LOAD):
+            block_size = self.index.block_size if self.index is not None else 0
+            new_tokens = plan.request.prompt_tokens - choice.overlap_blocks * block_size
+            self._recent[worker.url].sent(now_s, max(0, new_tokens))
         if plan.hashes:
             self.index.expect(worker.url, plan.hashes, now_s + self._options.expected_s)
         self._metrics.decisions.labels(choice.policy.value, choice.reason.value).inc()
