@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine as a subscriber sees it: the announcer as it is, over a publisher that can lose, swap and repeat batches."""
+"""An engine as a subscriber sees it: the announcer as it is, over a publisher that loses, swaps and repeats batches."""
 
 import itertools
 import random

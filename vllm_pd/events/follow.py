@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a subscriber comes to be right, and stays right, about one engine. No clock of its own, no waiting.
 
-`SideFollower` has the engine's side socket: a snapshot first, then batches; another snapshot whenever a batch is missed,
-also the last one (a pulse names the number of the next), or the epoch changes.
+`SideFollower` has the engine's side socket: a snapshot first, then batches; another snapshot whenever a batch is
+missed, also the last one (a pulse names the number of the next), or the epoch changes.
 
-`ReplayFollower` has vLLM's own events only, as of a V1 engine. What the replay still holds is the start; a gap is filled
-from it. Now and then it is asked for the last batch again: a publisher that gives something else in its place is
+`ReplayFollower` has vLLM's own events only, as of a V1 engine. What the replay still holds is the start; a gap is
+filled from it. Now and then it is asked for the last batch again: a publisher that gives something else in its place is
 another one. Where the replay no longer reaches back far enough, or there is none, nothing that was known can be
 trusted, and only what follows counts: what is known is too little then for a time, never wrong.
 """
@@ -111,7 +111,7 @@ class SideFollower:
         self._catch_up(now)
 
     def hung_up(self, now: float) -> None:
-        """The connection has ended. It may come back, with the same engine or another one, which knows nothing of us."""
+        """The connection has ended. It may come back, with this engine or another one, which knows nothing of us."""
         self._lost_at = min(self._lost_at, now + HUNG_UP_S)
         self._subscribe_at = now
 

@@ -35,13 +35,16 @@ class Stream:
 
     def offer(self, now: float, seq: int, batch: EventBatch, content: int) -> list[EventBatch]:
         """What this batch lets through, in order. `content` is a hash of its bytes."""
-        if self.next_seq is None:
+        if self.next_seq is None or self._restarted:
             self._wait(now, seq, batch, content)
             return []
         if seq < self.next_seq:
-            if self._contents.get(seq, content) != content:
+            if self._contents.get(seq, content) == content:
+                self._counters["duplicates"] += 1
+            else:
                 self._restarted = True
-            self._counters["duplicates"] += 1
+                self._early.clear()
+                self._wait(now, seq, batch, content)
             return []
         if seq > self.next_seq:
             self._counters["duplicates" if seq in self._early else "early"] += 1
