@@ -271,7 +271,7 @@ def bench_router(
             "--flag={worker}, and {free} for a free port; may be repeated.")] = None,
         ours: Annotated[list[str] | None, typer.Option(metavar="NAME=ARGS", help="Our router with these arguments "
             "behind `vllm-pd router`; may be repeated. Default: one with no arguments.")] = None,
-        workers: Annotated[int, typer.Option(help="How many dummy workers.")] = 2,
+        workers: Annotated[int | None, typer.Option(help="How many dummy workers: 2, or 4 with --hit-rate.")] = None,
         requests: Annotated[int, typer.Option(help="How many requests, one at a time, of each kind.")] = 500,
         tokens: Annotated[int, typer.Option(help="How many tokens each answer has.")] = 16,
         prompt_tokens: Annotated[int, typer.Option(help="About how long each prompt is.")] = 256,
@@ -282,6 +282,9 @@ def bench_router(
         block_size: Annotated[int, typer.Option(help="Have the workers publish KV events, made up, of blocks of so "
                                                      "many tokens; 0: none.")] = 0,
         seed: Annotated[int, typer.Option(help="Of the prompts and of the order.")] = 0,
+        hit_rate: Annotated[bool, typer.Option("--hit-rate", help="Instead: the prefix hits that our policies get out "
+            "of a trace on simulated workers, beside what any could get. Of the other options only --workers, --seed, "
+            "--picture and --output count.")] = False,
         load_cores: Annotated[str, typer.Option(metavar="0,1", help="Where generator and workers run.")] = "",
         router_cores: Annotated[str, typer.Option(metavar="2,3", help="Where the routers run.")] = "",
         log: Annotated[Path | None, typer.Option(help="A file for the output of everything that is started.")] = None,
@@ -293,8 +296,12 @@ def bench_router(
     from vllm_pd.routerbench import report
     from vllm_pd.routerbench.measure import RouterBench, measure, parse_cores
     from vllm_pd.routerbench.processes import Launch
+    if hit_rate:
+        from vllm_pd.routerbench import hits
+        hits.show(hits.HitBench.of(workers, seed), typer.echo, picture, output)
+        return
     launches = [*map(Launch.ours, ours or ["vllm-pd="]), *map(Launch.parse, router or ())]
-    found = measure(RouterBench(tuple(launches), workers, requests, tokens, prompt_tokens, clients, streams, slice_s,
+    found = measure(RouterBench(tuple(launches), workers or 2, requests, tokens, prompt_tokens, clients, streams, slice_s,
                                 rounds, block_size=block_size, seed=seed,
                                 load_cores=parse_cores("--load-cores", load_cores),
                                 router_cores=parse_cores("--router-cores", router_cores)), log, typer.echo)
