@@ -301,8 +301,8 @@ def bench_router(
         hits.show(hits.HitBench.of(workers, seed), typer.echo, picture, output)
         return
     launches = [*map(Launch.ours, ours or ["vllm-pd="]), *map(Launch.parse, router or ())]
-    found = measure(RouterBench(tuple(launches), workers or 2, requests, tokens, prompt_tokens, clients, streams, slice_s,
-                                rounds, block_size=block_size, seed=seed,
+    found = measure(RouterBench(tuple(launches), 2 if workers is None else workers, requests, tokens, prompt_tokens,
+                                clients, streams, slice_s, rounds, block_size=block_size, seed=seed,
                                 load_cores=parse_cores("--load-cores", load_cores),
                                 router_cores=parse_cores("--router-cores", router_cores)), log, typer.echo)
     Console(width=120).print(report.table(found))
