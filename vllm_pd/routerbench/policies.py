@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd bench policies`: what the router's policies make of the same conversations with running engines.
 
-One router for each policy stands before the same engines. In each round every policy has its turn, in an order drawn
-anew: the engines forget their prefix caches, the router is awaited until it knows that, and then the conversations are
-held through it (`chats`). The hit rate is the engines' own: cached prompt tokens by prompt tokens, as they tell them in
+In each round every policy has its turn, in an order drawn anew: a router is started before the same engines, the
+engines forget their prefix caches, the router is awaited until it knows them, and then the conversations are held
+through it (`chats`). The hit rate is the engines' own: cached prompt tokens by prompt tokens, as they tell them in
 each answer's usage. Beside it stands the bound, which no placement could beat (`oracle.bound`), for the prompts of
 that very turn and the block pools of all engines together.
 """
@@ -24,6 +24,7 @@ from vllm_pd.client import is_healthy, served_model
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
+from vllm_pd.scrape import scrape
 
 from . import oracle
 from .chats import Chats, Turn, hold, make, without_words
@@ -32,7 +33,8 @@ from .processes import Say, Server, Stage
 from .trace import Arrival
 
 KNOWN_TIMEOUT_S = 30.0
-LIVE = "live"
+UP, LIVE = "up", "live"  # as /workers says
+INFORMED = (Policy.KV, Policy.LEAST_LOAD)
 DEFAULT = (Policy.KV, Policy.ROUND_ROBIN, Policy.LEAST_LOAD)
 
 
@@ -66,17 +68,18 @@ def measure(bench: PolicyBench, log: Path, say: Say = print) -> dict[str, Any]:
     model = served_model(bench.workers[0])
     conversations = make(bench.chats)
     draw = random.Random(bench.chats.seed)
-    tokenize = _tokenizer(bench.tokenizer)
+    tokenize, pools = _tokenizer(bench.tokenizer), _pools(bench.workers)
     runs: list[dict[str, Any]] = []
-    with log.open("w") as output, Stage((), (), output) as stage:
-        routers = {policy: stage.ours(policy.value, bench.workers, [
-            "--policy", policy.value, "--tokenizer", bench.tokenizer if policy is Policy.KV else NO_TOKENIZER])
-                   for policy in bench.policies}
+    with log.open("w") as output:
         for number in range(bench.rounds):
             for policy in draw.sample(bench.policies, len(bench.policies)):
-                known = asyncio.run(_forget(bench, routers[policy]))
-                turns = asyncio.run(hold(routers[policy].url, model, bench.chats, conversations))
-                runs.append(_run(policy, number, turns, known, tokenize))
+                with Stage((), (), output) as stage:
+                    tokenizer = bench.tokenizer if policy is Policy.KV else NO_TOKENIZER
+                    router = stage.ours(policy.value, bench.workers,
+                                        ["--policy", policy.value, "--tokenizer", tokenizer])
+                    asyncio.run(_forget(bench, policy, router))
+                    turns = asyncio.run(hold(router.url, model, bench.chats, conversations))
+                runs.append(_run(policy, number, turns, pools, tokenize))
                 say("{policy}, round {round}: {hit_rate:.1%} of the prompt tokens were cached, bound {bound:.1%}, TTFT "
                     "p50 {ttft_ms[p50]:.0f} ms".format(**runs[-1]))
     settings = {**asdict(bench), "policies": [policy.value for policy in bench.policies]}
@@ -95,20 +98,20 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _run(policy: Policy, number: int, turns: Sequence[Turn], known: dict[str, int],
+def _run(policy: Policy, number: int, turns: Sequence[Turn], pools: dict[str, int],
          tokenize: Callable[[Turn], Arrival]) -> dict[str, Any]:
     prompt = sum(turn.prompt_tokens for turn in turns)
     cached = sum(turn.cached_tokens for turn in turns)
     return {"policy": policy.value, "round": number, "prompt_tokens": prompt, "cached_tokens": cached,
             "hit_rate": cached / prompt,
-            "bound": oracle.bound([tokenize(turn) for turn in turns], known["block_size"], known["pool_blocks"]),
+            "bound": oracle.bound([tokenize(turn) for turn in turns], pools["block_size"], pools["pool_blocks"]),
             "ttft_ms": quantiles([turn.ttft_s for turn in turns]),
             "workers": {url: sum(turn.worker == url for turn in turns) for url in {turn.worker for turn in turns}},
-            **known, "turns": [without_words(turn) for turn in turns]}
+            **pools, "turns": [without_words(turn) for turn in turns]}
 
 
-async def _forget(bench: PolicyBench, router: Server) -> dict[str, int]:
-    """Empty the engines' caches, and wait until the router follows each of them. Size of a block, and of all pools."""
+async def _forget(bench: PolicyBench, policy: Policy, router: Server) -> None:
+    """Empty the engines' caches, and wait until the router knows what its policy needs to know of each of them."""
     deadline = time.monotonic() + KNOWN_TIMEOUT_S
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session:
         for url in bench.workers:
@@ -119,16 +122,25 @@ async def _forget(bench: PolicyBench, router: Server) -> dict[str, int]:
         await asyncio.sleep(bench.settle_s)
         while True:
             async with session.get(f"{router.url}/workers") as reply:
-                feeds = [worker["events"] or {} for worker in (await reply.json())["workers"]]
-            if len(feeds) == len(bench.workers) and all(feed.get("state") == LIVE for feed in feeds):
-                break
+                known = await reply.json()
+            workers = known["workers"]
+            able = [worker for worker in workers if worker["state"] == UP and (
+                policy not in INFORMED or (worker["events"] or {}).get("state") == LIVE)]
+            if len(able) == len(bench.workers) and (policy is not Policy.KV or known["tokenizer"] == "ok"):
+                return
             if time.monotonic() > deadline:
-                raise PDError(f"{router.name} does not follow all engines: {feeds}; start them with "
-                              "--kv-events-config")
+                raise PDError(f"the router of {policy} does not know all engines: {known}; are they started with "
+                              "--kv-events-config?")
             await asyncio.sleep(0.2)
-        async with session.get(f"{bench.workers[0]}/pd/events") as reply:
-            block_size = (await reply.json())["block_size"]
-    return {"block_size": block_size, "pool_blocks": sum(feed["load"]["total_blocks"] for feed in feeds)}
+
+
+def _pools(urls: Sequence[str]) -> dict[str, int]:
+    """The size of a block, and of all engines' pools together. Raises PDError where engines don't fit together."""
+    found = [scrape(url).by("vllm:cache_config_info", "block_size", "num_gpu_blocks") for url in urls]
+    sizes = {size for labels in found for size, _ in labels}
+    if len(sizes) != 1:
+        raise PDError(f"the engines' blocks have {sorted(sizes)} tokens: start all with one --block-size")
+    return {"block_size": int(sizes.pop()), "pool_blocks": sum(int(blocks) for labels in found for _, blocks in labels)}
 
 
 def _tokenizer(name: str) -> Callable[[Turn], Arrival]:
