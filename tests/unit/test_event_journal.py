@@ -128,5 +128,5 @@ def test_a_snapshot_comes_in_parts_of_whole_blocks():
     pool.compute(1, 5)
     pool.compute(11, 12)
     pool.take()
-    assert list(runs(pool.journal.blocks(), BLOCK_SIZE, 3)) == [[stored(1, 3)], [stored(4, 5, parent=3), stored(11, 11)],
-                                                               [stored(12, 12, parent=11)]]
+    assert list(runs(pool.journal.blocks(), BLOCK_SIZE, 3)) == [
+        [stored(1, 3)], [stored(4, 5, parent=3), stored(11, 11)], [stored(12, 12, parent=11)]]
