@@ -124,7 +124,7 @@ class FaultyEngine:
                 return False
         if asked.get("stream") or fault in (Fault.EMPTY_STREAM, Fault.ERROR_EVENT):
             return await self._stream(fault, reader, writer)
-        if self.gap_s and await gone(reader, self.gap_s):
+        if self.gap_s and asked.get("prompt") and await gone(reader, self.gap_s):  # no probe
             self.cancelled += 1
             return False
         return whole(writer, 200, {"id": "x", "from": self.port, "choices": [{"index": 0, "text": "all"}]})

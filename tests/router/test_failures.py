@@ -134,6 +134,36 @@ async def test_b63_b64_a_stream_of_a_worker_that_wedges_ends_with_an_error():
         assert answer.events[0] == TEXTS[0] and answer.events[-1]["error"]["code"] == 502
 
 
+async def test_b63_a_wedged_worker_that_has_left_loses_its_requests_too():
+    async with serving(2, probe_interval_s=0.2) as (served, engines):
+        engines[0].fault = Fault.HANG
+        asked = asyncio.gather(*(served.ask() for _ in range(4)))
+        await served.until(lambda: len(engines[0].asked) == 2)
+        engines[0].sick = Fault.HANG
+        worker = served.worker(engines[0])
+        served.router.workers.remove(engines[0].url)
+        answers = await asyncio.wait_for(asked, 5)
+        assert {answer.json["from"] for answer in answers} == {engines[1].port}
+        assert not worker.flights
+        probes = engines[0].probes
+        await asyncio.sleep(0.5)
+        assert engines[0].probes == probes, "nobody asks for it any more"
+
+
+async def test_b43_a_worker_that_drains_finishes_what_is_open():
+    """It refuses probes as it refuses requests, and answers slowly what it has."""
+    async with serving(2, probe_interval_s=0.1, probe_timeout_s=0.1) as (served, engines):
+        for engine in engines:
+            engine.gap_s = 0.8
+        asked = asyncio.gather(*(served.ask() for _ in range(4)))
+        await served.until(lambda: all(len(engine.asked) == 2 for engine in engines))
+        engines[0].fault = engines[0].sick = Fault.BUSY
+        await served.until(lambda: served.worker(engines[0]).state.value == "down")
+        assert [answer.status for answer in await asked] == [200] * 4
+        assert len(engines[0].asked) == 2 and served.count("vllm:pd_router_probes_total", outcome="failed",
+                                                           worker=engines[0].url) >= 1
+
+
 async def test_b63_a_slow_worker_that_generates_is_no_wedged_one():
     async with serving(1, probe_interval_s=0.1) as (served, [engine]):
         engine.sick = Fault.HANG  # a queue before the probe

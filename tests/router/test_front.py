@@ -20,7 +20,7 @@ from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.policy import Policy
-from vllm_pd.router.workers import Source, Workers
+from vllm_pd.router.workers import Failure, Source, Workers
 
 ROOT = Path(__file__).parents[2]
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "float32", "float32", 16, 2, 2, 64, "hnd")
@@ -265,6 +265,20 @@ class TestMembership:
             membership.update([], 17.0)
             assert len(workers) == 1
             membership.update([], 18.5)
+            assert not len(workers)
+
+    async def test_one_that_is_missing_and_works_stays(self):
+        async with self.following(census_patience_s=10.0) as (membership, workers):
+            membership.update([self.member("a", "http://h:1"), self.member("b", "http://h:2")], 0.0)
+            for worker in workers:
+                worker.good()
+            membership.update([], 1.0)
+            membership.update([], 60.0)
+            assert len(workers) == 2
+            membership.update([self.member("c", "http://h:2", m.Role.PREFILL)], 61.0)  # another engine in its place
+            assert [worker.url for worker in workers] == ["http://h:1"]
+            workers.get("http://h:1").fail(Failure.PROBE, "dead")
+            membership.update([], 62.0)
             assert not len(workers)
 
     async def test_static_ones_stay_and_a_removed_one_stays_away(self):

@@ -64,8 +64,8 @@ class Router:
         self._proxy = Proxy(options, self.workers, self.placer, self._upstream, self.metrics)
         self._membership = Membership(options, self.workers, self.metrics)
         self.workers.on_join.append(self._prober.watch)
-        self.workers.on_leave += [self._prober.forget, self._feeds.left,
-                                  lambda worker: self._upstream.forget(worker.url)]
+        self.workers.on_leave.append(self._feeds.left)
+        self.workers.on_end += [self._prober.forget, lambda worker: self._upstream.forget(worker.url)]
         self._membership.start()
         self._running = True
 

@@ -19,7 +19,7 @@ from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.placing import Placer
-from vllm_pd.router.workers import Worker, WorkerState
+from vllm_pd.router.workers import Worker
 
 logger = logging.getLogger("vllm_pd.router")
 
@@ -101,7 +101,7 @@ class Feeds:
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
             logger.warning("%s%s: %r; it is asked again when it has been away", worker.url, EVENTS_PATH, error)
             return
-        if worker.state is not WorkerState.LEAVING:
+        if not worker.leaving:
             self._subscribe(worker, told.block_size)
 
     def _subscribe(self, worker: Worker, block_size: int, **endpoints: str | None) -> None:

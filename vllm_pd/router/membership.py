@@ -2,8 +2,9 @@
 """Which engines are behind the router: those it was given, those an operator adds, those of a broker's registry.
 
 An engine of the registry joins where it decodes, tells its HTTP address and does not drain. One that drains, or has
-become a prefill engine, leaves at once; one that is missing leaves after `census_patience_s`, for a broker that has
-just started knows nobody yet. While the broker is silent everybody stays: whether an engine works, its probes say.
+become a prefill engine, leaves at once. One that is missing stays as long as it works, which its probes say, and leaves
+after `census_patience_s` if it does not: a broker that has just started knows nobody yet, and another may have lost
+its way to an engine. While the broker is silent everybody stays.
 """
 import asyncio
 import logging
@@ -13,7 +14,7 @@ from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.peers import take_census
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
-from vllm_pd.router.workers import Source, Worker, Workers
+from vllm_pd.router.workers import Source, Worker, Workers, WorkerState
 
 logger = logging.getLogger("vllm_pd.router")
 
@@ -71,13 +72,14 @@ class Membership:
                 except ConfigError as error:
                     logger.warning("engine %s can't be reached: %s", member.incarnation, error)
         present = {member.incarnation for member in members}
+        taken = {member.http.rstrip("/") for member in members if member.http} - wanted.keys()
         self._dismissed &= present
         for url, member in wanted.items():
             self._join(url, member)
         for worker in self._workers:
             if worker.source is not Source.REGISTRY or worker.url in wanted:
                 self._missing_since.pop(worker.url, None)
-            elif worker.incarnation in present or self._is_lost(worker, now_s):
+            elif worker.incarnation in present or worker.url in taken or self._is_lost(worker, now_s):
                 logger.info("worker %s has left", worker.url)
                 self._missing_since.pop(worker.url, None)
                 self._workers.remove(worker.url)
@@ -94,7 +96,7 @@ class Membership:
 
     def _is_lost(self, worker: Worker, now_s: float) -> bool:
         since_s = self._missing_since.setdefault(worker.url, now_s)
-        return now_s - since_s >= self._options.census_patience_s
+        return worker.state is not WorkerState.UP and now_s - since_s >= self._options.census_patience_s
 
     async def _follow(self) -> None:
         loop = asyncio.get_running_loop()

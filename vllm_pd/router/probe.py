@@ -3,9 +3,9 @@
 
 A worker that answers requests needs no probe; one that has been silent for `probe_interval_s` gets one, idle or not. A
 probe that fails takes it out, and with it every request there that has heard nothing for `probe_timeout_s`, for a
-wedged engine keeps its connections open. One that is out is probed at once, because a single request may have been the
-reason, then after a pause that doubles from probe to probe. One that passes its probes and fails requests again and
-again has to wait longer each time as well.
+wedged engine keeps its connections open; but for one that only says that it takes nothing new. One that is out is
+probed at once, because a single request may have been the reason, then after a pause that doubles from probe to probe.
+One that passes its probes and fails requests again and again has to wait longer each time as well.
 """
 import asyncio
 import contextlib
@@ -29,7 +29,11 @@ _ONE_TOKEN = {"prompt": "a", "max_tokens": 1, "temperature": 0}
 
 
 class ProbeFailed(Exception):
-    """What is wrong with a worker."""
+    """What is wrong with a worker. `refused`: it only takes nothing new, as when it drains."""
+
+    def __init__(self, problem: str, refused: bool = False) -> None:
+        super().__init__(problem)
+        self.refused = refused
 
 
 class _Card(msgspec.Struct):
@@ -87,7 +91,8 @@ class Prober:
             if worker.state is WorkerState.UP:
                 worker.wake.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(worker.wake.wait(), max(0.0, self._silence_left_s(worker)))
+                    async with asyncio.timeout(max(0.0, self._silence_left_s(worker))):
+                        await worker.wake.wait()
                 if worker.state is not WorkerState.UP or self._silence_left_s(worker) > 0:
                     continue
             else:
@@ -108,13 +113,13 @@ class Prober:
         return worker.heard_s + self._options.probe_interval_s - worker.now()
 
     async def _probe(self, worker: Worker) -> None:
-        began_s = worker.now()
+        began_s, refused = worker.now(), False
         try:
             async with asyncio.timeout(self._options.probe_timeout_s):
                 await self._ask(worker)
             problem = None
         except ProbeFailed as error:
-            problem = str(error)
+            problem, refused = str(error), error.refused
         except TimeoutError:
             problem = f"no token in {self._options.probe_timeout_s:g} s"
             if worker.state is WorkerState.UP and worker.heard_s > began_s:
@@ -126,12 +131,14 @@ class Prober:
             self._passed(worker)
         else:
             self._failed(worker, problem)
+            if not refused:
+                worker.strand(worker.now() - self._options.probe_timeout_s)
 
     def _passed(self, worker: Worker) -> None:
         self._count(worker.url, "passed")
         came_up = worker.state is not WorkerState.UP
         worker.good()
-        if came_up:
+        if came_up and not worker.leaving:
             logger.info("worker %s is up", worker.url)
             self._on_good(worker)
 
@@ -139,7 +146,6 @@ class Prober:
         self._count(worker.url, "failed")
         worker.fail(Failure.PROBE, problem)
         worker.failures += 1
-        worker.strand(worker.now() - self._options.probe_timeout_s)
 
     async def _ask(self, worker: Worker) -> None:
         """Raises ProbeFailed, or what the client does, where it does not generate."""
@@ -194,7 +200,7 @@ def _require_token(path: str, status: int, body: bytes) -> None:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         has_token = False
     if not has_token:
-        raise ProbeFailed(f"{path}: {_brief(status, body)}")
+        raise ProbeFailed(f"{path}: {_brief(status, body)}", refused=status in (429, 503))
 
 
 def _brief(status: int, body: bytes) -> str:

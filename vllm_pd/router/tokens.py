@@ -158,7 +158,8 @@ class TokenPool:
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._work, prompt, given, finish)
         work.add_done_callback(self._done)
         try:
-            count, made = await asyncio.wait_for(asyncio.shield(work), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                count, made = await asyncio.shield(work)
         except TimeoutError:
             return Tokenized.LATE, 0, None
         except Exception as error:  # a template may raise anything

@@ -2,8 +2,8 @@
 """The engines behind a router, and which of them may get a request.
 
 Life of a worker: NEW until its first probe has gone well; then UP, the only state in which it gets requests. Any
-failure makes it DOWN at once, until a probe goes well again. LEAVING, it gets nothing new, keeps what is open, and is
-forgotten with the last of that. What one request has open at one worker is a `Flight`.
+failure makes it DOWN at once, until a probe goes well again. One that leaves gets nothing new, keeps what is open, is
+probed as before, and is forgotten with the last of that. What one request has open at one worker is a `Flight`.
 """
 import asyncio
 import collections
@@ -26,7 +26,6 @@ class WorkerState(Enum):
     NEW = "new"
     UP = "up"
     DOWN = "down"
-    LEAVING = "leaving"
 
 
 class Source(Enum):
@@ -91,6 +90,7 @@ class Worker:
         self.source = source
         self.incarnation = incarnation
         self.state = WorkerState.NEW
+        self.leaving = False
         self.problem = "not probed yet"
         self.models: frozenset[str] = frozenset()  # the names that it serves; empty where unknown
         self.base_models: frozenset[str] = frozenset()
@@ -112,7 +112,7 @@ class Worker:
 
     def takes(self, max_in_flight: int) -> bool:
         """Whether it may get a request now."""
-        return (self.state is WorkerState.UP and len(self.flights) < max_in_flight
+        return (self.state is WorkerState.UP and not self.leaving and len(self.flights) < max_in_flight
                 and self.busy_until_s <= self.now())
 
     def good(self) -> None:
@@ -120,16 +120,13 @@ class Worker:
         self.failures = 0
         self.problem = ""
         self.heard_s = self.now()
-        if self.state in (WorkerState.NEW, WorkerState.DOWN):
-            self.state = WorkerState.UP
+        self.state = WorkerState.UP
         self._show()
 
     def fail(self, kind: Failure, detail: str) -> None:
         """Out at once; it is probed soon."""
         self.problem = f"{kind.value}: {detail}"[:500]
         self._metrics.failures.labels(self.url, kind.value).inc()
-        if self.state is WorkerState.LEAVING:
-            return
         if self.state is not WorkerState.DOWN:
             logger.warning("worker %s is out: %s", self.url, self.problem)
             self.failures = 0
@@ -151,8 +148,7 @@ class Worker:
 
     def leave(self) -> None:
         """Nothing new for it."""
-        self.state = WorkerState.LEAVING
-        self.wake.set()
+        self.leaving = True
         self._show()
 
     def shown(self) -> dict[str, object]:
@@ -163,15 +159,17 @@ class Worker:
                 "busy_s": max(0.0, round(self.busy_until_s - self.now(), 3))}
 
     def _show(self) -> None:
-        self._up.set(self.state is WorkerState.UP)
+        self._up.set(self.state is WorkerState.UP and not self.leaving)
 
 
 class Workers:
-    """All of them, by URL. `on_join` and `on_leave` are told."""
+    """All of them, by URL. `on_join` is told of each that comes, `on_leave` when it is to get nothing new, `on_end`
+    when nothing is open there any more."""
 
     def __init__(self, metrics: RouterMetrics, max_in_flight: int) -> None:
         self.on_join: list[Callable[[Worker], None]] = []
         self.on_leave: list[Callable[[Worker], None]] = []
+        self.on_end: list[Callable[[Worker], None]] = []
         self.max_in_flight = max_in_flight
         self._metrics = metrics
         self._workers: dict[str, Worker] = {}
@@ -235,5 +233,7 @@ class Workers:
     def _forget(self) -> None:
         for worker in [one for one in self._leaving if not one.flights]:
             self._leaving.discard(worker)
+            for told in self.on_end:
+                told(worker)
             if worker.url not in self._workers:
                 self._metrics.forget(worker.url)
