@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd up --router` with the real model: a decode engine, a prefill engine, and the router in front. The prefill
 engine, which answers requests too, is made a second worker by hand, one without events."""
+import dataclasses
 import http.client
 import json
 import os
@@ -32,7 +33,10 @@ def fleet() -> Iterator[Fleet]:
                                                                                "HF_", "TOKENIZERS", "VLLM_LOGGING"))})
     options = UpOptions(model_folder("VLLM_PD_MODEL"), 1, 1, port=take_free_run("127.0.0.1", 3), pd=PD,
                         serve_args=SERVE_ARGS, router=True)
-    with Fleet(plan_fleet(options, sorted(os.sched_getaffinity(0)))) as running:
+    plan = plan_fleet(options, sorted(os.sched_getaffinity(0)))
+    quick = ("--probe-interval-s", "1", "--probe-timeout-s", "5")
+    plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, command=(*plan.router.command, *quick)))
+    with Fleet(plan) as running:
         until(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)["workers"]]
               == [("up", "live")] and workers(running)["tokenizer"] == "ok")
         yield running
