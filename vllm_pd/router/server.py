@@ -22,7 +22,8 @@ def serve(options: RouterOptions, policy: PolicyConfig) -> None:
     for name, value in LIBRARY.items():  # read when transformers is imported
         os.environ.setdefault(name, value)
     router = Router(options, policy)
-    require_free("--port", router.options.host, [router.options.port])
+    if ":" not in router.options.host:
+        require_free("--port", router.options.host, [router.options.port])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     uvicorn.run(router, host=router.options.host, port=router.options.port, lifespan="on", log_level="warning",
                 access_log=False, server_header=False, date_header=False, proxy_headers=False, ws="none",
