@@ -118,12 +118,12 @@ def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
            policy: Annotated[str, typer.Option(help="kv (prefix overlap less load), round-robin, least-load or "
                                                "consistent-hash.")] = "kv",
            overlap_weight: Annotated[float, typer.Option(help="What a prompt that is held in full counts, in "
-                                                         "prefills.")] = 2.0,
+                                                         "prefills.")] = 6.0,
            waiting_weight: Annotated[float, typer.Option(help="What the tokens that wait count.")] = 1.0,
            remote_weight: Annotated[float, typer.Option(help="What a remote prefill under way counts.")] = 0.1,
-           blocks_weight: Annotated[float, typer.Option(help="What a full KV cache counts.")] = 1.0,
+           blocks_weight: Annotated[float, typer.Option(help="What a full KV cache counts.")] = 2.0,
            open_weight: Annotated[float, typer.Option(help="What a request counts that is open at an engine which does "
-                                                      "not tell its load.")] = 0.25,
+                                                      "not tell its load.")] = 0.5,
            temperature: Annotated[float, typer.Option(help="0 takes the best score; more also draws others.")] = 0.0,
            tokenizer: Annotated[str | None, typer.Option(help="The model or folder whose tokenizer the prompts get; "
                                                          "`none` for no overlap. Default: what the engines serve.")]

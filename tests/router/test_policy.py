@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who gets a request, and what is said about it."""
+import inspect
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_pd import cli
 from vllm_pd.errors import ConfigError
 from vllm_pd.router.policy import Candidate, Policy, PolicyConfig, Reason, Request, choose
 
-KV = PolicyConfig()
+KV = PolicyConfig(overlap_weight=2.0, blocks_weight=1.0, open_weight=0.25)  # easy to reckon with
 ASKED = Request(prompt_tokens=1600, prompt_blocks=100, key="s1")
 
 
@@ -75,10 +77,10 @@ def test_ties_are_drawn_by_lot_and_the_seed_decides():
 
 def test_temperature_lets_others_have_a_share():
     two = [idle("a", 60), idle("b", 20)]
-    warm = Counter(pick(two, PolicyConfig(temperature=0.8), seed=seed).reason for seed in range(400))
+    warm = Counter(pick(two, msgspec.structs.replace(KV, temperature=0.8), seed=seed).reason for seed in range(400))
     assert 250 < warm[Reason.OVERLAP] < 330 and sum(warm.values()) == 400  # e to 1 is 73 %
     assert warm[Reason.DRAWN] == 400 - warm[Reason.OVERLAP]
-    assert pick(two, PolicyConfig(temperature=1e-6), seed=1).worker == "a"
+    assert pick(two, msgspec.structs.replace(KV, temperature=1e-6), seed=1).worker == "a"
 
 
 def test_without_a_prompt_it_goes_by_load():
@@ -128,6 +130,12 @@ def test_b80_weights_that_mean_nothing_are_refused(key, value):
     with pytest.raises(ConfigError, match=key):
         msgspec.structs.replace(KV, **{key: value}).check()
     assert KV.check() is KV
+
+
+def test_the_command_has_the_same_defaults():
+    parameters = inspect.signature(cli.router).parameters
+    assert {key: parameters[key].default for key in PolicyConfig.__struct_fields__} == msgspec.structs.asdict(
+        PolicyConfig())
 
 
 LOADS = st.one_of(st.none(), st.builds(Load, st.integers(0, 10**6), st.integers(0, 2000), st.integers(0, 500),
