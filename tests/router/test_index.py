@@ -77,8 +77,9 @@ def test_children_before_their_parents_wait_for_them():
     index.removed("a", [6])
     filled(index, "a", 2)
     assert index.matches(names) == {"a": 5}
-    assert index.sizes()["waiting"] == 0
-    index.removed("a", [1, 2, 3, 4, 5])
+    index.stored("a", [9], 8, TEXT[8 * SIZE:9 * SIZE])
+    index.removed("a", [1, 2, 3, 4, 5, 9])
+    assert index.sizes()["waiting"] == index.sizes()["waited_for"] == 0
     assert index.blocks("a") == 0 and index.counts.unknown_removed == 0
 
 
@@ -152,18 +153,18 @@ def test_what_is_dropped_is_gone_at_once_and_leaves_nothing(monkeypatch):
     assert index._bits_made < 60 and index._free_bits  # bits are used again
 
 
-def test_a_sweep_takes_as_many_as_it_may():
+def test_a_sweep_takes_as_many_as_it_may(monkeypatch):
+    monkeypatch.setattr(index_module, "SWEEP_BLOCKS", 3)
     index = PrefixIndex(SIZE)
     filled(index, "a", 10)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_module.PrefixIndex.sweep, "__defaults__", (0,))
-        index.drop("a")
-    assert index.sizes()["names"] == 10
-    index.sweep(4)
-    assert index.sizes()["names"] == 6
+    index.drop("a")
+    assert index.sizes()["names"] == 7
+    assert index.matches(index.hashes(TEXT)[5:]) == {}
+    index.sweep(2)
+    assert index.sizes()["names"] == 5
     filled(index, "b", 1)
-    index.sweep(10)
-    assert index.matches(index.hashes(TEXT)) == {"b": 1}
+    index.removed("b", [])
+    assert index.matches(index.hashes(TEXT)) == {"b": 1} and index.sizes()["dying"] == 0
 
 
 def test_b61_a_snapshot_replaces_everything_in_any_order(monkeypatch):
@@ -215,6 +216,11 @@ def test_what_is_expected_counts_until_it_comes_or_its_time_is_over():
     index.drop("a")
     filled(index, "a", 1)
     assert index.matches(names, 15.0) == {"a": 1}  # nobody expects anything of a worker that was dropped
+    index.stored("b", [2], 1, TEXT[SIZE:2 * SIZE])
+    index.expect("b", names[:3], until_s=30.0)
+    index.stored("b", [1], None, TEXT[:SIZE])  # both come
+    index.removed("b", [2])
+    assert index.matches(names, 16.0) == {"a": 1, "b": 1}
     index.expect("c", names, until_s=30.0)
     index.expire(30.0)
     for worker in "abc":

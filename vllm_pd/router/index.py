@@ -250,10 +250,14 @@ class PrefixIndex:
         """Entries of each table, for metrics and leak checks."""
         return {"names": len(self._holders), "workers": len(self._workers), "dying": len(self._dying),
                 "waiting": sum(len(state.parents) for state in self._workers.values()),
+                "waited_for": sum(len(state.waiting) for state in self._workers.values()),
                 "expected": len(self._expected), "expiries": len(self._expiries)}
 
-    def sweep(self, blocks: int = SWEEP_BLOCKS) -> None:
-        """Take back at most so many bits of workers that are gone. Every change does this by itself."""
+    def sweep(self, blocks: int | None = None) -> None:
+        """Take back at most so many bits (default: SWEEP_BLOCKS) of workers that are gone. Every change does this by
+        itself."""
+        if blocks is None:
+            blocks = SWEEP_BLOCKS
         while self._dying and blocks > 0:
             bit, names = self._dying[-1]
             for name in names:
@@ -365,8 +369,6 @@ class PrefixIndex:
             self._holders[name] = left
         else:
             self._holders.pop(name, None)
-        if self._expected:
-            self._unexpect(name, bit)
 
     def _unexpect(self, name: int, bit: int) -> None:
         soon = self._expected.get(name)
