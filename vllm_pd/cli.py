@@ -17,6 +17,7 @@ import typer
 from vllm_pd.errors import PDError
 
 STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
+WIDE = 200  # of a table with a column for each router
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Prefill on one vLLM engine, decode on another.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure a running fleet.")
@@ -305,7 +306,7 @@ def bench_router(
                                 clients, streams, slice_s, rounds, block_size=block_size, seed=seed,
                                 load_cores=parse_cores("--load-cores", load_cores),
                                 router_cores=parse_cores("--router-cores", router_cores)), log, typer.echo)
-    Console(width=120).print(report.table(found))
+    Console(width=WIDE).print(report.table(found))
     if picture is not None:
         report.picture(found, picture)
     if output is not None:
