@@ -4,8 +4,9 @@
 
 Both get the same blocks: conversations that share their beginnings, on several workers, as engines announce them, and
 the same prompts to match. A block has the same hash on every worker, though V0's differ from process to process: their
-index wants it so (else it can't find the parents of blocks that another worker announced first). The rounds take turns, so that a busy machine hurts both, and a figure is the median over the
-rounds. All is per block and in one thread of Python.
+index wants it so (else it can't find the parents of blocks that another worker announced first). The rounds take turns,
+so that a busy machine hurts both, and a figure is the median over the rounds. All is per block; Python has one thread,
+theirs works in one of its own.
 
     stored    an event with token ids until the index holds it: names computed, and for theirs what its binding wants,
               JSON bytes
@@ -152,11 +153,12 @@ class Theirs:
         return [self.index.find_matches(self._name(prompt, BLOCK_SIZE)).scores for prompt in prompts]
 
 
-def timed(call: Any, *what: Any) -> tuple[float, Any]:
+def timed(call: Any, *what: Any) -> tuple[float, float, Any]:
+    """(seconds, seconds of CPU on all threads, result)."""
     gc.collect()
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     result = call(*what)
-    return time.perf_counter() - begin, result
+    return time.perf_counter() - begin, time.process_time() - begin_cpu, result
 
 
 def same(ours: list[dict], theirs: list[dict]) -> int:
@@ -167,7 +169,7 @@ def same(ours: list[dict], theirs: list[dict]) -> int:
 
 def rounds(args: argparse.Namespace, kinds: list[type], event_blocks: int) -> dict[str, Any]:
     """Blocks a second of everything, per index."""
-    rates: dict[str, dict[str, list[float]]] = {kind.name: {} for kind in kinds}
+    rates: dict[str, dict[str, list[tuple[float, float]]]] = {kind.name: {} for kind in kinds}
     agree: list[str] = []
     for number in range(args.rounds):
         events, prompts = work(args.blocks, event_blocks, args.prompt_blocks, args.workers, number)
@@ -182,8 +184,8 @@ def rounds(args: argparse.Namespace, kinds: list[type], event_blocks: int) -> di
             index = kind()
 
             def note(what: str, count: int, call: Any, *arguments: Any, into: dict = into) -> Any:
-                seconds, result = timed(call, *arguments)
-                into.setdefault(what, []).append(count / seconds)
+                seconds, cpu_s, result = timed(call, *arguments)
+                into.setdefault(what, []).append((count / seconds, count / cpu_s))
                 return result
 
             note("stored", blocks, index.stored, events)
@@ -200,7 +202,8 @@ def rounds(args: argparse.Namespace, kinds: list[type], event_blocks: int) -> di
         if len(found) == 2:
             agree.append(f"{same(found[Ours.name], found[Theirs.name])}/{len(asked)}")
     return {"blocks": blocks, "event_blocks": event_blocks, "agree": agree, "blocks_per_s": {
-        name: {what: {"median": statistics.median(values), "low": min(values), "high": max(values)}
+        name: {what: {"median": statistics.median(wall for wall, _ in values), "low": min(values)[0],
+                      "high": max(values)[0], "per_cpu_s": statistics.median(cpu for _, cpu in values)}
                for what, values in each.items()} for name, each in rates.items()}}
 
 
@@ -261,10 +264,17 @@ def main() -> None:
                                               f"each on all {args.workers}": memory(args, kind, True)}
                                   for kind in kinds}}
     for part in report["speed"]:
-        print(f"events of {part['event_blocks']} blocks; thousand blocks/s, median (low-high); agree {part['agree']}")
+        rates = part["blocks_per_s"][Ours.name]
+        part["goal_core_share"] = sum(goal / rates[what]["per_cpu_s"] for what, goal in GOALS.items())
+        print(f"events of {part['event_blocks']} blocks; thousand blocks a second, median (low-high), and a second of "
+              f"CPU on all threads; agree {part['agree']}")
         for name, each in part["blocks_per_s"].items():
-            print(f"  {name:18}", *(f"{what} {v['median'] / 1e3:.0f} ({v['low'] / 1e3:.0f}-{v['high'] / 1e3:.0f})  "
-                                    for what, v in each.items()))
+            print(f"  {name:18}", "; ".join(
+                f"{what} {v['median'] / 1e3:.0f} ({v['low'] / 1e3:.0f}-{v['high'] / 1e3:.0f}) "
+                f"{v['per_cpu_s'] / 1e3:.0f}"
+                for what, v in each.items()))
+        print(f"  {GOALS['wire']:,} event blocks and {GOALS['looked up']:,} look-ups a second take "
+              f"{part['goal_core_share']:.0%} of a core")
     for name, each in report["bytes_per_1000_blocks"].items():
         print(f"  {name:18}", *(f"{what}: {size / 1000:.0f} kB per 1,000 blocks  " for what, size in each.items()))
     if args.out:
