@@ -54,11 +54,11 @@ async def test_each_prompt_is_all_that_was_said():
             assert 0 < turn.ttft_s <= turn.total_s and turn.cached_tokens == 0 and turn.prompt_tokens > 0
 
 
-async def test_an_engine_that_does_not_tell_its_hits_is_an_error(monkeypatch):
-    monkeypatch.setattr("vllm_pd.routerbench.worker.Answer._usage", lambda self: {"prompt_tokens": 1})
+async def test_an_answer_without_usage_is_an_error(monkeypatch):
+    monkeypatch.setattr("vllm_pd.routerbench.worker.Answer._usage", lambda self: None)
     server = await asyncio.get_running_loop().create_server(lambda: Connection(Dummy()), "127.0.0.1", 0)
     async with server:
-        with pytest.raises(PDError, match="--enable-prompt-tokens-details"):
+        with pytest.raises(PDError, match="without text or usage"):
             await hold(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "dummy", CHATS, make(CHATS))
 
 

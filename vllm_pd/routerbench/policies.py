@@ -82,6 +82,9 @@ def measure(bench: PolicyBench, log: Path, say: Say = print) -> dict[str, Any]:
                 runs.append(_run(policy, number, turns, pools, tokenize))
                 say("{policy}, round {round}: {hit_rate:.1%} of the prompt tokens were cached, bound {bound:.1%}, TTFT "
                     "p50 {ttft_ms[p50]:.0f} ms".format(**runs[-1]))
+    if not any(run["cached_tokens"] for run in runs):
+        raise PDError("the engines never said that a prompt token was cached: start them with --enable-prefix-caching "
+                      "and --enable-prompt-tokens-details")
     settings = {**asdict(bench), "policies": [policy.value for policy in bench.policies]}
     return {"settings": settings, "policies": summary(runs), "runs": runs}
 
