@@ -5,11 +5,13 @@ import asyncio
 import contextlib
 import itertools
 import random
+import socket
 import time
 
 import aiohttp
 import msgspec
 import pytest
+import zmq
 from aiohttp import web
 from vllm.core.block.prefix_caching_block import PrefixCachingBlock, PrefixCachingBlockAllocator
 
@@ -106,8 +108,15 @@ class Fleet:
         self._lives = itertools.count(1)
 
     def start(self, number: int) -> None:
-        self.engines[number] = AllocatorEngine(f"tcp://127.0.0.1:{self.ports[number]}", faults=FAULTS,
-                                               seed=next(self._lives))
+        """At a port of its own: another socket may have the one that a former life had."""
+        for _ in range(5):
+            with contextlib.suppress(zmq.ZMQError), socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]
+                probe.close()
+                self.engines[number] = AllocatorEngine(f"tcp://127.0.0.1:{port}", faults=FAULTS,
+                                                       seed=next(self._lives))
+                return
+        raise RuntimeError("no free port in five tries")
 
     def stop(self, number: int) -> None:
         self.engines[number].close()
@@ -116,12 +125,14 @@ class Fleet:
     @contextlib.asynccontextmanager
     async def serving(self):
         """The front ends' URLs."""
-        runners, urls, self.ports = [], [], []
+        runners, urls = [], []
         for number in range(ENGINES):
-            async def events(_, number=number):
+            async def events(request, number=number):
                 engine = self.engines[number]
-                return web.Response(status=404) if engine is None else web.Response(
-                    body=msgspec.json.encode(engine.notice), content_type="application/json")
+                if engine is None:
+                    request.transport.abort()  # nobody is there
+                    return web.Response()
+                return web.Response(body=msgspec.json.encode(engine.notice), content_type="application/json")
 
             app = web.Application()
             app.router.add_get("/pd/events", events)
@@ -130,9 +141,6 @@ class Fleet:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             runners.append(runner)
             urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-            probe = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
-            self.ports.append(probe.sockets[0].getsockname()[1])
-            probe.close()
         try:
             yield urls
         finally:
