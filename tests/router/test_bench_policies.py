@@ -51,7 +51,7 @@ async def test_each_prompt_is_all_that_was_said():
             for question in conversation.questions[:number + 1]:
                 said += [("user", question), answer]
             assert list(turn.messages) == said
-            assert 0 < turn.ttft_s <= turn.total_s and turn.cached_tokens == 0 and turn.prompt_tokens > 0
+            assert 0 < turn.ttft_s <= turn.total_s and turn.answer_tokens == CHATS.answer_tokens
 
 
 async def test_an_answer_without_usage_is_an_error(monkeypatch):
@@ -67,19 +67,23 @@ async def test_a_router_that_is_gone_is_an_error():
         await hold("http://127.0.0.1:1", "dummy", CHATS, make(CHATS))
 
 
-def turn(number: int, prompt: int, cached: int, worker: str = "a") -> Turn:
-    return Turn(number, 0, float(number), 0.1 * (number + 1), 1.0, prompt, cached, worker, ())
+def turn(number: int, prompt: int, answer: int = 1, worker: str = "a") -> Turn:
+    return Turn(number, 0, float(number), 0.1 * (number + 1), 1.0, prompt, answer, worker, ())
 
 
-def test_rates_are_cached_tokens_by_prompt_tokens(tmp_path):
+def test_an_answer_fills_blocks_with_all_but_its_last_token():
+    assert [policies.answer_blocks(turn(0, 6, answer), 4) for answer in (1, 2, 3, 6, 7)] == [0, 0, 1, 1, 2]
+
+
+def test_hits_are_the_blocks_that_were_not_computed(tmp_path):
     texts = {0: range(8), 1: range(8), 2: range(100, 108)}  # the second prompt is all in the first
 
-    def run(policy: Policy, *turns: Turn) -> dict:
-        return policies._run(policy, 0, turns, {"block_size": 4, "pool_blocks": 100},
+    def run(policy: Policy, computed: int, *turns: Turn) -> dict:
+        return policies._run(policy, 0, turns, computed, {"block_size": 4, "pool_blocks": 100},
                              lambda one: Arrival(one.at_s, one.conversation, 0, tuple(texts[one.conversation]), ()))
 
-    runs = [run(Policy.KV, turn(0, 8, 0), turn(1, 8, 8), turn(2, 8, 0, "b")),
-            run(Policy.ROUND_ROBIN, turn(0, 8, 0), turn(1, 8, 4, "b"), turn(2, 8, 0))]
+    runs = [run(Policy.KV, 4 + 1, turn(0, 8, answer=5), turn(1, 8), turn(2, 8, worker="b")),
+            run(Policy.ROUND_ROBIN, 5, turn(0, 8), turn(1, 8, worker="b"), turn(2, 8))]
     found = policies.summary(runs)
     assert runs[0]["workers"] == {"a": 2, "b": 1}
     assert found["kv"]["hit_rate"] == pytest.approx(8 / 24) and found["kv"]["bound"] == pytest.approx(8 / 24)

@@ -57,7 +57,7 @@ class Turn:
     ttft_s: float
     total_s: float
     prompt_tokens: int
-    cached_tokens: int
+    answer_tokens: int
     worker: str
     messages: tuple[tuple[str, str], ...] = field(repr=False)  # (role, content), the answer last
 
@@ -142,9 +142,8 @@ async def _ask(session: aiohttp.ClientSession, model: str, chats: Chats, convers
         worker = reply.headers.get("x-vllm-pd-worker", "")
     if usage is None or not text:
         raise PDError(f"conversation {conversation}, turn {number}: an answer without text or usage")
-    details = usage.get("prompt_tokens_details") or {"cached_tokens": 0}  # vLLM leaves it out where it would say 0
     return Turn(conversation, number, sent - began, ttft_s, total_s, usage["prompt_tokens"],
-                details["cached_tokens"], worker, (*said, ("assistant", text)))
+                usage["completion_tokens"], worker, (*said, ("assistant", text)))
 
 
 def without_words(turn: Turn) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 
 In each round every policy has its turn, in an order drawn anew: a router is started before the same engines, the
 engines forget their prefix caches, the router is awaited until it knows them, and then the conversations are held
-through it (`chats`). The hit rate is the engines' own: cached prompt tokens by prompt tokens, as they tell them in
-each answer's usage. Beside it stands the bound, which no placement could beat (`oracle.bound`), for the prompts of
-that very turn and the block pools of all engines together.
+through it (`chats`). What was hit follows from what was not: engines announce each block that they compute, once, so
+
+    hits = full blocks of the prompts - (blocks announced - blocks that the answers have filled)
+
+and the hit rate is the tokens of these blocks by the tokens of the prompts. Beside it stands the bound, which no
+placement could beat (`oracle.bound`), for the prompts of that very turn and the pools of all engines together.
 """
 
 import asyncio
+import json
 import math
 import random
 import statistics
@@ -20,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from vllm_pd.client import is_healthy, served_model
+from vllm_pd.client import fetch, is_healthy, served_model
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
@@ -78,13 +82,14 @@ def measure(bench: PolicyBench, log: Path, say: Say = print) -> dict[str, Any]:
                     router = stage.ours(policy.value, bench.workers,
                                         ["--policy", policy.value, "--tokenizer", tokenizer])
                     asyncio.run(_forget(bench, policy, router))
+                    before = _computed_blocks(bench.workers)
                     turns = asyncio.run(hold(router.url, model, bench.chats, conversations))
-                runs.append(_run(policy, number, turns, pools, tokenize))
-                say("{policy}, round {round}: {hit_rate:.1%} of the prompt tokens were cached, bound {bound:.1%}, TTFT "
+                    time.sleep(bench.settle_s)
+                    computed = _computed_blocks(bench.workers) - before
+                    events = [worker["events"] for worker in json.loads(fetch(router.url, "/workers")[1])["workers"]]
+                runs.append(_run(policy, number, turns, computed, pools, tokenize) | {"events": events})
+                say("{policy}, round {round}: {hit_rate:.1%} of the prompt tokens were hits, bound {bound:.1%}, TTFT "
                     "p50 {ttft_ms[p50]:.0f} ms".format(**runs[-1]))
-    if not any(run["cached_tokens"] for run in runs):
-        raise PDError("the engines never said that a prompt token was cached: start them with --enable-prefix-caching "
-                      "and --enable-prompt-tokens-details")
     settings = {**asdict(bench), "policies": [policy.value for policy in bench.policies]}
     return {"settings": settings, "policies": summary(runs), "runs": runs}
 
@@ -94,23 +99,38 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     found = {}
     for policy in dict.fromkeys(run["policy"] for run in runs):
         own = [run for run in runs if run["policy"] == policy]
-        rate = sum(run["cached_tokens"] for run in own) / sum(run["prompt_tokens"] for run in own)
+        rate = sum(run["hit_tokens"] for run in own) / sum(run["prompt_tokens"] for run in own)
         bound = statistics.fmean(run["bound"] for run in own)
         found[policy] = {"hit_rate": rate, "bound": bound, "of_bound": rate / bound if bound else None,
                          "ttft_ms": quantiles([turn["ttft_s"] for run in own for turn in run["turns"]])}
     return found
 
 
-def _run(policy: Policy, number: int, turns: Sequence[Turn], pools: dict[str, int],
+def _run(policy: Policy, number: int, turns: Sequence[Turn], computed_blocks: int, pools: dict[str, int],
          tokenize: Callable[[Turn], Arrival]) -> dict[str, Any]:
+    size = pools["block_size"]
     prompt = sum(turn.prompt_tokens for turn in turns)
-    cached = sum(turn.cached_tokens for turn in turns)
-    return {"policy": policy.value, "round": number, "prompt_tokens": prompt, "cached_tokens": cached,
-            "hit_rate": cached / prompt,
-            "bound": oracle.bound([tokenize(turn) for turn in turns], pools["block_size"], pools["pool_blocks"]),
+    filled = sum(answer_blocks(turn, size) for turn in turns)
+    hits = sum(turn.prompt_tokens // size for turn in turns) - (computed_blocks - filled)
+    return {"policy": policy.value, "round": number, "prompt_tokens": prompt, "computed_blocks": computed_blocks,
+            "hit_tokens": hits * size, "hit_rate": hits * size / prompt,
+            "bound": oracle.bound([tokenize(turn) for turn in turns], size, pools["pool_blocks"]),
             "ttft_ms": quantiles([turn.ttft_s for turn in turns]),
             "workers": {url: sum(turn.worker == url for turn in turns) for url in {turn.worker for turn in turns}},
             **pools, "turns": [without_words(turn) for turn in turns]}
+
+
+def answer_blocks(turn: Turn, size: int) -> int:
+    """How many blocks an answer fills. Its last token is never computed."""
+    return (turn.prompt_tokens + turn.answer_tokens - 1) // size - turn.prompt_tokens // size
+
+
+def _computed_blocks(urls: Sequence[str]) -> int:
+    """How many blocks the engines have announced. Raises PDError where they count none."""
+    pages = [scrape(url) for url in urls]
+    if not all(page.by("vllm:pd_events_total", "kind") for page in pages):
+        raise PDError("an engine counts no KV events: start all with --kv-events-config and --kv-transfer-config")
+    return int(sum(page.value("vllm:pd_events_total", kind="stored_blocks") for page in pages))
 
 
 async def _forget(bench: PolicyBench, policy: Policy, router: Server) -> None:
@@ -178,7 +198,7 @@ def picture(report: dict[str, Any], path: Path) -> None:
                    label=policy)
     rates.set_yticks(range(len(report["policies"])), report["policies"])
     rates.set_xlim(0, 100)
-    rates.set_xlabel("prompt tokens that were cached, %")
+    rates.set_xlabel("prompt tokens that were hits, %")
     rates.legend(fontsize=8)
     times.set_xlabel("TTFT, ms")
     times.set_ylabel("share of the requests")

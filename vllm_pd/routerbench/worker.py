@@ -136,10 +136,9 @@ class Answer:
             parts.append(self._part(kind, [], self._usage()))
         return [b"data: %b\n\n" % part for part in (*parts, b"[DONE]")]
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, int]:
         prompt, answer = self._ask.prompt_tokens, self._ask.tokens
-        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
-                "prompt_tokens_details": {"cached_tokens": 0}}
+        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
     def _part(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
         return msgspec.json.encode({"id": self._id, "object": kind, "created": self._created, "model": self._model,
