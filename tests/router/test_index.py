@@ -193,6 +193,9 @@ def test_what_can_not_wait_asks_for_a_snapshot(monkeypatch):
     assert not index.complete("a") and index.counts.refused == 2
     index.replace("a", [(1, None, tokens(1), None)])
     assert index.complete("a") and index.blocks("a") == 1
+    index.replace("a", [(number, number + 100, tokens(number), None) for number in range(10, 20)])
+    assert index.complete("a") and index.blocks("a") == 10  # what an engine does hold always has room
+    assert index.stored("a", [5, 6, 7], 4, tokens(5, 6, 7)) and not index.stored("a", [8], 7000, tokens(8))
 
 
 def test_what_is_expected_counts_until_it_comes_or_its_time_is_over():

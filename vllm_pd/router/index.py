@@ -15,6 +15,7 @@ Not for use by several threads. Calls cost time in proportion to the blocks they
 whole snapshot: `replacing` does the same in steps.
 """
 import heapq
+import math
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ from vllm_pd.errors import ConfigError, PeerMismatch
 from vllm_pd.router.hashes import TOKEN_BYTES, chain, packed, root
 
 SWEEP_BLOCKS = 256  # dead bits taken back at each call that changes the index
-MAX_WAITING_BLOCKS = 65536  # per worker; beyond, its index needs a snapshot
+MAX_WAITING_BLOCKS = 65536  # per worker, beyond those that waited after a snapshot; then it needs another one
 SLICE_BLOCKS = 512  # of a snapshot, between two steps of `replacing`
 
 Block = tuple[int, int | None, Sequence[int], int | str | None]
@@ -45,6 +46,7 @@ class Counts:
 class _Worker:
     """One life of a worker in the index. The bit belongs to it until its last name has been swept."""
     bit: int
+    room: float  # how many blocks may wait
     names: dict[int, int] = field(default_factory=dict)  # engine hash -> name
     copies: dict[int, int] = field(default_factory=dict)  # engine hash -> how many more, where an engine keeps several
     shared: dict[int, int] = field(default_factory=dict)  # name -> how many more engine hashes have it
@@ -184,9 +186,11 @@ class PrefixIndex:
 
     def replacing(self, worker: str, blocks: Iterable[Block]) -> Iterator[int]:
         """As `replace`, in steps of at most SLICE_BLOCKS blocks, and yields how many it has taken; let others work in
-        between, but nothing that feeds the same worker. Blocks may come in any order."""
+        between, but nothing that feeds the same worker. Blocks may come in any order, and as many may wait as there
+        are: else an engine that holds so many would be asked for one snapshot after the other."""
         self.cleared(worker)
         state = self._workers[worker]
+        state.room = math.inf
         taken = 0
         for engine_hash, parent, token_ids, lora in blocks:
             if state is not self._workers.get(worker):
@@ -195,6 +199,7 @@ class PrefixIndex:
             taken += 1
             if taken % SLICE_BLOCKS == 0:
                 yield taken
+        state.room = len(state.parents) + MAX_WAITING_BLOCKS
         yield taken
 
     # what was just sent there
@@ -278,7 +283,7 @@ class PrefixIndex:
             self._bits_made += 1
         self._live |= bit
         self._by_bit[bit] = worker
-        state = self._workers[worker] = _Worker(bit)
+        state = self._workers[worker] = _Worker(bit, MAX_WAITING_BLOCKS)
         return state
 
     def _retire(self, worker: str) -> None:
@@ -333,7 +338,7 @@ class PrefixIndex:
             state.shared[name] = more - 1
 
     def _wait(self, state: _Worker, block_hashes: Sequence[int], parent: int, data: bytes) -> bool:
-        if len(state.parents) + len(block_hashes) > MAX_WAITING_BLOCKS:
+        if len(state.parents) + len(block_hashes) > state.room:
             self.counts.refused += len(block_hashes)
             state.complete = False
             return False
