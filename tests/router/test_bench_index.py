@@ -29,4 +29,8 @@ def test_a_round_measures_everything():
     figures = report["blocks_per_s"]["vllm-pd"]
     assert set(figures) == {"stored", "looked up", "matched", "removed", "wire"} and report["agree"] == []
     assert all(figure["low"] <= figure["median"] <= figure["high"] for figure in figures.values())
-    assert bench.grown(bench.Ours, 24_000, 2, 12, shared=True) > 10_000  # bytes; less can't hold them
+
+
+def test_memory_is_that_of_a_fresh_process():
+    args = argparse.Namespace(memory_blocks=24_000, workers=2, prompt_blocks=12, theirs=None)
+    assert bench.memory(args, bench.Ours, shared=True) > 10_000  # bytes per 1,000 blocks; less can't hold them
