@@ -119,6 +119,7 @@ def test_a_launch_fills_its_places():
     assert launch.name == "name"
     assert words[:5] == ["run", "a b", "--port", "81", "--more"] and 0 < int(words[5]) < 65536
     assert words[6:] == ["--url=http://a", "--url=http://b", "--all", "http://a", "http://b"]
+    assert Launch("a", "/somebodys/folder/run --flag /other/file {port}").shown() == "run --flag file {port}"
     assert Launch.ours("ours=--policy kv").arguments(81, ["http://a"])[-2:] == ["--policy", "kv"]
 
 

@@ -36,7 +36,7 @@ from .processes import HOST, Launch, Say, Server, Stage
 from .worker import Delays
 
 DIRECT = "no router"
-GRID = 200  # quantiles that the report keeps of each distribution
+GRID = 100  # quantiles that the report keeps of each distribution
 BODIES = 256
 SHOWN_ERRORS = 5
 
@@ -213,7 +213,8 @@ def report(bench: RouterBench, tallies: Sequence[Tally], memory: dict[str, int])
     """One entry for each target, phase and kind; times in milliseconds. `added_grid_ms` are evenly spaced quantiles
     of what is added until the end of the answer, for the picture."""
     bare = {(tally.phase, tally.kind): tally for tally in tallies if tally.target == DIRECT}
-    return {"settings": asdict(bench),
+    routers = [{"name": launch.name, "command": launch.shown()} for launch in bench.routers]
+    return {"settings": {**asdict(bench), "routers": routers},
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": memory,
             "entries": [_entry(tally, bare[tally.phase, tally.kind]) for tally in tallies]}

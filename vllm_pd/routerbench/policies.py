@@ -90,7 +90,8 @@ def measure(bench: PolicyBench, log: Path, say: Say = print) -> dict[str, Any]:
                 runs.append(_run(policy, number, turns, computed, pools, tokenize) | {"events": events})
                 say("{policy}, round {round}: {hit_rate:.1%} of the prompt tokens were hits, bound {bound:.1%}, TTFT "
                     "p50 {ttft_ms[p50]:.0f} ms".format(**runs[-1]))
-    settings = {**asdict(bench), "policies": [policy.value for policy in bench.policies]}
+    settings = {**asdict(bench), "policies": [policy.value for policy in bench.policies],
+                "tokenizer": Path(bench.tokenizer).name}
     return {"settings": settings, "policies": summary(runs), "runs": runs}
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -51,6 +52,10 @@ class Launch:
         if not equals or not name:
             raise ConfigError("--ours", text, "write NAME=ARGS, where ARGS may be empty")
         return cls(name, f"{OURS} {arguments}")
+
+    def shown(self) -> str:
+        """The command line without the folders of this machine, for a report."""
+        return " ".join(Path(word).name if word.startswith("/") else word for word in shlex.split(self.command))
 
     def arguments(self, port: int, workers: Sequence[str]) -> list[str]:
         """The command line for a router at `port` before `workers` (base URLs)."""
