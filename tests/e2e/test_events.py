@@ -79,7 +79,7 @@ async def test_b60_b61_the_index_is_the_union_of_the_engines_tables(engines):
     try:
         for subscriber in subscribers.values():
             subscriber.start()
-        for number in range(4):
+        for number in range(6):
             long, short = shared + prompt(60, f"a{number}"), shared[:60] + prompt(20, f"b{number}")
             await asyncio.to_thread(d.generate, [long, short], max_tokens=20)
             aborted = await asyncio.to_thread(d.add, prompt(200, f"c{number}"))
