@@ -19,7 +19,7 @@ trap 'exit 130' INT
 status=0
 summary=
 SECONDS=0
-for folder in series unit proof transfer peers upstream wheel dp e2e; do
+for folder in series unit proof transfer peers router upstream wheel dp e2e; do
     [ -d "tests/$folder" ] || continue
     echo "== tests/$folder"
     began=$SECONDS

@@ -17,6 +17,7 @@ import typer
 from vllm_pd.errors import PDError
 
 STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
+WIDE = 200  # of a table with a column for each router
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Prefill on one vLLM engine, decode on another.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure a running fleet.")
@@ -78,8 +79,9 @@ def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` tak
            metavar="[-- ARGS...]", help="What follows -- goes to every `vllm serve`.")] = None,
        prefill: Annotated[int, typer.Option(help="How many prefill engines.")] = 1,
        decode: Annotated[int, typer.Option(help="How many decode engines.")] = 1,
-       port: Annotated[int, typer.Option(help="Port of the first engine; the decode engines come first, the others "
-                                              "take the next ports.")] = 8000,
+       port: Annotated[int, typer.Option(help="Port of the router, where there is one, else of the first engine; the "
+                                              "decode engines come first, the others take the next ports.")] = 8000,
+       router: Annotated[bool, typer.Option("--router", help="Start a router in front of the decode engines.")] = False,
        broker_port: Annotated[int, typer.Option(help="Port of the broker; 0 takes a free one.")] = 0,
        state: StateFile = None,
        timeout_s: Annotated[float, typer.Option(help="How long all engines may take to become healthy.")] = 600.0,
@@ -94,11 +96,62 @@ def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` tak
     from vllm_pd.fleet import UpOptions, engines_run_on_cpu, parse_setting, plan_fleet
     from vllm_pd.up import Fleet
     options = UpOptions(model=model, prefill=prefill, decode=decode, port=port, broker_port=broker_port,
-                        pd=dict(map(parse_setting, pd or ())), serve_args=tuple(serve_args or ()))
+                        pd=dict(map(parse_setting, pd or ())), serve_args=tuple(serve_args or ()), router=router)
     pinned = engines_run_on_cpu() if pin is None else pin
     plan = plan_fleet(options, sorted(os.sched_getaffinity(0)) if pinned else ())
     fleet = Fleet(plan, state=state, timeout_s=timeout_s, stop_timeout_s=stop_timeout_s, stop_on_death=stop_on_death)
     raise typer.Exit(fleet.run())
+
+
+@app.command()
+def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
+           host: Annotated[str, typer.Option(help="The address to listen at; beyond the loopback it needs --api-key.")]
+           = "127.0.0.1",
+           worker: Annotated[list[str] | None, typer.Option(help="The base URL of an engine, like "
+                                                            "http://127.0.0.1:8001; may be repeated.")] = None,
+           worker_events: Annotated[list[str] | None, typer.Option(
+               metavar="URL=EVENTS[,REPLAY]", help="Where the KV events of that engine are, if it can't be asked (no "
+               "/pd/events, as with a stock vLLM); needs --block-size; may be repeated.")] = None,
+           block_size: Annotated[int | None, typer.Option(help="Of the engines' KV blocks; default: as they say.")]
+           = None,
+           broker: Annotated[str | None, typer.Option(help="Also the decode engines that are registered at this "
+                                                      "broker.")] = None,
+           policy: Annotated[str, typer.Option(help="kv (prefix overlap less load), round-robin, least-load or "
+                                               "consistent-hash.")] = "kv",
+           overlap_weight: Annotated[float, typer.Option(help="What a prompt that is held in full counts, in "
+                                                         "prefills.")] = 6.0,
+           waiting_weight: Annotated[float, typer.Option(help="What the tokens that wait count.")] = 1.0,
+           remote_weight: Annotated[float, typer.Option(help="What a remote prefill under way counts.")] = 0.1,
+           blocks_weight: Annotated[float, typer.Option(help="What a full KV cache counts.")] = 2.0,
+           open_weight: Annotated[float, typer.Option(help="What a request counts that is open at an engine which does "
+                                                      "not tell its load.")] = 0.5,
+           temperature: Annotated[float, typer.Option(help="0 takes the best score; more also draws others.")] = 0.0,
+           tokenizer: Annotated[str | None, typer.Option(help="The model or folder whose tokenizer the prompts get; "
+                                                         "`none` for no overlap. Default: what the engines serve.")]
+           = None,
+           api_key: Annotated[str | None, typer.Option(help="What clients must show; default $VLLM_API_KEY.")] = None,
+           worker_api_key: Annotated[str | None, typer.Option(help="What the router shows to engines in place of what "
+                                                              "clients have shown.")] = None,
+           max_in_flight: Annotated[int, typer.Option(help="How many requests an engine may have open.")] = 1024,
+           timeout_s: Annotated[float, typer.Option(help="How long the first byte of an answer may take; 0 for no "
+                                                    "bound.")] = 600.0,
+           probe_interval_s: Annotated[float, typer.Option(help="A silent engine is probed after this long.")] = 5.0,
+           probe_timeout_s: Annotated[float, typer.Option(help="How long the token of a probe may take.")] = 15.0,
+           keys: KeyFile = None, nats_credentials: NatsCredentials = None, nats_ca: NatsCa = None,
+           nats_prefix: NatsPrefix = "vllm_pd") -> None:
+    """Stand before several engines: each request goes to the one that holds most of its prompt and has least to do."""
+    from vllm_pd.peers import Access
+    from vllm_pd.router.options import RouterOptions
+    from vllm_pd.router.policy import PolicyConfig
+    from vllm_pd.router.server import serve
+    serve(RouterOptions(port=port, host=host, workers=tuple(worker or ()), broker=broker,
+                        events=tuple(worker_events or ()), block_size=block_size, tokenizer=tokenizer,
+                        access=Access(keys, nats_credentials, nats_ca, nats_prefix), api_key=api_key,
+                        worker_api_key=worker_api_key, max_in_flight=max_in_flight, timeout_s=timeout_s,
+                        probe_interval_s=probe_interval_s, probe_timeout_s=probe_timeout_s),
+          PolicyConfig(policy=policy.replace("_", "-"), overlap_weight=overlap_weight, waiting_weight=waiting_weight,
+                       remote_weight=remote_weight, blocks_weight=blocks_weight, open_weight=open_weight,
+                       temperature=temperature))
 
 
 @app.command()
@@ -209,6 +262,89 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
     typer.echo(f"the same tokens from every group of a model: {'yes' if found['same_tokens'] else 'NO'}")
     if picture is not None:
         report.picture(found, picture)
+    if output is not None:
+        output.write_text(json.dumps(found) + "\n")
+
+
+@bench_app.command("router")
+def bench_router(
+        router: Annotated[list[str] | None, typer.Option("--router", metavar="NAME=COMMAND", help="Another router to "
+            "measure: how to start it, with {port}, {workers} (one argument for each worker's URL) or "
+            "--flag={worker}, and {free} for a free port; may be repeated.")] = None,
+        ours: Annotated[list[str] | None, typer.Option(metavar="NAME=ARGS", help="Our router with these arguments "
+            "behind `vllm-pd router`; may be repeated. Default: one with no arguments.")] = None,
+        workers: Annotated[int | None, typer.Option(help="How many dummy workers: 2, or 4 with --hit-rate.")] = None,
+        requests: Annotated[int, typer.Option(help="How many requests, one at a time, of each kind.")] = 500,
+        tokens: Annotated[int, typer.Option(help="How many tokens each answer has.")] = 16,
+        prompt_tokens: Annotated[int, typer.Option(help="About how long each prompt is.")] = 256,
+        clients: Annotated[int, typer.Option(help="Of the closed loop.")] = 32,
+        streams: Annotated[int, typer.Option(help="How many clients read paced streams.")] = 16,
+        rounds: Annotated[int, typer.Option(help="How many slices of time each router gets in a phase.")] = 5,
+        slice_s: Annotated[float, typer.Option(help="How long a slice is.")] = 2.0,
+        block_size: Annotated[int, typer.Option(help="Have the workers publish KV events, made up, of blocks of so "
+                                                     "many tokens; 0: none.")] = 0,
+        seed: Annotated[int, typer.Option(help="Of the prompts and of the order.")] = 0,
+        hit_rate: Annotated[bool, typer.Option("--hit-rate", help="Instead: the prefix hits that our policies get out "
+            "of a trace on simulated workers, beside what any could get. Of the other options only --workers, --seed, "
+            "--picture and --output count.")] = False,
+        load_cores: Annotated[str, typer.Option(metavar="0,1", help="Where generator and workers run.")] = "",
+        router_cores: Annotated[str, typer.Option(metavar="2,3", help="Where the routers run.")] = "",
+        log: Annotated[Path | None, typer.Option(help="A file for the output of everything that is started.")] = None,
+        picture: Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.")] = None,
+        output: Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")] = None) -> None:
+    """Measure what routers add to a request, ours and others', before dummy workers that this starts and ends."""
+    from rich.console import Console
+
+    from vllm_pd.routerbench import report
+    from vllm_pd.routerbench.measure import RouterBench, measure, parse_cores
+    from vllm_pd.routerbench.processes import Launch
+    if hit_rate:
+        from vllm_pd.routerbench import hits
+        hits.show(hits.HitBench.of(workers, seed), typer.echo, picture, output)
+        return
+    launches = [*map(Launch.ours, ours or ["vllm-pd="]), *map(Launch.parse, router or ())]
+    found = measure(RouterBench(tuple(launches), 2 if workers is None else workers, requests, tokens, prompt_tokens,
+                                clients, streams, slice_s, rounds, block_size=block_size, seed=seed,
+                                load_cores=parse_cores("--load-cores", load_cores),
+                                router_cores=parse_cores("--router-cores", router_cores)), log, typer.echo)
+    Console(width=WIDE).print(report.table(found))
+    if picture is not None:
+        report.picture(found, picture)
+    if output is not None:
+        output.write_text(json.dumps(found) + "\n")
+
+
+@bench_app.command()
+def policies(
+        worker: Annotated[list[str], typer.Option(help="The base URL of a running engine; at least two.")],
+        tokenizer: Annotated[str, typer.Option(help="The engines' model or its folder.")],
+        policy: Annotated[list[str] | None, typer.Option(help="May be repeated. Default: kv, round-robin and "
+                                                              "least-load.")] = None,
+        rounds: Annotated[int, typer.Option(help="How many times each policy gets the conversations.")] = 1,
+        conversations: Annotated[int, typer.Option(help="How many.")] = 20,
+        conversations_per_s: Annotated[float, typer.Option(help="How many begin in a second.")] = 0.5,
+        turns: Annotated[int, typer.Option(help="Questions in each.")] = 3,
+        system_prompts: Annotated[int, typer.Option(help="How many different ones.")] = 6,
+        system_words: Annotated[int, typer.Option(help="Their length, about half of their tokens.")] = 140,
+        seed: Annotated[int, typer.Option(help="Of the conversations and of the order.")] = 0,
+        log: Annotated[Path, typer.Option(help="A file for the routers' output.")] = Path(os.devnull),
+        picture: Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.")] = None,
+        output: Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")] = None) -> None:
+    """Measure hit rate and TTFT of the router's policies before running engines, whose caches this empties."""
+    from vllm_pd.errors import ConfigError
+    from vllm_pd.router.policy import Policy
+    from vllm_pd.routerbench import policies as bench
+    from vllm_pd.routerbench.chats import Chats
+    wrong = [name for name in policy or () if name not in set(Policy)]
+    if wrong:
+        raise ConfigError("--policy", wrong[0], f"write one of {', '.join(Policy)}")
+    chats = Chats(conversations=conversations, conversations_per_s=conversations_per_s, turns=turns,
+                  system_prompts=system_prompts, system_words=system_words, seed=seed)
+    chosen = tuple(map(Policy, policy)) if policy else bench.DEFAULT
+    found = bench.measure(bench.PolicyBench(tuple(worker), tokenizer, chosen, rounds, chats), log, typer.echo)
+    typer.echo(json.dumps(found["policies"], indent=2))
+    if picture is not None:
+        bench.picture(found, picture)
     if output is not None:
         output.write_text(json.dumps(found) + "\n")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-pd up` is going to start: one broker and N + M engines, as commands. Nothing is started here.
+"""What `vllm-pd up` is going to start: a broker, N + M engines, perhaps a router, as commands. Nothing is started here.
 
 The plan is made and checked as a whole first, because an engine needs half a minute to find out that its port is
 taken or that a setting is misspelt.
@@ -7,7 +7,10 @@ taken or that a setting is misspelt.
 
 import itertools
 import json
+import os
 import sys
+import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -20,6 +23,7 @@ from vllm_pd.ports import require_free, take_free
 
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 BROKER = (sys.executable, "-m", "vllm_pd.cli", "broker")
+ROUTER = (sys.executable, "-m", "vllm_pd.cli", "router")
 HOST = "127.0.0.1"
 OURS = {"--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
 ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
@@ -27,7 +31,8 @@ ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 @dataclass(frozen=True)
 class UpOptions:
-    """The command line of `vllm-pd up`. `pd` holds settings of PDConfig, `serve_args` goes to every `vllm serve`."""
+    """The command line of `vllm-pd up`. `pd` holds settings of PDConfig, `serve_args` goes to every `vllm serve`; with
+    `router`, one stands at `port` and the engines take the next ports."""
     model: str
     prefill: int
     decode: int
@@ -35,6 +40,19 @@ class UpOptions:
     broker_port: int = 0
     pd: Mapping[str, Any] = field(default_factory=dict)
     serve_args: Sequence[str] = ()
+    router: bool = False
+
+
+@dataclass(frozen=True)
+class RouterPlan:
+    """What stands in front."""
+    port: int
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +76,7 @@ class FleetPlan:
     broker_port: int
     broker_command: tuple[str, ...]
     engines: tuple[EnginePlan, ...]
+    router: RouterPlan | None = None
 
     @property
     def broker_url(self) -> str:
@@ -65,7 +84,7 @@ class FleetPlan:
 
 
 def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str] = SERVE,
-               broker: Sequence[str] = BROKER) -> FleetPlan:
+               broker: Sequence[str] = BROKER, router: Sequence[str] = ROUTER) -> FleetPlan:
     """The plan for `options`, the engines pinned to shares of `cores` where each can have one.
 
     Raises ConfigError, before anything is started, for impossible options, settings and ports.
@@ -75,12 +94,13 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
             raise ConfigError(key, value, "a prompt is handed from one engine to another: write 1 or more")
     _refuse_ours(options.serve_args)
     count = options.prefill + options.decode
-    if not 1 <= options.port <= 65536 - count:
-        raise ConfigError("--port", options.port, f"the {count} engines take that port and the next ones: write "
-                          f"1 to {65536 - count}")
+    taken = count + options.router
+    if not 1 <= options.port <= 65536 - taken:
+        raise ConfigError("--port", options.port, f"the {count} engines{' and the router' * options.router} take that "
+                          f"port and the next ones: write 1 to {65536 - taken}")
     if not 0 <= options.broker_port <= 65535:
         raise ConfigError("--broker-port", options.broker_port, "write 1 to 65535, or 0 for a free one")
-    ports = range(options.port, options.port + count)
+    ports = range(options.port, options.port + taken)
     if options.broker_port in ports:
         raise ConfigError("--broker-port", options.broker_port, f"an engine gets that port: write one outside "
                           f"{ports.start}..{ports.stop - 1}, or 0 for a free one")
@@ -96,15 +116,23 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     roles = [Role.DECODE] * options.decode + [Role.PREFILL] * options.prefill
     shares = split_cores(cores, count)
     numbers = [*range(options.decode), *range(options.prefill)]
+    events = options.router and _value_of("--kv-events-config", options.serve_args) is None
     engines = tuple(
         EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share,
                    env=_omp_env(share, crowded=0 < len(cores) < count),
                    command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
-                            transfer_config(role, broker_url, options.pd), *options.serve_args))
-        for role, number, port, share in zip(roles, numbers, ports, shares, strict=True))
+                            transfer_config(role, broker_url, options.pd),
+                            *(("--kv-events-config", _events_config()) if events and role.decodes else ()),
+                            *options.serve_args))
+        for role, number, port, share in zip(roles, numbers, ports[options.router:], shares, strict=True))
     keys = ("--keys", str(options.pd["keys"])) if "keys" in options.pd else ()
     ttl = ("--ttl-s", str(options.pd["ttl_s"])) if "ttl_s" in options.pd else ()
-    return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines)
+    front = None
+    if options.router:
+        key = _value_of("--api-key", options.serve_args)
+        front = RouterPlan(options.port, (*router, "--port", str(options.port), "--broker", broker_url, *keys),
+                           {} if key is None else {"VLLM_API_KEY": key})
+    return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines, front)
 
 
 def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:
@@ -139,6 +167,22 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """What was written after a flag, or behind its `=`; the last one counts."""
+    value = None
+    for number, argument in enumerate(arguments):
+        name, equals, behind = argument.partition("=")
+        if name.replace("_", "-") == flag:
+            value = behind if equals else next(iter(arguments[number + 1:]), None)
+    return value
+
+
+def _events_config() -> str:
+    """Events over a socket of the file system, as all are on one machine."""
+    path = os.path.join(tempfile.gettempdir(), f"vllm-pd-events-{uuid.uuid4().hex}")
+    return json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{path}"})
 
 
 def _refuse_ours(serve_args: Sequence[str]) -> None:

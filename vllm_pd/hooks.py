@@ -36,10 +36,14 @@ def claim_kv_transfer_config(engine_args: EngineArgs) -> None:
 
 
 def attach_engine(engine: LLMEngine) -> Disaggregation | None:
-    """The binding of this engine, which then belongs to it; None where disaggregation is off.
+    """The binding of this engine, which then belongs to it; None where disaggregation is off. Its KV events are
+    published in either case, where they are asked for.
 
     Called by `LLMEngine.__init__` when all else is there. Raises ConfigError for an engine that can't take part.
     """
+    if _publishes_events(engine.vllm_config):
+        from vllm_pd.v0.events import attach_events
+        attach_events(engine)
     additional = engine.vllm_config.additional_config
     if not isinstance(additional, dict) or SETTINGS_KEY not in additional:
         return None
@@ -48,16 +52,25 @@ def attach_engine(engine: LLMEngine) -> Disaggregation | None:
 
 
 def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]) -> Callable[[], None]:
-    """What SIGTERM is to call: `stop`, or with disaggregation on a drain that ends with it.
+    """What SIGTERM is to call: `stop`, or with disaggregation on a drain that ends with it. Where KV events are
+    published the server tells where.
 
     Called by `serve_http` in the server's event loop, before the server starts.
     """
     config = getattr(app.state, "vllm_config", None)
     additional = config.additional_config if config is not None else None
-    if not isinstance(additional, dict) or SETTINGS_KEY not in additional:
-        return stop
-    from vllm_pd.v0.front import open_front_door
-    return open_front_door(app, server, additional[SETTINGS_KEY], stop)
+    if isinstance(additional, dict) and SETTINGS_KEY in additional:
+        from vllm_pd.v0.front import open_front_door
+        stop = open_front_door(app, server, additional[SETTINGS_KEY], stop)
+    if _publishes_events(config):
+        from vllm_pd.events.route import add_route
+        add_route(app, config)
+    return stop
+
+
+def _publishes_events(config: VllmConfig | None) -> bool:
+    events = config.kv_events_config if config is not None else None
+    return events is not None and events.enable_kv_cache_events and events.publisher != "null"
 
 
 def join_dp_sync(engine: DPEngineCoreProc, config: VllmConfig) -> EngineSync:

@@ -9,11 +9,13 @@ values to PROMETHEUS_MULTIPROC_DIR, where the front end adds them up.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import prometheus_client
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from vllm_pd.events.messages import EngineLoad
 
 STAGES = ("queue", "claim", "prefill", "transfer", "first_step")
 OUTCOMES = ("done", "failed", "cancelled", "expired")
@@ -52,6 +54,12 @@ class _Families(Collector):
                                          labels)
         self.frames_dropped = counter("vllm:pd_frames_dropped_total", "Control messages that were refused.",
                                       labels + ["kind"])
+        self.announced_blocks = gauge("vllm:pd_events_announced_blocks", "KV blocks that were announced as prefix "
+                                      "hits and not as removed since.")
+        self.event_counts = counter("vllm:pd_events_total", "What became of KV events, see docs/events.md.",
+                                    labels + ["kind"])
+        for name in EngineLoad.__struct_fields__:
+            setattr(self, f"load_{name}", gauge(f"vllm:pd_load_{name}", f"The load that is told to routers: {name}."))
 
     def collect(self) -> Iterator[Metric]:
         for family in vars(self).values():
@@ -121,3 +129,25 @@ class PDMetrics:
     def frames_dropped(self, kind: str, count: int = 1) -> None:
         """So many control messages were refused as malformed, late or meant for another life of the engine."""
         self._families.frames_dropped.labels(self._model_name, kind).inc(count)
+
+
+class EventMetrics:
+    """The figures of one engine's events and its load. Belongs to the thread that announces them."""
+
+    def __init__(self, model_name: str) -> None:
+        self._families = _families()
+        self._model_name = model_name
+        self._announced_blocks = self._families.announced_blocks.labels(model_name)
+        self._load = {name: getattr(self._families, f"load_{name}").labels(model_name)
+                      for name in EngineLoad.__struct_fields__}
+        self._counted: dict[str, int] = {}
+
+    def show(self, load: EngineLoad, counts: Mapping[str, int], announced_blocks: int) -> None:
+        """The present load, and the totals of this engine's life so far by kind."""
+        for name, gauge in self._load.items():
+            gauge.set(getattr(load, name))
+        self._announced_blocks.set(announced_blocks)
+        for kind, count in counts.items():
+            if count > self._counted.get(kind, 0):
+                self._families.event_counts.labels(self._model_name, kind).inc(count - self._counted.get(kind, 0))
+                self._counted[kind] = count

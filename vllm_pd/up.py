@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd up`: a broker and some engines on this machine, started together and ended together.
+"""`vllm-pd up`: a broker, some engines and perhaps a router on this machine, started together and ended together.
 
 Life: the broker, then the engines, at most two of them starting at a time because starting is mostly work for the
-CPU; each is waited for until it is healthy; then the addresses are printed and the state file is written. Until then
-a child that dies takes the rest down. Afterwards it is reported, the others go on without it (a decode engine that
-loses its peers prefills by itself), and `up` ends with a failure in the end. A signal takes everything down: the
-decode engines first, asked, so that they drain, then killed; then the prefill engines; then the broker. A second signal
-kills at once.
+CPU; each is waited for until it is healthy, and then the router, where there is one; then the addresses are printed and
+the state file is written. Until then a child that dies takes the rest down. Afterwards it is reported, the others go on
+without it (a decode engine that loses its peers prefills by itself), and `up` ends with a failure in the end. A signal
+takes everything down: the router and the decode engines first, asked, so that they drain, then killed; then the prefill
+engines; then the broker. A second signal kills at once.
 """
 
 import collections
@@ -28,6 +28,7 @@ STARTING_AT_ONCE = 2
 CHECK_PERIOD_S = 0.25
 BROKER_START_S = 30.0
 BROKER_STOP_S = 3.0
+ROUTER_START_S = 60.0
 STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -58,6 +59,8 @@ class Fleet:
         self._broker = Child("broker", plan.broker_command, say=say)
         self._engines = {engine: Child(engine.name, engine.command, env=engine.env, cores=engine.cores, say=say)
                          for engine in plan.engines}
+        self._router = (None if plan.router is None
+                        else Child("router", plan.router.command, env=plan.router.env, say=say))
         self._dead: list[Child] = []
 
     def run(self) -> int:
@@ -113,6 +116,9 @@ class Fleet:
             if time.monotonic() > deadline:
                 raise StartError(f"not healthy after {self._timeout_s:g} s: {', '.join(e.name for e in starting)}; "
                                  "see the lines above, or allow more time with --timeout-s")
+        if self._router is not None:
+            self._router.start(self._events)
+            self._await_router(min(deadline, time.monotonic() + ROUTER_START_S))
         self._announce()
 
     def stop(self) -> None:
@@ -122,18 +128,24 @@ class Fleet:
         patient = True
         for decodes in (True, False):
             children = [child for engine, child in self._engines.items() if engine.role.decodes is decodes]
+            if decodes and self._router is not None:
+                children.append(self._router)
             patient = self._end(children, self._stop_timeout_s if patient else 0.0) and patient
         self._end([self._broker], BROKER_STOP_S)
 
     def state(self) -> dict:
         """What the state file holds."""
-        return {"broker": {"url": self.plan.broker_url, "pid": self._broker.pid},
+        router = ({} if self._router is None else
+                  {"router": {"url": self.plan.router.url, "pid": self._router.pid}})
+        return {"broker": {"url": self.plan.broker_url, "pid": self._broker.pid}, **router,
                 "engines": [{"role": ROLE_NAMES[engine.role], "url": engine.url, "pid": child.pid}
                             for engine, child in self._engines.items()]}
 
     def _announce(self) -> None:
         for engine in self._engines:
             self._say(f"{engine.name:<10} {engine.url}")
+        if self.plan.router is not None:
+            self._say(f"{'router':<10} {self.plan.router.url}")
         self._say(f"{'broker':<10} {self.plan.broker_url}")
         if self._state is not None:
             unfinished = self._state.with_name(self._state.name + ".part")
@@ -158,6 +170,12 @@ class Fleet:
                 self._raise_on_event(CHECK_PERIOD_S / 5)
             if time.monotonic() > deadline:
                 raise StartError(f"the broker does not listen at {self.plan.broker_url}")
+
+    def _await_router(self, deadline: float) -> None:
+        while not is_healthy(self.plan.router.url):
+            self._raise_on_event(CHECK_PERIOD_S)
+            if time.monotonic() > deadline:
+                raise StartError(f"the router at {self.plan.router.url} has no engine: see the lines above")
 
     def _raise_on_event(self, timeout_s: float) -> None:
         try:

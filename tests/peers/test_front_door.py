@@ -38,15 +38,16 @@ class TokenCheck:
 class Server:
     """What uvicorn's has of all that matters here."""
 
-    def __init__(self):
+    def __init__(self, host="127.0.0.1", port=8000):
         self.exits = []
+        self.config = SimpleNamespace(host=host, port=port, is_ssl=False)
 
     def handle_exit(self, number, frame):
         self.exits.append(number)
 
 
 @contextlib.asynccontextmanager
-async def serving(tmp_path, api_token=None, **settings):
+async def serving(tmp_path, api_token=None, host="127.0.0.1", **settings):
     """(ask, agent, on_sigterm, server, stops, release): an application with an agent behind it."""
     extra = {"broker": "tcp://127.0.0.1:1", **settings}
     address = f"ipc://{tmp_path}/{uuid.uuid4().hex}"
@@ -54,11 +55,13 @@ async def serving(tmp_path, api_token=None, **settings):
                          front=address)
     agent.start()
     agent.set_load(m.Load())
-    release, stops, server = asyncio.Event(), [], Server()
+    release, stops, server = asyncio.Event(), [], Server(host)
 
     async def completions(request):
-        await release.wait()
-        return JSONResponse({"text": "done"})
+        asked = await request.json() if await request.body() else {}
+        if "max_tokens" not in asked:
+            await release.wait()
+        return JSONResponse({"text": "done", "asked": asked})
 
     async def health(request):
         return JSONResponse({})
@@ -86,7 +89,8 @@ async def serving(tmp_path, api_token=None, **settings):
         return sent[0]["status"], json.loads(answer or b"{}"), dict(sent[0]["headers"])
 
     try:
-        yield SimpleNamespace(ask=ask, agent=agent, on_sigterm=on_sigterm, server=server, stops=stops, release=release)
+        yield SimpleNamespace(ask=ask, agent=agent, on_sigterm=on_sigterm, server=server, stops=stops, release=release,
+                              door=on_sigterm.__self__)
     finally:
         on_sigterm.__self__.close()
         agent.close()
@@ -267,3 +271,34 @@ def test_b50_a_server_without_disaggregation_keeps_its_handler(additional):
     app.state.vllm_config = SimpleNamespace(additional_config=additional)
     assert hooks.attach_server(app, Server(), stop) is stop
     assert app.user_middleware == []
+
+
+def test_b63_health_generate_goes_a_completions_way(tmp_path):
+    async def body(served):
+        status, said, _ = await served.ask("GET", "/health_generate", headers=[(b"accept", b"*/*")])
+        assert (status, said["text"], said["asked"]["max_tokens"]) == (200, "done", 1)
+        assert served.door._open == 0
+        served.agent.set_load(m.Load(running=1))
+        served.on_sigterm()
+        await until(lambda: served.agent.standing.draining)
+        assert (await served.ask("GET", "/health_generate"))[0] == 503
+
+    run(body, tmp_path)
+
+
+def test_b63_health_generate_wants_the_servers_key(tmp_path):
+    async def body(served):
+        assert (await served.ask("GET", "/health_generate"))[0] == 401
+        keyed = await served.ask("GET", "/health_generate", headers=[(b"authorization", b"Bearer secret")])
+        assert keyed[0] == 200
+
+    run(body, tmp_path, api_token="secret")
+
+
+@pytest.mark.parametrize("host, url", [("127.0.0.1", "http://127.0.0.1:8000"), (None, "http://127.0.0.1:8000"),
+                                       ("0.0.0.0", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")])
+def test_the_registry_hears_where_the_server_is(tmp_path, host, url):
+    async def body(served):
+        await until(lambda: served.agent.standing.member().http == url)
+
+    run(body, tmp_path, host=host)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for `vllm serve` and for the broker in tests of `vllm-pd up`: listens at once, obeys a few words.
+"""Stands in for `vllm serve`, for the broker and for the router in tests of `vllm-pd up`: listens at once, obeys a few words.
 
 The words are the model's name, joined by "+": `grandchild` starts a process of its own, `stubborn` ignores SIGTERM,
 `dies` ends before it listens, `dies-late` ends 0.5 s after it listens, `slow` never listens.
@@ -31,6 +31,8 @@ def value_of(flag: str) -> str:
 def main() -> None:
     if sys.argv[1] == "broker":
         words, port = set(), int(value_of("--bind").rpartition(":")[2])
+    elif sys.argv[1] == "router":
+        words, port = set(), int(value_of("--port"))
     else:
         words, port = set(sys.argv[2].split("+")), int(value_of("--port"))
     print("arguments", sys.argv[1:], flush=True)

@@ -29,7 +29,9 @@ from vllm_pd.fleet import UpOptions, plan_fleet
 from vllm_pd.up import Fleet
 fake, model, port, state, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), eval(sys.argv[5])
 command = [sys.executable, fake]
-plan = plan_fleet(UpOptions(model, 1, 1, port), [], serve=[*command, "serve"], broker=[*command, "broker"])
+router = options.pop("router", False)
+plan = plan_fleet(UpOptions(model, 1, 1, port, router=router), [], serve=[*command, "serve"],
+                  broker=[*command, "broker"], router=[*command, "router"])
 sys.exit(Fleet(plan, state=state, **options).run())
 """
 
@@ -61,6 +63,21 @@ class TestPlan:
         command = list(plan(pd={"ttl_s": 7.5}).broker_command)
         assert command[command.index("--ttl-s") + 1] == "7.5"
 
+    def test_a_router_takes_the_first_port_and_has_the_decode_engines_publish(self):
+        made = plan(router=True, serve_args=("--api-key", "k"), pd={"ttl_s": 7})
+        first = made.router.port
+        assert [engine.port - first for engine in made.engines] == [1, 2]
+        command = list(made.router.command)
+        assert command[-4:] == ["--port", str(first), "--broker", made.broker_url]
+        assert made.router.env == {"VLLM_API_KEY": "k"}, "not on a command line that everybody can read"
+        decode, prefill = (list(engine.command) for engine in made.engines)
+        events = json.loads(decode[decode.index("--kv-events-config") + 1])
+        assert events["enable_kv_cache_events"] and events["endpoint"].startswith("ipc://")
+        assert "--kv-events-config" not in prefill
+        told = plan(router=True, serve_args=("--kv-events-config={}", ))
+        assert [list(engine.command).count("--kv-events-config") for engine in told.engines] == [0, 0]
+        assert plan().router is None
+
     def test_each_engine_gets_cores_of_its_own(self):
         made = plan(cores=[4, 5, 6])
         assert [engine.cores for engine in made.engines] == [(4, ), (5, 6)]
@@ -81,7 +98,8 @@ class TestPlan:
 
     @pytest.mark.parametrize("options, key", [
         ({"prefill": 0}, "--prefill"), ({"decode": 0}, "--decode"), ({"decode": -1}, "--decode"),
-        ({"port": 0}, "--port"), ({"port": 65535}, "--port"), ({"broker_port": 65536}, "--broker-port"),
+        ({"port": 65534, "router": True}, "--port"), ({"port": 0}, "--port"), ({"port": 65535}, "--port"),
+        ({"broker_port": 65536}, "--broker-port"),
         ({"port": 18000, "broker_port": 18001}, "--broker-port"), ({"pd": {"broker": "x"}}, "--pd broker"),
         ({"pd": {"lease": 3}}, "lease"), ({"pd": {"lease_s": "long"}}, "lease_s"),
         ({"serve_args": ["--port", "1"]}, "-- --port"), ({"serve_args": ["--kv-transfer-config={}"]}, "-- --kv"),
@@ -144,7 +162,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(tmp_path: Path, model: str, **options) -> Iterator[Running]:
-    port, state = take_free_run("127.0.0.1", 2), tmp_path / "state.json"
+    port, state = take_free_run("127.0.0.1", 3), tmp_path / "state.json"
     state.write_text("stale")
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, FAKE[1], model, str(port), str(state), repr(options)],
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
@@ -245,3 +263,15 @@ def test_engine_that_never_becomes_healthy(tmp_path):
     with running(tmp_path, "slow", timeout_s=1.5) as up:
         assert up.finish() == 1
         assert any("not healthy after 1.5 s: decode 0, prefill 0" in line for line in up.lines)
+
+
+def test_a_router_comes_up_last_and_ends_with_the_rest(tmp_path):
+    with running(tmp_path, "plain", router=True) as up:
+        up.read_until("everything is up")
+        state = up.state()
+        assert state["router"]["url"] == f"http://127.0.0.1:{up.port}"
+        assert [engine["url"] for engine in state["engines"]] == [f"http://127.0.0.1:{up.port + n}" for n in (1, 2)]
+        pids = [*up.pids(), state["router"]["pid"]]
+        up.process.send_signal(signal.SIGTERM)
+        assert up.finish() == 0
+        assert all_end(pids)

@@ -96,7 +96,7 @@ def test_b53_metadata_keeps_upstreams_and_pins_what_runs(wheels, target, officia
     assert str(requires["torch"].specifier) == {"cpu": "==2.6.0", "cuda": "==2.7.0"}[target]
     assert "4.53.3" in requires["transformers"].specifier and "4.54.0" not in requires["transformers"].specifier
     assert "2.2.6" in requires["numpy"].specifier and "2.3.0" not in requires["numpy"].specifier
-    assert {"nixl", "typer", "rich", "pyzmq", "msgspec", "nats-py", "nkeys"} <= requires.keys()
+    assert {"nixl", "typer", "rich", "pyzmq", "msgspec", "nats-py", "nkeys", "xxhash"} <= requires.keys()
     assert set(Parser().parsestr(text).get_all("Provides-Extra")) >= {"bench", "audio"}
     theirs = {canonicalize_name(Requirement(r).name) for r in metadata.requirements_of(official_text("METADATA"))}
     left_out = {name for name, value in project.overrides(target).items() if value is False}

@@ -480,6 +480,8 @@ class ControlAgent:
             self._drain()
         elif isinstance(message, m.SetRole):
             problem = self._set_role(message.role)
+        elif source is Source.FRONT and message.http and self._standing.serves(message.http):
+            self._changed()
         reply = m.StatusReply(self._standing.member(), problem, {**self._counts(), **self._standing.gauges()})
         if source is Source.FRONT:
             self._links.to_front(reply)

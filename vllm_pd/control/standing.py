@@ -20,6 +20,7 @@ class Standing:
         self.draining = False
         self.left = False
         self.listed_as_draining = False
+        self.http = member.http
         self._load: m.Load | None = None
 
     @property
@@ -34,13 +35,18 @@ class Standing:
 
     def member(self) -> m.Member:
         """The registry entry of this moment."""
-        return msgspec.structs.replace(self._born, role=self.role, draining=self.draining,
+        return msgspec.structs.replace(self._born, role=self.role, draining=self.draining, http=self.http,
                                        load=self._load or m.Load())
 
     def told_load(self, load: m.Load) -> bool:
         """The engine says how busy it is. Whether that is the first word since the drain began."""
         first, self._load = self._load is None, load
         return first
+
+    def serves(self, http: str) -> bool:
+        """The front end says where it serves. Whether that is news."""
+        news, self.http = http != self.http, http
+        return news
 
     def set_role(self, role: m.Role) -> str:
         """Act as `role` from now on. Returns why not, empty where it is done."""

@@ -107,7 +107,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """A registry entry. `address` is the engine's control socket. (`host_id`, `processes`) names every process of it
     that can write, so that another process in the same process namespace of the same boot can see by fact whether any
     still exists; `lifeline` is a listening socket that nothing but the end of the process closes, for all others.
-    `draining`: it takes no new jobs."""
+    `draining`: it takes no new jobs. `http`: the base URL of its OpenAI server, as far as it has one and others can
+    reach it."""
     incarnation: Name
     role: Role
     address: Text
@@ -117,6 +118,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     processes: Annotated[tuple[Process, ...], msgspec.Meta(max_length=MAX_PROCESSES)] = ()
     lifeline: Text = ""
     draining: bool = False
+    http: Text = ""
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
@@ -328,7 +330,8 @@ class SetRole(Wire):
 
 
 class Status(Wire):
-    """How are you?"""
+    """How are you? The engine's own front end says with it where it serves."""
+    http: Text = ""
 
 
 class StatusReply(Wire):

@@ -9,6 +9,8 @@ with 503 once the engine drains, and serves
     POST /pd/role    {"role": "kv_consumer"}
 
 to whoever has the server's API key. Where the server has none, the two that change something are for this machine only.
+`GET /health_generate` has the application generate one token and answers as it does. The registry is told where the
+server is reached.
 
 The engine may be another process. `EngineLine` talks to its control agent, which tells by itself what changes, over a
 socket of the file system that only this user can open; the messages are those of an operator, and nothing is pickled.
@@ -29,6 +31,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq.asyncio
@@ -50,6 +53,8 @@ ANSWER_S = 5.0
 RETRY_AFTER_S = 5
 MAX_BODY_BYTES = 4096
 _FORWARDED = (b"x-forwarded-for", b"forwarded")  # with which a proxy, or a liar, has the client's address replaced
+GENERATE_PATH = "/health_generate"
+_ONE_TOKEN = json.dumps({"prompt": "a", "max_tokens": 1, "temperature": 0}).encode()  # of the model, whatever its name
 _HARMLESS = ("/tokenize", "/detokenize")  # they need no engine step
 
 
@@ -104,12 +109,14 @@ class EngineLine:
 
 
 class FrontDoor:
-    """One of a server. `stop` ends the server as upstream does."""
+    """One of a server, which others reach at the base URL `http`. `stop` ends the server as upstream does."""
 
-    def __init__(self, address: str, drain_timeout_s: float, api_token: str | None, stop: Callable[[], None]) -> None:
+    def __init__(self, address: str, drain_timeout_s: float, api_token: str | None, stop: Callable[[], None],
+                 http: str) -> None:
         self._drain_timeout_s = drain_timeout_s
         self._api_token = api_token
         self._stop = stop
+        self._http = http
         self._open = 0
         self._draining = False
         self._drained = False
@@ -130,7 +137,14 @@ class FrontDoor:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path.startswith(PREFIX):
             await _respond(send, *await self._operate(scope, path.removeprefix(PREFIX), receive))
-        elif scope["method"] != "POST" or path in _HARMLESS:
+            return
+        if path == GENERATE_PATH and scope["method"] == "GET":
+            refused = self._refused(scope, changes=False)
+            if refused is not None:
+                await _respond(send, *refused)
+                return
+            scope, receive = _one_token(scope), _OneBody(_ONE_TOKEN, receive)
+        if scope["method"] != "POST" or path in _HARMLESS:
             await app(scope, receive, send)
         elif self._draining:
             await _respond(send, HTTPStatus.SERVICE_UNAVAILABLE, _error(
@@ -159,9 +173,9 @@ class FrontDoor:
         self._line.close()
 
     async def _greet(self) -> None:
-        """From now on the engine knows whom to tell."""
+        """From now on the engine knows whom to tell, and where the server is."""
         with contextlib.suppress(ControlError):
-            await self._line.ask(m.Status(), lambda _: True)
+            await self._line.ask(m.Status(self._http), lambda _: True)
 
     def _on_news(self, status: m.StatusReply) -> None:
         self._draining = self._draining or status.member.draining
@@ -244,6 +258,20 @@ class _RoleBody(msgspec.Struct, forbid_unknown_fields=True):
     role: m.Role
 
 
+class _OneBody:
+    """What an application receives whose request has this body; then it hears of the client's end."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> dict[str, Any]:
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await self._receive()
+
+
 _METHODS = {"status": "GET", "drain": "POST", "role": "POST"}
 
 
@@ -273,9 +301,26 @@ def open_front_door(app: FastAPI, server: uvicorn.Server, settings: dict[str, An
         stop()
 
     server.handle_exit = handle_exit
-    door = FrontDoor(settings["front"], config.drain_timeout_s, _api_token(app), stop_as_before)
+    door = FrontDoor(settings["front"], config.drain_timeout_s, _api_token(app), stop_as_before,
+                     _base_url(server.config, config))
     app.add_middleware(_Middleware, door=door)
     return door.on_sigterm
+
+
+def _base_url(server: uvicorn.Config, config: PDConfig) -> str:
+    """Where others reach the server: one that listens everywhere, at the address of the control socket."""
+    host = server.host if server.host not in (None, "", "0.0.0.0", "::") else urlsplit(config.bind).hostname
+    return f"{'https' if server.is_ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{server.port}"
+
+
+def _one_token(scope: Scope) -> Scope:
+    """The request in place of this one that takes all of a completion's way."""
+    path = scope.get("root_path", "") + "/v1/completions"
+    kept = [(name, value) for name, value in scope["headers"]
+            if name not in (b"content-type", b"content-length", b"transfer-encoding", b"accept-encoding")]
+    return {**scope, "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [*kept, (b"content-type", b"application/json"),
+                        (b"content-length", str(len(_ONE_TOKEN)).encode())]}
 
 
 def _api_token(app: FastAPI) -> str | None:

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B60, B61 on real engines: what an index holds is what the engines' own tables say, over remote prefills and death."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from harness import BrokerProcess, EngineProcess, prompt
+
+from vllm_pd.events.messages import EngineLoad
+from vllm_pd.events.subscriber import Subscriber
+from vllm_pd.ports import take_free
+from vllm_pd.router.index import PrefixIndex
+
+BLOCKS = 48  # few, so that blocks are evicted
+PATIENCE_S = 20.0
+POOL = "scheduler.block_manager.block_allocator._allocators[Device.GPU]"
+HITS = f"[h for h, b in {POOL}._cached_blocks.items() if {POOL}.block_is_computed(b)]"
+
+
+@dataclass
+class Told:
+    """An engine and where it tells."""
+    engine: EngineProcess
+    events: str
+    side: str
+
+
+def start(role: str | None, index: int, broker: str, **pd) -> tuple[EngineProcess, str]:
+    events = f"tcp://*:{take_free('127.0.0.1')}"
+    engine = EngineProcess(role, index, broker, pd, num_gpu_blocks_override=BLOCKS, max_num_seqs=4, max_model_len=512,
+                           kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events})
+    return engine, events
+
+
+def told(engine: EngineProcess, events: str) -> Told:
+    engine.ready()
+    engine.execute("from vllm.utils import Device; from vllm_pd.events import notice; "
+                   "found = notice.find(engine.vllm_config)")
+    assert engine.evaluate("found.events") == events and engine.evaluate("found.block_size") == 16
+    return Told(engine, events, engine.evaluate("found.side"))
+
+
+@pytest.fixture(scope="module")
+def engines(starting) -> Iterator[dict[str, Told]]:
+    """P and D, both telling what they hold."""
+    broker = BrokerProcess()
+    starting.callback(broker.stop)
+    p, p_events = start("kv_producer", 0, broker.url)
+    starting.callback(p.stop)
+    d, d_events = start("kv_consumer", 1, broker.url, max_local_prefill_tokens=100)
+    starting.callback(d.stop)
+    yield {"p": told(p, p_events), "d": told(d, d_events)}
+    for process in (d, p, broker):
+        process.stop()
+
+
+async def until_right(told: Told, index: PrefixIndex, subscriber: Subscriber) -> float:
+    """Seconds until what is said of the engine is what it holds."""
+    began = time.monotonic()
+    while True:
+        held = set(index.engine_hashes(subscriber.worker)) if subscriber.worker in index.workers() else set()
+        hits = set(await asyncio.to_thread(told.engine.evaluate, HITS))
+        if subscriber.connected and held == hits:
+            return time.monotonic() - began
+        assert time.monotonic() - began < PATIENCE_S, (len(held - hits), len(hits - held), subscriber.counters)
+        await asyncio.sleep(0.05)
+
+
+async def test_b60_b61_the_index_is_the_union_of_the_engines_tables(engines):
+    """Remote and local prompts, shared beginnings, an abort, eviction; then one engine dies."""
+    index = PrefixIndex(16)
+    subscribers = {name: Subscriber(f"http://{name}", index, None, events=one.events.replace("*", "127.0.0.1"),
+                                    side=one.side) for name, one in engines.items()}
+    d, shared = engines["d"].engine, prompt(150, "shared")
+    await asyncio.to_thread(d.wait_for_peers)
+    try:
+        for subscriber in subscribers.values():
+            subscriber.start()
+        for number in range(6):
+            long, short = shared + prompt(60, f"a{number}"), shared[:60] + prompt(20, f"b{number}")
+            await asyncio.to_thread(d.generate, [long, short], max_tokens=20)
+            aborted = await asyncio.to_thread(d.add, prompt(200, f"c{number}"))
+            await asyncio.to_thread(d.abort, aborted)
+            for name, one in engines.items():
+                await until_right(one, index, subscribers[name])
+            matches = index.matches(index.hashes(long))
+            hit = await asyncio.to_thread(d.hit, long)
+            assert matches["http://d"] == hit // 16 > 0  # B62, too
+        assert subscribers["d"].counters["blocks_removed"] and subscribers["p"].counters["blocks_stored"]
+        assert subscribers["d"].load == EngineLoad(total_blocks=BLOCKS)
+        assert await asyncio.to_thread(d.evaluate, f"{POOL}.event_sink.dropped") == 0
+        metrics = await asyncio.to_thread(d.evaluate, "{s.name: s.value for f in __import__('prometheus_client')."
+                                          "REGISTRY.collect() for s in f.samples if s.name.startswith('vllm:pd_')}")
+        assert metrics["vllm:pd_load_total_blocks"] == BLOCKS and metrics["vllm:pd_load_running"] == 0
+        assert metrics["vllm:pd_events_announced_blocks"] == len(index.engine_hashes("http://d"))
+
+        assert await asyncio.to_thread(d.evaluate, "engine.reset_prefix_cache()")
+        await until_right(engines["d"], index, subscribers["d"])
+        assert index.matches(index.hashes(shared)).keys() <= {"http://p"}
+
+        await asyncio.to_thread(engines["p"].engine.stop)
+        deadline = time.monotonic() + PATIENCE_S
+        while "http://p" in index.workers():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+    finally:
+        for subscriber in subscribers.values():
+            await subscriber.close()

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pd up --router` with the real model: a decode engine, a prefill engine, and the router in front. The prefill
+engine, which answers requests too, is made a second worker by hand, one without events."""
+import dataclasses
+import http.client
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from harness import engine_env, model_folder
+
+from tests.router.openai_talk import client, conversation
+from vllm_pd.client import Question, ask
+from vllm_pd.fleet import UpOptions, plan_fleet
+from vllm_pd.ports import take_free_run
+from vllm_pd.scrape import scrape
+from vllm_pd.up import Fleet
+
+MODEL = "real"
+SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "16", "--enable-prefix-caching",
+              "--served-model-name", MODEL, "--num-gpu-blocks-override", "512", "--max-num-seqs", "8",
+              "--disable-log-requests"]
+PD = {"max_local_prefill_tokens": 200, "heartbeat_s": 0.5, "ttl_s": 5}
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    os.environ.update({k: v for k, v in engine_env(0).items() if k.startswith(("VLLM_CPU_KV", "VLLM_CPU_CI", "VLLM_NO",
+                                                                               "HF_", "TOKENIZERS", "VLLM_LOGGING"))})
+    options = UpOptions(model_folder("VLLM_PD_MODEL"), 1, 1, port=take_free_run("127.0.0.1", 3), pd=PD,
+                        serve_args=SERVE_ARGS, router=True)
+    plan = plan_fleet(options, sorted(os.sched_getaffinity(0)))
+    quick = ("--probe-interval-s", "1", "--probe-timeout-s", "5")
+    plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, command=(*plan.router.command, *quick)))
+    with Fleet(plan) as running:
+        until(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)["workers"]]
+              == [("up", "live")] and workers(running)["tokenizer"] == "ok")
+        yield running
+
+
+@pytest.fixture
+def two(fleet) -> Iterator[Fleet]:
+    """With both engines as workers."""
+    router, url = fleet.plan.router.url, fleet.plan.engines[1].url
+    assert request(router, "POST", "/workers", {"url": url})[0] == 201
+    until(lambda: [one["state"] for one in workers(fleet)["workers"]] == ["up", "up"])
+    yield fleet
+    assert request(router, "DELETE", "/workers", {"url": url})[0] == 200
+
+
+def request(url: str, method: str, path: str, body: dict | None = None, **headers: str) -> tuple[int, dict, bytes]:
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=120)
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body),
+                           {"Content-Type": "application/json", **headers})
+        reply = connection.getresponse()
+        return reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read()
+    finally:
+        connection.close()
+
+
+def workers(fleet: Fleet) -> dict:
+    status, _, body = request(fleet.plan.router.url, "GET", "/workers")
+    assert status == 200
+    return json.loads(body)
+
+
+def until(condition, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def text(sentences: int, start: int) -> str:
+    return " ".join(f"Item {number} of the list costs {7 * number - 6 * start} coins."
+                    for number in range(start, start + sentences)) + " The next item costs"
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True}, {"chat": True}, {"chat": True, "stream": True}], ids=str)
+def test_b11_answers_equal_those_of_one_engine(options, fleet):
+    """B11, through the router: text, tokens, usage and finish reason, whoever prefills."""
+    mono = fleet.plan.engines[1].url  # asked directly, the prefill engine computes it all
+    for sentences in (1, 12, 30):
+        content = text(sentences, 100 * len(str(options)))
+        asked = Question([{"role": "user", "content": content}] if options.get("chat") else content, 8, **options)
+        ours, theirs = ask(fleet.plan.router.url, MODEL, asked), ask(mono, MODEL, asked)
+        assert ours.same_as(theirs), (ours, theirs)
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/completions", {"prompt": "The capital of France is"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Name a colour."}]}),
+    ("/tokenize", {"prompt": "Hello there"}), ("/detokenize", {"tokens": [1, 2, 3]}),
+    ("/v1/completions", {"prompt": 5}), ("/v1/completions", {"model": "unknown", "prompt": "x"}),
+    ("/v1/models", None)], ids=str)
+def test_b11_bytes_are_those_of_the_engine(path, body, fleet):
+    """B11, byte for byte except ids and times."""
+    if body is not None:
+        body = {"model": MODEL, **body}
+        if path.startswith("/v1/") and "tokens" not in body:
+            body |= {"max_tokens": 5, "temperature": 0}
+    method = "GET" if body is None else "POST"
+    ours, theirs = (request(url, method, path, body, **{"X-Request-Id": "r1"})
+                    for url in (fleet.plan.router.url, fleet.plan.engines[0].url))
+    assert ours[0] == theirs[0]
+    assert plain(ours[2]) == plain(theirs[2])
+    assert ours[1].keys() == theirs[1].keys()
+    if path.startswith("/v1/") and ours[0] == 200 and body is not None:
+        assert json.loads(ours[2])["id"].endswith("r1")
+
+
+def test_b11_an_openai_client_hears_the_same(fleet):
+    routed, bare = (dict(conversation(client(url), MODEL))
+                    for url in (fleet.plan.router.url, fleet.plan.engines[0].url))
+    assert routed == bare
+
+
+def plain(body: bytes) -> object:
+    """Without times, and what differs with them."""
+    def clean(value: object) -> object:
+        if isinstance(value, dict):
+            return {k: clean(v) for k, v in value.items() if k not in ("created", "id")}
+        return [clean(one) for one in value] if isinstance(value, list) else value
+
+    return clean(json.loads(body))
+
+
+def test_a_prompt_goes_where_its_prefix_is(two):
+    """Tokens and templates agree with the engines': what one has computed is found there again, block for block."""
+    url, decode = two.plan.router.url, two.plan.engines[0].url
+    makes = [lambda content: ("/v1/completions", {"prompt": content}),
+             lambda content: ("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})]
+    for number, make in enumerate(makes):
+        begin = text(25, 50_000 + 1000 * number)
+        path, body = make(begin)
+        assert request(decode, "POST", path, {"model": MODEL, "max_tokens": 4, **body})[0] == 200
+        for turn in range(1, 4):
+            path, body = make(begin + " and" * 40 * turn)
+            status, headers, _ = request(url, "POST", path, {"model": MODEL, "max_tokens": 4, "temperature": 0, **body},
+                                         **{"X-Vllm-Pd-Explain": "1"})
+            assert status == 200 and headers["x-vllm-pd-worker"] == decode
+            explained = headers["x-vllm-pd-explain"]
+            hit, blocks = map(int, explained.partition("hit=")[2].split(";")[0].split("/"))
+            assert "reason=overlap" in explained and 20 <= hit < blocks, explained
+
+
+def test_b63_an_engine_that_is_stopped_is_left_out(two):
+    """Its requests are answered by the other one; it comes back."""
+    url, (stopped, other) = two.plan.router.url, two.plan.engines
+    server = psutil.Process(two._engines[stopped].pid)
+    processes = [server, *server.children(recursive=True)]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        for number in range(3):
+            status, headers, _ = request(url, "POST", "/v1/completions", {
+                "model": MODEL, "prompt": f"Number {number} is", "max_tokens": 2}, **{"X-Vllm-Pd-Explain": "1"})
+            assert status == 200 and headers["x-vllm-pd-worker"] == other.url
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+    until(lambda: [one["state"] for one in workers(two)["workers"]] == ["up", "up"])
+
+
+def test_b25_a_client_that_goes_away_frees_the_engine(fleet):
+    """Through the router: the engine has nothing to do soon after."""
+    decode = fleet.plan.engines[0].url
+    host, port = fleet.plan.router.url.removeprefix("http://").split(":")
+    for stream in (True, False):
+        connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        connection.request("POST", "/v1/completions", json.dumps(
+            {"model": MODEL, "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": stream}),
+            {"Content-Type": "application/json"})
+        until(lambda: scrape(decode).value("vllm:num_requests_running") == 1)
+        connection.close()
+        until(lambda: scrape(decode).value("vllm:num_requests_running") == 0, 10)

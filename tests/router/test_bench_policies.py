@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-pd bench policies`: conversations share what they should, and the figures are those of the engines."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.router.policy import Policy
+from vllm_pd.routerbench import policies
+from vllm_pd.routerbench.chats import Chats, Turn, hold, make
+from vllm_pd.routerbench.trace import Arrival
+from vllm_pd.routerbench.worker import Connection, Dummy, answer_text
+
+CHATS = Chats(conversations=6, conversations_per_s=200, system_prompts=2, system_words=20, turns=3, pause_s=0.01)
+
+
+def test_equal_seeds_give_equal_conversations():
+    assert make(CHATS) == make(CHATS) != make(dataclasses.replace(CHATS, seed=1))
+
+
+def test_conversations_share_their_system_prompts_and_nothing_else():
+    found = make(CHATS)
+    systems = [each.system for each in found]
+    questions = [question for each in found for question in each.questions]
+    assert 1 < len(set(systems)) <= CHATS.system_prompts < len(systems)
+    assert len(set(questions)) == len(questions) == CHATS.conversations * CHATS.turns
+    assert [each.at_s for each in found] == sorted(each.at_s for each in found)
+
+
+async def test_each_prompt_is_all_that_was_said():
+    bodies = []
+
+    class Heard(Connection):
+
+        def on_message_complete(self) -> None:
+            bodies.append(b"".join(self._body))
+            super().on_message_complete()
+
+    server = await asyncio.get_running_loop().create_server(lambda: Heard(Dummy()), "127.0.0.1", 0)
+    async with server:
+        turns = await hold(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "dummy", CHATS, make(CHATS))
+    assert len(turns) == len(bodies) == CHATS.conversations * CHATS.turns
+    for conversation in make(CHATS):
+        own = sorted((turn for turn in turns if turn.conversation == conversation.number), key=lambda turn: turn.turn)
+        assert [turn.turn for turn in own] == [0, 1, 2]
+        answer = ("assistant", answer_text(CHATS.answer_tokens))
+        for number, turn in enumerate(own):
+            said = [("system", conversation.system)]
+            for question in conversation.questions[:number + 1]:
+                said += [("user", question), answer]
+            assert list(turn.messages) == said
+            assert 0 < turn.ttft_s <= turn.total_s and turn.answer_tokens == CHATS.answer_tokens
+
+
+async def test_an_answer_without_usage_is_an_error(monkeypatch):
+    monkeypatch.setattr("vllm_pd.routerbench.worker.Answer._usage", lambda self: None)
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(Dummy()), "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(PDError, match="without text or usage"):
+            await hold(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "dummy", CHATS, make(CHATS))
+
+
+async def test_a_router_that_is_gone_is_an_error():
+    with pytest.raises(PDError, match="can't go on.*127.0.0.1"):
+        await hold("http://127.0.0.1:1", "dummy", CHATS, make(CHATS))
+
+
+def turn(number: int, prompt: int, answer: int = 1, worker: str = "a") -> Turn:
+    return Turn(number, 0, float(number), 0.1 * (number + 1), 1.0, prompt, answer, worker, ())
+
+
+def test_an_answer_fills_blocks_with_all_but_its_last_token():
+    assert [policies.answer_blocks(turn(0, 6, answer), 4) for answer in (1, 2, 3, 6, 7)] == [0, 0, 1, 1, 2]
+
+
+def test_hits_are_the_blocks_that_were_not_computed(tmp_path):
+    texts = {0: range(8), 1: range(8), 2: range(100, 108)}  # the second prompt is all in the first
+
+    def run(policy: Policy, computed: int, *turns: Turn) -> dict:
+        return policies._run(policy, 0, turns, computed, {"block_size": 4, "pool_blocks": 100},
+                             lambda one: Arrival(one.at_s, one.conversation, 0, tuple(texts[one.conversation]), ()))
+
+    runs = [run(Policy.KV, 4 + 1, turn(0, 8, answer=5), turn(1, 8), turn(2, 8, worker="b")),
+            run(Policy.ROUND_ROBIN, 5, turn(0, 8), turn(1, 8, worker="b"), turn(2, 8))]
+    found = policies.summary(runs)
+    assert runs[0]["workers"] == {"a": 2, "b": 1}
+    assert found["kv"]["hit_rate"] == pytest.approx(8 / 24) and found["kv"]["bound"] == pytest.approx(8 / 24)
+    assert found["round-robin"]["of_bound"] == pytest.approx(0.5)
+    assert found["kv"]["ttft_ms"]["p50"] == pytest.approx(200)
+    policies.picture({"policies": found, "runs": runs}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("changes, key", [
+    ({"workers": ("http://127.0.0.1:1", )}, "--worker"), ({"rounds": 0}, "--rounds"),
+    ({"chats": Chats(conversations_per_s=0)}, "--conversations-per-s"), ({}, "--worker.*no healthy engine")])
+def test_what_measures_nothing_is_refused(changes, key):
+    with pytest.raises(ConfigError, match=key):
+        policies.PolicyBench(**{"workers": ("http://127.0.0.1:1", ) * 2, "tokenizer": "t", **changes}).check()

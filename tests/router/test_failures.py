@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B63, B64: workers that refuse, hang, break and lie, and what clients see of it."""
+import asyncio
+import json
+import random
+
+import aiohttp
+import pytest
+from faulty import TOKENS, Fault, serving
+
+from vllm_pd.router.index import PrefixIndex
+from vllm_pd.router.policy import Policy
+
+TEXTS = [{"choices": [{"text": f" t{number}"}]} for number in range(TOKENS)]
+BEFORE_FIRST = [Fault.HANG_UP, Fault.ERROR, Fault.NOISE, Fault.EMPTY, Fault.EMPTY_STREAM, Fault.ERROR_EVENT]
+
+
+@pytest.mark.parametrize("fault", BEFORE_FIRST, ids=lambda fault: fault.name.lower())
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_b64_a_try_that_fails_before_the_first_byte_goes_elsewhere_at_once(fault, stream):
+    async with serving(3) as (served, engines):
+        for engine in engines[:2]:
+            engine.fault = engine.sick = fault
+        for _ in range(3):
+            answer = await asyncio.wait_for(served.ask(stream), 2)
+            assert answer.status == 200
+            if stream:
+                assert answer.events == [*TEXTS, "[DONE]"]
+            else:
+                assert answer.json["from"] == engines[2].port
+        assert [len(engine.asked) for engine in engines] == [1, 1, 3], "B63: out at once, after one failure"
+        assert served.router.workers.counts() == {"up": 1, "down": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_b64_at_most_three_workers_are_tried(stream):
+    async with serving(5) as (served, engines):
+        for engine in engines:
+            engine.fault = engine.sick = Fault.ERROR
+        answer = await served.ask(stream, {"x-vllm-pd-explain": "1"})
+        assert answer.status == 500 and answer.json["message"].startswith("broken")
+        assert sorted(len(engine.asked) for engine in engines) == [0, 0, 1, 1, 1]
+        assert len(json.loads(answer.headers["x-vllm-pd-explain"])["tries"]) == 3
+
+
+@pytest.mark.parametrize("fault", [Fault.EMPTY, Fault.EMPTY_STREAM, Fault.HANG_UP, Fault.SHORT],
+                         ids=lambda fault: fault.name.lower())
+async def test_b64_never_success_without_a_body(fault):
+    async with serving(2) as (served, engines):
+        for engine in engines:
+            engine.fault = fault
+        for stream in (False, True):
+            answer = await served.ask(stream)
+            assert answer.status in (502, 503) and answer.json["code"] == answer.status
+            await served.until(lambda: served.router.workers.counts() == {"up": 2})
+
+
+@pytest.mark.parametrize("fault", [Fault.BREAK, Fault.CUT, Fault.END], ids=lambda fault: fault.name.lower())
+async def test_b64_a_stream_that_breaks_later_ends_with_an_error_and_is_not_tried_again(fault):
+    async with serving(2) as (served, engines):
+        engines[0].fault = engines[1].fault = fault
+        answer = await served.ask(True)
+        assert answer.status == 200
+        *begin, last = answer.body.decode().strip().split("\n\n")
+        assert json.loads(begin[0].removeprefix("data: ")) == TEXTS[0]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == 502 and "lost" in error["message"]
+        assert b"[DONE]" not in answer.body
+        assert sum(len(engine.asked) for engine in engines) == 1
+        failed = next(engine for engine in engines if engine.asked)
+        assert served.count("vllm:pd_router_broken_streams_total", worker=failed.url) == 1
+
+
+async def test_b64_an_answer_in_one_piece_that_breaks_is_tried_elsewhere():
+    """Nothing of it has gone to the client yet."""
+    async with serving(2) as (served, engines):
+        engines[0].fault = engines[0].sick = Fault.SHORT
+        for _ in range(2):
+            assert (await served.ask()).json["from"] == engines[1].port
+        assert len(engines[0].asked) == 1
+
+
+async def test_b63_a_dead_worker_gets_nothing_and_comes_back_when_it_lives():
+    async with serving(2) as (served, engines):
+        await engines[0].stop()
+        answers = await asyncio.gather(*(served.ask() for _ in range(20)))
+        assert {answer.status for answer in answers} == {200}
+        assert served.worker(engines[0]).state.value == "down"
+        assert (await served.ask()).json["from"] == engines[1].port
+        await engines[0].start()
+        await served.until(lambda: served.worker(engines[0]).state.value == "up")
+        assert {(await served.ask()).json["from"] for _ in range(4)} == {engine.port for engine in engines}
+
+
+async def test_b63_a_wedged_worker_loses_its_requests_to_others():
+    """It accepts, and says nothing: the probe finds out, and what waits there goes elsewhere before its first byte."""
+    async with serving(2, probe_interval_s=0.2, policy="least-load") as (served, engines):
+        engines[0].fault = engines[0].sick = Fault.HANG
+        answers = await asyncio.wait_for(asyncio.gather(*(served.ask(stream) for stream in (True, False) * 4)), 5)
+        assert {answer.status for answer in answers} == {200}
+        assert served.worker(engines[0]).state.value == "down"
+        asked = len(engines[0].asked)
+        assert asked >= 1
+        for _ in range(5):  # although it has the fewest connections
+            assert (await served.ask()).status == 200
+        assert len(engines[0].asked) == asked
+        await served.until(lambda: engines[0].cancelled >= asked)
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG_UP, Fault.HANG, Fault.ERROR], ids=lambda fault: fault.name.lower())
+async def test_b63_the_best_prefix_match_saves_no_failing_worker(fault):
+    async with serving(3, Policy.KV, probe_interval_s=0.2) as (served, engines):
+        index = served.router.placer.index = PrefixIndex(4)
+        index.stored(engines[0].url, [1, 2, 3], None, list(range(12)), 4)
+        index.stored(engines[1].url, [1], None, list(range(4)), 4)
+        tokens = list(range(14))
+        assert (await served.ask(prompt=tokens)).json["from"] == engines[0].port
+        engines[0].fault = engines[0].sick = fault
+        for _ in range(4):
+            answer = await asyncio.wait_for(served.ask(prompt=tokens), 5)
+            assert answer.json["from"] == engines[1].port
+        assert len(engines[0].asked) == 2 + (fault is Fault.HANG_UP)  # once more, on a new connection
+        engines[0].fault = engines[0].sick = Fault.NONE
+        await served.until(lambda: served.worker(engines[0]).state.value == "up")
+        index.cleared(engines[1].url)
+        assert (await served.ask(prompt=[*tokens, 77, 78])).json["from"] == engines[0].port
+
+
+async def test_b63_b64_a_stream_of_a_worker_that_wedges_ends_with_an_error():
+    async with serving(1, probe_interval_s=0.2) as (served, [engine]):
+        engine.fault = Fault.STALL
+        engine.sick = Fault.HANG
+        answer = await asyncio.wait_for(served.ask(True), 5)
+        assert answer.events[0] == TEXTS[0] and answer.events[-1]["error"]["code"] == 502
+
+
+async def test_b63_a_wedged_worker_that_has_left_loses_its_requests_too():
+    async with serving(2, probe_interval_s=0.2) as (served, engines):
+        engines[0].fault = Fault.HANG
+        asked = asyncio.gather(*(served.ask() for _ in range(4)))
+        await served.until(lambda: len(engines[0].asked) == 2)
+        engines[0].sick = Fault.HANG
+        worker = served.worker(engines[0])
+        served.router.workers.remove(engines[0].url)
+        answers = await asyncio.wait_for(asked, 5)
+        assert {answer.json["from"] for answer in answers} == {engines[1].port}
+        assert not worker.flights
+        probes = engines[0].probes
+        await asyncio.sleep(0.5)
+        assert engines[0].probes == probes, "nobody asks for it any more"
+
+
+async def test_b43_a_worker_that_drains_finishes_what_is_open():
+    """It refuses probes as it refuses requests, and answers slowly what it has."""
+    async with serving(2, probe_interval_s=0.1, probe_timeout_s=0.1) as (served, engines):
+        for engine in engines:
+            engine.gap_s = 0.8
+        asked = asyncio.gather(*(served.ask() for _ in range(4)))
+        await served.until(lambda: all(len(engine.asked) == 2 for engine in engines))
+        engines[0].fault = engines[0].sick = Fault.BUSY
+        await served.until(lambda: served.worker(engines[0]).state.value == "down")
+        assert [answer.status for answer in await asked] == [200] * 4
+        assert len(engines[0].asked) == 2 and served.count("vllm:pd_router_probes_total", outcome="failed",
+                                                           worker=engines[0].url) >= 1
+
+
+async def test_b63_a_slow_worker_that_generates_is_no_wedged_one():
+    async with serving(1, probe_interval_s=0.1) as (served, [engine]):
+        engine.sick = Fault.HANG  # a queue before the probe
+        engine.gap_s, engine.chunks = 0.05, 25
+        answer = await served.ask(True)
+        assert answer.events[-1] == "[DONE]" and len(answer.events) == 26
+        assert served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="failed") == 0
+
+
+async def test_b63_a_worker_that_only_fails_probes_is_out():
+    async with serving(2, probe_interval_s=0.1) as (served, engines):
+        engines[0].sick = Fault.ERROR
+        await served.until(lambda: served.worker(engines[0]).state.value == "down")
+        assert {(await served.ask()).json["from"] for _ in range(4)} == {engines[1].port}
+        engines[0].sick = Fault.NONE
+        await served.until(lambda: served.worker(engines[0]).state.value == "up")
+
+
+async def test_b63_a_front_end_that_answers_by_itself_hides_no_wedged_engine():
+    async with serving(1, probe_interval_s=0.2) as (served, [engine]):
+        engine.sick = Fault.HANG
+        async with asyncio.timeout(5):
+            while served.worker(engine).state.value == "up":
+                await served.ask(path="/tokenize")
+                engine.fault = Fault.REFUSE
+                await served.ask()
+                engine.fault = Fault.NONE
+                await asyncio.sleep(0.02)
+
+
+async def test_b63_probes_of_a_dead_worker_come_less_and_less_often():
+    async with serving(1, probe_backoff_s=(0.05, 10.0)) as (served, [engine]):
+        engine.fault = engine.sick = Fault.ERROR
+        await served.ask()
+        probes = engine.probes
+        await asyncio.sleep(1.0)
+        assert 2 <= engine.probes - probes <= 6  # 0.05, 0.1, 0.2, 0.4 ... and not 20
+
+
+async def test_b63_one_that_passes_probes_and_fails_requests_gets_fewer_and_fewer():
+    async with serving(2, probe_backoff_s=(0.1, 1.0)) as (served, engines):
+        engines[0].fault = Fault.ERROR
+        began = asyncio.get_running_loop().time()
+        asked = 0
+        while asyncio.get_running_loop().time() < began + 1.2:
+            assert (await served.ask()).json["from"] == engines[1].port
+            asked += 1
+            await asyncio.sleep(0.005)
+        assert asked > 50 and 2 <= len(engines[0].asked) <= 8  # at 0, 0, 0.1, 0.3, 0.7 s
+
+
+async def test_b63_an_engine_without_the_probes_route_is_asked_for_a_completion():
+    async with serving(1, up=False, probe_interval_s=0.1) as (served, [engine]):
+        engine.generate_route = False
+        await served.until(lambda: served.worker(engine).state.value == "up" and engine.probes >= 2)
+        engine.sick = Fault.EMPTY
+        await served.until(lambda: served.worker(engine).state.value == "down")
+
+
+async def test_b63_a_timeout_takes_the_worker_out():
+    async with serving(2, timeout_s=0.3) as (served, engines):
+        engines[0].fault = engines[0].sick = Fault.HANG
+        for _ in range(3):
+            assert (await asyncio.wait_for(served.ask(), 2)).json["from"] == engines[1].port
+        assert len(engines[0].asked) == 1
+
+
+@pytest.mark.parametrize("fault, status", [(Fault.BUSY, 503), (Fault.FULL, 429)])
+async def test_full_workers_are_left_alone_for_a_while_and_the_client_hears_when_to_come_back(fault, status):
+    async with serving(2) as (served, engines):
+        engines[0].fault = fault
+        for _ in range(3):
+            assert (await served.ask()).json["from"] == engines[1].port
+        assert len(engines[0].asked) == 1 and served.worker(engines[0]).state.value == "up"
+        engines[1].fault = fault
+        answer = await served.ask()
+        assert answer.status == status and int(answer.headers["retry-after"]) >= 1
+        answer = await served.ask()
+        assert answer.status == 429 and int(answer.headers["retry-after"]) >= 1
+
+
+async def test_all_full_or_none_up_is_said_at_once():
+    async with serving(1, max_in_flight=1) as (served, [engine]):
+        engine.gap_s = 0.2
+        first = asyncio.create_task(served.ask())
+        await served.until(lambda: served.worker(engine).flights)
+        answer = await served.ask()
+        assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+        assert (await first).status == 200
+        await engine.stop()
+        assert (await served.ask()).status == 503
+        answer = await served.ask()
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        health = await served.ask(path="/health", method="GET")
+        assert health.status == 503
+
+
+async def test_the_clients_own_fault_is_passed_on_and_no_workers():
+    async with serving(2) as (served, engines):
+        engines[0].fault = engines[1].fault = Fault.REFUSE
+        answer = await served.ask()
+        assert answer.status == 400 and answer.json["message"] == "no such thing"
+        assert sum(len(engine.asked) for engine in engines) == 1
+        assert served.router.workers.counts() == {"up": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_client_that_goes_away_takes_its_request_along(stream):
+    async with serving(1) as (served, [engine]):
+        engine.gap_s = 0.5
+        async with aiohttp.ClientSession() as session:
+            asked = asyncio.create_task(session.post(served.url + "/v1/completions",
+                                                     json={"prompt": "Hello", "stream": stream}))
+            await served.until(lambda: engine.asked)
+            await asyncio.sleep(0.05)
+            asked.cancel()
+        await served.until(lambda: engine.cancelled == 1)
+        await served.until(lambda: not served.worker(engine).flights)
+        assert served.count("vllm:pd_router_clients_gone_total") == 1
+        assert served.worker(engine).state.value == "up"
+
+
+async def test_an_idle_connection_that_the_worker_closed_is_no_failure():
+    async with serving(1) as (served, [engine]):
+        for _ in range(3):
+            assert (await served.ask()).status == 200
+            for task in list(engine._open):  # hangs up as uvicorn does after its keep-alive time
+                task.cancel()
+        assert served.count("vllm:pd_router_worker_failures_total", worker=engine.url, kind="broken") == 0
+
+
+async def test_b63_b64_random_faults_under_load():
+    """Whatever workers do, as long as one is well every client gets a whole answer, or hears that it is not whole."""
+    rng = random.Random(7)
+    early = [*BEFORE_FIRST, Fault.SHORT, Fault.BUSY, Fault.HANG]
+    async with serving(4, probe_interval_s=0.1, probe_timeout_s=0.2, max_in_flight=200) as (served, engines):
+        async def disturb():
+            while True:
+                engine = rng.choice(engines[1:])
+                engine.fault = rng.choice([*early, Fault.BREAK, Fault.STALL, Fault.NONE])
+                engine.sick = engine.fault if engine.fault not in (Fault.BUSY, Fault.STALL, Fault.BREAK) else Fault.NONE
+                await asyncio.sleep(0.03)
+                if sum(one.fault is not Fault.NONE for one in engines) > 2:
+                    engine.fault = engine.sick = Fault.NONE
+
+        disturber = asyncio.create_task(disturb())
+        answers = []
+        for _ in range(12):
+            answers += await asyncio.wait_for(
+                asyncio.gather(*(served.ask(stream) for stream in (True, False) * 10)), 20)
+        disturber.cancel()
+        whole = broken = 0
+        for answer in answers:
+            assert answer.status == 200, answer.body
+            if not answer.headers["content-type"].startswith("text/event-stream"):
+                whole += answer.json["choices"][0]["text"] == "all"
+            elif answer.body.endswith(b"[DONE]\n\n"):
+                assert answer.events == [*TEXTS, "[DONE]"]
+                whole += 1
+            else:
+                broken += "error" in answer.events[-1]
+        assert whole + broken == len(answers) and whole > len(answers) / 2

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's own routes, what passes through it unchanged, and B80, B82 for its settings."""
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from faulty import Fault, FaultyEngine, serving
+
+from vllm_pd.core import messages as m
+from vllm_pd.errors import ConfigError
+from vllm_pd.ports import take_free
+from vllm_pd.router.membership import Membership
+from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.options import RouterOptions, parse_worker
+from vllm_pd.router.policy import Policy
+from vllm_pd.router.workers import Failure, Source, Workers
+
+ROOT = Path(__file__).parents[2]
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "float32", "float32", 16, 2, 2, 64, "hnd")
+
+
+async def test_headers_ids_query_and_body_go_on_and_come_back():
+    async with serving(1) as (served, [engine]):
+        asked = json.dumps({"model": "m", "prompt": "Hé", "stream": True})
+        async with served.session.post(served.url + "/v1/completions?a=%20b&c", data=asked.encode(), headers={
+                "X-Request-Id": "r-7", "Authorization": "Bearer theirs", "Connection": "keep-alive, X-Hop",
+                "X-Hop": "1", "Accept-Encoding": "gzip", "X-Vllm-Pd-Explain": "1"}) as response:
+            body = await response.read()
+            assert response.headers["x-from"] == str(engine.port)
+            assert response.headers["x-vllm-pd-worker"] == engine.url
+            assert "reason=only" in response.headers["x-vllm-pd-explain"]
+        target, headers, arrived = engine.asked[0]
+        assert target == "/v1/completions?a=%20b&c" and arrived == asked.encode()
+        assert headers["x-request-id"] == "r-7" and headers["authorization"] == "Bearer theirs"
+        assert headers["host"] == f"127.0.0.1:{engine.port}" and headers["accept-encoding"] == "gzip"
+        assert not {"x-hop", "x-vllm-pd-explain", "transfer-encoding"} & headers.keys()
+        async with served.session.post(engine.url + "/v1/completions", data=asked.encode()) as bare:
+            assert await bare.read() == body
+        plain = await served.ask()
+        assert "x-vllm-pd-explain" not in plain.headers and "x-vllm-pd-worker" not in plain.headers
+
+
+async def test_a_stream_is_not_held_back():
+    """Each event is there before the next one is made."""
+    async with serving(1) as (served, [engine]):
+        engine.gap_s = 0.1
+        loop = asyncio.get_running_loop()
+        async with served.session.post(served.url + "/v1/completions", json={"stream": True}) as response:
+            times = [loop.time() async for chunk in response.content.iter_any() if b"text" in chunk]
+        assert len(times) == 5 and all(later - earlier > 0.05 for earlier, later in zip(times, times[1:], strict=False))
+
+
+async def test_a_large_body_and_a_large_answer_pass():
+    async with serving(1) as (served, [engine]):
+        engine.chunks = 20_000
+        answer = await served.ask(True, prompt="x" * 3_000_000)
+        assert len(answer.events) == 20_001 and answer.events[-1] == "[DONE]"
+        assert len(json.loads(engine.asked[0][2])["prompt"]) == 3_000_000
+
+
+async def test_a_body_beyond_the_bound_is_refused():
+    async with serving(1, max_body_bytes=1000) as (served, [engine]):
+        assert (await served.ask(prompt="x" * 2000)).status == 413 and not engine.asked
+
+
+async def test_other_paths_and_methods_are_refused():
+    async with serving(1) as (served, [engine]):
+        assert (await served.ask(path="/v1/load_lora_adapter")).status == 404
+        assert (await served.ask(path="/pd/drain")).status == 404
+        assert (await served.ask(path="/v1/completions", method="DELETE")).status == 405
+        assert (await served.ask(path="/health", method="PUT")).status == 405
+        assert not engine.asked
+        models = await served.ask(path="/v1/models", method="GET")
+        assert models.json["data"][0]["id"] == "m"
+        for path in ("/v1/embeddings", "/tokenize", "/detokenize", "/v1/chat/completions"):
+            assert (await served.ask(path=path)).status == 200
+
+
+async def test_the_api_key_is_asked_for_as_vllm_does():
+    async with serving(1, api_key="secret") as (served, [engine]):
+        key = {"authorization": "Bearer secret"}
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            answer = await served.ask(headers=headers)
+            assert answer.status == 401 and answer.json == {"error": "Unauthorized"}
+            assert (await served.ask(path="/workers", method="GET", headers=headers)).status == 401
+        assert not engine.asked
+        assert (await served.ask(headers=key)).status == 200
+        assert engine.asked[0][1]["authorization"] == "Bearer secret"
+        assert (await served.ask(path="/health", method="GET")).status == 200
+        assert (await served.ask(path="/v1/completions", method="OPTIONS")).status != 401
+        assert (await served.ask(path="/workers", method="GET", headers=key)).status == 200
+
+
+async def test_the_workers_own_key_takes_the_clients_place():
+    async with serving(1, api_key="front", worker_api_key="back") as (served, [engine]):
+        assert (await served.ask(headers={"authorization": "Bearer front"})).status == 200
+        assert engine.asked[0][1]["authorization"] == "Bearer back"
+
+
+async def test_workers_come_and_go_by_request():
+    async with serving(1) as (served, [engine]):
+        more = FaultyEngine()
+        await more.start()
+        try:
+            async def workers(method, body):
+                async with served.session.request(method, served.url + "/workers", data=body) as response:
+                    return response.status, await response.json()
+
+            assert (await workers("POST", json.dumps({"url": more.url + "/"})))[0] == 201
+            await served.until(lambda: served.router.workers.counts() == {"up": 2})
+            status, shown = await workers("GET", None)
+            assert status == 200 and [one["url"] for one in shown["workers"]] == [engine.url, more.url]
+            assert {(await served.ask()).json["from"] for _ in range(4)} == {engine.port, more.port}
+            more.gap_s = 0.3
+            slow = asyncio.gather(*(served.ask() for _ in range(2)))
+            await served.until(lambda: served.worker(more).flights)
+            assert await workers("DELETE", json.dumps({"url": more.url})) == (200, {"removed": more.url})
+            assert {(await served.ask()).json["from"] for _ in range(3)} == {engine.port}
+            assert {answer.status for answer in await slow} == {200}, "what is open there is finished"
+            assert (await workers("DELETE", json.dumps({"url": more.url})))[0] == 404
+            for wrong in ("", "{}", '{"url": "ftp://x"}', '{"url": 5}', '{"url": "http://u:p@h"}'):
+                status, said = await workers("POST", wrong)
+                assert status == 400 and "http://" in said["message"] and "u:p" not in said["message"]
+        finally:
+            await more.stop()
+
+
+async def test_workers_are_not_changed_through_a_proxy_without_a_key():
+    async with serving(1) as (served, [engine]):
+        async with served.session.delete(served.url + "/workers", json={"url": engine.url},
+                                         headers={"X-Forwarded-For": "127.0.0.1"}) as response:
+            assert response.status == 403
+        assert len(served.router.workers) == 1
+
+
+async def test_a_model_goes_to_those_who_have_it():
+    async with serving(2) as (served, engines):
+        engines[1].model = "other"
+        served.router.workers.remove(engines[1].url)
+        served.router.workers.add(engines[1].url, Source.OPERATOR)
+        await served.until(lambda: served.router.workers.counts() == {"up": 2})
+        assert {(await served.ask(model="other")).json["from"] for _ in range(4)} == {engines[1].port}
+        assert {(await served.ask(model="m")).json["from"] for _ in range(4)} == {engines[0].port}
+        assert {(await served.ask(model="unknown")).json["from"] for _ in range(4)} == {one.port for one in engines}
+
+
+async def test_a_stock_engines_events_draw_its_prefixes():
+    """V1's messages as they are on the wire, from an engine that has no route that tells of them."""
+    context = zmq.Context()
+    sockets = [context.socket(zmq.PUB) for _ in range(2)]
+    endpoints = [f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}" for socket in sockets]
+    try:
+        async with serving(2, Policy.KV, events=endpoints, block_size=4) as (served, engines):
+            async def sent(number, *events):
+                payload = msgspec.msgpack.encode([time.time(), events])
+                sockets[number].send_multipart([b"", next(numbers[number]).to_bytes(8, "big"), payload])
+                await asyncio.sleep(0.02)
+
+            async def chosen(tokens):
+                answer = await served.ask(prompt=tokens, headers={"x-vllm-pd-explain": "1"})
+                hit = answer.headers["x-vllm-pd-explain"].partition("hit=")[2].split(";")[0]
+                return answer.headers["x-vllm-pd-worker"], hit
+
+            numbers, begins = [itertools.count() for _ in sockets], itertools.count(1000, 4)
+            index = served.router.placer.index
+            async with asyncio.timeout(10):  # until the subscriptions stand
+                while not all(index.blocks(engine.url) for engine in engines):
+                    for number in range(2):
+                        begin = next(begins)
+                        await sent(number, ["BlockStored", [begin], None, [*range(begin, begin + 4)], 4, None])
+            held = index.blocks(engines[1].url)
+            for number in range(2):
+                first = 100 * number
+                await sent(number, ["BlockStored", [first + 1, first + 2], None, [*range(first, first + 8)], 4, None])
+            await served.until(lambda: index.blocks(engines[1].url) == held + 2)
+            for number, engine in ((0, engines[0]), (1, engines[1])) * 2:
+                assert await chosen([*range(100 * number, 100 * number + 10)]) == (engine.url, "2/2")
+            await sent(1, ["BlockRemoved", [102]])
+            await served.until(lambda: index.blocks(engines[1].url) == held + 1)
+            assert await chosen([*range(100, 108)]) == (engines[1].url, "1/2")
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_the_page_of_metrics_and_the_documentation_name_the_same():
+    async with serving(2) as (served, engines):
+        engines[0].fault, engines[0].sick = Fault.BREAK, Fault.ERROR
+        for _ in range(4):
+            await served.ask(True)
+        page = (await served.ask(path="/metrics", method="GET")).body.decode()
+        assert f'vllm:pd_router_worker_up{{worker="{engines[1].url}"}} 1.0' in page
+        assert f'vllm:pd_router_broken_streams_total{{worker="{engines[0].url}"}} 1.0' in page
+        assert 'vllm:pd_router_requests_total{path="/v1/completions",status="200"} 4.0' in page
+    registered = {family.name for family in RouterMetrics().registry.collect()}
+    documented = set(re.findall(r"vllm:pd_router_\w+", (ROOT / "docs" / "router.md").read_text()))
+    assert {name.removesuffix("_total") for name in documented} == registered
+
+
+def test_b80_impossible_settings():
+    for wrong, key in (({"port": 0}, "--port"), ({"host": "example.org"}, "--host"), ({"workers": ("x", )}, "--worker"),
+                       ({"workers": ("http://a:1", "http://a:1/")}, "--worker"), ({"timeout_s": -1}, "--timeout-s"),
+                       ({"max_in_flight": 0}, "--max-in-flight"), ({"api_key": ""}, "--api-key"),
+                       ({"probe_interval_s": float("nan")}, "--probe-interval-s"),
+                       ({"events": ("http://a:1=tcp://b:2", )}, "--worker-events"), ({"block_size": 0}, "--block-size"),
+                       ({"events": ("http://a:1", ), "block_size": 16}, "--worker-events"),
+                       ({"events": ("http://a:1=b:2", ), "block_size": 16}, "--worker-events"),
+                       ({"broker": "nowhere"}, "--broker"), ({"broker": "tcp://10.0.0.1:5700"}, "--broker"),
+                       ({"broker": "nats://10.0.0.1:4222"}, "--broker"),
+                       ({"probe_timeout_s": 0}, "--probe-timeout-s")):
+        with pytest.raises(ConfigError) as caught:
+            RouterOptions(**{"port": 1, **wrong}).checked()
+        assert caught.value.key == key and caught.value.cure
+    assert parse_worker("--worker", "http://LocalHost:80/v/") == "http://localhost:80/v"
+    assert parse_worker("--worker", "https://h") == "https://h:443"
+
+
+def test_b82_beyond_the_loopback_it_needs_a_key(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="--api-key"):
+        RouterOptions(port=1, host="0.0.0.0").checked()
+    assert RouterOptions(port=1, host="0.0.0.0", api_key="k").checked().host == "0.0.0.0"
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    assert RouterOptions(port=1, host="0.0.0.0").checked().api_key == "k"
+
+
+class TestMembership:
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def following(**options):
+        metrics = RouterMetrics()
+        workers = Workers(metrics, 10)
+        checked = RouterOptions(port=take_free("127.0.0.1"), **options).checked()
+        yield Membership(checked, workers, metrics), workers
+
+    @staticmethod
+    def member(name, http, role=m.Role.DECODE, draining=False):
+        return m.Member(name, role, "tcp://127.0.0.1:1", FINGERPRINT, draining=draining, http=http)
+
+    async def test_those_that_decode_join_and_leave_with_the_registry(self):
+        async with self.following() as (membership, workers):
+            one, two = self.member("a", "http://h:1"), self.member("b", "http://h:2", m.Role.BOTH)
+            prefill = self.member("p", "http://h:3", m.Role.PREFILL)
+            membership.update([one, two, prefill, self.member("old", "")], 0.0)
+            assert [worker.url for worker in workers] == ["http://h:1", "http://h:2"]
+            membership.update([self.member("a", "http://h:1", draining=True), two], 1.0)
+            assert [worker.url for worker in workers] == ["http://h:2"]
+            membership.update([self.member("b", "http://h:2", m.Role.PREFILL)], 2.0)
+            assert not len(workers)
+
+    async def test_one_that_is_missing_gets_time(self):
+        async with self.following(census_patience_s=10.0) as (membership, workers):
+            one = self.member("a", "http://h:1")
+            membership.update([one], 0.0)
+            membership.update([], 5.0)  # a broker that has just started
+            membership.update([one], 7.0)
+            membership.update([], 8.0)
+            membership.update([], 17.0)
+            assert len(workers) == 1
+            membership.update([], 18.5)
+            assert not len(workers)
+
+    async def test_one_that_is_missing_and_works_stays(self):
+        async with self.following(census_patience_s=10.0) as (membership, workers):
+            membership.update([self.member("a", "http://h:1"), self.member("b", "http://h:2")], 0.0)
+            for worker in workers:
+                worker.good()
+            membership.update([], 1.0)
+            membership.update([], 60.0)
+            assert len(workers) == 2
+            membership.update([self.member("c", "http://h:2", m.Role.PREFILL)], 61.0)  # another engine in its place
+            assert [worker.url for worker in workers] == ["http://h:1"]
+            workers.get("http://h:1").fail(Failure.PROBE, "dead")
+            membership.update([], 62.0)
+            assert not len(workers)
+
+    async def test_static_ones_stay_and_a_removed_one_stays_away(self):
+        async with self.following(workers=("http://h:9", )) as (membership, workers):
+            membership.start()
+            one = self.member("a", "http://h:1")
+            membership.update([one], 0.0)
+            assert membership.remove("http://h:1/")
+            membership.update([one], 1.0)
+            assert [worker.url for worker in workers] == ["http://h:9"]
+            membership.update([self.member("b", "http://h:1")], 2.0)  # another life of it
+            assert [worker.url for worker in workers] == ["http://h:9", "http://h:1"]
+            assert membership.add("http://h:1") is workers.get("http://h:1")
+
+    async def test_a_broker_that_is_away_changes_nothing(self):
+        async with self.following(broker=f"tcp://127.0.0.1:{take_free('127.0.0.1')}", workers=("http://h:9", ),
+                                  census_period_s=0.05, census_timeout_s=0.1) as (membership, workers):
+            membership.start()
+            async with asyncio.timeout(5):
+                while not membership.problem:
+                    await asyncio.sleep(0.02)
+            assert len(workers) == 1
+            await membership.close()

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prompt is turned into, and what placing makes of it: with a tokenizer of words and engines that only tell."""
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from vllm_pd.events.messages import EngineLoad
+from vllm_pd.router.index import PrefixIndex
+from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.placing import Placer
+from vllm_pd.router.policy import Policy, PolicyConfig, Reason
+from vllm_pd.router.tokens import MAX_QUEUED, Prompt, Tokenized, Tokenizer, TokenPool, parse
+from vllm_pd.router.workers import Source, Workers
+
+BLOCK = 4
+
+
+class Words:
+    """Stands in for a model's tokenizer: one token a word, which is its number."""
+    sleep_s = 0.0
+
+    def __init__(self, name):
+        if name == "missing":
+            raise OSError("there is no such folder")
+
+    def tokens(self, prompt):
+        time.sleep(self.sleep_s)
+        if prompt.messages is not None:
+            return [int(word) for message in prompt.messages for word in message["content"].split()]
+        return [int(word) for word in prompt.prompt.split()]
+
+
+@contextlib.asynccontextmanager
+async def placing(policy=Policy.KV, loads=None, tokenizer="words", load=Words, workers=("http://a:1", "http://b:1"),
+                  **options):
+    checked = RouterOptions(port=1, tokenizer=tokenizer, **options).checked()
+    metrics = RouterMetrics()
+    known = Workers(metrics, 100)
+    pool = TokenPool(checked, load)
+    placer = Placer(checked, PolicyConfig(policy=policy), known, pool, metrics,
+                    lambda url: (loads or {}).get(url, (None, math.inf)), random.Random(1))
+    placer.index = PrefixIndex(BLOCK)
+    for url in workers:
+        known.add(url, Source.STATIC).good()
+    await asyncio.sleep(0.05)
+    try:
+        yield placer, known, pool, metrics
+    finally:
+        pool.close()
+
+
+def body(words=range(16), **more):
+    return json.dumps({"model": "m", "prompt": " ".join(map(str, words)), **more}).encode()
+
+
+async def test_b62_what_was_just_sent_draws_its_like_until_its_time_is_over():
+    async with placing(expected_s=0.2) as (placer, _, _, metrics):
+        plan = await placer.plan([], body(), True)
+        assert (plan.request.prompt_tokens, plan.request.prompt_blocks) == (16, 4)
+        first, choice = placer.place(plan, ())
+        assert choice.overlap_blocks == 0 and choice.reason is Reason.TIE
+        longer = await placer.plan([], body(range(24)), True)
+        again, choice = placer.place(longer, ())
+        assert again is first and (choice.overlap_blocks, choice.prompt_blocks) == (4, 6)
+        other = await placer.plan([], body(range(1, 25)), True)
+        assert placer.place(other, ())[1].overlap_blocks == 0, "contiguous from the start only"
+        await asyncio.sleep(0.25)
+        assert placer.place(longer, ())[1].overlap_blocks == 0
+        assert metrics.registry.get_sample_value("vllm:pd_router_overlap_blocks_total") == 4
+
+
+async def test_what_the_engines_announce_counts_and_a_tried_one_does_not():
+    async with placing() as (placer, known, _, _):
+        placer.index.stored("http://b:1", [1, 2, 3], None, list(range(12)), BLOCK)
+        plan = await placer.plan([], body(), True)
+        worker, choice = placer.place(plan, ())
+        assert (worker.url, choice.reason, choice.overlap_blocks) == ("http://b:1", Reason.OVERLAP, 3)
+        assert placer.place(plan, [worker])[0].url == "http://a:1"
+        assert placer.place(plan, list(known)) is None
+        known.remove("http://b:1")
+        assert placer.place(plan, ())[0].url == "http://a:1"
+
+
+async def test_a_load_that_is_told_counts_with_what_was_sent_after_it_and_an_old_one_does_not():
+    loads = {"http://a:1": (EngineLoad(total_blocks=100), 0.1),
+             "http://b:1": (EngineLoad(total_blocks=100, queued_prefill_tokens=40), 0.1)}
+    async with placing(loads=loads) as (placer, _, _, _):
+        chosen = []
+        for number in range(6):  # prompts of 16 tokens that have nothing in common
+            plan = await placer.plan([], body(range(100 * number, 100 * number + 16)), True)
+            chosen.append(placer.place(plan, ())[0].url)
+        assert chosen[:3] == ["http://a:1"] * 3, "40 tokens wait at b"
+        assert "http://b:1" in chosen[3:], "as many have been sent to a since"
+        loads["http://a:1"] = (EngineLoad(total_blocks=100, queued_prefill_tokens=10**6), 60.0)
+        loads["http://b:1"] = (EngineLoad(total_blocks=100, queued_prefill_tokens=10**6), 0.0)
+        plan = await placer.plan([], body(range(5000, 5016)), True)
+        assert placer.place(plan, ())[0].url == "http://a:1"
+
+
+async def test_an_adapter_has_prefixes_of_its_own():
+    async with placing() as (placer, known, _, _):
+        for worker in known:
+            worker.models, worker.base_models = frozenset(("m", "lora")), frozenset(("m", ))
+        placer.index.stored("http://a:1", [1, 2], None, list(range(8)), BLOCK)
+        placer.index.stored("http://b:1", [1, 2], None, list(range(8)), BLOCK, lora="lora")
+        assert placer.place(await placer.plan([], body(), True), ())[0].url == "http://a:1"
+        assert placer.place(await placer.plan([], body(model="lora"), True), ())[0].url == "http://b:1"
+
+
+async def test_a_session_keeps_its_worker():
+    async with placing(Policy.CONSISTENT_HASH, workers=[f"http://w:{n}" for n in range(1, 9)]) as (placer, _, _, _):
+        async def chosen(headers, **more):
+            return placer.place(await placer.plan(headers, body(**more), True), ())[0].url
+
+        for headers, more in (([(b"x-session-id", b"s")], {}), ([], {"session_id": "s"}), ([], {"user": "s"})):
+            assert {await chosen(headers, prompt=str(n), **more) for n in range(10)} == {await chosen(headers, **more)}
+        assert len({await chosen([], user=str(n)) for n in range(50)}) > 4
+        assert placer.place(await placer.plan([], b"no json", True), ()) is not None
+
+
+@pytest.mark.parametrize("sent, outcome", [
+    (body(), Tokenized.DONE), (body(prompt=[1, 2, 3, 4]), Tokenized.GIVEN), (body(prompt=[[1, 2, 3, 4], [5]]),
+                                                                              Tokenized.GIVEN),
+    (body(prompt="no numbers"), Tokenized.FAILED), (b"no json", Tokenized.NONE), (b"[1]", Tokenized.NONE),
+    (body(cache_salt="s"), Tokenized.NONE), (body(prompt=None), Tokenized.NONE), (body(prompt=[]), Tokenized.NONE),
+    (body(prompt=[-1]), Tokenized.FAILED), (body(prompt=[True]), Tokenized.FAILED),
+    (body(prompt=None, messages=[{"content": "1 2 3"}]), Tokenized.DONE),
+    (body(prompt=None, messages=[5]), Tokenized.FAILED), (body(prompt=None, messages={"a": 1}), Tokenized.NONE),
+], ids=str)
+async def test_whatever_is_sent_is_routed_and_counted(sent, outcome):
+    async with placing() as (placer, _, _, metrics):
+        assert placer.place(await placer.plan([], sent, True), ()) is not None
+        assert metrics.registry.get_sample_value("vllm:pd_router_tokenized_total", {"outcome": outcome.value}) == 1
+
+
+async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():
+    async with placing(tokenizer="missing") as (_, _, pool, _):
+        assert "missing" in pool.problem and not pool.loaded
+        assert (await pool.tokens(parse(body()), len))[0] is Tokenized.NOT_LOADED
+
+    class Slow(Words):
+        sleep_s = 0.2
+
+    async with placing(load=Slow, tokenize_timeout_s=0.05, tokenize_threads=1) as (_, _, pool, _):
+        began = time.monotonic()
+        outcomes = await asyncio.gather(*(pool.tokens(parse(body()), len) for _ in range(MAX_QUEUED + 5)))
+        assert time.monotonic() - began < 5
+        assert [outcome for outcome, _, _ in outcomes].count(Tokenized.BUSY) == 5
+        assert {outcome for outcome, _, _ in outcomes} == {Tokenized.BUSY, Tokenized.LATE}
+
+
+class TestTokenizer:
+    """What is asked of the library, which is replaced by one that only remembers."""
+
+    @pytest.fixture
+    def tokenizer(self):
+        class Library:
+            def __call__(self, text, add_special_tokens, **options):
+                return type("Encoding", (), {"input_ids": [int(add_special_tokens), *map(ord, text)]})
+
+            def apply_chat_template(self, messages, **options):
+                self.options = options
+                return "".join(message["content"] for message in messages)
+
+        made = Tokenizer.__new__(Tokenizer)
+        made._tokenizer, made._backend = Library(), None
+        return made
+
+    def test_prompts_get_special_tokens_and_chats_do_not_unless_told(self, tokenizer):
+        assert tokenizer.tokens(Prompt(prompt="a")) == [1, 97]
+        assert tokenizer.tokens(Prompt(prompt=["a", "b"], add_special_tokens=False)) == [0, 97]
+        assert tokenizer.tokens(Prompt(messages=[{"content": "a"}])) == [0, 97]
+        assert tokenizer.tokens(Prompt(messages=[{"content": "a"}], add_special_tokens=True)) == [1, 97]
+
+    def test_text_parts_are_joined_and_pictures_go_without(self, tokenizer):
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        assert tokenizer.tokens(Prompt(messages=[{"content": parts}])) == [0, 97, 10, 98]
+        assert tokenizer.tokens(Prompt(messages=[{"content": [*parts, {"type": "image_url"}]}])) is None
+
+    def test_the_end_of_a_prompt_is_kept(self, tokenizer):
+        assert tokenizer.tokens(Prompt(prompt="abc", truncate_prompt_tokens=2)) == [98, 99]
+        assert tokenizer.tokens(Prompt(prompt="abc", truncate_prompt_tokens=-1)) is None
+
+    def test_the_template_hears_what_vllms_does(self, tokenizer):
+        tokenizer.tokens(Prompt(messages=[{"content": "a"}], tools=[{"t": 1}], chat_template_kwargs={"k": 1},
+                                continue_final_message=True))
+        assert tokenizer._tokenizer.options == {
+            "tools": [{"t": 1}], "chat_template": None, "tokenize": False, "add_generation_prompt": False,
+            "continue_final_message": True, "k": 1}
+        tokenizer.tokens(Prompt(messages=[{"content": "a"}], tools=[{"t": 1}], tool_choice="none"))
+        assert tokenizer._tokenizer.options["tools"] is None
+        assert tokenizer._tokenizer.options["add_generation_prompt"] is True
+
+
+def test_the_fast_way_gives_the_librarys_ids():
+    """In a process of its own, which can do without torch."""
+    program = """if True:
+        import os, sys
+        from vllm_pd.router.server import LIBRARY
+        os.environ.update(LIBRARY)
+        from vllm_pd.router.tokens import Tokenizer
+        tokenizer = Tokenizer(sys.argv[1])
+        assert tokenizer._backend is not None and "torch" not in sys.modules
+        for text in ("", "a", "The capital of France is", "\u00e9\U0001f600 <|im_start|>user\\n x", "7" * 300):
+            for special in (True, False):
+                library = tokenizer._tokenizer(text, add_special_tokens=special).input_ids
+                assert tokenizer._ids(text, special) == library, text
+    """
+    subprocess.run([sys.executable, "-c", program, os.environ["VLLM_PD_TINY_MODEL"]], check=True, timeout=60)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B61: whatever is lost, swapped, repeated or restarted, the subscriber is right about an engine soon after."""
+
+import asyncio
+import contextlib
+import random
+import time
+
+import aiohttp
+import msgspec
+import pytest
+import zmq
+from aiohttp import web
+
+from tests.unit.fake_events import BLOCK_SIZE, TOPIC, FakeEngine
+from vllm_pd.events import messages as m
+from vllm_pd.events.subscriber import Subscriber, SubscriberState
+from vllm_pd.router.index import PrefixIndex
+from vllm_pd.rpc.keys import Keys
+
+HEALED_S = 1.0  # B61; on a machine that does other things at the same time the tests wait longer before they give up
+PATIENCE_S = 15.0
+
+
+class Front:
+    """The engine's HTTP server, as far as the subscriber knows it. It outlives the engine's lives."""
+
+    def __init__(self) -> None:
+        self.engine: FakeEngine | None = None
+
+    async def events(self, request: web.Request) -> web.Response:
+        if self.engine is None:
+            return web.Response(status=404)
+        return web.Response(body=msgspec.json.encode(self.engine.notice), content_type="application/json")
+
+
+@contextlib.asynccontextmanager
+async def watched(front: Front, **options):
+    """(index, subscriber) with the front end served."""
+    app = web.Application()
+    app.router.add_get("/pd/events", front.events)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    index = PrefixIndex(BLOCK_SIZE)
+    async with aiohttp.ClientSession() as session:
+        subscriber = Subscriber(url, index, session, **options)
+        subscriber.start()
+        try:
+            yield index, subscriber
+        finally:
+            await subscriber.close()
+            assert index.workers() == []
+            await runner.cleanup()
+            if front.engine is not None:
+                front.engine.close()
+
+
+def is_right(front: Front, index: PrefixIndex, subscriber: Subscriber) -> bool:
+    held = set(index.engine_hashes(subscriber.worker)) if subscriber.worker in index.workers() else set()
+    return subscriber.connected and held == set(front.engine.truth)
+
+
+async def until_right(front: Front, index: PrefixIndex, subscriber: Subscriber) -> float:
+    """Seconds that it took."""
+    began = time.monotonic()
+    while not is_right(front, index, subscriber):
+        assert time.monotonic() - began < PATIENCE_S, (
+            subscriber.state, subscriber.counters, len(front.engine.truth),
+            len(index.engine_hashes(subscriber.worker)) if subscriber.worker in index.workers() else None)
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began
+
+
+@pytest.fixture
+def endpoint(tmp_path) -> str:
+    return f"ipc://{tmp_path}/events"
+
+
+async def test_b61_a_late_subscriber_gets_what_was_before_and_then_what_is_new(endpoint):
+    front = Front()
+    front.engine = FakeEngine(endpoint)
+    old = front.engine.store(10)
+    async with watched(front) as (index, subscriber):
+        await until_right(front, index, subscriber)
+        asked = subscriber.counters["snapshots"]
+        front.engine.store(3, old[-1])
+        front.engine.remove(front.engine.leaf())
+        await until_right(front, index, subscriber)
+        assert subscriber.counters["snapshots"] == asked
+        tokens = [token for block in old for token in block.token_ids]
+        assert index.matches(index.hashes(tokens)) == {subscriber.worker: 10}
+        front.engine.clear()
+        await until_right(front, index, subscriber)
+
+
+async def test_b61_a_lost_last_batch_is_noticed_though_nothing_follows(endpoint):
+    front = Front()
+    front.engine = FakeEngine(endpoint)
+    async with watched(front) as (index, subscriber):
+        front.engine.store(2)
+        await until_right(front, index, subscriber)
+        front.engine.publisher.lose_next = 1
+        front.engine.store(5)
+        await until_right(front, index, subscriber)
+        assert subscriber.counters["gaps"] == 1
+
+
+async def test_b61_swapped_and_doubled_batches_do_no_harm(endpoint):
+    front = Front()
+    front.engine = FakeEngine(endpoint, faults=(0, 0.4, 0.4), seed=3)
+    async with watched(front) as (index, subscriber):
+        front.engine.store(1)
+        await until_right(front, index, subscriber)
+        for _ in range(30):
+            front.engine.store(2)
+            await asyncio.sleep(0.005)
+        await until_right(front, index, subscriber)
+        assert subscriber.counters["early"] and subscriber.counters["duplicates"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_b61_right_again_after_losses_of_every_kind(endpoint, seed):
+    """Batches vanish, are swapped and doubled, the queue inside the engine overflows, the engine restarts; each time
+    that it ends, everything is right soon after."""
+    front = Front()
+    front.engine = FakeEngine(endpoint, faults=(0.2, 0.2, 0.2), seed=seed, max_queued=8)
+    rng = random.Random(seed)
+    async with watched(front) as (index, subscriber):
+        for life in range(2):
+            for _ in range(3):
+                for _ in range(rng.randrange(5, 40)):
+                    choice = rng.random()
+                    leaf = front.engine.leaf()
+                    if choice < 0.5 or leaf is None:
+                        front.engine.store(rng.randrange(1, 6), leaf if rng.random() < 0.5 else None)
+                    elif choice < 0.98:
+                        front.engine.remove(leaf)
+                    else:
+                        front.engine.clear()
+                    if rng.random() < 0.3:
+                        await asyncio.sleep(0.005)
+                await until_right(front, index, subscriber)
+            if not life:
+                front.engine.close()
+                front.engine = FakeEngine(endpoint, faults=(0.2, 0.2, 0.2), seed=seed + 100)
+        assert subscriber.counters["gaps"]
+
+
+@pytest.mark.parametrize("same_port", [True, False])
+async def test_b61_a_restarted_engine_is_another_one(endpoint, same_port, tmp_path):
+    side = f"ipc://{tmp_path}/side" if same_port else "tcp://127.0.0.1:0"
+    front = Front()
+    front.engine = FakeEngine(endpoint, side)
+    async with watched(front) as (index, subscriber):
+        for _ in range(4):
+            front.engine.store(3)
+        await until_right(front, index, subscriber)
+        front.engine.close()
+        front.engine = FakeEngine(endpoint, side, seed=1)
+        front.engine.store(2)
+        await until_right(front, index, subscriber)
+        assert subscriber.epoch == front.engine.announcer.epoch
+        assert bool(subscriber.counters["restarts"]) is same_port
+
+
+async def test_b61_what_an_engine_held_that_is_gone_is_forgotten(endpoint):
+    front = Front()
+    engine = front.engine = FakeEngine(endpoint)
+    async with watched(front) as (index, subscriber):
+        front.engine.store(3)
+        await until_right(front, index, subscriber)
+        front.engine = None
+        engine.close()
+        deadline = time.monotonic() + PATIENCE_S
+        while index.workers():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert not subscriber.connected and subscriber.load is None
+
+
+async def test_a_snapshot_of_many_parts(endpoint):
+    front = Front()
+    front.engine = FakeEngine(endpoint)
+    for _ in range(5):
+        front.engine.store(m.PART_BLOCKS)
+    async with watched(front) as (index, subscriber):
+        await until_right(front, index, subscriber)
+        assert subscriber.counters["snapshots"] == 1
+
+
+async def test_load_comes_on_change_and_not_more_often_than_promised(endpoint):
+    front = Front()
+    front.engine = FakeEngine(endpoint)
+    told: list[tuple[float, m.EngineLoad]] = []
+    async with watched(front, on_load=lambda worker, load: told.append((time.monotonic(), load))) as (_, subscriber):
+        while subscriber.load is None:
+            await asyncio.sleep(0.01)
+        del told[:]
+        for number in range(100):
+            front.engine.load = m.EngineLoad(running=number + 1, total_blocks=1000)
+            front.engine.sink.begin_step()
+            await asyncio.sleep(0.005)
+        while subscriber.load.running < 100:
+            await asyncio.sleep(0.01)
+        spread_s = told[-1][0] - told[0][0]
+        assert len(told) <= spread_s / m.PULSE_MIN_S + 2
+        assert subscriber.load_age_s < PATIENCE_S
+
+
+async def test_b81_noise_on_the_side_socket_is_counted_and_dropped(endpoint):
+    front = Front()
+    front.engine = FakeEngine(endpoint)
+    context = zmq.Context()
+    noise = context.socket(zmq.DEALER)
+    noise.setsockopt(zmq.LINGER, 0)
+    noise.connect(front.engine.announcer.address)
+    rng = random.Random(5)
+    for _ in range(50):
+        noise.send_multipart([rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(1, 4))])
+    noise.send(b"PE" + bytes((m.PROTOCOL + 1,)) + b"\x80")
+    noise.send(m.encode(m.Subscribe())[:-1])
+    async with watched(front) as (index, subscriber):
+        front.engine.store(2)
+        await until_right(front, index, subscriber)
+        while sum(front.engine.announcer._side.counters.values()) < 52:
+            await asyncio.sleep(0.01)
+        assert not front.engine.announcer.counters["stumbles"]
+    noise.close()
+    context.term()
+
+
+async def test_b81_noise_in_the_events_is_counted_and_dropped(endpoint):
+    front = Front()
+    front.engine = FakeEngine(endpoint)
+    async with watched(front) as (index, subscriber):
+        front.engine.store(2)
+        await until_right(front, index, subscriber)
+        socket = front.engine.publisher._socket
+        for frames in ([b"", b"x"], [b"", bytes(8), b"\xff"], [b"", bytes(8), msgspec.msgpack.encode([1.0, [["No"]]])],
+                       [b"", bytes(8), msgspec.msgpack.encode([1.0, [["BlockStored", [1, 2], None, [1], 4, None]]])]):
+            socket.send_multipart([TOPIC.encode() + frames[0], *frames[1:]])
+        while subscriber.counters["malformed"] < 4:
+            await asyncio.sleep(0.01)
+        front.engine.store(2)
+        await until_right(front, index, subscriber)
+        assert not subscriber.counters["stumbles"]
+
+
+async def test_b82_a_side_socket_with_a_key_tells_a_stranger_nothing(endpoint):
+    public, secret = zmq.curve_keypair()
+    front = Front()
+    front.engine = FakeEngine(endpoint, keys=Keys(public, secret))
+    front.engine.store(2)
+    async with watched(front, keys=Keys(*zmq.curve_keypair())) as (index, stranger):
+        await asyncio.sleep(0.7)
+        assert stranger.state is not SubscriberState.LIVE and stranger.load is None and index.workers() == []
+        async with aiohttp.ClientSession() as session:
+            member = Subscriber(stranger.worker, index, session, keys=Keys(public, secret))
+            await stranger.close()
+            member.start()
+            await until_right(front, index, member)
+            await member.close()
+
+
+async def test_an_engine_of_another_block_size_is_refused_and_the_reason_said(endpoint, caplog):
+    front = Front()
+    front.engine = FakeEngine(endpoint)
+    front.engine.store(2)
+    async with watched(front) as (index, subscriber):
+        await until_right(front, index, subscriber)
+        subscriber._index = PrefixIndex(16)
+        front.engine.store(1)
+        while subscriber.state is not SubscriberState.SEARCHING:
+            await asyncio.sleep(0.01)
+        assert "block_size" in caplog.text and not subscriber.counters["stumbles"]
+        subscriber._index = index
+
+
+async def test_b80_an_address_that_is_none_is_said(endpoint, caplog):
+    index = PrefixIndex(BLOCK_SIZE)
+    subscriber = Subscriber("http://127.0.0.1:1", index, None, events="nonsense")
+    subscriber.start()
+    while "nonsense" not in caplog.text:
+        await asyncio.sleep(0.01)
+    await subscriber.close()
+    assert not subscriber.counters["stumbles"]
+
+
+def test_wildcards_stand_for_the_host_that_was_asked():
+    subscriber = Subscriber("http://10.1.2.3:8000/", PrefixIndex(4), None)
+    assert subscriber._reachable("tcp://*:5557") == "tcp://10.1.2.3:5557"
+    assert subscriber._reachable("tcp://0.0.0.0:5557") == "tcp://10.1.2.3:5557"
+    assert subscriber._reachable("tcp://127.0.0.1:1") == "tcp://127.0.0.1:1"
+    assert subscriber._reachable("ipc:///tmp/x") == "ipc:///tmp/x"
+    assert Subscriber("http://[::1]:8000", PrefixIndex(4), None)._reachable("tcp://[::]:5") == "tcp://[::1]:5"

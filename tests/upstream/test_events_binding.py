@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine and its HTTP server are asked for events: the hooks, the file between the two, the answer."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+from simulated_engine import SimulatedEngine
+from vllm.config import KVEventsConfig
+
+from vllm_pd import hooks
+from vllm_pd.errors import ConfigError
+from vllm_pd.events import notice, route
+from vllm_pd.ports import take_free
+from vllm_pd.v0 import events as binding
+
+
+class FakeLLMEngine:
+    """What `attach_events` looks at."""
+
+    def __init__(self, events: KVEventsConfig | None, stages: int = 1, additional: dict | None = None) -> None:
+        self.simulated = SimulatedEngine(wants_remote=lambda group: False, disagg=False)
+        self.scheduler = [self.simulated.scheduler]
+        self.model_config = SimpleNamespace(served_model_name="simulated")
+        self.vllm_config = SimpleNamespace(
+            kv_events_config=events, instance_id="abcde", additional_config=additional,
+            parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+            cache_config=self.simulated.scheduler.cache_config)
+
+
+def events_at(endpoint: str, **changes) -> KVEventsConfig:
+    on = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    return dataclasses.replace(on, **changes)
+
+
+@pytest.fixture
+def endpoint(monkeypatch, tmp_path) -> str:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    return f"tcp://*:{take_free('127.0.0.1')}"
+
+
+@pytest.mark.parametrize("config", [None, KVEventsConfig(), KVEventsConfig(enable_kv_cache_events=True),
+                                    KVEventsConfig(publisher="zmq")], ids=["none", "off", "null", "not enabled"])
+def test_b50_without_events_nothing_is_attached(config, monkeypatch):
+    """B50: the scheduler and the allocator have no sink, the server no route."""
+    monkeypatch.setattr(binding, "attach_events", lambda engine: pytest.fail("attached"))
+    engine = FakeLLMEngine(config)
+    assert hooks.attach_engine(engine) is None
+    assert engine.scheduler[0].event_sink is None
+    app = SimpleNamespace(state=SimpleNamespace(vllm_config=engine.vllm_config))
+    assert hooks.attach_server(app, None, print) is print
+
+
+def test_an_engine_leaves_word_of_itself_and_takes_it_back(endpoint, tmp_path):
+    """The engine's socket is found by its front end, for as long as the engine lives."""
+    engine = FakeLLMEngine(events_at(endpoint, topic="t"))
+    config = engine.vllm_config
+    assert notice.find(config).side is None
+    hooks.attach_engine(engine)
+    found = notice.find(config)
+    assert found.events == endpoint and found.topic == "t" and found.block_size == 4
+    assert found.side.startswith("tcp://127.0.0.1:") and len(found.epoch) == 32
+    [file] = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    del engine
+    assert not list(tmp_path.iterdir()) and notice.find(config).side is None
+
+
+def test_b80_what_cannot_be_is_refused_by_name(endpoint):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
+        hooks.attach_engine(FakeLLMEngine(events_at(endpoint), stages=2))
+    taken = FakeLLMEngine(events_at(endpoint))
+    hooks.attach_engine(taken)
+    with pytest.raises(ConfigError, match=f"kv_events_config.*{endpoint.rpartition(':')[2]}.*free endpoint"):
+        hooks.attach_engine(FakeLLMEngine(events_at(endpoint)))
+    with pytest.raises(ConfigError, match="nonesuch"):
+        hooks.attach_engine(FakeLLMEngine(events_at(endpoint, publisher="nonesuch")))
+
+
+async def ask(middleware, path: str = "/pd/events", method: str = "GET", key: str | None = None) -> tuple[int, bytes]:
+    sent: list[dict] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    await middleware({"type": "http", "path": path, "method": method, "headers": headers}, None, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+async def test_the_server_says_where_to_whom_it_may(endpoint):
+    async def app(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 299, "headers": []})
+
+    config = SimpleNamespace(kv_events_config=events_at(endpoint), instance_id="abcde",
+                             cache_config=SimpleNamespace(block_size=16))
+    middleware = route._Middleware(app, config, "secret")
+    status, body = await ask(middleware, key="secret")
+    assert status == 200
+    assert json.loads(body) == {"events": endpoint, "block_size": 16, "replay": None, "topic": "", "side": None,
+                                "epoch": None}
+    assert (await ask(middleware))[0] == (await ask(middleware, key="guess"))[0] == 401
+    assert (await ask(middleware, method="POST", key="secret"))[0] == 405
+    assert (await ask(middleware, path="/pd/status"))[0] == 299
+    assert (await ask(route._Middleware(app, config, None)))[0] == 200
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"side": 5, "epoch": ""}', b"[" * 4000])
+def test_b81_a_file_that_says_nothing_is_no_file(endpoint, tmp_path, content):
+    config = FakeLLMEngine(events_at(endpoint)).vllm_config
+    path = notice.leave(config, notice.SideNotice("tcp://127.0.0.1:1", "e"))
+    assert notice.find(config).side == "tcp://127.0.0.1:1"
+    path.write_bytes(content)
+    assert notice.find(config).side is None
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    assert notice.find(config).side is None

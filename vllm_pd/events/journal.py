@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From changes to events: what was announced up to now, and how a change is said on the wire. Pure.
+
+Neighbouring blocks of one prompt become one event. A block whose predecessor is not announced at the time is held back
+until it is, for nobody could hit it: so a parent is always announced before its child. It may well be removed before
+it; engines evict in any order.
+"""
+from collections.abc import Iterable, Iterator
+
+from vllm_pd.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from vllm_pd.events.sink import Cleared, Held, Op
+
+MAX_RUN_BLOCKS = 4096
+
+
+class Journal:
+    """What subscribers were told. `block_size` in tokens. Not for use by several threads."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.stored = 0
+        self.removed = 0
+        self._announced: dict[int, Held] = {}
+        self._orphans: dict[int, dict[int, Held]] = {}  # by the hash of the predecessor
+        self._events: list[KVEvent] = []
+        self._last: Held | None = None  # the end of the run that is the last event
+
+    def __len__(self) -> int:
+        return len(self._announced)
+
+    def apply(self, ops: Iterable[Op]) -> None:
+        """Go through changes in their order."""
+        for op in ops:
+            if isinstance(op, Held):
+                self._store(op)
+            elif op is Cleared.ALL:
+                self._clear()
+            else:
+                self._remove(op)
+
+    def replace(self, blocks: Iterable[Held]) -> None:
+        """These are all blocks that are held, whatever has happened before."""
+        held = {block.block_hash: block for block in blocks}
+        gone = [block_hash for block_hash in self._announced if block_hash not in held]
+        self._orphans.clear()
+        if gone and len(gone) == len(self._announced):
+            self._clear()
+        else:
+            for block_hash in gone:
+                self._remove(block_hash)
+        for block in held.values():
+            self._store(block)
+
+    def take(self) -> list[KVEvent]:
+        """The events since the last call."""
+        events, self._events, self._last = self._events, [], None
+        return events
+
+    def blocks(self) -> list[Held]:
+        """Everything that was announced, as of the events that were made, taken or not."""
+        return list(self._announced.values())
+
+    def _store(self, block: Held) -> None:
+        waiting = [block]
+        while waiting:
+            block = waiting.pop()
+            parent_hash = block.parent_hash
+            if block.block_hash in self._announced:
+                self._announced[block.block_hash] = block
+                continue
+            if parent_hash is not None and parent_hash not in self._announced:
+                self._orphans.setdefault(parent_hash, {})[block.block_hash] = block
+                continue
+            self._announced[block.block_hash] = block
+            self._add(block)
+            waiting.extend(self._orphans.pop(block.block_hash, {}).values())
+
+    def _add(self, block: Held) -> None:
+        self.stored += 1
+        if follows(self._last, block) and len(self._events[-1].block_hashes) < MAX_RUN_BLOCKS:
+            self._events[-1].block_hashes.append(block.block_hash)
+            self._events[-1].token_ids.extend(block.token_ids)
+        else:
+            self._events.append(event_of([block], self.block_size))
+        self._last = block
+
+    def _remove(self, block_hash: int) -> None:
+        block = self._announced.pop(block_hash, None)
+        if block is None:
+            self._unorphan(block_hash)
+            return
+        self.removed += 1
+        self._last = None
+        if self._events and isinstance(self._events[-1], BlockRemoved):
+            self._events[-1].block_hashes.append(block_hash)
+        else:
+            self._events.append(BlockRemoved([block_hash]))
+
+    def _unorphan(self, block_hash: int) -> None:
+        """Rare, and there are few of them, so they are looked through."""
+        for parent_hash, children in self._orphans.items():
+            if children.pop(block_hash, None) is not None:
+                if not children:
+                    del self._orphans[parent_hash]
+                return
+
+    def _clear(self) -> None:
+        self.removed += len(self._announced)
+        self._announced.clear()
+        self._orphans.clear()
+        self._events = [AllBlocksCleared()]  # whatever came before it does not matter any more
+        self._last = None
+
+
+def follows(last: Held | None, block: Held) -> bool:
+    """Whether both can be in one event."""
+    return last is not None and block.parent_hash == last.block_hash and block.salt == last.salt
+
+
+def event_of(blocks: list[Held], block_size: int) -> BlockStored:
+    """One event for blocks that follow each other."""
+    first, salt = blocks[0], blocks[0].salt
+    stored = BlockStored([block.block_hash for block in blocks], first.parent_hash,
+                         [token for block in blocks for token in block.token_ids], block_size)
+    if salt is not None:
+        stored.lora_id, stored.lora_name = salt.lora_id, salt.lora_name
+        stored.extra_keys = None if salt.extra is None else [salt.extra]
+    return stored
+
+
+def runs(blocks: list[Held], block_size: int, most_blocks: int) -> Iterator[list[BlockStored]]:
+    """All blocks in parts of at most so many, each as few events as it takes."""
+    for start in range(0, len(blocks), most_blocks):
+        part: list[list[Held]] = []
+        for block in blocks[start:start + most_blocks]:
+            if part and follows(part[-1][-1], block):
+                part[-1].append(block)
+            else:
+                part.append([block])
+        yield [event_of(run, block_size) for run in part]

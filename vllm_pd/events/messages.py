@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels: upstream's KV events, as they are, and our own messages on the side socket.
+
+The events are vLLM's V1 ones (`vllm.distributed.kv_events`), written down here again so that a reader of them needs no
+vLLM. Ours have fields behind upstream's last; a reader that does not know them skips them, and they are left out where
+they say nothing. An engine's block hashes mean something within one life of that engine only.
+
+On the side socket a frame is two bytes of magic, one of version, and one message. A subscriber says `Subscribe` now and
+then and gets a `Pulse` for each change of the load, and at least every `PULSE_S`; `SnapshotRequest` gets it the parts
+of a `Snapshot`. Every message of an engine names its *epoch*, one life of its publisher, and the number that the next
+batch of events will have: so a subscriber sees that it has missed something also when nothing follows it.
+"""
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from vllm_pd.core.messages import Count, Name
+from vllm_pd.rpc.codec import MAX_FRAME_BYTES, UNREADABLE, BadFrame, FrameFault
+
+PROTOCOL = 1
+PULSE_MIN_S = 0.1  # no two pulses come closer together
+PULSE_S = 0.5  # nor further apart
+SUBSCRIBE_S = 1.0  # how often a subscriber says that it is there
+SUBSCRIPTION_S = 5.0  # for how long it is believed
+PART_BLOCKS = 1024  # of a snapshot in one message, at most
+MAX_BATCH_EVENTS = 1_000_000
+_MAGIC = b"PE"
+_HEADER_BYTES = len(_MAGIC) + 1
+
+Hash = int
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="BlockStored"):
+    """Consecutive blocks of one prompt that have become prefix hits. `parent_block_hash` is that of the block before
+    the first, None where the first begins a prompt. `token_ids` are those of all the blocks, `block_size` each.
+
+    Ours: `lora_name`, and `extra_keys` with whatever else than the adapter and the tokens has gone into the hashes:
+    such blocks are hits for requests with the same extras only.
+    """
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[TokenId]
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    lora_id: int | None = None
+    medium: str | None = None  # None: the device's memory, the only one that V0 announces
+    lora_name: str | None = None
+    extra_keys: list[int] | None = None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="BlockRemoved"):
+    """Blocks that are no prefix hits any more."""
+    block_hashes: list[Hash]
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="AllBlocksCleared"):
+    """No block is a prefix hit."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step of an engine has changed. `ts` is the engine's wall clock, in seconds."""
+    ts: float
+    events: list[KVEvent]
+    data_parallel_rank: int | None = None
+
+
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How busy an engine is. The first six count requests: being computed, not begun, swapped out, parked while a peer
+    prefills them, finished and held until they were sent, and given up while a peer may still write. `used_blocks` are
+    those that somebody holds: what is only kept as prefix cache is free. `queued_prefill_tokens` are the prompt tokens
+    that are still to be computed here, before prefix hits."""
+    running: Count = 0
+    waiting: Count = 0
+    swapped: Count = 0
+    remote_prefilling: Count = 0
+    sending: Count = 0
+    quarantined: Count = 0
+    parked_blocks: Count = 0
+    sending_blocks: Count = 0
+    quarantined_blocks: Count = 0
+    used_blocks: Count = 0
+    total_blocks: Count = 0
+    queued_prefill_tokens: Count = 0
+
+
+class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To the engine: pulses, please, for `SUBSCRIPTION_S`."""
+
+
+class SnapshotRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To the engine: all blocks, please. `number` comes back in each part of the answer; a new request ends an old
+    one's answer."""
+    number: Count
+
+
+class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the engine, unasked."""
+    epoch: Name
+    next_seq: Count
+    block_size: Count
+    load: EngineLoad
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the engine: one part of its blocks as the batches before `next_seq` have left them. `first_block` says how
+    many came in the parts before; the last part is the one that reaches `total_blocks`."""
+    number: Count
+    epoch: Name
+    next_seq: Count
+    first_block: Count
+    total_blocks: Count
+    runs: list[BlockStored]
+
+
+Message = Subscribe | SnapshotRequest | Pulse | Snapshot
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+_batch_decoder = msgspec.msgpack.Decoder(EventBatch)
+
+
+def encode(message: Message) -> bytes:
+    """One frame for the side socket."""
+    return _MAGIC + bytes((PROTOCOL,)) + _encoder.encode(message)
+
+
+def decode(frames: Sequence[bytes]) -> Message:
+    """What a side socket gave, without its routing id. Raises BadFrame for anything that is no message of ours."""
+    if len(frames) != 1:
+        raise BadFrame(FrameFault.SHAPE, f"{len(frames)} frames instead of one")
+    frame = frames[0]
+    if len(frame) > MAX_FRAME_BYTES:
+        raise BadFrame(FrameFault.SIZE, f"{len(frame)} bytes are more than {MAX_FRAME_BYTES}")
+    if len(frame) < _HEADER_BYTES or frame[:len(_MAGIC)] != _MAGIC:
+        raise BadFrame(FrameFault.SHAPE, "not a frame of ours")
+    if frame[len(_MAGIC)] != PROTOCOL:
+        raise BadFrame(FrameFault.VERSION, f"side protocol {frame[len(_MAGIC)]}, ours is {PROTOCOL}",
+                       theirs=frame[len(_MAGIC)])
+    try:
+        message = _decoder.decode(memoryview(frame)[_HEADER_BYTES:])
+    except UNREADABLE as error:
+        raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error
+    if isinstance(message, Snapshot):
+        for run in message.runs:
+            _check(run)
+    return message
+
+
+def decode_batch(frames: Sequence[bytes]) -> tuple[int, EventBatch]:
+    """(sequence number, batch) of what a subscription (topic, number, payload) or a replay (nothing, number, payload)
+    gave. Raises BadFrame for anything else."""
+    if len(frames) != 3 or len(frames[1]) != 8:
+        raise BadFrame(FrameFault.SHAPE, f"{len(frames)} frames are no batch of events")
+    if len(frames[2]) > MAX_FRAME_BYTES:
+        raise BadFrame(FrameFault.SIZE, f"{len(frames[2])} bytes are more than {MAX_FRAME_BYTES}")
+    try:
+        batch = _batch_decoder.decode(frames[2])
+    except UNREADABLE as error:
+        raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            _check(event)
+    return int.from_bytes(frames[1], "big"), batch
+
+
+def _check(run: BlockStored) -> None:
+    if len(run.token_ids) != len(run.block_hashes) * run.block_size:
+        raise BadFrame(FrameFault.CONTENT, f"{len(run.block_hashes)} blocks of {run.block_size} tokens can't have "
+                       f"{len(run.token_ids)} tokens")

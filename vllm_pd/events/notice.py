@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an engine's events are, for whoever asks its front end: `GET /pd/events`.
+
+Engine and front end may be two processes of one user on one machine. What both know is the configuration; what only the
+engine knows, the address of its side socket and the epoch, it leaves in a file that is named after it.
+"""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_pd.core.messages import Count, Text
+from vllm_pd.rpc.codec import UNREADABLE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PATH = "/pd/events"
+MAX_FILE_BYTES = 4096
+MAX_NOTICE_BYTES = 65536
+
+
+class SideNotice(msgspec.Struct, frozen=True):
+    """What the engine leaves."""
+    side: Text
+    epoch: Text
+
+
+class EventsNotice(msgspec.Struct, frozen=True):
+    """The answer to `GET /pd/events`. A host `*` or `0.0.0.0` in an address is the one that was asked. Without `side`
+    (V1) there are no snapshots and no load, only vLLM's events and, with `replay`, its replay of them."""
+    events: Text
+    block_size: Count
+    replay: Text | None = None
+    topic: Text = ""
+    side: Text | None = None
+    epoch: Text | None = None
+
+    @classmethod
+    def decode(cls, body: bytes) -> EventsNotice | None:
+        """None for what is none."""
+        try:
+            return msgspec.json.decode(body, type=cls)
+        except UNREADABLE:
+            return None
+
+
+def leave(config: VllmConfig, notice: SideNotice) -> Path:
+    """Write the file; whoever called removes it in the end. Raises OSError."""
+    path = _path(config)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(msgspec.json.encode(notice))
+        os.replace(name, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    return path
+
+
+def find(config: VllmConfig) -> EventsNotice:
+    """The answer for the engine with this configuration, as far as it can be known here."""
+    events = config.kv_events_config
+    side = _read(_path(config))
+    return EventsNotice(events=events.endpoint, replay=events.replay_endpoint, topic=events.topic,
+                        block_size=config.cache_config.block_size or 0, side=side.side if side else None,
+                        epoch=side.epoch if side else None)
+
+
+def _path(config: VllmConfig) -> Path:
+    from vllm import envs
+    events = config.kv_events_config
+    name = hashlib.sha256(f"{config.instance_id}|{events.endpoint}".encode()).hexdigest()[:32]
+    return Path(envs.VLLM_RPC_BASE_PATH) / f"vllm-pd-events-{name}"
+
+
+def _read(path: Path) -> SideNotice | None:
+    """None where there is none of this user's."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as stream:
+            state = os.fstat(stream.fileno())
+            if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid():
+                return None
+            return msgspec.json.decode(stream.read(MAX_FILE_BYTES), type=SideNotice)
+    except (OSError, *UNREADABLE):
+        return None

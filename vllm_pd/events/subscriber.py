@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one engine holds and how busy it is, kept up to date in a prefix index: one `Subscriber` for each engine.
+
+It finds out by itself where the engine's events are (`GET /pd/events`), follows them (`vllm_pd.events.follow`), and
+begins again when the engine is silent or gone. Nothing that an engine sends, or fails to send, ends it: what was wrong
+is counted, and what the index says of the engine is taken back until it is known again. One task of one event loop does
+it all, in small pieces.
+"""
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import ipaddress
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+import zmq
+import zmq.asyncio
+
+from vllm_pd.errors import PDError
+from vllm_pd.events import messages as m
+from vllm_pd.events.follow import Blocks, Lost, ReplayFollower, SideFollower, adapter_of
+from vllm_pd.events.notice import MAX_NOTICE_BYTES, PATH, EventsNotice
+from vllm_pd.rpc import sockets
+from vllm_pd.rpc.codec import MAX_FRAME_BYTES, BadFrame
+
+if TYPE_CHECKING:
+    from vllm_pd.rpc.keys import Keys
+
+logger = logging.getLogger("vllm.pd")
+
+TICK_S = 0.02
+MESSAGES_A_TURN = 128
+QUEUED_BATCHES = 20_000
+FIND_S = 2.0  # for an answer to GET /pd/events
+RETRY_MIN_S = 0.25
+RETRY_S = 0.5
+REFUSED_RETRY_S = 5.0  # where the engine has no events, or can't be understood
+
+
+class SubscriberState(Enum):
+    """How much the index can be relied on about the engine."""
+    SEARCHING = "searching"  # nothing is known
+    SYNCING = "syncing"  # something is known and being made right
+    LIVE = "live"
+
+
+class Index(Protocol):
+    """What is kept up to date: `vllm_pd.router.index.PrefixIndex`."""
+
+    def stored(self, worker: str, block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int],
+               block_size: int | None = None, lora: int | str | None = None) -> bool: ...
+
+    def removed(self, worker: str, block_hashes: Iterable[int]) -> None: ...
+
+    def cleared(self, worker: str) -> None: ...
+
+    def drop(self, worker: str) -> None: ...
+
+    def replacing(self, worker: str, blocks: Iterable[tuple]) -> Iterator[int]: ...
+
+
+class Subscriber:
+    """Of the engine at `url`. `events`, `replay` and `side` are endpoints where the engine can't be asked for them;
+    `keys` is the cluster's key where the side socket has one. `on_load` is called with the worker's name and each load
+    that it tells.
+
+    `start` needs a running event loop; `close` ends it and takes the worker out of the index. Everything else may be
+    read at any time: `worker`, `state`, `epoch`, `load`, `load_age_s`, `counters`.
+    """
+
+    def __init__(self, url: str, index: Index, session: aiohttp.ClientSession | None,
+                 headers: Mapping[str, str] | None = None, *, events: str | None = None, replay: str | None = None,
+                 side: str | None = None, topic: str = "", keys: Keys | None = None,
+                 on_load: Callable[[str, m.EngineLoad], None] | None = None) -> None:
+        self.worker = url.rstrip("/")
+        self.state = SubscriberState.SEARCHING
+        self.epoch: str | None = None
+        self.load: m.EngineLoad | None = None
+        self.counters: collections.Counter[str] = collections.Counter()
+        self._index = index
+        self._session = session
+        self._headers = dict(headers or {})
+        self._given = EventsNotice(events, 0, replay, topic, side) if events is not None else None
+        self._keys = keys
+        self._on_load = on_load
+        self._load_at = -math.inf
+        self._task: asyncio.Task | None = None
+        self._replacement: tuple[Blocks, Callable[[], None]] | None = None
+        self._incomplete = False
+        self._said: str | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the index is right about this engine, as far as can be known."""
+        return self.state is SubscriberState.LIVE
+
+    @property
+    def load_age_s(self) -> float:
+        """How long ago the engine told its load; infinite where it did not."""
+        return time.monotonic() - self._load_at
+
+    def start(self) -> None:
+        """Begin, in the running event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """End, and forget the worker. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        self._forget()
+
+    # What a follower wants done.
+
+    def apply(self, batches: list[m.EventBatch]) -> None:
+        for batch in batches:
+            self.counters["batches"] += 1
+            for event in batch.events:
+                self._apply(event)
+
+    def clear(self) -> None:
+        self._replacement = None
+        self._index.cleared(self.worker)
+
+    def replace(self, blocks: Blocks, then: Callable[[], None]) -> None:
+        self._replacement = (blocks, then)
+
+    def told(self, pulse: m.Pulse) -> None:
+        self.epoch, self.load, self._load_at = pulse.epoch, pulse.load, time.monotonic()
+        if self._on_load is not None:
+            self._on_load(self.worker, pulse.load)
+
+    # The task.
+
+    async def _run(self) -> None:
+        pause_s = RETRY_MIN_S
+        while True:
+            try:
+                notice = self._given or await self._find()
+                if notice is None:
+                    pause_s = REFUSED_RETRY_S
+                else:
+                    pause_s = RETRY_MIN_S
+                    await self._follow(notice)
+            except (Lost, OSError, TimeoutError) as fault:
+                self._say(f"{type(fault).__name__} {fault}".strip())
+                pause_s = min(2 * pause_s, RETRY_S)
+            except PDError as fault:  # an engine that does not fit the index
+                self._say(str(fault))
+                pause_s = REFUSED_RETRY_S
+            except Exception:
+                logger.exception("the subscriber of %s stumbled and begins anew", self.worker)
+                self.counters["stumbles"] += 1
+                pause_s = RETRY_S
+            self._forget()
+            self.counters["searches"] += 1
+            await asyncio.sleep(pause_s)
+
+    async def _find(self) -> EventsNotice | None:
+        """None where the engine answers that it has none. OSError, TimeoutError where it does not answer."""
+        try:
+            async with asyncio.timeout(FIND_S), self._session.get(self.worker + PATH, headers=self._headers) as answer:
+                body = await answer.content.read(MAX_NOTICE_BYTES)
+        except aiohttp.ClientError as error:
+            raise OSError(str(error)) from error
+        notice = EventsNotice.decode(body) if answer.status == 200 else None
+        if notice is None:
+            self._say(f"GET {PATH} gave status {answer.status} and no endpoints: is --kv-events-config on?")
+        return notice
+
+    async def _follow(self, notice: EventsNotice) -> None:
+        """Until the engine is lost."""
+        context = zmq.Context()
+        opened: list[zmq.Socket] = []
+        replay: ReplayFollower | None = None
+        line: zmq.Socket | None = None  # on which libzmq says that the connection has ended
+        try:
+            events = self._subscription(context, notice)
+            opened.append(events)
+            poller = zmq.asyncio.Poller()
+            poller.register(events, zmq.POLLIN)
+            now = time.monotonic()
+            if notice.side is not None:
+                side = sockets.client(context, self._reachable(notice.side), only_connected=False, keys=self._keys)
+                opened.append(side)
+                poller.register(side, zmq.POLLIN)
+                line = side.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                poller.register(line, zmq.POLLIN)
+                follower: SideFollower | ReplayFollower = SideFollower(side, self, self.counters, now)
+            else:
+                connect = None
+                if notice.replay is not None:
+                    address = self._reachable(notice.replay)
+                    connect = lambda: sockets.client(context, address, only_connected=False)
+                follower = replay = ReplayFollower(connect, self, self.counters, now)
+            while True:
+                await poller.poll(TICK_S * 1000)
+                while line is not None and sockets.receive(line) is not None:
+                    follower.hung_up(time.monotonic())
+                await self._turn(events, follower)
+        finally:
+            if replay is not None:
+                replay.close()
+            if line is not None:
+                side.disable_monitor()
+                line.close(linger=0)
+            for socket in opened:
+                socket.close()
+            context.term()
+
+    async def _turn(self, events: zmq.Socket, follower: SideFollower | ReplayFollower) -> None:
+        for _ in range(MESSAGES_A_TURN):
+            frames = sockets.receive(events)
+            if frames is None:
+                break
+            try:
+                follower.batch(time.monotonic(), frames)
+            except BadFrame as fault:
+                self.counters["malformed"] += 1
+                self.counters[f"malformed_{fault.fault.value}"] += 1
+        follower.turn(time.monotonic())
+        if self._replacement is not None:
+            blocks, then = self._replacement
+            self._replacement = None
+            for _ in self._index.replacing(self.worker, blocks):
+                await asyncio.sleep(0)
+            then()
+        if self._incomplete and isinstance(follower, SideFollower):
+            self._incomplete = False
+            follower.ask(time.monotonic())
+        self.state = SubscriberState.LIVE if follower.live else SubscriberState.SYNCING
+        await asyncio.sleep(0)
+
+    # Inside.
+
+    def _apply(self, event: m.KVEvent) -> None:
+        if isinstance(event, m.BlockStored):
+            self.counters["blocks_stored"] += len(event.block_hashes)
+            if not self._index.stored(self.worker, event.block_hashes, event.parent_block_hash, event.token_ids,
+                                      event.block_size, adapter_of(event)):
+                self.counters["not_kept"] += 1
+                self._incomplete = True
+        elif isinstance(event, m.BlockRemoved):
+            self.counters["blocks_removed"] += len(event.block_hashes)
+            self._index.removed(self.worker, event.block_hashes)
+        else:
+            self.counters["cleared"] += 1
+            self._index.cleared(self.worker)
+
+    def _subscription(self, context: zmq.Context, notice: EventsNotice) -> zmq.Socket:
+        socket = context.socket(zmq.SUB)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, QUEUED_BATCHES)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            socket.setsockopt(zmq.RECONNECT_IVL, sockets.RECONNECT_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, sockets.RECONNECT_MAX_MS)
+            socket.setsockopt_string(zmq.SUBSCRIBE, notice.topic)
+            socket.connect(self._reachable(notice.events))
+        except zmq.ZMQError as error:
+            socket.close()
+            raise PDError(f"{notice.events} can't be subscribed to: {error}") from error
+        return socket
+
+    def _reachable(self, address: str) -> str:
+        """Seen from here: an engine that listens everywhere does so where it was asked."""
+        found = re.fullmatch(r"tcp://(.*):(\d+)", address)
+        if found is None:
+            return address
+        host = found.group(1).strip("[]")
+        if host == "*" or _is_everywhere(host):
+            host = urlsplit(self.worker).hostname or "127.0.0.1"
+        return f"tcp://{f'[{host}]' if ':' in host else host}:{found.group(2)}"
+
+    def _forget(self) -> None:
+        self.state = SubscriberState.SEARCHING
+        self.epoch, self.load, self._load_at = None, None, -math.inf
+        self._replacement = None
+        self._incomplete = False
+        self._index.drop(self.worker)
+
+    def _say(self, text: str) -> None:
+        """Once, until it is something else."""
+        if text != self._said:
+            self._said = text
+            logger.warning("events of %s: %s", self.worker, text)
+
+
+def _is_everywhere(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router says by itself, in the form of vLLM's own errors, and which headers go through it."""
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+Headers = list[tuple[bytes, bytes]]
+
+HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
+                        b"trailers", b"transfer-encoding", b"upgrade", b"proxy-connection"))
+_NOT_SENT_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-vllm-pd-explain"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole response."""
+    status: int
+    body: bytes
+    headers: Headers = field(default_factory=list)
+
+    @classmethod
+    def of(cls, value: object, status: int = 200) -> "Answer":
+        """A JSON one."""
+        return cls(status, json.dumps(value).encode(), [(b"content-type", b"application/json")])
+
+
+def refusal(status: HTTPStatus, text: str, retry_after_s: float | None = None) -> Answer:
+    """An error as vLLM words its own."""
+    body = json.dumps({"object": "error", "message": text, "type": status.phrase, "param": None,
+                       "code": status.value}).encode()
+    headers: Headers = [(b"content-type", b"application/json")]
+    if retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, round(retry_after_s))).encode()))
+    return Answer(status.value, body, headers)
+
+
+def broken_event(text: str) -> bytes:
+    """The event that ends a stream whose worker was lost. No `[DONE]` follows. It begins with the end of whatever
+    event the break has cut."""
+    error = {"object": "error", "message": text, "type": HTTPStatus.BAD_GATEWAY.phrase, "param": None,
+             "code": HTTPStatus.BAD_GATEWAY.value}
+    return b"\n\ndata: " + json.dumps({"error": error}).encode() + b"\n\n"
+
+
+def request_headers(headers: Iterable[tuple[bytes, bytes]], authorization: bytes | None = None) -> Headers:
+    """What goes on to a worker: all but what belongs to one connection; with another Authorization, where given."""
+    drop = _NOT_SENT_ON | _named_by_connection(headers)
+    kept = [(name, value) for name, value in headers if name not in drop]
+    if authorization is not None:
+        kept = [(name, value) for name, value in kept if name != b"authorization"]
+        kept.append((b"authorization", authorization))
+    return kept
+
+
+def response_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """What goes back to the client, names in lower case."""
+    lower = [(name.lower(), value) for name, value in headers]
+    drop = HOP_BY_HOP | _named_by_connection(lower)
+    return [(name, value) for name, value in lower if name not in drop]
+
+
+def find(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    """The first value of a header, whose name is in lower case."""
+    return next((value for have, value in headers if have == name), None)
+
+
+def compact(value: Mapping[str, object]) -> bytes:
+    """JSON for a header: one line of ASCII."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    value = find(headers, b"connection")
+    if value is None or value.lower() in (b"keep-alive", b"close"):
+        return frozenset()
+    return frozenset(token.strip().lower() for token in value.split(b","))

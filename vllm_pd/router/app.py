@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router as an ASGI application: its own routes, and the door for those that go to workers."""
+import asyncio
+import ipaddress
+import logging
+import secrets
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.router import answers
+from vllm_pd.router.answers import Answer, Headers
+from vllm_pd.router.feeds import Feeds
+from vllm_pd.router.membership import Membership
+from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.placing import Placer
+from vllm_pd.router.policy import Policy, PolicyConfig
+from vllm_pd.router.probe import Prober
+from vllm_pd.router.proxy import GENERATING, Broken, ClientGone, Proxy, Receive, Request, Send, respond
+from vllm_pd.router.tokens import TokenPool
+from vllm_pd.router.upstream import Upstream
+from vllm_pd.router.workers import Worker, Workers
+
+logger = logging.getLogger("vllm_pd.router")
+
+FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize"}
+METHODS = ("GET", "POST", "OPTIONS")
+MAX_OWN_BODY_BYTES = 65536
+_VIA_PROXY = (b"x-forwarded-for", b"forwarded")
+
+
+class _WorkerBody(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+
+
+class Router:
+    """All of it. `start` and `close` run in the loop that serves it; so does everything else."""
+
+    def __init__(self, options: RouterOptions, policy: PolicyConfig) -> None:
+        self.options = options.checked()
+        self.metrics = RouterMetrics()
+        self.workers = Workers(self.metrics, self.options.max_in_flight)
+        self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))
+        self._running = False
+
+    async def start(self) -> None:
+        """Begin to know the workers."""
+        options = self.options
+        self._upstream = Upstream(options.connect_timeout_s)
+        self._session = session = aiohttp.ClientSession(  # for what the router itself asks
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
+        self._pool = TokenPool(options)
+        self.placer = Placer(options, self._policy, self.workers, self._pool, self.metrics,
+                             lambda url: self._feeds.load_of(url))
+        self._feeds = Feeds(self.placer, session, options)
+        self._prober = Prober(options, session, self._came_up,
+                              lambda url, outcome: self.metrics.probes.labels(url, outcome).inc())
+        self._proxy = Proxy(options, self.workers, self.placer, self._upstream, self.metrics)
+        self._membership = Membership(options, self.workers, self.metrics)
+        self.workers.on_join.append(self._prober.watch)
+        self.workers.on_leave.append(self._feeds.left)
+        self.workers.on_end += [self._prober.forget, lambda worker: self._upstream.forget(worker.url)]
+        self._membership.start()
+        self._running = True
+
+    async def close(self) -> None:
+        """End everything that `start` began."""
+        if not self._running:
+            return
+        self._running = False
+        await self._membership.close()
+        await self._prober.close()
+        await self._feeds.close()
+        self._pool.close()
+        self._upstream.close()
+        await self._session.close()
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                try:
+                    await self.start()
+                except Exception as error:
+                    await send({"type": "lifespan.startup.failed", "message": str(error)})
+                    raise
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                await self.close()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _serve(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path in FORWARDED:
+            label, handle = path, self._forward
+        else:
+            label, handle = (path, self._own) if path in _OWN else ("other", self._own)
+        try:
+            status = await handle(scope, receive, send)
+        except ClientGone:
+            self.metrics.clients_gone.inc()
+            return
+        self.metrics.requests.labels(label, str(int(status))).inc()
+
+    # Requests for workers.
+
+    async def _forward(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
+        path, headers = scope["path"], scope["headers"]
+        if scope["method"] not in METHODS:
+            return await _say(send, answers.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use one of {', '.join(METHODS)}"))
+        if path.startswith("/v1") and scope["method"] != "OPTIONS" and not self._has_key(headers):
+            return await _say(send, Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
+        body = await _body(receive, self.options.max_body_bytes)
+        if body is None:
+            return await _say(send, answers.refusal(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {self.options.max_body_bytes} bytes"))
+        query = scope["query_string"]
+        target = path.encode() + (b"?" + query if query else b"")
+        request = Request(scope["method"].encode(), path, target, headers, body, asyncio.get_running_loop().time(),
+                          path in GENERATING, explain=_wants_explanation(headers))
+        try:
+            return await self._proxy.forward(request, receive, send)
+        except Broken as error:
+            self.metrics.requests.labels(path, "broken").inc()
+            raise ConnectionAbortedError(f"the worker was lost in the middle of an answer: {error}") from error
+
+    # Requests for the router.
+
+    async def _own(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
+        route = _OWN.get(scope["path"])
+        if route is None:
+            return await _say(send, answers.refusal(HTTPStatus.NOT_FOUND, f"the router has no {scope['path']}"))
+        methods, handle = route
+        if scope["method"] not in methods:
+            return await _say(send, answers.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use {' or '.join(methods)}"))
+        return await _say(send, await handle(self, scope, receive))
+
+    async def _health(self, scope: dict[str, Any], receive: Receive) -> Answer:
+        counts = self.workers.counts()
+        if self.workers.any_up():
+            return Answer.of({"status": "ok", "workers": counts})
+        answer = answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"no worker is up: {counts}",
+                                 self.options.retry_after_s)
+        return answer
+
+    async def _metrics_page(self, scope: dict[str, Any], receive: Receive) -> Answer:
+        return Answer(200, self.metrics.page(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
+
+    async def _workers(self, scope: dict[str, Any], receive: Receive) -> Answer:
+        refused = self._refused(scope)
+        if refused is not None:
+            return refused
+        if scope["method"] == "GET":
+            feeds = self._feeds.shown()
+            return Answer.of({
+                "workers": [{**worker.shown(), "events": feeds.get(worker.url)} for worker in self.workers],
+                "policy": self._policy.policy.value, "registry": self._membership.problem or "ok",
+                "tokenizer": self._pool.problem or ("ok" if self._pool.loaded else "not loaded")})
+        body = await _body(receive, MAX_OWN_BODY_BYTES)
+        try:
+            url = msgspec.json.decode(body or b"", type=_WorkerBody).url
+            if scope["method"] == "DELETE":
+                known = self._membership.remove(url)
+                return (Answer.of({"removed": url}) if known else
+                        answers.refusal(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))
+            worker = self._membership.add(url)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return answers.refusal(HTTPStatus.BAD_REQUEST, f'{error}; write {{"url": "http://HOST:PORT"}}')
+        except ConfigError as error:
+            return answers.refusal(HTTPStatus.BAD_REQUEST, str(error))
+        if worker is None:
+            return answers.refusal(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
+        return Answer.of(worker.shown(), HTTPStatus.CREATED)
+
+    def _refused(self, scope: dict[str, Any]) -> Answer | None:
+        """As the engines' own operator routes: with a key for its owners; without one, changes are for this machine."""
+        headers = scope["headers"]
+        if self.options.api_key is not None:
+            return None if self._has_key(headers) else Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
+        if scope["method"] != "GET" and (not _is_here(scope.get("client"))
+                                         or any(name in _VIA_PROXY for name, _ in headers)):
+            return answers.refusal(HTTPStatus.FORBIDDEN, "this router has no --api-key, so this is for its own machine "
+                                   "only")
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
+        if self.options.api_key is None:
+            return True
+        given = answers.find(headers, b"authorization") or b""
+        return secrets.compare_digest(given, f"Bearer {self.options.api_key}".encode())
+
+    def _came_up(self, worker: Worker) -> None:
+        if self._policy.policy is Policy.KV:
+            self._pool.offer(worker.root)
+        if self._policy.policy in (Policy.KV, Policy.LEAST_LOAD):
+            self._feeds.came_up(worker)
+
+
+_OWN: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
+    "/health": (("GET", ), Router._health),
+    "/metrics": (("GET", ), Router._metrics_page),
+    "/workers": (("GET", "POST", "DELETE"), Router._workers),
+}
+
+
+async def _say(send: Send, answer: Answer) -> int:
+    await respond(send, answer)
+    return answer.status
+
+
+async def _body(receive: Receive, most_bytes: int) -> bytes | None:
+    """All of it; None where it is too long. Raises ClientGone."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    if not message.get("more_body", False):
+        body = message.get("body", b"")
+        return body if len(body) <= most_bytes else None
+    parts = bytearray(message.get("body", b""))
+    while message.get("more_body", False):
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts += message.get("body", b"")
+        if len(parts) > most_bytes:
+            return None
+    return bytes(parts)
+
+
+def _wants_explanation(headers: Headers) -> bool:
+    value = answers.find(headers, b"x-vllm-pd-explain")
+    return value is not None and value not in (b"0", b"")
+
+
+def _is_here(client: tuple[str, int] | None) -> bool:
+    try:
+        return client is not None and ipaddress.ip_address(client[0]).is_loopback
+    except ValueError:
+        return False

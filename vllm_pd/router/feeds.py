@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers say of themselves without being asked: a subscriber for each, and one index for all.
+
+The index is made when the first worker has said how large its blocks are. A worker without events is known by what is
+sent to it only; one with blocks of another size has none that could be compared, and counts as one without.
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import Annotated
+
+import aiohttp
+import msgspec
+
+from vllm_pd.events.messages import EngineLoad
+from vllm_pd.events.subscriber import Subscriber
+from vllm_pd.router.index import PrefixIndex
+from vllm_pd.router.options import RouterOptions, parse_events
+from vllm_pd.router.placing import Placer
+from vllm_pd.router.workers import Worker
+
+logger = logging.getLogger("vllm_pd.router")
+
+EVENTS_PATH = "/pd/events"
+ASK_S = 5.0
+SWEEP_S = 0.05
+MAX_ANSWER_BYTES = 65536
+
+
+class _Events(msgspec.Struct):
+    """Of the answer, what the index needs to know; the subscriber reads the rest."""
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Feeds:
+    """Belongs to the router's event loop."""
+
+    def __init__(self, placer: Placer, session: aiohttp.ClientSession, options: RouterOptions) -> None:
+        self._placer = placer
+        self._session = session
+        self._keys = options.access.load_keys()
+        key = options.key_for_workers
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._block_size = options.block_size
+        self._told = {url: (events, replay) for url, events, replay in
+                      (parse_events("--worker-events", told) for told in options.events)}
+        self._subscribers: dict[str, Subscriber] = {}
+        self._asking: dict[str, asyncio.Task] = {}
+        self._sweeper: asyncio.Task | None = None
+
+    def load_of(self, url: str) -> tuple[EngineLoad | None, float]:
+        """What the worker last said of its load, and how long ago in seconds."""
+        subscriber = self._subscribers.get(url)
+        return (None, math.inf) if subscriber is None else (subscriber.load, subscriber.load_age_s)
+
+    def came_up(self, worker: Worker) -> None:
+        """Subscribe to it, if it has events and nobody has yet."""
+        if worker.url in self._subscribers or worker.url in self._asking:
+            return
+        if worker.url in self._told:
+            events, replay = self._told[worker.url]
+            self._subscribe(worker, self._block_size, events=events, replay=replay)
+        else:
+            task = asyncio.get_running_loop().create_task(self._ask(worker), name=f"events of {worker.url}")
+            self._asking[worker.url] = task
+            task.add_done_callback(lambda _: self._asking.pop(worker.url, None))
+
+    def left(self, worker: Worker) -> None:
+        """Forget it."""
+        if (asking := self._asking.pop(worker.url, None)) is not None:
+            asking.cancel()
+        subscriber = self._subscribers.pop(worker.url, None)
+        if subscriber is not None:
+            asyncio.get_running_loop().create_task(subscriber.close())
+        elif self._placer.index is not None:
+            self._placer.index.drop(worker.url)
+
+    async def close(self) -> None:
+        """End all."""
+        tasks = [*self._asking.values(), *([self._sweeper] if self._sweeper is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *(one.close() for one in self._subscribers.values()), return_exceptions=True)
+        self._subscribers.clear()
+
+    def shown(self) -> dict[str, dict[str, object]]:
+        """For /workers."""
+        return {url: {"state": one.state.name.lower(), "counters": dict(one.counters),
+                      "load": None if one.load is None else msgspec.structs.asdict(one.load)}
+                for url, one in self._subscribers.items()}
+
+    async def _ask(self, worker: Worker) -> None:
+        try:
+            async with asyncio.timeout(ASK_S), self._session.get(worker.url + EVENTS_PATH,
+                                                                  headers=self._headers) as response:
+                if response.status != 200:
+                    return
+                told = msgspec.json.decode(await response.content.read(MAX_ANSWER_BYTES), type=_Events)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+            logger.warning("%s%s: %r; it is asked again when it has been away", worker.url, EVENTS_PATH, error)
+            return
+        if not worker.leaving:
+            self._subscribe(worker, told.block_size)
+
+    def _subscribe(self, worker: Worker, block_size: int, **endpoints: str | None) -> None:
+        wanted = self._placer.index.block_size if self._placer.index is not None else self._block_size or block_size
+        if block_size != wanted:
+            logger.error("worker %s has blocks of %d tokens, the others %d: nothing is known of what it holds; start "
+                         "all with the same --block-size", worker.url, block_size, wanted)
+            return
+        if self._placer.index is None:
+            self._placer.index = PrefixIndex(block_size)
+            self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="sweep")
+        subscriber = Subscriber(worker.url, self._placer.index, self._session, self._headers, keys=self._keys,
+                                **endpoints)
+        self._subscribers[worker.url] = subscriber
+        subscriber.start()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._placer.index.sweep()

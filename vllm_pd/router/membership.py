@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines are behind the router: those it was given, those an operator adds, those of a broker's registry.
+
+An engine of the registry joins where it decodes, tells its HTTP address and does not drain. One that drains, or has
+become a prefill engine, leaves at once. One that is missing stays as long as it works, which its probes say, and leaves
+after `census_patience_s` if it does not: a broker that has just started knows nobody yet, and another may have lost
+its way to an engine. While the broker is silent everybody stays.
+"""
+import asyncio
+import logging
+
+from vllm_pd.core.messages import Member
+from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.peers import take_census
+from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.options import RouterOptions, parse_worker
+from vllm_pd.router.workers import Source, Worker, Workers, WorkerState
+
+logger = logging.getLogger("vllm_pd.router")
+
+
+class Membership:
+    """Belongs to the router's event loop."""
+
+    def __init__(self, options: RouterOptions, workers: Workers, metrics: RouterMetrics) -> None:
+        self._options = options
+        self._workers = workers
+        self._metrics = metrics
+        self._missing_since: dict[str, float] = {}
+        self._dismissed: set[str] = set()  # incarnations that an operator has removed
+        self._task: asyncio.Task | None = None
+        self.problem = ""
+
+    def start(self) -> None:
+        """The static workers, and from now on the registry's."""
+        for url in self._options.workers:
+            self._workers.add(url, Source.STATIC)
+        if self._options.broker is not None:
+            self._task = asyncio.get_running_loop().create_task(self._follow(), name="registry")
+            self._task.add_done_callback(_ended)
+
+    async def close(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def add(self, url: object) -> Worker | None:
+        """An operator's wish; None where there are too many. Raises ConfigError for what is no URL."""
+        name = parse_worker("url", url)
+        worker = self._workers.add(name, Source.OPERATOR)
+        if worker is not None and worker.incarnation is not None:
+            self._dismissed.discard(worker.incarnation)
+        return worker
+
+    def remove(self, url: object) -> bool:
+        """An operator's wish. Whether it was there. One of the registry stays away for as long as its process lives.
+        Raises ConfigError for what is no URL."""
+        name = parse_worker("url", url)
+        worker = self._workers.get(name)
+        if worker is not None and worker.incarnation is not None:
+            self._dismissed.add(worker.incarnation)
+        return self._workers.remove(name)
+
+    def update(self, members: list[Member], now_s: float) -> None:
+        """The registry's present members."""
+        wanted: dict[str, Member] = {}
+        for member in members:
+            if member.http and member.role.decodes and not member.draining:
+                try:
+                    wanted[parse_worker("http", member.http)] = member
+                except ConfigError as error:
+                    logger.warning("engine %s can't be reached: %s", member.incarnation, error)
+        present = {member.incarnation for member in members}
+        taken = {member.http.rstrip("/") for member in members if member.http} - wanted.keys()
+        self._dismissed &= present
+        for url, member in wanted.items():
+            self._join(url, member)
+        for worker in self._workers:
+            if worker.source is not Source.REGISTRY or worker.url in wanted:
+                self._missing_since.pop(worker.url, None)
+            elif worker.incarnation in present or worker.url in taken or self._is_lost(worker, now_s):
+                logger.info("worker %s has left", worker.url)
+                self._missing_since.pop(worker.url, None)
+                self._workers.remove(worker.url)
+
+    def _join(self, url: str, member: Member) -> None:
+        if member.incarnation in self._dismissed:
+            return
+        worker = self._workers.get(url)
+        if worker is None:
+            logger.info("worker %s has joined", url)
+            self._workers.add(url, Source.REGISTRY, member.incarnation)
+        else:
+            worker.incarnation = member.incarnation
+
+    def _is_lost(self, worker: Worker, now_s: float) -> bool:
+        since_s = self._missing_since.setdefault(worker.url, now_s)
+        return worker.state is not WorkerState.UP and now_s - since_s >= self._options.census_patience_s
+
+    async def _follow(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                census = await asyncio.to_thread(take_census, self._options.broker, self._options.census_timeout_s,
+                                                 self._options.access)
+            except PDError as error:
+                if not self.problem:
+                    logger.warning("the registry is silent, all workers stay: %s", error)
+                self.problem = str(error)
+                self._missing_since.clear()
+            else:
+                self.problem = ""
+                self.update(list(census.members), loop.time())
+            self._metrics.registry_silent.set(bool(self.problem))
+            await asyncio.sleep(self._options.census_period_s)
+
+
+def _ended(task: asyncio.Task) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("the registry is not followed any more", exc_info=task.exception())

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a router counts. One set per router, in a registry of its own."""
+import functools
+
+import prometheus_client
+
+SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class RouterMetrics:
+    """Belongs to the router's event loop. docs/router.md says what each means; a test compares the two."""
+
+    def __init__(self) -> None:
+        self.registry = prometheus_client.CollectorRegistry()
+        counter = functools.partial(prometheus_client.Counter, registry=self.registry)
+        gauge = functools.partial(prometheus_client.Gauge, registry=self.registry)
+        histogram = functools.partial(prometheus_client.Histogram, registry=self.registry, buckets=SECONDS)
+        self.requests = counter("vllm:pd_router_requests_total", "Answers to clients by path and status.",
+                                ["path", "status"])
+        self.decisions = counter("vllm:pd_router_decisions_total", "Choices of a worker by policy and reason.",
+                                 ["policy", "reason"])
+        self.tries = counter("vllm:pd_router_tries_total", "Requests sent to workers by how the try ended.",
+                             ["worker", "outcome"])
+        self.refused = counter("vllm:pd_router_refused_total", "Requests that no worker could be given.", ["reason"])
+        self.broken_streams = counter("vllm:pd_router_broken_streams_total", "Answers that broke after their first "
+                                      "byte.", ["worker"])
+        self.clients_gone = counter("vllm:pd_router_clients_gone_total", "Requests whose client went away first.")
+        self.failures = counter("vllm:pd_router_worker_failures_total", "How often a worker was taken out, and why.",
+                                ["worker", "kind"])
+        self.probes = counter("vllm:pd_router_probes_total", "Generation probes by outcome.", ["worker", "outcome"])
+        self.worker_up = gauge("vllm:pd_router_worker_up", "1 while a worker gets requests.", ["worker"])
+        self.in_flight = gauge("vllm:pd_router_in_flight", "Requests that are open at a worker through this router.",
+                               ["worker"])
+        self.tokenized = counter("vllm:pd_router_tokenized_total", "Prompts by what came of tokenising them.",
+                                 ["outcome"])
+        self.prompt_blocks = counter("vllm:pd_router_prompt_blocks_total", "Full KV blocks of the prompts routed.")
+        self.overlap_blocks = counter("vllm:pd_router_overlap_blocks_total", "Of these, those that the chosen worker "
+                                      "was known to hold.")
+        self.route_s = histogram("vllm:pd_router_route_seconds", "From a whole request to its worker being chosen.")
+        self.first_byte_s = histogram("vllm:pd_router_first_byte_seconds", "From a whole request to the first byte of "
+                                      "its answer.")
+        self.registry_silent = gauge("vllm:pd_router_registry_silent", "1 while the broker does not answer.")
+
+    def page(self) -> bytes:
+        """In Prometheus' text format."""
+        return prometheus_client.generate_latest(self.registry)
+
+    def forget(self, worker: str) -> None:
+        """The gauges of a worker that is gone; its counters stay."""
+        for family in (self.worker_up, self.in_flight):
+            family.remove(worker)

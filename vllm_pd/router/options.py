@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of a router, checked before anything starts."""
+import dataclasses
+import ipaddress
+import math
+import os
+import re
+import urllib.parse
+from dataclasses import dataclass
+
+from vllm_pd.addresses import is_loopback, parse_endpoint
+from vllm_pd.errors import ConfigError
+from vllm_pd.peers import Access
+from vllm_pd.rpc.nats_address import NatsAddress
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+NO_TOKENIZER = "none"
+MAX_TRIES = 3
+_EXAMPLE_WORKER = "http://127.0.0.1:8001"
+_ENDPOINT = re.compile(r"tcp://[^,/]+:\d+|ipc://[^,]+")
+_POSITIVE = ("probe_interval_s", "probe_timeout_s", "connect_timeout_s", "tokenize_timeout_s", "census_period_s",
+             "expected_s", "retry_after_s")
+_COUNTS = {"max_in_flight": 1, "max_body_bytes": 1, "tokenize_threads": 1}
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """Times in seconds. `timeout_s`: how long a worker may take to its first byte, 0 without a bound. `max_in_flight`
+    is per worker. `expected_s`: how long a block counts as held by the worker to which its prompt has just gone, while
+    that worker has not announced it."""
+    port: int
+    host: str = "127.0.0.1"
+    workers: tuple[str, ...] = ()
+    events: tuple[str, ...] = ()  # URL=EVENTS[,REPLAY] of workers that can't be asked for them
+    block_size: int | None = None  # of the workers; None: as they say
+    broker: str | None = None
+    access: Access = Access()
+    tokenizer: str | None = None  # None: the workers' model's
+    api_key: str | None = None
+    worker_api_key: str | None = None
+    max_in_flight: int = 1024
+    max_body_bytes: int = 64 << 20
+    timeout_s: float = 600.0
+    connect_timeout_s: float = 3.0
+    probe_interval_s: float = 5.0
+    probe_timeout_s: float = 15.0
+    probe_backoff_s: tuple[float, float] = (0.25, 30.0)  # first, longest
+    retry_after_s: float = 1.0
+    tokenize_timeout_s: float = 0.25
+    tokenize_threads: int = 2
+    census_period_s: float = 1.0
+    census_timeout_s: float = 5.0
+    census_patience_s: float = 10.0  # that a registered engine may be missing from the registry
+    expected_s: float = 5.0
+
+    def checked(self) -> "RouterOptions":
+        """The settings as they are used. Raises ConfigError for the first that is impossible."""
+        if not 1 <= self.port <= 65535:
+            raise ConfigError("--port", self.port, "write 1 to 65535")
+        api_key = self.api_key if self.api_key is not None else os.environ.get(API_KEY_VARIABLE) or None
+        if api_key == "":
+            raise ConfigError("--api-key", "", "write one, or leave it out")
+        host = "127.0.0.1" if self.host == "localhost" else self.host
+        _check_host(host, keyed=api_key is not None)
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(_flag(name), value, "write a number of seconds above 0")
+        if not (self.timeout_s >= 0 and math.isfinite(self.timeout_s)):
+            raise ConfigError("--timeout-s", self.timeout_s, "write a number of seconds, or 0 for no bound")
+        for name, least in _COUNTS.items():
+            if getattr(self, name) < least:
+                raise ConfigError(_flag(name), getattr(self, name), f"write {least} or more")
+        workers = tuple(parse_worker("--worker", url) for url in self.workers)
+        for number, url in enumerate(workers):
+            if url in workers[:number]:
+                raise ConfigError("--worker", url, "it is there twice: write each once")
+        if self.block_size is not None and self.block_size < 1:
+            raise ConfigError("--block-size", self.block_size, "write the workers' own")
+        if self.events and self.block_size is None:
+            raise ConfigError("--worker-events", self.events[0], "such a worker does not tell the size of its blocks: "
+                              "add --block-size")
+        if self.broker is not None:
+            _check_broker(self.broker, self.access)
+        for told in self.events:
+            parse_events("--worker-events", told)
+        return dataclasses.replace(self, host=host, workers=workers, api_key=api_key)
+
+    @property
+    def key_for_workers(self) -> str | None:
+        """What the router itself shows to workers, as in its probes."""
+        return self.worker_api_key if self.worker_api_key is not None else self.api_key
+
+
+def parse_worker(key: str, url: object) -> str:
+    """A worker's base URL, which is also its name. Raises ConfigError naming `key`."""
+    cure = f"write it like {_EXAMPLE_WORKER}"
+    if not isinstance(url, str) or "@" in url:
+        raise ConfigError(key, "***" if isinstance(url, str) else url, cure)
+    try:
+        parts = urllib.parse.urlsplit(url.strip())
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(key, url, f"{error}: {cure}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError(key, url, cure)
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}:{port or (443 if parts.scheme == 'https' else 80)}{parts.path.rstrip('/')}"
+
+
+def parse_events(key: str, value: str) -> tuple[str, str, str | None]:
+    """(worker, events, replay or None) of `URL=EVENTS[,REPLAY]`. Raises ConfigError naming `key`."""
+    url, equals, endpoints = value.partition("=")
+    events, _, replay = endpoints.partition(",")
+    if not equals or not all(_ENDPOINT.fullmatch(one) for one in (events, *([replay] if replay else []))):
+        raise ConfigError(key, value, f"write it like {_EXAMPLE_WORKER}=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 "
+                          "(where its events are, and where they are replayed, if anywhere)")
+    return parse_worker(key, url), events, replay or None
+
+
+def _check_broker(broker: str, access: Access) -> None:
+    if NatsAddress.is_url(broker):
+        access.nats("--broker", broker)
+    else:
+        parse_endpoint("--broker", broker, keyed=access.load_keys() is not None)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_host(host: str, *, keyed: bool) -> None:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError("--host", host, "write an IP address of this machine, like 127.0.0.1") from None
+    if not keyed and not (is_loopback(host) or address.is_loopback):
+        raise ConfigError("--host", host, "beyond this machine's loopback it needs a key: add --api-key, or stay on "
+                          "127.0.0.1")

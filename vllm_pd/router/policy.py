@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which worker gets a request: a pure function of the request, of what is known of the workers, and of a seeded draw.
+
+The KV policy reckons in one unit, the time that it would take to prefill this very prompt: a prompt that is held in
+full saves one (times `overlap_weight`), tokens that wait there cost their number over the prompt's, a request that
+waits there for its remote prefill costs `remote_weight`, and a pool that is in use in full costs `blocks_weight`. So a
+short prompt goes where nothing waits, whatever it hits, and a long one goes where its prefix is, unless the queue there
+is longer than what the hit saves. Of a worker that does not tell its load only the requests are known that this router
+has open there; each costs `open_weight`.
+
+A hit weighs more than the time that it saves this prompt, as a copy on another worker takes room from other prompts:
+the defaults are those that hit most in `vllm-pd bench router --hit-rate` without making anybody wait longer.
+"""
+import math
+import random
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from vllm_pd.errors import ConfigError
+
+EQUAL = 1e-9  # scores that differ by less are a tie
+TYPICAL_TOKENS = 512  # how long a prompt is taken for that could not be tokenised
+
+
+class Policy(StrEnum):
+    """What decides."""
+    KV = "kv"  # overlap minus load
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOAD = "least-load"
+    CONSISTENT_HASH = "consistent-hash"
+
+
+class Reason(StrEnum):
+    """Why that one; a counter's label."""
+    ONLY = "only"  # there was no other
+    OVERLAP = "overlap"  # nobody holds more of the prompt
+    LOAD = "load"  # others hold as much or more of it, this one has less to do
+    TIE = "tie"  # others were as good; drawn by lot
+    DRAWN = "drawn"  # others were better; the temperature let it be drawn
+    TURN = "turn"  # round robin
+    HASH = "hash"  # its name goes with the request's key
+
+
+class PolicyConfig(msgspec.Struct, frozen=True):
+    """The operator's weights, see the module; all 0 or more. `temperature` is in the unit of the score: 0 takes the
+    best, and the greater it is the more often a worse one is drawn."""
+    policy: Policy = Policy.KV
+    overlap_weight: float = 6.0
+    waiting_weight: float = 1.0
+    remote_weight: float = 0.1
+    blocks_weight: float = 2.0
+    open_weight: float = 0.5
+    temperature: float = 0.0
+
+    def check(self) -> "PolicyConfig":
+        """Itself, or a ConfigError."""
+        for key in ("overlap_weight", "waiting_weight", "remote_weight", "blocks_weight", "open_weight", "temperature"):
+            value = getattr(self, key)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise ConfigError(key, value, "give a number, 0 or more")
+        if self.policy not in set(Policy):
+            raise ConfigError("policy", self.policy, f"give one of {', '.join(Policy)}")
+        return self
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What is to be placed. `prompt_tokens` and `prompt_blocks` (full ones) are 0 where the prompt could not be
+    tokenised. `key` is what a consistent hash goes by; `turn` counts requests, for round robin."""
+    prompt_tokens: int = 0
+    prompt_blocks: int = 0
+    key: str = ""
+    turn: int = 0
+
+
+class Load(Protocol):
+    """What a worker says of itself (`vllm_pd.events.messages.EngineLoad`)."""
+    remote_prefilling: int  # requests
+    queued_prefill_tokens: int  # of what waits and of what runs and is not prefilled yet
+    used_blocks: int
+    total_blocks: int
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A worker that may get it. `load` is its last word, None where there is none or an old one; `sent_tokens` are the
+    prompt tokens it did not hold of what was sent there after that word; `in_flight` counts what this router has open
+    there."""
+    name: str
+    overlap_blocks: int = 0
+    in_flight: int = 0
+    load: Load | None = None
+    sent_tokens: int = 0
+
+
+class Score(msgspec.Struct, frozen=True):
+    """What spoke for a worker and what against it; `total` is the first less the others."""
+    name: str
+    overlap: float
+    waiting: float
+    remote: float
+    blocks: float
+    total: float
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Where it goes, and why. `scores` has every candidate's, best first; only the KV and least-load policies score."""
+    worker: str
+    policy: Policy
+    reason: Reason
+    overlap_blocks: int
+    prompt_blocks: int
+    candidates: int
+    scores: tuple[Score, ...] = ()
+
+    def header(self) -> str:
+        """The explanation in one line of ASCII: fit for an HTTP header, if the workers' names are."""
+        parts = [f"policy={self.policy}", f"reason={self.reason}", f"worker={self.worker}",
+                 f"hit={self.overlap_blocks}/{self.prompt_blocks}", f"of={self.candidates}"]
+        for score in self.scores:
+            if score.name == self.worker:
+                parts.append(f"score={score.total:.3f}")
+                parts.append(f"overlap={score.overlap:.3f} waiting={-score.waiting:.3f} remote={-score.remote:.3f} "
+                             f"blocks={-score.blocks:.3f}")
+            else:
+                parts.append(f"{score.name}={score.total:.3f}")
+        return "; ".join(parts)
+
+
+def choose(config: PolicyConfig, request: Request, candidates: Sequence[Candidate],
+           rng: random.Random) -> Choice | None:
+    """The worker for this request; None if there is no candidate. The order of the candidates does not matter."""
+    if not candidates:
+        return None
+    ordered = sorted(candidates, key=lambda c: c.name)
+    scores: list[Score] = []
+    if config.policy is Policy.ROUND_ROBIN:
+        chosen, reason = ordered[request.turn % len(ordered)], Reason.TURN
+    elif config.policy is Policy.CONSISTENT_HASH:
+        chosen, reason = max(ordered, key=lambda c: _affinity(request.key, c.name)), Reason.HASH
+    else:
+        overlap_weight = config.overlap_weight if config.policy is Policy.KV else 0.0
+        scores = [score(config, request, candidate, overlap_weight) for candidate in ordered]
+        chosen, reason = _best(config.temperature, ordered, scores, rng)
+        scores.sort(key=lambda s: -s.total)
+    if len(ordered) == 1:
+        reason = Reason.ONLY
+    return Choice(chosen.name, config.policy, reason, chosen.overlap_blocks, request.prompt_blocks, len(ordered),
+                  tuple(scores))
+
+
+def score(config: PolicyConfig, request: Request, candidate: Candidate, overlap_weight: float) -> Score:
+    """In prefills of this prompt; see the module."""
+    share = candidate.overlap_blocks / request.prompt_blocks if request.prompt_blocks else 0.0
+    load = candidate.load
+    if load is None:
+        waiting, remote, blocks = config.open_weight * candidate.in_flight, 0.0, 0.0
+    else:
+        prompt_tokens = request.prompt_tokens or TYPICAL_TOKENS
+        waiting = config.waiting_weight * (load.queued_prefill_tokens + candidate.sent_tokens) / prompt_tokens
+        remote = config.remote_weight * load.remote_prefilling
+        blocks = config.blocks_weight * load.used_blocks / max(load.total_blocks, 1)
+    overlap = overlap_weight * min(share, 1.0)
+    return Score(candidate.name, overlap, waiting, remote, blocks, overlap - waiting - remote - blocks)
+
+
+def _best(temperature: float, ordered: Sequence[Candidate], scores: Sequence[Score],
+          rng: random.Random) -> tuple[Candidate, Reason]:
+    top = max(s.total for s in scores)
+    if temperature > 0:
+        weights = [math.exp((s.total - top) / temperature) for s in scores]
+        number = rng.choices(range(len(ordered)), weights)[0]
+        if scores[number].total < top - EQUAL:
+            return ordered[number], Reason.DRAWN
+    best = [number for number, s in enumerate(scores) if s.total >= top - EQUAL]
+    number = best[0] if len(best) == 1 else rng.choice(best)
+    chosen = ordered[number]
+    if len(best) > 1:
+        return chosen, Reason.TIE
+    most = max(c.overlap_blocks for c in ordered)
+    alone = sum(c.overlap_blocks == most for c in ordered) == 1
+    return chosen, Reason.OVERLAP if chosen.overlap_blocks == most and alone else Reason.LOAD
+
+
+def _affinity(key: str, name: str) -> int:
+    """Rendezvous hashing: a key keeps its worker as long as that one is a candidate."""
+    return xxh3_64_intdigest(f"{len(key)}:{key}:{name}".encode())

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding out whether a worker generates: one token through the path that requests take.
+
+A worker that answers requests needs no probe; one that has been silent for `probe_interval_s` gets one, idle or not. A
+probe that fails takes it out, and with it every request there that has heard nothing for `probe_timeout_s`, for a
+wedged engine keeps its connections open; but for one that only says that it takes nothing new. One that is out is
+probed at once, because a single request may have been the reason, then after a pause that doubles from probe to probe.
+One that passes its probes and fails requests again and again has to wait longer each time as well.
+"""
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.workers import Failure, Worker, WorkerState
+
+logger = logging.getLogger("vllm_pd.router")
+
+GENERATE_PATH = "/health_generate"
+MAX_BODY_BYTES = 1 << 20
+MAX_STRIKE_S = 2.0
+_ONE_TOKEN = {"prompt": "a", "max_tokens": 1, "temperature": 0}
+
+
+class ProbeFailed(Exception):
+    """What is wrong with a worker. `refused`: it only takes nothing new, as when it drains."""
+
+    def __init__(self, problem: str, refused: bool = False) -> None:
+        super().__init__(problem)
+        self.refused = refused
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card] = []
+
+
+class _Completion(msgspec.Struct):
+    choices: list[dict[str, Any]]
+
+
+_cards = msgspec.json.Decoder(_Cards)
+_completion = msgspec.json.Decoder(_Completion)
+
+
+class Prober:
+    """One task per worker, from `watch` to `forget`. `on_good` is told of each worker that has come up."""
+
+    def __init__(self, options: RouterOptions, session: aiohttp.ClientSession, on_good: Callable[[Worker], None],
+                 count: Callable[[str, str], None]) -> None:
+        self._options = options
+        self._session = session
+        self._on_good = on_good
+        self._count = count
+        self._tasks: dict[Worker, asyncio.Task] = {}
+        key = options.key_for_workers
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def watch(self, worker: Worker) -> None:
+        """Begin."""
+        task = asyncio.get_running_loop().create_task(self._watch(worker), name=f"probe {worker.url}")
+        self._tasks[worker] = task
+        task.add_done_callback(_ended)
+
+    def forget(self, worker: Worker) -> None:
+        """End."""
+        task = self._tasks.pop(worker, None)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """End all."""
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            if worker.state is WorkerState.UP:
+                worker.wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, self._silence_left_s(worker))):
+                        await worker.wake.wait()
+                if worker.state is not WorkerState.UP or self._silence_left_s(worker) > 0:
+                    continue
+            else:
+                await asyncio.sleep(self._pause_s(worker))
+            await self._probe(worker)
+
+    def _pause_s(self, worker: Worker) -> float:
+        """Before one that is not up is probed."""
+        first_s, most_s = self._options.probe_backoff_s
+        if worker.failures:
+            pause_s = min(most_s, first_s * 2**min(worker.failures - 1, 16))
+        else:
+            pause_s = min(MAX_STRIKE_S, first_s * 2**min(worker.strikes - 1, 16)) if worker.strikes else 0.0
+        return pause_s * random.uniform(0.8, 1.2)
+
+    def _silence_left_s(self, worker: Worker) -> float:
+        """How much longer it may be silent before it is probed."""
+        return worker.heard_s + self._options.probe_interval_s - worker.now()
+
+    async def _probe(self, worker: Worker) -> None:
+        began_s, refused = worker.now(), False
+        try:
+            async with asyncio.timeout(self._options.probe_timeout_s):
+                await self._ask(worker)
+            problem = None
+        except ProbeFailed as error:
+            problem, refused = str(error), error.refused
+        except TimeoutError:
+            problem = f"no token in {self._options.probe_timeout_s:g} s"
+            if worker.state is WorkerState.UP and worker.heard_s > began_s:
+                self._count(worker.url, "inconclusive")  # slow, but it generates
+                return
+        except Exception as error:  # whatever a worker's answer does to us, it is one that does not work
+            problem = repr(error)
+        if problem is None:
+            self._passed(worker)
+        else:
+            self._failed(worker, problem)
+            if not refused:
+                worker.strand(worker.now() - self._options.probe_timeout_s)
+
+    def _passed(self, worker: Worker) -> None:
+        self._count(worker.url, "passed")
+        came_up = worker.state is not WorkerState.UP
+        worker.good()
+        if came_up and not worker.leaving:
+            logger.info("worker %s is up", worker.url)
+            self._on_good(worker)
+
+    def _failed(self, worker: Worker, problem: str) -> None:
+        self._count(worker.url, "failed")
+        worker.fail(Failure.PROBE, problem)
+        worker.failures += 1
+
+    async def _ask(self, worker: Worker) -> None:
+        """Raises ProbeFailed, or what the client does, where it does not generate."""
+        if not worker.models or worker.state is not WorkerState.UP:
+            await self._learn(worker)
+        status, body = await self._fetch("GET", worker.url + GENERATE_PATH)
+        if status in (404, 405):
+            await self._complete(worker)
+        else:
+            _require_token(GENERATE_PATH, status, body)
+
+    async def _complete(self, worker: Worker) -> None:
+        """For an engine without that route."""
+        model = min(worker.base_models or worker.models)
+        status, body = await self._fetch("POST", f"{worker.url}/v1/completions", {"model": model, **_ONE_TOKEN})
+        if status in (400, 404, 405, 422):  # a model that does not complete, as one for embeddings
+            status, body = await self._fetch("GET", f"{worker.url}/health")
+            if status != 200:
+                raise ProbeFailed(f"/health: {_brief(status, body)}")
+        else:
+            _require_token("/v1/completions", status, body)
+
+    async def _learn(self, worker: Worker) -> None:
+        """Which models it serves."""
+        status, body = await self._fetch("GET", f"{worker.url}/v1/models")
+        if status == 401:
+            raise ProbeFailed("/v1/models: 401: give the workers' key with --worker-api-key")
+        try:
+            cards = _cards.decode(body).data if status == 200 else []
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProbeFailed(f"/v1/models: {error}") from error
+        if not cards:
+            raise ProbeFailed(f"/v1/models: {_brief(status, body)}")
+        base = [card for card in cards if card.parent is None]
+        worker.models = frozenset(card.id for card in cards)
+        worker.base_models = frozenset(card.id for card in base)
+        worker.root = next((card.root for card in base if card.root), None)
+
+    async def _fetch(self, method: str, url: str, value: Any = None) -> tuple[int, bytes]:
+        body = None if value is None else msgspec.json.encode(value)
+        headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+        async with self._session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
+            found = bytearray()
+            while len(found) < MAX_BODY_BYTES and (chunk := await response.content.readany()):
+                found += chunk
+            return response.status, bytes(found)
+
+
+def _require_token(path: str, status: int, body: bytes) -> None:
+    try:
+        has_token = status == 200 and bool(_completion.decode(body).choices)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        has_token = False
+    if not has_token:
+        raise ProbeFailed(f"{path}: {_brief(status, body)}", refused=status in (429, 503))
+
+
+def _brief(status: int, body: bytes) -> str:
+    return f"{status} {body[:200].decode(errors='replace')}".strip()
+
+
+def _ended(task: asyncio.Task) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("%s has ended; its worker is not probed any more", task.get_name(), exc_info=task.exception())

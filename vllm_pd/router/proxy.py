@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request's way: to a worker, to another one where that fails, and the answer back as it comes.
+
+Nothing goes to the client before the first byte of a body is there, so up to then a request can be tried elsewhere: at
+once, on at most three workers in all. An answer that says how long it is, is awaited whole, if it is not too long.
+After the first byte nothing is tried again: a stream that breaks is ended by an event that is an error, and anything
+else by the end of the connection.
+"""
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from http import HTTPStatus
+from typing import Any
+
+from vllm_pd.router import answers
+from vllm_pd.router.answers import Answer, Headers
+from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.options import MAX_TRIES, RouterOptions
+from vllm_pd.router.placing import Placer, Plan
+from vllm_pd.router.policy import Choice
+from vllm_pd.router.upstream import Reply, StreamBroken, TryFailed, Upstream
+from vllm_pd.router.workers import Failure, Flight, Interruption, Worker, Workers
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+COMPLETING = frozenset(("/v1/completions", "/v1/chat/completions"))
+GENERATING = COMPLETING | {"/v1/embeddings"}
+MAX_WHOLE_BYTES = 1 << 20
+MAX_PAUSE_S = 60.0  # that a worker's Retry-After is believed for
+EVENT_STREAM = b"text/event-stream"
+_ENDED = b"data: [DONE]"
+_TAIL_BYTES = 32
+_ERROR_FIRST = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
+_CLIENTS_FAULT = re.compile(rb'"code":\s*4\d\d\b')
+_BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Broken(Exception):
+    """The answer can't be completed, and nothing more can be said: the connection is to be dropped."""
+
+
+class End(Enum):
+    """How a try ended; the label of its counter. The failures have those of `Failure`."""
+    ANSWERED = "answered"
+    BROKEN_LATER = "broken_later"
+    CLIENT_GONE = "client_gone"
+
+
+@dataclass
+class Request:
+    """A whole request. `target` is path and query as they came; `generates`: its answer takes an engine's step."""
+    method: bytes
+    path: str
+    target: bytes
+    headers: Headers
+    body: bytes
+    began_s: float
+    generates: bool
+    explain: bool = False
+    tries: list[dict[str, str]] = field(default_factory=list)
+
+
+class Proxy:
+    """Belongs to the router's event loop."""
+
+    def __init__(self, options: RouterOptions, workers: Workers, placer: Placer, upstream: Upstream,
+                 metrics: RouterMetrics) -> None:
+        self._options = options
+        self._workers = workers
+        self._placer = placer
+        self._upstream = upstream
+        self._metrics = metrics
+        self._authorization = (None if options.worker_api_key is None
+                               else f"Bearer {options.worker_api_key}".encode())
+        self._now = asyncio.get_running_loop().time
+
+    async def forward(self, request: Request, receive: Receive, send: Send) -> int:
+        """Have it answered. Returns the status that went out. Raises ClientGone, or Broken."""
+        plan = await self._placer.plan(request.headers, request.body, request.path in COMPLETING)
+        headers = answers.request_headers(request.headers, self._authorization)
+        line = _Line(receive, send)
+        try:
+            return await self._try_all(request, plan, headers, line)
+        finally:
+            line.close()
+
+    async def _try_all(self, request: Request, plan: Plan, headers: Headers, line: "_Line") -> int:
+        tried: list[Worker] = []
+        last: Answer | None = None
+        while len(tried) < MAX_TRIES:
+            placed = self._placer.place(plan, tried)
+            if placed is None:
+                break
+            worker, choice = placed
+            if not tried:
+                self._metrics.route_s.observe(self._now() - request.began_s)
+            tried.append(worker)
+            try:
+                return await self._try(worker, choice, request, headers, line)
+            except TryFailed as failure:
+                worker.tries(failure.kind.value).inc()
+                request.tries.append({"worker": worker.url, "failed": failure.kind.value})
+                last = failure.answer if failure.answer is not None else last
+        return await self._give_up(request, bool(tried), last, line)
+
+    async def _give_up(self, request: Request, tried: bool, last: Answer | None, line: "_Line") -> int:
+        if last is not None:
+            answer, reason = last, "worker_refused"
+        elif tried and self._workers.any_up():
+            answer = answers.refusal(HTTPStatus.BAD_GATEWAY, "no worker could answer this request")
+            reason = "tries"
+        elif self._workers.any_up():
+            answer = answers.refusal(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later",
+                                     self._options.retry_after_s)
+            reason = "full"
+        else:
+            answer = answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, "no worker is up: try again later",
+                                     self._options.retry_after_s)
+            reason = "none_up"
+        self._metrics.refused.labels(reason).inc()
+        extra = [(b"x-vllm-pd-explain", answers.compact({"refused": reason, "tries": request.tries}))]
+        await line.whole(Answer(answer.status, answer.body, answer.headers + extra * request.explain))
+        return answer.status
+
+    async def _try(self, worker: Worker, choice: Choice, request: Request, headers: Headers, line: "_Line") -> int:
+        """At this worker. Raises TryFailed as long as nothing has gone to the client."""
+        flight = Flight(worker)
+        worker.flights.add(flight)
+        line.watch(flight)
+        reply: Reply | None = None
+        end = End.BROKEN_LATER
+        try:
+            async with asyncio.timeout(self._options.timeout_s or None):
+                reply = await self._open(worker, request, headers)
+                flight.heard(generated=False)
+                fit, whole, first = await self._first(reply)
+            generated = request.generates and reply.status == HTTPStatus.OK
+            flight.heard(generated)
+            self._metrics.first_byte_s.observe(self._now() - request.began_s)
+            if request.explain:
+                fit += self._explained(choice, request)
+            await line.begin(reply.status, fit, first, more=not whole)
+            if not whole:
+                await self._pass_on(flight, reply, first, generated, line)
+            end = End.ANSWERED
+            return reply.status
+        except TimeoutError:
+            end = None
+            failure = TryFailed(Failure.TIMEOUT, f"no answer in {self._options.timeout_s:g} s")
+            self._note(worker, failure)
+            raise failure from None
+        except TryFailed as failure:
+            end = None
+            self._note(worker, failure)
+            raise
+        except asyncio.CancelledError:
+            if not flight.landed():
+                raise
+            if flight.interruption is Interruption.CLIENT_GONE:
+                end = End.CLIENT_GONE
+                raise ClientGone from None
+            if line.begun:
+                await self._break_off(worker, line, "it was taken out")
+                return HTTPStatus.OK
+            end = None
+            raise TryFailed(Failure.PROBE, worker.problem) from None
+        except StreamBroken as broken:
+            worker.fail(Failure.BROKEN, str(broken))
+            await self._break_off(worker, line, str(broken))
+            return HTTPStatus.OK
+        finally:
+            line.watch(None)
+            if reply is not None:
+                reply.close()
+            self._workers.landed(flight)
+            if end is not None:
+                worker.tries(end.value).inc()
+
+    async def _open(self, worker: Worker, request: Request, headers: Headers) -> Reply:
+        """The head of an answer. A connection that was closed while nobody used it is no fault of the worker's."""
+        try:
+            return await self._upstream.send(request.method, worker.url, request.target, headers, request.body)
+        except TryFailed as failure:
+            if not failure.stale:
+                raise
+        return await self._upstream.send(request.method, worker.url, request.target, headers, request.body, fresh=True)
+
+    async def _first(self, reply: Reply) -> tuple[Headers, bool, bytes]:
+        """(headers, whether this is all of it, the first bytes) of an answer that may go to the client. Raises
+        TryFailed for one that may not."""
+        headers = answers.response_headers(reply.headers)
+        if reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR or reply.status in _BUSY:
+            await self._refused(reply, headers)
+        streams = is_stream(headers)
+        length = answers.find(headers, b"content-length")
+        whole = not streams and length is not None and int(length) <= MAX_WHOLE_BYTES
+        try:
+            first = await (self._whole(reply, int(length)) if whole else reply.chunk())
+        except StreamBroken as broken:
+            raise TryFailed(Failure.BROKEN, str(broken)) from broken
+        if not first and reply.status == HTTPStatus.OK:
+            raise TryFailed(Failure.EMPTY, "200 with an empty body")
+        if streams and _ERROR_FIRST.match(first) and not _CLIENTS_FAULT.search(first):
+            raise TryFailed(Failure.SERVER_ERROR, first[:200].decode(errors="replace"),
+                            answer=Answer(HTTPStatus.OK, first, headers))
+        return headers, whole, first
+
+    @staticmethod
+    async def _pass_on(flight: Flight, reply: Reply, first: bytes, generated: bool, line: "_Line") -> None:
+        tail = first[-_TAIL_BYTES:]
+        while chunk := await reply.chunk():
+            flight.heard(generated)
+            tail = chunk[-_TAIL_BYTES:] if len(chunk) >= _TAIL_BYTES else (tail + chunk)[-_TAIL_BYTES:]
+            await line.more(chunk)
+        if line.streams and reply.status == HTTPStatus.OK and _ENDED not in tail:
+            raise StreamBroken("the stream ended before its last event")
+        await line.end()
+
+    @staticmethod
+    async def _whole(reply: Reply, length: int) -> bytes:
+        parts = bytearray()
+        while chunk := await reply.chunk():
+            parts += chunk
+        if len(parts) != length:
+            raise StreamBroken(f"{len(parts)} of {length} bytes")
+        return bytes(parts)
+
+    async def _refused(self, reply: Reply, headers: Headers) -> None:
+        """An answer that says that the worker can't, which is kept in case that nobody can."""
+        body = bytearray()
+        with suppress(StreamBroken):
+            while len(body) < MAX_WHOLE_BYTES and (chunk := await reply.chunk()):
+                body += chunk
+        kept = [(name, value) for name, value in headers if name != b"content-length"]
+        busy = reply.status in _BUSY
+        if busy and answers.find(kept, b"retry-after") is None:
+            kept.append((b"retry-after", str(max(1, round(self._options.retry_after_s))).encode()))
+        answer = Answer(reply.status, bytes(body), kept) if body else None
+        raise TryFailed(Failure.BUSY if busy else Failure.SERVER_ERROR,
+                        f"{reply.status} {bytes(body[:200]).decode(errors='replace')}", answer=answer)
+
+    def _note(self, worker: Worker, failure: TryFailed) -> None:
+        """What a failed try says about the worker."""
+        if failure.kind is Failure.BUSY:
+            after = answers.find(failure.answer.headers, b"retry-after") if failure.answer is not None else None
+            seconds = float(after) if after is not None and after.isdigit() else self._options.retry_after_s
+            worker.busy(min(seconds, MAX_PAUSE_S))
+        else:
+            worker.fail(failure.kind, str(failure))
+
+    async def _break_off(self, worker: Worker, line: "_Line", why: str) -> None:
+        self._metrics.broken_streams.labels(worker.url).inc()
+        if not line.streams:
+            raise Broken(why)
+        await line.more(answers.broken_event(f"the worker was lost after the answer had begun: {why}"))
+        await line.end()
+
+    @staticmethod
+    def _explained(choice: Choice, request: Request) -> Headers:
+        text = choice.header() + "".join(f"; tried {one['worker']}: {one['failed']}" for one in request.tries)
+        return [(b"x-vllm-pd-worker", choice.worker.encode()), (b"x-vllm-pd-explain", text.encode("ascii", "replace"))]
+
+
+class _Line:
+    """The client's side of one request: what goes out, and whether it is still there."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self.begun = False
+        self.streams = False
+        self._receive = receive
+        self._send = send
+        self._flight: Flight | None = None
+        self._gone = False
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    def watch(self, flight: Flight | None) -> None:
+        """Interrupt this one when the client goes."""
+        self._flight = flight
+        if self._gone and flight is not None:
+            flight.interrupt(Interruption.CLIENT_GONE)
+
+    async def begin(self, status: int, headers: Headers, first: bytes, more: bool) -> None:
+        self.begun = True
+        self.streams = is_stream(headers)
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": first, "more_body": more})
+
+    async def more(self, chunk: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def whole(self, answer: Answer) -> None:
+        await respond(self._send, answer)
+
+    def close(self) -> None:
+        self._watcher.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        if self._flight is not None:
+            self._flight.interrupt(Interruption.CLIENT_GONE)
+
+
+def is_stream(headers: Headers) -> bool:
+    """Whether these are of a stream of events."""
+    return (answers.find(headers, b"content-type") or b"").startswith(EVENT_STREAM)
+
+
+async def respond(send: Send, answer: Answer) -> None:
+    """Send a whole answer."""
+    await send({"type": "http.response.start", "status": int(answer.status),
+                "headers": [*answer.headers, (b"content-length", str(len(answer.body)).encode())]})
+    await send({"type": "http.response.body", "body": answer.body})

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens a prompt will have at the engines, found out beside the event loop.
+
+Threads do: the tokenizer's own code runs without the interpreter's lock. The queue before them is bounded, and so is
+the wait; a prompt that is not ready in time, or that this can't tokenise, goes without. Nothing here changes a request.
+"""
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from vllm_pd.router.options import NO_TOKENIZER, RouterOptions
+
+logger = logging.getLogger("vllm_pd.router")
+
+MAX_QUEUED = 64
+
+
+class Tokenized(StrEnum):
+    """What came of one prompt; the label of a counter."""
+    DONE = "done"
+    GIVEN = "given"  # the client sent token ids
+    NONE = "none"  # nothing to tokenise: another kind of request, or content that is no text
+    NOT_LOADED = "not_loaded"
+    BUSY = "busy"
+    LATE = "late"
+    FAILED = "failed"
+
+
+class Prompt(msgspec.Struct):
+    """The parts of a request's body that decide where it goes. Everything else is left alone."""
+    model: Any = None
+    prompt: Any = None
+    messages: Any = None
+    user: Any = None
+    session_id: Any = None
+    cache_salt: Any = None
+    add_special_tokens: Any = None
+    add_generation_prompt: Any = True
+    continue_final_message: Any = False
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    documents: Any = None
+    mm_processor_kwargs: Any = None
+    truncate_prompt_tokens: Any = None
+
+
+_decoder = msgspec.json.Decoder(Prompt)
+
+
+def parse(body: bytes) -> Prompt | None:
+    """None for what is no JSON object: the worker will say so."""
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class Tokenizer:
+    """One model's, with its chat template. Safe to use from several threads."""
+
+    def __init__(self, name: str) -> None:
+        """Loads it. Raises whatever the library raises."""
+        from transformers import AutoTokenizer
+        self._tokenizer = AutoTokenizer.from_pretrained(name)
+        self._backend = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+
+    def tokens(self, prompt: Prompt) -> list[int] | None:
+        """The ids of the first prompt, None where there is no text in it. Raises whatever the library raises."""
+        if prompt.messages is not None:
+            return self._chat(prompt)
+        text = prompt.prompt[0] if isinstance(prompt.prompt, list) and prompt.prompt else prompt.prompt
+        if not isinstance(text, str):
+            return None
+        special = True if prompt.add_special_tokens is None else bool(prompt.add_special_tokens)
+        return self._cut(self._ids(text, special), prompt)
+
+    def _chat(self, prompt: Prompt) -> list[int] | None:
+        messages = [_flattened(message) for message in prompt.messages]
+        if any(message is None for message in messages):
+            return None
+        tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
+        text = self._tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=prompt.chat_template, tokenize=False,
+            add_generation_prompt=bool(prompt.add_generation_prompt) and not prompt.continue_final_message,
+            continue_final_message=bool(prompt.continue_final_message), **(prompt.chat_template_kwargs or {}))
+        return self._cut(self._ids(text, bool(prompt.add_special_tokens)), prompt)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        if self._backend is not None:  # the same ids in two thirds of the time: no offsets, no dictionary around them
+            return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return self._tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False).input_ids
+
+    @staticmethod
+    def _cut(ids: list[int], prompt: Prompt) -> list[int] | None:
+        """vLLM keeps the end of a prompt that it truncates; how much is left where it is told -1, only it knows."""
+        if prompt.truncate_prompt_tokens is None:
+            return ids
+        return ids[-prompt.truncate_prompt_tokens:] if prompt.truncate_prompt_tokens > 0 else None
+
+
+def _flattened(message: Any) -> dict[str, Any] | None:
+    """With its text parts joined, as vLLM does for templates that want strings; None where a part is no text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return None
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+class TokenPool:
+    """The threads, and what they know. Belongs to the event loop; `close` ends it."""
+
+    def __init__(self, options: RouterOptions, load: Callable[[str], Tokenizer] = Tokenizer) -> None:
+        self._wanted = options.tokenizer
+        self._timeout_s = options.tokenize_timeout_s
+        self._threads = ThreadPoolExecutor(options.tokenize_threads, thread_name_prefix="router-tokens")
+        self._load_with = load
+        self._loading: asyncio.Task | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._queued = 0
+        self.problem = ""
+        if self._wanted not in (None, NO_TOKENIZER):
+            self._begin(self._wanted)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether prompts can be tokenised."""
+        return self._tokenizer is not None
+
+    def offer(self, root: str | None) -> None:
+        """A worker has said what its model is. Taken where no tokenizer was named and none is there."""
+        if self._wanted is None and root and self._tokenizer is None and self._loading is None:
+            self._begin(root)
+
+    async def tokens(self, prompt: Prompt | None, finish: Callable[[list[int]], Any]) -> tuple[Tokenized, int, Any]:
+        """(what came of it, how many tokens, what `finish` made of them, in a thread too, or None)."""
+        if prompt is None or prompt.cache_salt is not None or prompt.mm_processor_kwargs or prompt.documents:
+            return Tokenized.NONE, 0, None
+        given = _given(prompt.prompt)
+        if given is None and not (isinstance(prompt.messages, list) and prompt.messages or prompt.prompt):
+            return Tokenized.NONE, 0, None
+        if given is None and self._tokenizer is None:
+            return Tokenized.NOT_LOADED, 0, None
+        if self._queued >= MAX_QUEUED:
+            return Tokenized.BUSY, 0, None
+        self._queued += 1
+        work = asyncio.get_running_loop().run_in_executor(self._threads, self._work, prompt, given, finish)
+        work.add_done_callback(self._done)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                count, made = await asyncio.shield(work)
+        except TimeoutError:
+            return Tokenized.LATE, 0, None
+        except Exception as error:  # a template may raise anything
+            logger.debug("a prompt could not be tokenised: %r", error)
+            return Tokenized.FAILED, 0, None
+        if not count:
+            return Tokenized.NONE, 0, None
+        return (Tokenized.DONE if given is None else Tokenized.GIVEN), count, made
+
+    def close(self) -> None:
+        """End the threads with what they are doing."""
+        if self._loading is not None:
+            self._loading.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, prompt: Prompt, given: list[int] | None, finish: Callable[[list[int]], Any]) -> tuple[int, Any]:
+        ids = given if given is not None else self._tokenizer.tokens(prompt)
+        return (len(ids), finish(ids)) if ids else (0, None)
+
+    def _done(self, work: asyncio.Future) -> None:
+        self._queued -= 1
+        if not work.cancelled():
+            work.exception()  # heard, also where nobody waits any more
+
+    def _begin(self, name: str) -> None:
+        self._loading = asyncio.get_running_loop().create_task(self._load(name))
+
+    async def _load(self, name: str) -> None:
+        try:
+            self._tokenizer = await asyncio.to_thread(self._load_with, name)
+            self.problem = ""
+            logger.info("prompts are tokenised with that of %s", name)
+        except Exception as error:  # of a library, for a folder of somebody else's: requests go without
+            self.problem = f"the tokenizer of {name!r} can't be loaded: {error}"[:500]
+            logger.error("%s; requests go without overlap", self.problem)
+
+
+def _given(prompt: Any) -> list[int] | None:
+    """The first prompt, where it came as token ids."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 1 << 31 for token in prompt):
+        return prompt
+    return None

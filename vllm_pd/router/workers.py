@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines behind a router, and which of them may get a request.
+
+Life of a worker: NEW until its first probe has gone well; then UP, the only state in which it gets requests. Any
+failure makes it DOWN at once, until a probe goes well again. One that leaves gets nothing new, keeps what is open, is
+probed as before, and is forgotten with the last of that. What one request has open at one worker is a `Flight`.
+"""
+import asyncio
+import collections
+import functools
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator
+from enum import Enum, StrEnum
+
+from vllm_pd.router.metrics import RouterMetrics
+
+logger = logging.getLogger("vllm_pd.router")
+
+MAX_WORKERS = 4096
+STRIKE_S = 30.0
+
+
+class WorkerState(Enum):
+    """Whether a worker gets requests."""
+    NEW = "new"
+    UP = "up"
+    DOWN = "down"
+
+
+class Source(Enum):
+    """From where a worker is known."""
+    STATIC = "static"  # the command line
+    REGISTRY = "registry"
+    OPERATOR = "operator"  # POST /workers
+
+
+class Failure(StrEnum):
+    """Why a worker was taken out, or a try at it given up; the label of the counters."""
+    CONNECT = "connect"
+    BROKEN = "broken"  # the connection ended before an answer had begun
+    TIMEOUT = "timeout"
+    SERVER_ERROR = "server_error"  # a status of 500 and above, or an error where tokens should begin
+    EMPTY = "empty"  # success without a body
+    PROBE = "probe"
+    BUSY = "busy"  # 429 or 503: it takes nothing now, and is not taken out for more than it has asked for
+
+
+class Interruption(Enum):
+    """Why a request stops waiting for a worker."""
+    CLIENT_GONE = "client_gone"
+    WORKER_DOWN = "worker_down"
+
+
+class Flight:
+    """One try of one request at one worker, run by the present task. `interrupt` makes that task's wait end."""
+
+    def __init__(self, worker: "Worker") -> None:
+        self.worker = worker
+        self.heard_s = worker.now()
+        self.interruption: Interruption | None = None
+        self._task = asyncio.current_task()
+
+    def heard(self, generated: bool) -> None:
+        """Something came from the worker; that it still generates is shown by what it has `generated` only, for its
+        front end answers much by itself."""
+        self.heard_s = self.worker.now()
+        if generated:
+            self.worker.heard_s = self.heard_s
+
+    def interrupt(self, why: Interruption) -> None:
+        """End the wait. The task sees a CancelledError, the reason is in `interruption`; only the first counts."""
+        if self.interruption is None:
+            self.interruption = why
+            self._task.cancel()
+
+    def landed(self) -> bool:
+        """After a CancelledError: whether it was ours, which then is undone."""
+        if self.interruption is None:
+            return False
+        self._task.uncancel()
+        return True
+
+
+class Worker:
+    """One engine. Belongs to the router's event loop. `wake` is set when it is to be probed before its time."""
+
+    def __init__(self, url: str, source: Source, incarnation: str | None, metrics: RouterMetrics) -> None:
+        self.url = url
+        self.source = source
+        self.incarnation = incarnation
+        self.state = WorkerState.NEW
+        self.leaving = False
+        self.problem = "not probed yet"
+        self.models: frozenset[str] = frozenset()  # the names that it serves; empty where unknown
+        self.base_models: frozenset[str] = frozenset()
+        self.root: str | None = None  # its model's folder or name, as it says
+        self.flights: set[Flight] = set()
+        self.failures = 0  # of probes, in a row
+        self.strikes = 0  # how often it was taken out soon after it had been before
+        self._out_s = -math.inf  # when it was taken out last
+        self.busy_until_s = 0.0
+        self.now = asyncio.get_running_loop().time
+        self.heard_s = self.now()
+        self.wake = asyncio.Event()
+        self._metrics = metrics
+        self._up = metrics.worker_up.labels(url)
+        self._open = metrics.in_flight.labels(url)
+        self._open.set_function(lambda: len(self.flights))
+        self.tries = functools.cache(lambda outcome: metrics.tries.labels(url, outcome))
+        self._show()
+
+    def takes(self, max_in_flight: int) -> bool:
+        """Whether it may get a request now."""
+        return (self.state is WorkerState.UP and not self.leaving and len(self.flights) < max_in_flight
+                and self.busy_until_s <= self.now())
+
+    def good(self) -> None:
+        """A probe went well."""
+        self.failures = 0
+        self.problem = ""
+        self.heard_s = self.now()
+        self.state = WorkerState.UP
+        self._show()
+
+    def fail(self, kind: Failure, detail: str) -> None:
+        """Out at once; it is probed soon."""
+        self.problem = f"{kind.value}: {detail}"[:500]
+        self._metrics.failures.labels(self.url, kind.value).inc()
+        if self.state is not WorkerState.DOWN:
+            logger.warning("worker %s is out: %s", self.url, self.problem)
+            self.failures = 0
+            self.strikes = self.strikes + 1 if self.now() < self._out_s + STRIKE_S else 0
+            self._out_s = self.now()
+            self.wake.set()
+        self.state = WorkerState.DOWN
+        self._show()
+
+    def busy(self, seconds: float) -> None:
+        """It has refused a request for want of room, or because it drains."""
+        self.busy_until_s = max(self.busy_until_s, self.now() + seconds)
+
+    def strand(self, since_s: float) -> None:
+        """Give up all flights that have heard nothing since then."""
+        for flight in list(self.flights):
+            if flight.heard_s <= since_s:
+                flight.interrupt(Interruption.WORKER_DOWN)
+
+    def leave(self) -> None:
+        """Nothing new for it."""
+        self.leaving = True
+        self._show()
+
+    def shown(self) -> dict[str, object]:
+        """As /workers shows it."""
+        return {"url": self.url, "state": self.state.value, "source": self.source.value, "problem": self.problem,
+                "in_flight": len(self.flights), "models": sorted(self.models), "incarnation": self.incarnation,
+                "failures": self.failures, "strikes": self.strikes,
+                "busy_s": max(0.0, round(self.busy_until_s - self.now(), 3))}
+
+    def _show(self) -> None:
+        self._up.set(self.state is WorkerState.UP and not self.leaving)
+
+
+class Workers:
+    """All of them, by URL. `on_join` is told of each that comes, `on_leave` when it is to get nothing new, `on_end`
+    when nothing is open there any more."""
+
+    def __init__(self, metrics: RouterMetrics, max_in_flight: int) -> None:
+        self.on_join: list[Callable[[Worker], None]] = []
+        self.on_leave: list[Callable[[Worker], None]] = []
+        self.on_end: list[Callable[[Worker], None]] = []
+        self.max_in_flight = max_in_flight
+        self._metrics = metrics
+        self._workers: dict[str, Worker] = {}
+        self._leaving: set[Worker] = set()
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._workers.values()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, url: str) -> Worker | None:
+        """The worker of that URL, unless it leaves."""
+        return self._workers.get(url)
+
+    def add(self, url: str, source: Source, incarnation: str | None = None) -> Worker | None:
+        """A new one; the one that is there already, where it is; None where there are too many."""
+        worker = self._workers.get(url)
+        if worker is not None or len(self._workers) >= MAX_WORKERS:
+            return worker
+        worker = self._workers[url] = Worker(url, source, incarnation, self._metrics)
+        for told in self.on_join:
+            told(worker)
+        return worker
+
+    def remove(self, url: str) -> bool:
+        """Let it leave. Whether it was there."""
+        worker = self._workers.pop(url, None)
+        if worker is None:
+            return False
+        worker.leave()
+        for told in self.on_leave:
+            told(worker)
+        self._leaving.add(worker)
+        self._forget()
+        return True
+
+    def landed(self, flight: Flight) -> None:
+        """A flight has ended."""
+        flight.worker.flights.discard(flight)
+        if self._leaving:
+            self._forget()
+
+    def candidates(self, model: str | None, tried: Collection[Worker] = ()) -> list[Worker]:
+        """Those that may get a request for that model; where nobody is known to have it, those that may get any, so
+        that one of them can say so."""
+        able = [worker for worker in self._workers.values()
+                if worker.takes(self.max_in_flight) and worker not in tried]
+        if model is not None and any(model in worker.models for worker in self._workers.values()):
+            able = [worker for worker in able if model in worker.models or not worker.models]
+        return able
+
+    def counts(self) -> dict[str, int]:
+        """How many there are by state."""
+        return dict(collections.Counter(worker.state.value for worker in self._workers.values()))
+
+    def any_up(self) -> bool:
+        """Whether any worker works at all, full or not."""
+        return any(worker.state is WorkerState.UP for worker in self._workers.values())
+
+    def _forget(self) -> None:
+        for worker in [one for one in self._leaving if not one.flights]:
+            self._leaving.discard(worker)
+            for told in self.on_end:
+                told(worker)
+            if worker.url not in self._workers:
+                self._metrics.forget(worker.url)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix hits that each policy gets out of a trace, against what any could get.
+
+The router's own index and policy, over the workers of `engines`: their events reach the index a moment late, their load
+is told as seldom as engines tell it, and the router counts on what it has just sent. Beside the policies stand two
+things that no router can have: `oracle.bound`, and *one pool*, a single worker that is as large and as fast as all
+together, with the allocator's own eviction. The first says what a trace allows at all, the second what is left of it
+when nothing is lost by routing, only by eviction.
+"""
+import heapq
+import json
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.router.index import PrefixIndex
+from vllm_pd.router.policy import Candidate, Policy, PolicyConfig, Reason, Request, choose
+from vllm_pd.routerbench import oracle
+from vllm_pd.routerbench.engines import SimLoad, Speed, Worker
+from vllm_pd.routerbench.trace import Arrival, TraceConfig, make
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EXPECT_S = 5.0  # how long the router counts on what it sent
+POOL = "one pool"
+POLICIES = (Policy.KV, Policy.CONSISTENT_HASH, Policy.LEAST_LOAD, Policy.ROUND_ROBIN)
+
+
+class FleetConfig(msgspec.Struct, frozen=True):
+    """The workers and what lies between them and the router."""
+    workers: int = 4
+    worker_blocks: int = 4096
+    block_size: int = 16
+    speed: Speed = Speed()
+    event_delay_s: float = 0.01
+    load_period_s: float = 0.1
+
+    def pooled(self) -> "FleetConfig":
+        """One worker as large and as fast as all of these."""
+        speed = msgspec.structs.replace(self.speed, prefill_tokens_per_s=self.speed.prefill_tokens_per_s * self.workers)
+        return msgspec.structs.replace(self, workers=1, worker_blocks=self.workers * self.worker_blocks, speed=speed)
+
+
+class HitBench(msgspec.Struct, frozen=True):
+    """What is measured: each policy, on a trace for each seed, with each size of cache. The sizes are all workers'
+    blocks together, as shares of the different blocks that the trace makes."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    pool_shares: tuple[float, ...] = (0.25, 0.5, 1.0)
+    trace: TraceConfig = TraceConfig(conversations=300)
+    fleet: FleetConfig = FleetConfig()
+    policy: PolicyConfig = PolicyConfig()
+
+    @classmethod
+    def of(cls, workers: int | None, seed: int) -> "HitBench":
+        """With so many workers, and three seeds from `seed` on."""
+        workers = FleetConfig().workers if workers is None else workers
+        if workers < 1:
+            raise ConfigError("--workers", workers, "give 1 or more")
+        return cls(seeds=(seed, seed + 1, seed + 2), fleet=FleetConfig(workers=workers))
+
+
+class Result(msgspec.Struct, frozen=True):
+    """Of one run. Shares are of 1. `spread` is the most computed prompt tokens on one worker over the mean."""
+    hit_share: float
+    mean_ttft_s: float
+    p99_ttft_s: float
+    spread: float
+    reasons: dict[str, int]
+
+
+def simulate(trace: Sequence[Arrival], fleet: FleetConfig, config: PolicyConfig, seed: int = 0) -> Result:
+    """Route the trace by a policy. What is drawn comes from `seed`."""
+    rng = random.Random(seed)
+    index = PrefixIndex(fleet.block_size)
+    news: list[tuple[float, int, tuple]] = []  # heap: when it arrives, number, event
+    numbers = iter(range(1 << 62))
+
+    def stored(worker: Worker, hashes: list[int], parent: int | None, token_ids: list[int], at_s: float) -> None:
+        event = (worker.name, hashes, parent, token_ids, fleet.block_size)
+        heapq.heappush(news, (at_s + fleet.event_delay_s, next(numbers), event))
+
+    def removed(worker: Worker, hashes: list[int], at_s: float) -> None:
+        heapq.heappush(news, (at_s + fleet.event_delay_s, next(numbers), (worker.name, hashes)))
+
+    workers = {name: Worker(name, fleet.worker_blocks, fleet.block_size, fleet.speed, stored, removed)
+               for name in (f"w{number}" for number in range(fleet.workers))}
+    loads: dict[str, SimLoad] = {name: worker.load() for name, worker in workers.items()}
+    sent = dict.fromkeys(workers, 0)
+    reasons = dict.fromkeys(Reason, 0)
+    told_s = 0.0
+    for turn, arrival in enumerate(trace):
+        while told_s + fleet.load_period_s <= arrival.at_s:
+            told_s += fleet.load_period_s
+            if arrival.at_s - told_s < fleet.load_period_s:  # only the last word before a request matters
+                for name, worker in workers.items():
+                    worker.advance(told_s)
+                    loads[name], sent[name] = worker.load(), 0
+        for worker in workers.values():
+            worker.advance(arrival.at_s)
+        while news and news[0][0] <= arrival.at_s:
+            event = heapq.heappop(news)[2]
+            (index.stored if len(event) > 2 else index.removed)(*event)
+        names = index.hashes(arrival.prompt)
+        overlaps = index.matches(names, arrival.at_s)
+        request = Request(len(arrival.prompt), len(names), str(arrival.conversation), turn)
+        choice = choose(config, request, [Candidate(name, overlaps.get(name, 0), 0, loads[name], sent[name])
+                                          for name in workers], rng)
+        assert choice is not None
+        reasons[choice.reason] += 1
+        sent[choice.worker] += len(arrival.prompt) - choice.overlap_blocks * fleet.block_size
+        index.expect(choice.worker, names, arrival.at_s + EXPECT_S)
+        workers[choice.worker].submit(arrival, arrival.at_s)
+    for worker in workers.values():
+        worker.advance(float("inf"))
+    return summary(list(workers.values()), reasons)
+
+
+def summary(workers: Sequence[Worker], reasons: dict[str, int]) -> Result:
+    """Of workers that have done everything."""
+    runs = [run for worker in workers for run in worker.done]
+    hit = sum(run.hit_tokens for run in runs)
+    asked = sum(len(run.arrival.prompt) for run in runs)
+    ttfts = sorted(run.first_token_s - run.arrival.at_s for run in runs)
+    computed = [sum(len(run.arrival.prompt) - run.hit_tokens for run in worker.done) for worker in workers]
+    return Result(hit / asked, statistics.fmean(ttfts), ttfts[int(0.99 * len(ttfts))],
+                  max(computed) / max(1.0, statistics.fmean(computed)),
+                  {str(reason): count for reason, count in reasons.items() if count})
+
+
+def show(bench: HitBench, say: Callable[[str], None], drawn: Path | None, written: Path | None) -> None:
+    """Measure, print, draw and write."""
+    from rich.console import Console
+    report = measure(bench, say)
+    Console(width=120).print(table(report))
+    if drawn is not None:
+        picture(report, drawn)
+    if written is not None:
+        written.write_text(json.dumps(report) + "\n")
+
+
+def measure(bench: HitBench, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """A line said for each run; the report as plain data."""
+    runs = []
+    for seed in bench.seeds:
+        trace = make(msgspec.structs.replace(bench.trace, seed=seed))
+        size = bench.fleet.block_size
+        footprint = oracle.footprint_blocks(trace, size)
+        for share in bench.pool_shares:
+            fleet = msgspec.structs.replace(bench.fleet, worker_blocks=round(share * footprint / bench.fleet.workers))
+            bound = oracle.bound(trace, size, fleet.workers * fleet.worker_blocks)
+            results = {POOL: simulate(trace, fleet.pooled(), bench.policy, seed)}
+            for policy in POLICIES:
+                results[policy.value] = simulate(trace, fleet, msgspec.structs.replace(bench.policy, policy=policy),
+                                                 seed)
+            say(f"seed {seed}, {fleet.workers} x {fleet.worker_blocks} blocks: bound {bound:.3f}, "
+                + ", ".join(f"{name} {result.hit_share:.3f}" for name, result in results.items()))
+            runs.append({"seed": seed, "pool_share": share, "worker_blocks": fleet.worker_blocks, "bound": bound,
+                         "requests": len(trace), "footprint_blocks": footprint,
+                         "results": {name: msgspec.to_builtins(result) for name, result in results.items()}})
+    return {"bench": msgspec.to_builtins(bench), "runs": runs, "summary": [
+        _over_seeds(share, [run for run in runs if run["pool_share"] == share]) for share in bench.pool_shares]}
+
+
+def _over_seeds(share: float, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the seeds; of the bound and of the pool, the lowest too."""
+    names = runs[0]["results"]
+    policies = {}
+    for name in names:
+        results = [run["results"][name] for run in runs]
+        of_bound = [result["hit_share"] / run["bound"] for result, run in zip(results, runs, strict=True)]
+        of_pool = [run["results"][name]["hit_share"] / run["results"][POOL]["hit_share"] for run in runs]
+        policies[name] = {key: statistics.fmean(result[key] for result in results)
+                          for key in ("hit_share", "mean_ttft_s", "p99_ttft_s", "spread")} | {
+            "of_bound": statistics.fmean(of_bound), "of_bound_low": min(of_bound),
+            "of_pool": statistics.fmean(of_pool), "of_pool_low": min(of_pool)}
+    return {"pool_share": share, "bound": statistics.fmean(run["bound"] for run in runs), "policies": policies}
+
+
+def table(report: dict[str, Any]) -> "Table":
+    """The means over the seeds."""
+    from rich import box
+    from rich.table import Table
+    shown = Table(box=box.SIMPLE)
+    for column in ("cache", "policy", "hits", "of the bound", "of one pool", "TTFT mean / p99, s", "most computed"):
+        shown.add_column(column, no_wrap=True, justify="left" if column == "policy" else "right")
+    for part in report["summary"]:
+        shown.add_row(f"{part['pool_share']:.0%}", "bound", f"{part['bound']:.1%}")
+        for name, each in part["policies"].items():
+            shown.add_row("", name, f"{each['hit_share']:.1%}", f"{each['of_bound']:.1%}", f"{each['of_pool']:.1%}",
+                          f"{each['mean_ttft_s']:.3f} / {each['p99_ttft_s']:.3f}", f"{each['spread']:.2f}")
+    return shown
+
+
+def picture(report: dict[str, Any], path: Path) -> None:
+    """Hits and the time to the first token over the size of the cache."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    parts = report["summary"]
+    sizes = [part["pool_share"] * 100 for part in parts]
+    figure, (hits, waits) = pyplot.subplots(1, 2, figsize=(10, 4))
+    hits.plot(sizes, [part["bound"] * 100 for part in parts], "k--", label="bound (clairvoyant pool)")
+    for name in parts[0]["policies"]:
+        style = {"color": "0.5", "linestyle": ":"} if name == POOL else {}
+        for axis, key, factor in ((hits, "hit_share", 100), (waits, "mean_ttft_s", 1000)):
+            axis.plot(sizes, [part["policies"][name][key] * factor for part in parts], marker="o", label=name, **style)
+    hits.set_ylabel("prompt tokens that hit, %")
+    hits.set_ylim(0, 100)
+    hits.legend(fontsize=8)
+    waits.set_ylabel("mean time to the first token, ms (simulated)")
+    waits.set_ylim(bottom=0)
+    for axis in (hits, waits):
+        axis.set_xlabel("blocks of all workers, % of the trace's")
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

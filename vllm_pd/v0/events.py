@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The binding of KV events and load figures to the V0 engine: `--kv-events-config`, as upstream's V1 engine has it.
+
+Used whether or not prefills are handed over. Nothing of it runs in the engine's thread but the sink.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import zmq
+from vllm.core.block.prefix_caching_block import PrefixCachingBlockAllocator
+from vllm.distributed.kv_events import EventBatch, EventPublisher, EventPublisherFactory
+from vllm.utils import Device
+
+from vllm_pd.config import PDConfig
+from vllm_pd.errors import ConfigError
+from vllm_pd.events import notice
+from vllm_pd.events.announcer import Announcer
+from vllm_pd.events.messages import EngineLoad, KVEvent
+from vllm_pd.events.side import SidePort
+from vllm_pd.events.sink import BlockSink, Salt
+from vllm_pd.hooks import SETTINGS_KEY
+from vllm_pd.metrics import EventMetrics
+from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.sockets import Waker
+
+if TYPE_CHECKING:
+    from vllm.core.scheduler import Scheduler
+    from vllm.engine.llm_engine import LLMEngine
+    from vllm.sequence import Sequence, SequenceGroup
+
+logger = logging.getLogger("vllm.pd")
+
+
+def attach_events(engine: LLMEngine) -> None:
+    """Publish what this engine's prefix cache holds, and its load, for as long as the engine lives. Raises ConfigError
+    where that can't be."""
+    config = engine.vllm_config
+    events = config.kv_events_config
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline_parallel_size", config.parallel_config.pipeline_parallel_size,
+                          "use 1, or leave out --kv-events-config: each stage batch has a prefix cache of its own")
+    host, keys = _side_host(config.additional_config)
+    try:
+        side = SidePort(f"tcp://{host}:0", keys)
+    except zmq.ZMQError as error:
+        raise ConfigError("bind", host, f"the events' side socket can't listen there: {error}") from error
+    try:
+        publisher = EventPublisherFactory.create(events)
+    except (zmq.ZMQError, ValueError) as error:
+        side.close()
+        raise ConfigError("kv_events_config", f"{events.publisher} at {events.endpoint}",
+                          f"choose a free endpoint, and publisher zmq: {error}") from error
+    scheduler = engine.scheduler[0]
+    waker = Waker()
+    sink = BlockSink(waker.set, explainer(scheduler))
+    announcer = Announcer(sink, config.cache_config.block_size, _publish_to(publisher), load_reader(scheduler),
+                          lambda: not scheduler.running, side, waker,
+                          EventMetrics(engine.model_config.served_model_name))
+    bind_sink(scheduler, sink)
+    announcer.start()
+    file = _leave_notice(config, announcer)
+    weakref.finalize(engine, _shut, announcer, publisher, file)
+    logger.info("KV events at %s, snapshots and load at %s", events.endpoint, announcer.address)
+
+
+def bind_sink(scheduler: Scheduler, sink: BlockSink) -> None:
+    """From now on the scheduler and its device's block allocator tell the sink. Without prefix caching there is
+    nothing to tell."""
+    pool = scheduler.block_manager.block_allocator._allocators[Device.GPU]
+    if isinstance(pool, PrefixCachingBlockAllocator):
+        pool.event_sink = sink
+        scheduler.event_sink = sink
+    else:
+        logger.warning("KV events are on, but prefix caching is off: only the load is told; add "
+                       "--enable-prefix-caching")
+
+
+def load_reader(scheduler: Scheduler) -> Callable[[], EngineLoad]:
+    """For another thread than the engine's: queues are copied in one piece before they are looked through."""
+    total_blocks = scheduler.block_manager.num_total_gpu_blocks
+
+    def read() -> EngineLoad:
+        waiting, running = list(scheduler.waiting), list(scheduler.running)
+        parked = list(scheduler.remote_prefilling.values())
+        sending = list(scheduler.prefill_sending.values())
+        quarantined = list(scheduler.quarantined.values())
+        tables = scheduler.block_manager.block_tables
+        return EngineLoad(
+            running=len(running), waiting=len(waiting), swapped=len(scheduler.swapped),
+            remote_prefilling=len(parked), sending=len(sending), quarantined=len(quarantined),
+            parked_blocks=_blocks(tables, parked), sending_blocks=_blocks(tables, sending),
+            quarantined_blocks=sum(len(table.physical_block_ids) for table in quarantined),
+            used_blocks=total_blocks - min(total_blocks, scheduler.block_manager.get_num_free_gpu_blocks()),
+            total_blocks=total_blocks, queued_prefill_tokens=_queued_tokens(waiting) + _queued_tokens(running))
+
+    return read
+
+
+def _blocks(tables: dict[int, Any], groups: Iterable[SequenceGroup]) -> int:
+    found = (tables.get(group.first_seq.seq_id) for group in groups)
+    return sum(len(table.physical_block_ids) for table in found if table is not None)
+
+
+def _queued_tokens(groups: Iterable[SequenceGroup]) -> int:
+    return sum(seq.get_num_new_tokens() for group in groups for seq in group.seqs if seq.is_prefill())
+
+
+def explainer(scheduler: Scheduler) -> Callable[[int], Salt | None]:
+    """What an extra hash stands for, from whoever has it at present: the allocator knows no more than the number."""
+
+    def explain(extra_hash: int) -> Salt | None:
+        for group in (*scheduler.running, *scheduler.remote_prefilling.values(), *scheduler.prefill_sending.values()):
+            for seq in group.seqs:
+                if seq.extra_hash() == extra_hash:
+                    return _salt(seq, extra_hash)
+        return None
+
+    return explain
+
+
+def _salt(seq: Sequence, extra_hash: int) -> Salt:
+    lora = seq.lora_request
+    return Salt(lora_id=lora.lora_int_id if lora else None, lora_name=lora.lora_name if lora else None,
+                extra=extra_hash if seq.prompt_adapter_id else None, private=seq.cache_salt is not None)
+
+
+def _side_host(additional: Any) -> tuple[str, Keys | None]:
+    """Where the control socket is, if there is one; else nobody but this machine is spoken to."""
+    settings = additional.get(SETTINGS_KEY) if isinstance(additional, dict) else None
+    if settings is None:
+        return "127.0.0.1", None
+    config = PDConfig.parse(settings["kv_role"], settings["extra"])
+    return urlsplit(config.bind).hostname, Keys.load(config.keys) if config.keys is not None else None
+
+
+def _publish_to(publisher: EventPublisher) -> Callable[[list[KVEvent]], None]:
+    return lambda events: publisher.publish(EventBatch(ts=time.time(), events=events))
+
+
+def _leave_notice(config: Any, announcer: Announcer) -> Path | None:
+    try:
+        return notice.leave(config, notice.SideNotice(announcer.address, announcer.epoch))
+    except OSError as error:
+        logger.error("%s can't be told where the side socket is: %s; snapshots and load will not be found",
+                     notice.PATH, error)
+        return None
+
+
+def _shut(announcer: Announcer, publisher: EventPublisher, file: Path | None) -> None:
+    announcer.close()
+    publisher.shutdown()
+    if file is not None:
+        with contextlib.suppress(OSError):
+            file.unlink()
