@@ -10,6 +10,7 @@ from faulty import TOKENS, Fault, serving
 
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Policy
+from vllm_pd.router.workers import Source
 
 TEXTS = [{"choices": [{"text": f" t{number}"}]} for number in range(TOKENS)]
 BEFORE_FIRST = [Fault.HANG_UP, Fault.ERROR, Fault.NOISE, Fault.EMPTY, Fault.EMPTY_STREAM, Fault.ERROR_EVENT]
@@ -148,6 +149,24 @@ async def test_b63_a_wedged_worker_that_has_left_loses_its_requests_too():
         probes = engines[0].probes
         await asyncio.sleep(0.5)
         assert engines[0].probes == probes, "nobody asks for it any more"
+
+
+async def test_one_that_ends_leaves_the_connections_of_the_next_worker_at_its_url():
+    async with serving(1) as (served, [engine]):
+        engine.gap_s = 0.5
+        slow = asyncio.create_task(served.ask())
+        await served.until(lambda: served.worker(engine).flights)
+        served.router.workers.remove(engine.url)
+        served.router.workers.add(engine.url, Source.OPERATOR)
+        await served.until(lambda: served.worker(engine).state.value == "up")
+        engine.gap_s = 0.0
+        assert (await served.ask()).status == 200
+        [idle] = served.router._upstream._idle.values()
+        [connection] = idle
+        assert not slow.done() and (await slow).status == 200
+        assert connection.usable
+        served.router.workers.remove(engine.url)
+        assert not connection.usable
 
 
 async def test_b43_a_worker_that_drains_finishes_what_is_open():

@@ -65,7 +65,7 @@ class Router:
         self._membership = Membership(options, self.workers, self.metrics)
         self.workers.on_join.append(self._prober.watch)
         self.workers.on_leave.append(self._feeds.left)
-        self.workers.on_end += [self._prober.forget, lambda worker: self._upstream.forget(worker.url)]
+        self.workers.on_end += [self._prober.forget, self._ended]
         self._membership.start()
         self._running = True
 
@@ -204,6 +204,11 @@ class Router:
             return True
         given = answers.find(headers, b"authorization") or b""
         return secrets.compare_digest(given, f"Bearer {self.options.api_key}".encode())
+
+    def _ended(self, worker: Worker) -> None:
+        """The connections are the URL's, where another worker may be by now."""
+        if self.workers.get(worker.url) is None:
+            self._upstream.forget(worker.url)
 
     def _came_up(self, worker: Worker) -> None:
         if self._policy.policy is Policy.KV:
