@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from vllm_pd.dp import messages
-from vllm_pd.dp.calls import Calls
+from vllm_pd.dp.calls import Calls, Turns
 from vllm_pd.dp.core import Ask, Coordinator, Known, Participant, Reach
 from vllm_pd.dp.horizon import Meter
 from vllm_pd.dp.interface import Decision
@@ -46,6 +46,21 @@ def test_a_rank_that_has_left_has_no_work():
     rank.leave()
     with pytest.raises(ValueError, match="has left"):
         rank.begin(True, 1, NEXT)
+
+
+def test_others_need_a_rank_that_is_ready_for_a_call_and_rank_0_while_one_is_open():
+    ranks = [Participant(turns=Turns(leads=True)), Participant()]
+    for rank in ranks:
+        rank.hold(9)
+    assert not any(rank.engaged for rank in ranks)
+    ranks[0].advance()
+    ranks[1].told(0, False, calls=ranks[0].turns.known)
+    ranks[1].advance()
+    assert all(rank.engaged for rank in ranks)
+    assert ranks[0].give_up(9)
+    ranks[1].told(0, False, calls=ranks[0].turns.known)
+    ranks[1].advance()
+    assert not any(rank.engaged for rank in ranks)
 
 
 def test_b72_the_coordinator_is_a_register_that_whoever_is_late_can_read():

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from vllm_pd.dp.engine import GroupSettings, settings_of
-from vllm_pd.dp.interface import CallEnd
+from vllm_pd.dp.engine import LINGER_S, EngineSync, GroupSettings, settings_of
+from vllm_pd.dp.interface import CallEnd, Decision
 from vllm_pd.dp.utility import UtilityCalls, name_of
 from vllm_pd.errors import ConfigError
 
@@ -111,3 +111,22 @@ def test_b80_a_wait_that_cannot_be_is_refused():
     """B80: named, with what to take."""
     with pytest.raises(ConfigError, match="call_wait_s=-1"):
         settings_of({"dp_sync": {"call_wait_s": -1}})
+
+
+class Lingering:
+    """A member that no step wants."""
+    engaged = True
+
+    def before_step(self, has_work):
+        return Decision.IDLE
+
+
+def test_an_engine_that_leaves_does_not_end_while_it_is_ready_for_a_call():
+    """Rank 0 may release the call later; the others would then wait in it for this rank."""
+    sync = object.__new__(EngineSync)
+    sync._member, sync._leaving, sync._left = Lingering(), True, True
+    sync._last_due_s = time.monotonic() - 2 * LINGER_S
+    sync.keep_up(None)
+    sync._member.engaged = False
+    with pytest.raises(SystemExit):
+        sync.keep_up(None)

@@ -85,8 +85,13 @@ class Participant(msgspec.Struct):
 
     @property
     def _may_end(self) -> bool:
-        """Whether nobody needs this rank any more, be it for a call: those that are ready for one wait for a word."""
-        return self.over and not self.turns.promised and not (self.turns.leads and self.turns.known.open)
+        """Whether nobody needs this rank any more, be it for a call."""
+        return self.over and not self.engaged
+
+    @property
+    def engaged(self) -> bool:
+        """Whether others can't make a call, or know that it is off, without this rank."""
+        return bool(self.turns.promised) or self.turns.leads and self.turns.known.open
 
     @property
     def move(self) -> Move | None:

@@ -207,7 +207,7 @@ class EngineSync:
             self._engine.abort_requests(list(self._engine.scheduler.requests))
             self._calls.expire()
             self._member.leave()
-        elif now - self._last_due_s > LINGER_S:
+        elif now - self._last_due_s > LINGER_S and not self._member.engaged:
             raise SystemExit
 
     def _abort(self, error: GroupFailed) -> None:

@@ -123,6 +123,10 @@ class Member(Protocol):
         """Whether `before_step(True)` may be called. False while all ranks have to come to rest for a call; then wait
         until this rank is `due`."""
 
+    @property
+    def engaged(self) -> bool:
+        """Whether other ranks can't make a call, or know that it is off, without this rank. It must not end then."""
+
     def leave(self) -> None:
         """This rank will have no work of its own any more. Go on stepping with `before_step(False)` until it says END:
         the others may still need this rank's part of their forwards."""

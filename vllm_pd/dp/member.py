@@ -92,6 +92,12 @@ class BaseMember(ABC):
         with self._lock:
             return self._participant.may_step
 
+    @property
+    def engaged(self) -> bool:
+        """See interface.Member."""
+        with self._lock:
+            return self._participant.engaged
+
     def hold(self, name: int) -> None:
         """See interface.Member."""
         with self._lock:
