@@ -14,6 +14,8 @@ from aiohttp import web
 
 from tests.unit.fake_events import BLOCK_SIZE, TOPIC, FakeEngine
 from vllm_pd.events import messages as m
+from vllm_pd.events import reach
+from vllm_pd.events.notice import EventsNotice
 from vllm_pd.events.subscriber import Subscriber, SubscriberState
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.rpc.keys import Keys
@@ -290,9 +292,100 @@ async def test_b80_an_address_that_is_none_is_said(endpoint, caplog):
 
 
 def test_wildcards_stand_for_the_host_that_was_asked():
-    subscriber = Subscriber("http://10.1.2.3:8000/", PrefixIndex(4), None)
-    assert subscriber._reachable("tcp://*:5557") == "tcp://10.1.2.3:5557"
-    assert subscriber._reachable("tcp://0.0.0.0:5557") == "tcp://10.1.2.3:5557"
-    assert subscriber._reachable("tcp://127.0.0.1:1") == "tcp://127.0.0.1:1"
-    assert subscriber._reachable("ipc:///tmp/x") == "ipc:///tmp/x"
-    assert Subscriber("http://[::1]:8000", PrefixIndex(4), None)._reachable("tcp://[::]:5") == "tcp://[::1]:5"
+    assert reach.seen_from("10.1.2.3", "tcp://*:5557") == "tcp://10.1.2.3:5557"
+    assert reach.seen_from("10.1.2.3", "tcp://0.0.0.0:5557") == "tcp://10.1.2.3:5557"
+    assert reach.seen_from("10.1.2.3", "tcp://127.0.0.1:1") == "tcp://127.0.0.1:1"
+    assert reach.seen_from("10.1.2.3", "ipc:///tmp/x") == "ipc:///tmp/x"
+    assert reach.seen_from("::1", "tcp://[::]:5") == "tcp://[::1]:5"
+
+
+async def test_this_machine_is_told_from_others():
+    assert await reach.is_here("127.0.0.1", 2) and await reach.is_here("localhost", 2)
+    assert not await reach.is_here("192.0.2.1", 2) and not await reach.is_here("nonesuch.invalid", 2)
+
+
+class Elsewhere(Subscriber):
+    """Of an engine on another machine that says what one on this machine says."""
+
+    async def _find(self) -> EventsNotice:
+        return self.told
+
+
+async def test_what_an_engine_elsewhere_keeps_to_its_machine_is_not_looked_for_on_this_one(endpoint, caplog):
+    """Its side socket and its replay are at addresses that here are another engine's, or nobody's."""
+    ours = FakeEngine(endpoint)
+    ours.store(3)
+    index = PrefixIndex(BLOCK_SIZE)
+    subscriber = Elsewhere("http://192.0.2.1:8000", index, None)
+    subscriber.told = EventsNotice(endpoint, BLOCK_SIZE, "tcp://127.0.0.1:1", TOPIC, ours.announcer.address, "e")
+    try:
+        for events in (endpoint, "tcp://192.0.2.1:5557"):
+            subscriber.told = msgspec.structs.replace(subscriber.told, events=events)
+            caplog.clear()
+            subscriber.start()
+            deadline = time.monotonic() + PATIENCE_S
+            while "own machine only" not in caplog.text:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert subscriber.load is None and not index.workers() and not subscriber.counters["snapshots_asked"]
+            await subscriber.close()
+        assert not subscriber.counters["stumbles"] and not subscriber.counters["strangers"]
+    finally:
+        ours.close()
+
+
+async def test_another_engine_at_the_same_port_is_not_taken_for_this_one(endpoint, caplog):
+    """The engine whose front end was asked is gone, and its port is somebody else's by now."""
+    front = Front()
+    other = FakeEngine(endpoint)
+    other.store(3)
+    front.engine = FakeEngine(endpoint + "2")
+    ours, side = front.engine.notice, front.engine.announcer.address
+    front.engine.notice = msgspec.structs.replace(ours, side=other.announcer.address)
+    try:
+        async with watched(front) as (index, subscriber):
+            while not subscriber.counters["strangers"]:
+                await asyncio.sleep(0.01)
+            assert subscriber.load is None and not index.workers()
+            front.engine.store(2)
+            front.engine.notice = msgspec.structs.replace(ours, side=side)
+            await until_right(front, index, subscriber)
+    finally:
+        other.close()
+
+
+async def test_b61_an_engine_that_has_stumbled_is_still_the_same(endpoint):
+    front = Front()
+    engine = front.engine = FakeEngine(endpoint)
+    async with watched(front) as (index, subscriber):
+        engine.store(3)
+        await until_right(front, index, subscriber)
+        searches, publish = subscriber.counters["searches"], engine.announcer._publish
+
+        def stumble(events: list) -> None:
+            engine.announcer._publish = publish
+            raise RuntimeError("once")
+
+        engine.announcer._publish = stumble
+        engine.store(2)
+        await until_right(front, index, subscriber)
+        assert engine.announcer.counters["stumbles"] == 1 and subscriber.counters["restarts"] == 1
+        async with aiohttp.ClientSession() as session:  # one that comes now reads the old notice
+            late = Subscriber(subscriber.worker, PrefixIndex(BLOCK_SIZE), session)
+            late.start()
+            await until_right(front, late._index, late)
+            await late.close()
+        assert not late.counters["strangers"] and subscriber.counters["searches"] == searches
+
+
+async def test_without_events_the_snapshots_do(endpoint):
+    front = Front()
+    front.engine = FakeEngine(endpoint)
+    front.engine.notice = msgspec.structs.replace(front.engine.notice, events="")
+    async with watched(front) as (index, subscriber):
+        front.engine.store(3)
+        await until_right(front, index, subscriber)
+        front.engine.store(3)
+        await until_right(front, index, subscriber)
+        assert not subscriber.counters["stumbles"]

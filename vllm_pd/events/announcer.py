@@ -84,7 +84,7 @@ class Announcer:
             except Exception:
                 logger.exception("the thread that announces KV events stumbled; subscribers will start anew")
                 self.counters["stumbles"] += 1
-                self.epoch = uuid.uuid4().hex
+                self.epoch = f"{m.life_of(self.epoch)}-{self.counters['stumbles']}"
                 self._sink.lose()
                 time.sleep(PAUSE_S)
         try:

@@ -38,6 +38,10 @@ class Lost(Exception):
     """The engine is silent: it has to be found anew."""
 
 
+class Stranger(Lost):
+    """Somebody else, or another life of the engine, is where it was."""
+
+
 class Target(Protocol):
     """What a follower has the index do. A replacement is carried out between two turns of the follower."""
 
@@ -62,10 +66,15 @@ class Follower(Protocol):
 
 
 class SideFollower:
-    """`socket` is a client of the side socket."""
+    """`socket` is a client of the side socket. `epoch` is what the engine's front end says; who has another life is
+    not that engine. None where nobody could say: then whoever is there is. After `behind_s` without the batches that a
+    pulse has told of they are taken to be lost."""
 
-    def __init__(self, socket: zmq.Socket, target: Target, counters: Counter[str], now: float) -> None:
+    def __init__(self, socket: zmq.Socket, target: Target, counters: Counter[str], now: float,
+                 epoch: str | None = None, behind_s: float = BEHIND_S) -> None:
         self.epoch: str | None = None
+        self._behind_s = behind_s
+        self._life = m.life_of(epoch) if epoch is not None else None
         self._socket = socket
         self._target = target
         self._counters = counters
@@ -90,7 +99,7 @@ class SideFollower:
         self._target.apply(self._stream.offer(now, seq, batch, hash(frames[2])))
 
     def turn(self, now: float) -> None:
-        """Read the side socket, and do what is due. Raises Lost where the engine is silent."""
+        """Read the side socket, and do what is due. Raises Lost where the engine is silent, or another one."""
         while (frames := sockets.receive(self._socket)) is not None:
             try:
                 message = m.decode(frames)
@@ -126,6 +135,9 @@ class SideFollower:
         sockets.send(self._socket, m.encode(m.SnapshotRequest(self._number)))
 
     def _pulse(self, now: float, pulse: m.Pulse) -> None:
+        if self._life is not None and m.life_of(pulse.epoch) != self._life:
+            self._counters["strangers" if self.epoch is None else "restarts"] += 1
+            raise Stranger("another engine, or another life of it, is at its side socket")
         self._told_seq = pulse.next_seq
         if pulse.epoch != self.epoch:
             if self.epoch is not None:
@@ -167,7 +179,7 @@ class SideFollower:
             self._behind_since = None
         elif self._behind_since is None:
             self._behind_since = now
-        if self._stream.missed(now) or (behind and now - self._behind_since > BEHIND_S):
+        if self._stream.missed(now) or (behind and now - self._behind_since > self._behind_s):
             self._counters["gaps"] += 1
             self.ask(now)
 

@@ -118,6 +118,12 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Message = Subscribe | SnapshotRequest | Pulse | Snapshot
 
+
+def life_of(epoch: str) -> str:
+    """The engine's life that this epoch is of. It begins a new epoch in the same life where it has stumbled."""
+    return epoch.partition("-")[0]
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 _batch_decoder = msgspec.msgpack.Decoder(EventBatch)

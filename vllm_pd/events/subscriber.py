@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import ipaddress
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -27,7 +25,8 @@ import zmq.asyncio
 
 from vllm_pd.errors import PDError
 from vllm_pd.events import messages as m
-from vllm_pd.events.follow import Blocks, Lost, ReplayFollower, SideFollower, adapter_of
+from vllm_pd.events import reach
+from vllm_pd.events.follow import BEHIND_S, Blocks, Lost, ReplayFollower, SideFollower, Stranger, adapter_of
 from vllm_pd.events.notice import MAX_NOTICE_BYTES, PATH, EventsNotice
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import MAX_FRAME_BYTES, BadFrame
@@ -43,6 +42,7 @@ QUEUED_BATCHES = 20_000
 FIND_S = 2.0  # for an answer to GET /pd/events
 RETRY_MIN_S = 0.25
 RETRY_S = 0.5
+POLLED_S = 1.0  # between snapshots, where there are no events
 REFUSED_RETRY_S = 5.0  # where the engine has no events, or can't be understood
 
 
@@ -152,7 +152,10 @@ class Subscriber:
                     pause_s = REFUSED_RETRY_S
                 else:
                     pause_s = RETRY_MIN_S
-                    await self._follow(notice)
+                    await self._follow(await self._from_here(notice))
+            except Stranger as fault:
+                self._say(str(fault))
+                pause_s = RETRY_MIN_S
             except (Lost, OSError, TimeoutError) as fault:
                 self._say(f"{type(fault).__name__} {fault}".strip())
                 pause_s = min(2 * pause_s, RETRY_S)
@@ -179,6 +182,21 @@ class Subscriber:
             self._say(f"GET {PATH} gave status {answer.status} and no endpoints: is --kv-events-config on?")
         return notice
 
+    async def _from_here(self, notice: EventsNotice) -> EventsNotice:
+        """With its addresses as they are seen from here, and without those that another machine keeps to itself."""
+        host = urlsplit(self.worker).hostname or "127.0.0.1"
+        seen = {name: reach.seen_from(host, address) for name in ("events", "replay", "side")
+                if (address := getattr(notice, name))}
+        local = [name for name, address in seen.items() if sockets.is_local(address)]
+        if local and notice is not self._given and not await reach.is_here(host, FIND_S):
+            self._say(", ".join(f"{name} {seen[name]}" for name in local) + " can be reached on the engine's own "
+                      'machine only and are left out; have it listen elsewhere ("endpoint": "tcp://*:PORT", bind)')
+            seen |= dict.fromkeys(local)
+        if not any(seen.values()):
+            raise PDError("nothing that it tells can be read from here")
+        return EventsNotice(seen.get("events") or "", notice.block_size, seen.get("replay"), notice.topic,
+                            seen.get("side"), notice.epoch)
+
     async def _follow(self, notice: EventsNotice) -> None:
         """Until the engine is lost."""
         context = zmq.Context()
@@ -186,23 +204,25 @@ class Subscriber:
         replay: ReplayFollower | None = None
         line: zmq.Socket | None = None  # on which libzmq says that the connection has ended
         try:
-            events = self._subscription(context, notice)
-            opened.append(events)
             poller = zmq.asyncio.Poller()
-            poller.register(events, zmq.POLLIN)
+            events: zmq.Socket | None = None
+            if notice.events:
+                events = self._subscription(context, notice)
+                opened.append(events)
+                poller.register(events, zmq.POLLIN)
             now = time.monotonic()
             if notice.side is not None:
-                side = sockets.client(context, self._reachable(notice.side), only_connected=False, keys=self._keys)
+                side = sockets.client(context, notice.side, only_connected=False, keys=self._keys)
                 opened.append(side)
                 poller.register(side, zmq.POLLIN)
                 line = side.get_monitor_socket(zmq.EVENT_DISCONNECTED)
                 poller.register(line, zmq.POLLIN)
-                follower: SideFollower | ReplayFollower = SideFollower(side, self, self.counters, now)
+                follower: SideFollower | ReplayFollower = SideFollower(
+                    side, self, self.counters, now, notice.epoch, BEHIND_S if notice.events else POLLED_S)
             else:
                 connect = None
                 if notice.replay is not None:
-                    address = self._reachable(notice.replay)
-                    connect = lambda: sockets.client(context, address, only_connected=False)
+                    connect = lambda: sockets.client(context, notice.replay, only_connected=False)
                 follower = replay = ReplayFollower(connect, self, self.counters, now)
             while True:
                 await poller.poll(TICK_S * 1000)
@@ -219,9 +239,9 @@ class Subscriber:
                 socket.close()
             context.term()
 
-    async def _turn(self, events: zmq.Socket, follower: SideFollower | ReplayFollower) -> None:
+    async def _turn(self, events: zmq.Socket | None, follower: SideFollower | ReplayFollower) -> None:
         for _ in range(MESSAGES_A_TURN):
-            frames = sockets.receive(events)
+            frames = sockets.receive(events) if events is not None else None
             if frames is None:
                 break
             try:
@@ -267,21 +287,11 @@ class Subscriber:
             socket.setsockopt(zmq.RECONNECT_IVL, sockets.RECONNECT_MS)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, sockets.RECONNECT_MAX_MS)
             socket.setsockopt_string(zmq.SUBSCRIBE, notice.topic)
-            socket.connect(self._reachable(notice.events))
+            socket.connect(notice.events)
         except zmq.ZMQError as error:
             socket.close()
             raise PDError(f"{notice.events} can't be subscribed to: {error}") from error
         return socket
-
-    def _reachable(self, address: str) -> str:
-        """Seen from here: an engine that listens everywhere does so where it was asked."""
-        found = re.fullmatch(r"tcp://(.*):(\d+)", address)
-        if found is None:
-            return address
-        host = found.group(1).strip("[]")
-        if host == "*" or _is_everywhere(host):
-            host = urlsplit(self.worker).hostname or "127.0.0.1"
-        return f"tcp://{f'[{host}]' if ':' in host else host}:{found.group(2)}"
 
     def _forget(self) -> None:
         self.state = SubscriberState.SEARCHING
@@ -295,10 +305,3 @@ class Subscriber:
         if text != self._said:
             self._said = text
             logger.warning("events of %s: %s", self.worker, text)
-
-
-def _is_everywhere(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
