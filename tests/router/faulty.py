@@ -40,7 +40,8 @@ class Fault(Enum):
 
 
 class FaultyEngine:
-    """`fault` is what requests get, `sick` what probes get; either may be changed at any time. Counts both."""
+    """`fault` is what requests get, `sick` what probes get; either may be changed at any time. Counts both. A request
+    with "poison" in it gets a 500 whatever they are."""
 
     def __init__(self, model: str = "m") -> None:
         self.fault = self.sick = Fault.NONE
@@ -95,7 +96,8 @@ class FaultyEngine:
         self.probes += probe
         if not probe:
             self.asked.append((target, headers, body))
-        return await self._do(self.sick if probe else self.fault, json.loads(body or b"{}"), reader, writer)
+        fault = self.sick if probe else Fault.ERROR if b"poison" in body else self.fault
+        return await self._do(fault, json.loads(body or b"{}"), reader, writer)
 
     async def _do(self, fault: Fault, asked: dict, reader, writer) -> bool:
         match fault:

@@ -234,6 +234,54 @@ async def test_b63_one_that_passes_probes_and_fails_requests_gets_fewer_and_fewe
         assert asked > 50 and 2 <= len(engines[0].asked) <= 8  # at 0, 0, 0.1, 0.3, 0.7 s
 
 
+async def test_b63_a_request_that_no_worker_can_answer_takes_none_out():
+    async with serving(4) as (served, engines):
+        over = False
+
+        async def poison():
+            while not over:
+                assert (await served.ask(prompt="poison")).status == 500
+
+        poisoning = asyncio.gather(*(poison() for _ in range(4)))
+        for _ in range(100):
+            assert (await served.ask()).status == 200
+        over = True
+        await poisoning
+        await served.until(lambda: served.router.workers.counts() == {"up": 4})
+        assert not any(worker.strikes for worker in served.router.workers)
+
+
+async def test_b63_the_last_worker_that_works_stays_unless_its_probe_fails():
+    async with serving(1) as (served, [engine]):
+        probes = engine.probes
+        assert (await served.ask(prompt="poison")).status == 500
+        assert served.worker(engine).state.value == "up"
+        await served.until(lambda: engine.probes == probes + 1)
+        assert (await served.ask()).status == 200
+        served.worker(engine)._doubted_s = 0.0  # it was not just now
+        engine.fault = engine.sick = Fault.ERROR
+        assert (await served.ask()).status == 500
+        await served.until(lambda: served.worker(engine).state.value == "down")
+
+
+async def test_b63_workers_that_answer_500_where_another_one_does_not_are_out():
+    async with serving(3) as (served, engines):
+        engines[0].fault = engines[1].fault = Fault.ERROR
+        for engine in engines[:2]:
+            engine.sick = Fault.HANG  # so that it is the request that decides
+        assert (await served.ask()).json["from"] == engines[2].port
+        assert [worker.state.value for worker in served.router.workers] == ["down", "down", "up"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_b63_what_needs_no_step_of_the_engine_takes_no_worker_out(path):
+    async with serving(3) as (served, engines):
+        assert (await served.ask(path=path, prompt="poison")).status == 500
+        assert served.router.workers.counts() == {"up": 3}
+        assert not sum(served.count("vllm:pd_router_worker_failures_total", worker=engine.url, kind="server_error")
+                       for engine in engines)
+
+
 async def test_b63_an_engine_without_the_probes_route_is_asked_for_a_completion():
     async with serving(1, up=False, probe_interval_s=0.1) as (served, [engine]):
         engine.generate_route = False

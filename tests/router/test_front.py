@@ -90,6 +90,8 @@ async def test_the_api_key_is_asked_for_as_vllm_does():
             answer = await served.ask(headers=headers)
             assert answer.status == 401 and answer.json == {"error": "Unauthorized"}
             assert (await served.ask(path="/workers", method="GET", headers=headers)).status == 401
+            for path in ("/tokenize", "/detokenize"):
+                assert (await served.ask(path=path, headers=headers)).status == 401
         assert not engine.asked
         assert (await served.ask(headers=key)).status == 200
         assert engine.asked[0][1]["authorization"] == "Bearer secret"

@@ -124,7 +124,7 @@ class Router:
         path, headers = scope["path"], scope["headers"]
         if scope["method"] not in METHODS:
             return await _say(send, answers.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use one of {', '.join(METHODS)}"))
-        if path.startswith("/v1") and scope["method"] != "OPTIONS" and not self._has_key(headers):
+        if scope["method"] != "OPTIONS" and not self._has_key(headers):
             return await _say(send, Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
         body = await _body(receive, self.options.max_body_bytes)
         if body is None:

@@ -5,6 +5,7 @@ A worker that answers requests needs no probe; one that has been silent for `pro
 probe that fails takes it out, and with it every request there that has heard nothing for `probe_timeout_s`, for a
 wedged engine keeps its connections open; but for one that only says that it takes nothing new. One that is out is
 probed at once, because a single request may have been the reason, then after a pause that doubles from probe to probe.
+One that is doubted is probed at once too, and goes on meanwhile.
 One that passes its probes and fails requests again and again has to wait longer each time as well.
 """
 import asyncio
@@ -110,10 +111,11 @@ class Prober:
 
     def _silence_left_s(self, worker: Worker) -> float:
         """How much longer it may be silent before it is probed."""
-        return worker.heard_s + self._options.probe_interval_s - worker.now()
+        return 0.0 if worker.doubted else worker.heard_s + self._options.probe_interval_s - worker.now()
 
     async def _probe(self, worker: Worker) -> None:
         began_s, refused = worker.now(), False
+        worker.doubted = False
         try:
             async with asyncio.timeout(self._options.probe_timeout_s):
                 await self._ask(worker)

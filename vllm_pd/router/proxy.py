@@ -66,6 +66,15 @@ class Request:
     generates: bool
     explain: bool = False
     tries: list[dict[str, str]] = field(default_factory=list)
+    suspects: "list[_Suspect]" = field(default_factory=list)
+
+
+@dataclass
+class _Suspect:
+    """A worker that has answered a request with 500; `failure` is what it has been taken out by, None where not."""
+    worker: Worker
+    failure: int | None
+    detail: str
 
 
 class Proxy:
@@ -91,6 +100,7 @@ class Proxy:
             return await self._try_all(request, plan, headers, line)
         finally:
             line.close()
+            self._acquit(request)
 
     async def _try_all(self, request: Request, plan: Plan, headers: Headers, line: "_Line") -> int:
         tried: list[Worker] = []
@@ -144,6 +154,8 @@ class Proxy:
                 fit, whole, first = await self._first(reply)
             generated = request.generates and reply.status == HTTPStatus.OK
             flight.heard(generated)
+            if request.suspects and generated:
+                self._convict(request)
             self._metrics.first_byte_s.observe(self._now() - request.began_s)
             if request.explain:
                 fit += self._explained(choice, request)
@@ -155,11 +167,11 @@ class Proxy:
         except TimeoutError:
             end = None
             failure = TryFailed(Failure.TIMEOUT, f"no answer in {self._options.timeout_s:g} s")
-            self._note(worker, failure)
+            self._note(worker, failure, request)
             raise failure from None
         except TryFailed as failure:
             end = None
-            self._note(worker, failure)
+            self._note(worker, failure, request)
             raise
         except asyncio.CancelledError:
             if not flight.landed():
@@ -247,14 +259,45 @@ class Proxy:
         raise TryFailed(Failure.BUSY if busy else Failure.SERVER_ERROR,
                         f"{reply.status} {bytes(body[:200]).decode(errors='replace')}", answer=answer)
 
-    def _note(self, worker: Worker, failure: TryFailed) -> None:
+    def _note(self, worker: Worker, failure: TryFailed, request: Request) -> None:
         """What a failed try says about the worker."""
         if failure.kind is Failure.BUSY:
             after = answers.find(failure.answer.headers, b"retry-after") if failure.answer is not None else None
             seconds = float(after) if after is not None and after.isdigit() else self._options.retry_after_s
             worker.busy(min(seconds, MAX_PAUSE_S))
+        elif failure.kind is Failure.SERVER_ERROR:
+            self._suspect(worker, str(failure), request)
         else:
             worker.fail(failure.kind, str(failure))
+
+    def _suspect(self, worker: Worker, detail: str, request: Request) -> None:
+        """A 500 is the worker's fault where another one can answer, and the request's where no other can either. The
+        first is out meanwhile, if there are others; all are probed. Without a step of the engine it says nothing."""
+        if not request.generates:
+            return
+        failure = None
+        if request.suspects:
+            self._acquit(request)
+            worker.doubt()
+        elif self._workers.another_up(worker):
+            failure = worker.fail(Failure.SERVER_ERROR, detail)
+        else:
+            worker.doubt()
+        request.suspects.append(_Suspect(worker, failure, detail))
+
+    @staticmethod
+    def _acquit(request: Request) -> None:
+        for suspect in request.suspects:
+            if suspect.failure is not None:
+                suspect.worker.acquit(suspect.failure)
+                suspect.failure = None
+
+    @staticmethod
+    def _convict(request: Request) -> None:
+        for suspect in request.suspects:
+            if suspect.failure is None:
+                suspect.worker.fail(Failure.SERVER_ERROR, suspect.detail)
+        request.suspects.clear()
 
     async def _break_off(self, worker: Worker, line: "_Line", why: str) -> None:
         self._metrics.broken_streams.labels(worker.url).inc()

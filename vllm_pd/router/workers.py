@@ -19,6 +19,7 @@ logger = logging.getLogger("vllm_pd.router")
 
 MAX_WORKERS = 4096
 STRIKE_S = 30.0
+DOUBT_S = 1.0  # between probes that requests are the reason of
 
 
 class WorkerState(Enum):
@@ -98,7 +99,12 @@ class Worker:
         self.flights: set[Flight] = set()
         self.failures = 0  # of probes, in a row
         self.strikes = 0  # how often it was taken out soon after it had been before
+        self.doubted = False  # it is to be probed whatever it has answered
         self._out_s = -math.inf  # when it was taken out last
+        self._doubted_s = -math.inf
+        self._fails = 0
+        self._record = (0, -math.inf)  # strikes and _out_s before it was taken out last
+        self._excusable = False  # whether it is out for no more than answers of 500
         self.busy_until_s = 0.0
         self.now = asyncio.get_running_loop().time
         self.heard_s = self.now()
@@ -123,18 +129,43 @@ class Worker:
         self.state = WorkerState.UP
         self._show()
 
-    def fail(self, kind: Failure, detail: str) -> None:
-        """Out at once; it is probed soon."""
+    def fail(self, kind: Failure, detail: str) -> int:
+        """Out at once; it is probed soon. Returns what `acquit` takes."""
         self.problem = f"{kind.value}: {detail}"[:500]
         self._metrics.failures.labels(self.url, kind.value).inc()
+        self._fails += 1
         if self.state is not WorkerState.DOWN:
             logger.warning("worker %s is out: %s", self.url, self.problem)
             self.failures = 0
+            self._record = (self.strikes, self._out_s)
+            self._excusable = True
             self.strikes = self.strikes + 1 if self.now() < self._out_s + STRIKE_S else 0
             self._out_s = self.now()
             self.wake.set()
+        self._excusable = self._excusable and kind is Failure.SERVER_ERROR
         self.state = WorkerState.DOWN
         self._show()
+        return self._fails
+
+    def acquit(self, failure: int) -> None:
+        """That failure was the request's own, which others could not answer either. Unless something else speaks
+        against the worker it is back, as if nothing had been, but for a probe."""
+        if failure != self._fails or not self._excusable:
+            return
+        self.strikes, self._out_s = self._record
+        if self.state is WorkerState.DOWN:
+            logger.info("worker %s is back: others have no answer to that request either", self.url)
+            self.problem = ""
+            self.state = WorkerState.UP
+            self._show()
+        self.doubt()
+
+    def doubt(self) -> None:
+        """Have it probed at once, though not time and again."""
+        if self.now() >= self._doubted_s + DOUBT_S:
+            self._doubted_s = self.now()
+            self.doubted = True
+            self.wake.set()
 
     def busy(self, seconds: float) -> None:
         """It has refused a request for want of room, or because it drains."""
@@ -229,6 +260,10 @@ class Workers:
     def any_up(self) -> bool:
         """Whether any worker works at all, full or not."""
         return any(worker.state is WorkerState.UP for worker in self._workers.values())
+
+    def another_up(self, worker: Worker) -> bool:
+        """Whether any other worker works."""
+        return any(one is not worker and one.state is WorkerState.UP for one in self._workers.values())
 
     def _forget(self) -> None:
         for worker in [one for one in self._leaving if not one.flights]:
