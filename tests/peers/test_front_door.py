@@ -70,7 +70,7 @@ async def serving(tmp_path, api_token=None, host="127.0.0.1", **settings):
     app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"]), Route("/health", health),
                             Route("/tokenize", health, methods=["POST"])], middleware=middleware)
     additional = {hooks.SETTINGS_KEY: {"kv_role": "kv_both", "extra": extra, "front": address}}
-    app.state.vllm_config = SimpleNamespace(additional_config=additional)
+    app.state.vllm_config = SimpleNamespace(additional_config=additional, kv_events_config=None)
     on_sigterm = hooks.attach_server(app, server, lambda: stops.append(1))
 
     async def ask(method, path, body=b"", client=HERE, headers=()):
@@ -268,7 +268,7 @@ def test_b50_a_server_without_disaggregation_keeps_its_handler(additional):
 
     app = Starlette()
     assert hooks.attach_server(app, Server(), stop) is stop
-    app.state.vllm_config = SimpleNamespace(additional_config=additional)
+    app.state.vllm_config = SimpleNamespace(additional_config=additional, kv_events_config=None)
     assert hooks.attach_server(app, Server(), stop) is stop
     assert app.user_middleware == []
 
