@@ -379,6 +379,27 @@ async def test_b61_an_engine_that_has_stumbled_is_still_the_same(endpoint):
         assert not late.counters["strangers"] and subscriber.counters["searches"] == searches
 
 
+async def test_a_load_that_cannot_be_read_leaves_the_events_alone(endpoint):
+    front = Front()
+    engine = front.engine = FakeEngine(endpoint)
+    async with watched(front) as (index, subscriber):
+        engine.store(2)
+        await until_right(front, index, subscriber)
+        failing, engine.load = engine.announcer._read_load, m.EngineLoad(running=7, total_blocks=1000)
+        while subscriber.load.running != 7:
+            await asyncio.sleep(0.01)
+        engine.announcer._read_load = lambda: 1 // 0
+        engine.store(2)
+        while engine.announcer.counters["load_failed"] < 3:
+            await asyncio.sleep(0.01)
+        await until_right(front, index, subscriber)
+        assert subscriber.load.running == 7 and subscriber.load_age_s < 2
+        assert not engine.announcer.counters["stumbles"] and not subscriber.counters["restarts"]
+        engine.announcer._read_load, engine.load = failing, m.EngineLoad(running=8)
+        while subscriber.load.running != 8:
+            await asyncio.sleep(0.01)
+
+
 async def test_without_events_the_snapshots_do(endpoint):
     front = Front()
     front.engine = FakeEngine(endpoint)

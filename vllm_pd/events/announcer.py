@@ -30,8 +30,8 @@ PAUSE_S = 0.1  # after a turn that failed
 
 class Announcer:
     """One of an engine; it owns `side` and the thread. `publish` hands a batch to the publisher: it is called with
-    every batch in its order and by nobody else. `read_load` and `is_at_rest` (see `BlockSink.take`) are called in the
-    thread."""
+    every batch in its order and by nobody else. `read_load`, which may fail, and `is_at_rest` (see `BlockSink.take`)
+    are called in the thread."""
 
     def __init__(self, sink: BlockSink, block_size: int, publish: Callable[[list[m.KVEvent]], None],
                  read_load: Callable[[], m.EngineLoad], is_at_rest: Callable[[], bool], side: SidePort,
@@ -100,13 +100,23 @@ class Announcer:
         more = self._side.turn(now, self._journal, self.epoch, self._next_seq)
         if now >= self._next_look or self._side.has_new():
             self._next_look = now + m.PULSE_MIN_S
-            self.load = self._read_load()
+            self._look()
             if (self.load, self._next_seq) != self._told or now >= self._next_pulse or self._side.has_new():
                 self._told = (self.load, self._next_seq)
                 self._next_pulse = now + m.PULSE_S
                 self._side.pulse(m.Pulse(self.epoch, self._next_seq, self._journal.block_size, self.load))
                 self._show()
         return 0.0 if more else max(0.0, self._next_look - time.monotonic())
+
+    def _look(self) -> None:
+        """Read the load while the engine's thread changes it. Where that fails the last one stands: the events have
+        nothing to do with it."""
+        try:
+            self.load = self._read_load()
+        except Exception:
+            self.counters["load_failed"] += 1
+            if self.counters["load_failed"] == 1:
+                logger.exception("the load of this engine could not be read; this is said once and counted")
 
     def _flush(self) -> None:
         ops, everything = self._sink.take(self._is_at_rest)
