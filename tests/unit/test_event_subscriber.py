@@ -16,7 +16,7 @@ from tests.unit.fake_events import BLOCK_SIZE, TOPIC, FakeEngine
 from vllm_pd.events import messages as m
 from vllm_pd.events import reach
 from vllm_pd.events.notice import EventsNotice
-from vllm_pd.events.subscriber import Subscriber, SubscriberState
+from vllm_pd.events.subscriber import POLLED_S, Subscriber, SubscriberState
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.rpc.keys import Keys
 
@@ -400,13 +400,18 @@ async def test_a_load_that_cannot_be_read_leaves_the_events_alone(endpoint):
             await asyncio.sleep(0.01)
 
 
-async def test_without_events_the_snapshots_do(endpoint):
+async def test_without_events_the_snapshots_do(endpoint, caplog):
+    """A publisher that connects to somebody instead of listening. What it says goes nowhere, least of all here."""
     front = Front()
     front.engine = FakeEngine(endpoint)
     front.engine.notice = msgspec.structs.replace(front.engine.notice, events="")
     async with watched(front) as (index, subscriber):
         front.engine.store(3)
         await until_right(front, index, subscriber)
-        front.engine.store(3)
+        asked, began = subscriber.counters["snapshots_asked"], time.monotonic()
+        while time.monotonic() - began < 1.5:
+            front.engine.store(1)
+            await asyncio.sleep(0.02)
         await until_right(front, index, subscriber)
-        assert not subscriber.counters["stumbles"]
+        assert subscriber.counters["snapshots_asked"] - asked <= (time.monotonic() - began) / POLLED_S + 1
+        assert "tcp://*:PORT" in caplog.text and not subscriber.counters["stumbles"]

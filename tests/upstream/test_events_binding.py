@@ -67,6 +67,20 @@ def test_an_engine_leaves_word_of_itself_and_takes_it_back(endpoint, tmp_path):
     assert not list(tmp_path.iterdir()) and notice.find(config).side is None
 
 
+def test_a_publisher_that_connects_is_warned_of_and_nobody_is_sent_to_it(endpoint, caplog, monkeypatch):
+    """Upstream's listens at wildcards only. At the address that it connects to there may be another engine."""
+    port = endpoint.rpartition(":")[2]
+    engine = FakeLLMEngine(events_at(f"tcp://127.0.0.1:{port}"))
+    monkeypatch.setattr(binding.logger, "propagate", True)
+    hooks.attach_engine(engine)
+    assert f"connects to tcp://127.0.0.1:{port}" in caplog.text and "tcp://*:PORT" in caplog.text
+    found = notice.find(engine.vllm_config)
+    assert found.events == "" and found.side
+    listening = binding.zmq.Context.instance().socket(binding.zmq.PUB)
+    listening.bind(endpoint)  # it is free
+    listening.close(linger=0)
+
+
 def test_b80_what_cannot_be_is_refused_by_name(endpoint):
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
         hooks.attach_engine(FakeLLMEngine(events_at(endpoint), stages=2))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd.core.messages import Count, Text
+from vllm_pd.events import reach
 from vllm_pd.rpc.codec import UNREADABLE
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ class SideNotice(msgspec.Struct, frozen=True):
 
 
 class EventsNotice(msgspec.Struct, frozen=True):
-    """The answer to `GET /pd/events`. A host `*` or `0.0.0.0` in an address is the one that was asked. Without `side`
-    (V1) there are no snapshots and no load, only vLLM's events and, with `replay`, its replay of them."""
+    """The answer to `GET /pd/events`. A host `*` or `0.0.0.0` in an address is the one that was asked. `events` is
+    empty where the publisher does not listen but connects to somebody. Without `side` (V1) there are no snapshots and
+    no load, only vLLM's events and, with `replay`, its replay of them."""
     events: Text
     block_size: Count
     replay: Text | None = None
@@ -71,7 +73,8 @@ def find(config: VllmConfig) -> EventsNotice:
     """The answer for the engine with this configuration, as far as it can be known here."""
     events = config.kv_events_config
     side = _read(_path(config))
-    return EventsNotice(events=events.endpoint, replay=events.replay_endpoint, topic=events.topic,
+    return EventsNotice(events=events.endpoint if reach.listens(events.endpoint) else "",
+                        replay=events.replay_endpoint, topic=events.topic,
                         block_size=config.cache_config.block_size or 0, side=side.side if side else None,
                         epoch=side.epoch if side else None)
 

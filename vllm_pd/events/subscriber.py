@@ -185,6 +185,9 @@ class Subscriber:
     async def _from_here(self, notice: EventsNotice) -> EventsNotice:
         """With its addresses as they are seen from here, and without those that another machine keeps to itself."""
         host = urlsplit(self.worker).hostname or "127.0.0.1"
+        if not notice.events:
+            self._say("its publisher does not listen, so a snapshot a second has to do: start it with "
+                      '"endpoint": "tcp://*:PORT" in --kv-events-config')
         seen = {name: reach.seen_from(host, address) for name in ("events", "replay", "side")
                 if (address := getattr(notice, name))}
         local = [name for name, address in seen.items() if sockets.is_local(address)]

@@ -21,7 +21,7 @@ from vllm.utils import Device
 
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
-from vllm_pd.events import notice
+from vllm_pd.events import notice, reach
 from vllm_pd.events.announcer import Announcer
 from vllm_pd.events.messages import EngineLoad, KVEvent
 from vllm_pd.events.side import SidePort
@@ -68,6 +68,9 @@ def attach_events(engine: LLMEngine) -> None:
     announcer.start()
     file = _leave_notice(config, announcer)
     weakref.finalize(engine, _shut, announcer, publisher, file)
+    if not reach.listens(events.endpoint):
+        logger.warning("the publisher of KV events connects to %s and does not listen there, so nobody can subscribe "
+                       'to it: write "endpoint": "tcp://*:PORT" in --kv-events-config', events.endpoint)
     logger.info("KV events at %s, snapshots and load at %s", events.endpoint, announcer.address)
 
 
