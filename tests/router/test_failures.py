@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """B63, B64: workers that refuse, hang, break and lie, and what clients see of it."""
 import asyncio
+import itertools
 import json
 import random
 
@@ -8,6 +9,7 @@ import aiohttp
 import pytest
 from faulty import TOKENS, Fault, serving
 
+from vllm_pd.router.feeds import Progress
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.workers import Source
@@ -192,6 +194,46 @@ async def test_b63_a_slow_worker_that_generates_is_no_wedged_one():
         assert served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="failed") == 0
 
 
+async def test_b63_a_busy_worker_whose_events_go_on_is_not_out_though_nothing_is_heard_for_long():
+    """Answers in one piece, and a queue before the probe: all that shows is what the engine tells of itself."""
+    async with serving(2, probe_interval_s=0.1, probe_timeout_s=0.3) as (served, engines):
+        batches = itertools.count()
+        served.router._feeds.progress_of = lambda url: Progress(next(batches))
+        for engine in engines:
+            engine.sick, engine.gap_s = Fault.HANG, 1.0
+        answers = await asyncio.gather(*(served.ask() for _ in range(4)))
+        assert [answer.status for answer in answers] == [200] * 4
+        assert sum(len(engine.asked) for engine in engines) == 4, "each went to one worker only"
+        assert served.router.workers.counts() == {"up": 2}
+        assert all(served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="inconclusive")
+                   for engine in engines)
+
+
+async def test_b63_events_alone_save_no_worker_for_ever():
+    async with serving(1, probe_interval_s=0.1, probe_timeout_s=0.1) as (served, [engine]):
+        load = itertools.count()
+        served.router._feeds.progress_of = lambda url: Progress(0, (next(load), ))
+        engine.fault = engine.sick = Fault.HANG
+        assert (await asyncio.wait_for(served.ask(), 3)).status == 503
+        assert served.worker(engine).state.value == "down"
+
+
+def test_progress_is_what_changed_and_is_known():
+    assert Progress(1).differs(Progress(2)) and Progress(0, (1, )).differs(Progress(0, (2, )))
+    assert not Progress(1, (1, )).differs(Progress(1, (1, )))
+    assert not Progress(0, None).differs(Progress(0, (1, ))) and not Progress(0, (1, )).differs(Progress())
+
+
+async def test_b63_a_request_that_takes_too_long_at_a_worker_that_generates_is_its_own_affair():
+    async with serving(2, timeout_s=0.5, probe_interval_s=0.1) as (served, engines):
+        for engine in engines:
+            engine.fault = Fault.HANG
+        answer = await served.ask()
+        assert answer.status == 504 and "0.5 s" in answer.json["message"]
+        assert sum(len(engine.asked) for engine in engines) == 1
+        assert served.router.workers.counts() == {"up": 2}
+
+
 async def test_b63_a_worker_that_only_fails_probes_is_out():
     async with serving(2, probe_interval_s=0.1) as (served, engines):
         engines[0].sick = Fault.ERROR
@@ -266,11 +308,12 @@ async def test_b63_the_last_worker_that_works_stays_unless_its_probe_fails():
 
 async def test_b63_workers_that_answer_500_where_another_one_does_not_are_out():
     async with serving(3) as (served, engines):
-        engines[0].fault = engines[1].fault = Fault.ERROR
-        for engine in engines[:2]:
-            engine.sick = Fault.HANG  # so that it is the request that decides
-        assert (await served.ask()).json["from"] == engines[2].port
-        assert [worker.state.value for worker in served.router.workers] == ["down", "down", "up"]
+        good, *bad = sorted(engines, key=lambda engine: engine.url)  # the first turn is the second's
+        for engine in bad:
+            engine.fault, engine.sick = Fault.ERROR, Fault.HANG  # so that it is the request that decides
+        assert (await served.ask()).json["from"] == good.port
+        assert [len(engine.asked) for engine in bad] == [1, 1]
+        assert [served.worker(engine).state.value for engine in (good, *bad)] == ["up", "down", "down"]
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

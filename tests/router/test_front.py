@@ -178,10 +178,12 @@ async def test_a_stock_engines_events_draw_its_prefixes():
                         begin = next(begins)
                         await sent(number, ["BlockStored", [begin], None, [*range(begin, begin + 4)], 4, None])
             held = index.blocks(engines[1].url)
+            before = served.router._feeds.progress_of(engines[1].url)
             for number in range(2):
                 first = 100 * number
                 await sent(number, ["BlockStored", [first + 1, first + 2], None, [*range(first, first + 8)], 4, None])
             await served.until(lambda: index.blocks(engines[1].url) == held + 2)
+            assert before.differs(served.router._feeds.progress_of(engines[1].url))
             for number, engine in ((0, engines[0]), (1, engines[1])) * 2:
                 assert await chosen([*range(100 * number, 100 * number + 10)]) == (engine.url, "2/2")
             await sent(1, ["BlockRemoved", [102]])

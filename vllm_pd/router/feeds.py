@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import aiohttp
 import msgspec
@@ -34,6 +34,17 @@ class _Events(msgspec.Struct):
     block_size: Annotated[int, msgspec.Meta(ge=1)]
 
 
+class Progress(NamedTuple):
+    """What shows that an engine computes, as it was at one time."""
+    batches: int = 0  # of events
+    work: tuple[int, ...] | None = None  # what changes of its load from step to step; None where unknown
+
+    def differs(self, later: Progress) -> bool:
+        """Whether it has computed meanwhile."""
+        return later.batches != self.batches or (self.work is not None and later.work is not None
+                                                 and later.work != self.work)
+
+
 class Feeds:
     """Belongs to the router's event loop."""
 
@@ -54,6 +65,15 @@ class Feeds:
         """What the worker last said of its load, and how long ago in seconds."""
         subscriber = self._subscribers.get(url)
         return (None, math.inf) if subscriber is None else (subscriber.load, subscriber.load_age_s)
+
+    def progress_of(self, url: str) -> Progress:
+        """How far the worker has come."""
+        subscriber = self._subscribers.get(url)
+        if subscriber is None:
+            return Progress()
+        load = subscriber.load
+        return Progress(subscriber.counters["batches"], None if load is None else (
+            load.running, load.used_blocks, load.queued_prefill_tokens))
 
     def came_up(self, worker: Worker) -> None:
         """Subscribe to it, if it has events and nobody has yet."""

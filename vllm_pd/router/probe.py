@@ -2,8 +2,10 @@
 """Finding out whether a worker generates: one token through the path that requests take.
 
 A worker that answers requests needs no probe; one that has been silent for `probe_interval_s` gets one, idle or not. A
-probe that fails takes it out, and with it every request there that has heard nothing for `probe_timeout_s`, for a
-wedged engine keeps its connections open; but for one that only says that it takes nothing new. One that is out is
+probe waits its turn in the engine. As long as requests there get tokens, or its events and load show that it computes,
+one without a token after `probe_timeout_s` says nothing and waits on, up to `PATIENCE` times that long. A probe that
+fails takes the worker out, and with it every request there that has heard nothing for `probe_timeout_s`, for a wedged
+engine keeps its connections open; but for one that only says that it takes nothing new. One that is out is
 probed at once, because a single request may have been the reason, then after a pause that doubles from probe to probe.
 One that is doubted is probed at once too, and goes on meanwhile.
 One that passes its probes and fails requests again and again has to wait longer each time as well.
@@ -18,6 +20,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from vllm_pd.router.feeds import Progress
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.workers import Failure, Worker, WorkerState
 
@@ -26,6 +29,7 @@ logger = logging.getLogger("vllm_pd.router")
 GENERATE_PATH = "/health_generate"
 MAX_BODY_BYTES = 1 << 20
 MAX_STRIKE_S = 2.0
+PATIENCE = 4
 _ONE_TOKEN = {"prompt": "a", "max_tokens": 1, "temperature": 0}
 
 
@@ -59,11 +63,12 @@ class Prober:
     """One task per worker, from `watch` to `forget`. `on_good` is told of each worker that has come up."""
 
     def __init__(self, options: RouterOptions, session: aiohttp.ClientSession, on_good: Callable[[Worker], None],
-                 count: Callable[[str, str], None]) -> None:
+                 count: Callable[[str, str], None], progress_of: Callable[[str], Progress]) -> None:
         self._options = options
         self._session = session
         self._on_good = on_good
         self._count = count
+        self._progress_of = progress_of
         self._tasks: dict[Worker, asyncio.Task] = {}
         key = options.key_for_workers
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -117,16 +122,20 @@ class Prober:
         began_s, refused = worker.now(), False
         worker.doubted = False
         try:
-            async with asyncio.timeout(self._options.probe_timeout_s):
-                await self._ask(worker)
+            async with asyncio.timeout(PATIENCE * self._options.probe_timeout_s) as limit:
+                watch = _Watch(worker, limit, self._options.probe_timeout_s, self._progress_of, self._count)
+                try:
+                    await self._ask(worker)
+                finally:
+                    watch.end()
             problem = None
         except ProbeFailed as error:
             problem, refused = str(error), error.refused
         except TimeoutError:
-            problem = f"no token in {self._options.probe_timeout_s:g} s"
-            if worker.state is WorkerState.UP and worker.heard_s > began_s:
-                self._count(worker.url, "inconclusive")  # slow, but it generates
+            if worker.heard_s > worker.now() - self._options.probe_timeout_s:
+                self._count(worker.url, "inconclusive")
                 return
+            problem = f"no token in {worker.now() - began_s:.3g} s"
         except Exception as error:  # whatever a worker's answer does to us, it is one that does not work
             problem = repr(error)
         if problem is None:
@@ -194,6 +203,36 @@ class Prober:
             while len(found) < MAX_BODY_BYTES and (chunk := await response.content.readany()):
                 found += chunk
             return response.status, bytes(found)
+
+
+class _Watch:
+    """Of a probe that waits: gives it up by `limit` when the worker has shown nothing for so long."""
+
+    def __init__(self, worker: Worker, limit: asyncio.Timeout, period_s: float, progress_of: Callable[[str], Progress],
+                 count: Callable[[str, str], None]) -> None:
+        self._worker = worker
+        self._limit = limit
+        self._period_s = period_s
+        self._progress_of = progress_of
+        self._count = count
+        self._loop = asyncio.get_running_loop()
+        self._begin()
+
+    def end(self) -> None:
+        """The probe has ended."""
+        self._timer.cancel()
+
+    def _begin(self) -> None:
+        self._began_s = self._worker.now()
+        self._progress = self._progress_of(self._worker.url)
+        self._timer = self._loop.call_later(self._period_s, self._look)
+
+    def _look(self) -> None:
+        if self._worker.heard_s > self._began_s or self._progress.differs(self._progress_of(self._worker.url)):
+            self._count(self._worker.url, "inconclusive")
+            self._begin()
+        else:
+            self._limit.reschedule(self._loop.time())
 
 
 def _require_token(path: str, status: int, body: bytes) -> None:

@@ -119,6 +119,8 @@ class Proxy:
                 worker.tries(failure.kind.value).inc()
                 request.tries.append({"worker": worker.url, "failed": failure.kind.value})
                 last = failure.answer if failure.answer is not None else last
+                if failure.final:
+                    break
         return await self._give_up(request, bool(tried), last, line)
 
     async def _give_up(self, request: Request, tried: bool, last: Answer | None, line: "_Line") -> int:
@@ -166,7 +168,11 @@ class Proxy:
             return reply.status
         except TimeoutError:
             end = None
-            failure = TryFailed(Failure.TIMEOUT, f"no answer in {self._options.timeout_s:g} s")
+            why = f"no answer in {self._options.timeout_s:g} s"
+            if worker.heard_s > flight.began_s:  # it is this request that takes so long, there or elsewhere
+                raise TryFailed(Failure.TIMEOUT, why, answer=answers.refusal(HTTPStatus.GATEWAY_TIMEOUT, why),
+                                final=True) from None
+            failure = TryFailed(Failure.TIMEOUT, why)
             self._note(worker, failure, request)
             raise failure from None
         except TryFailed as failure:

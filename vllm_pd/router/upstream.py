@@ -28,10 +28,13 @@ MAX_HEAD_BYTES = 1 << 16
 
 class TryFailed(Exception):
     """No answer came from this worker. `stale`: on a connection that had been used before and may have been closed
-    meanwhile, so that it says nothing about the worker. `answer`: what it said instead, where it said something."""
+    meanwhile, so that it says nothing about the worker. `answer`: what it said instead, where it said something.
+    `final`: the request is not to be tried elsewhere."""
 
-    def __init__(self, kind: Failure, detail: str, stale: bool = False, answer: Answer | None = None) -> None:
+    def __init__(self, kind: Failure, detail: str, stale: bool = False, answer: Answer | None = None,
+                 final: bool = False) -> None:
         super().__init__(detail)
+        self.final = final
         self.kind = kind
         self.stale = stale
         self.answer = answer

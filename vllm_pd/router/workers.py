@@ -58,7 +58,7 @@ class Flight:
 
     def __init__(self, worker: "Worker") -> None:
         self.worker = worker
-        self.heard_s = worker.now()
+        self.heard_s = self.began_s = worker.now()
         self.interruption: Interruption | None = None
         self._task = asyncio.current_task()
 
