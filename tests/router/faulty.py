@@ -24,6 +24,7 @@ class Fault(Enum):
     NONE = auto()
     HANG = auto()  # accepts and says nothing
     HANG_UP = auto()  # closes the connection without a word
+    DIE_LATER = auto()  # the same after 0.6 s
     ERROR = auto()  # 500
     NOISE = auto()  # an answer that is not HTTP
     EMPTY = auto()  # 200 and no body, in one piece
@@ -104,6 +105,9 @@ class FaultyEngine:
             case Fault.HANG:
                 return await self._stay_silent(reader)
             case Fault.HANG_UP:
+                return False
+            case Fault.DIE_LATER:
+                await asyncio.sleep(0.6)
                 return False
             case Fault.NOISE:
                 writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")

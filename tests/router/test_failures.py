@@ -405,6 +405,28 @@ async def test_an_idle_connection_that_the_worker_closed_is_no_failure():
         assert served.count("vllm:pd_router_worker_failures_total", worker=engine.url, kind="broken") == 0
 
 
+async def test_b64_a_worker_that_dies_of_a_request_does_not_get_it_again():
+    async with serving(2) as (served, engines):
+        await asyncio.gather(*(served.ask() for _ in range(4)))  # leaves idle connections
+        for engine in engines:
+            engine.asked.clear()
+            engine.fault = Fault.DIE_LATER
+        assert (await served.ask()).status in (502, 503)
+        assert [len(engine.asked) for engine in engines] == [1, 1]
+        assert not sum(served.count("vllm:pd_router_tries_total", worker=engine.url, outcome="stale")
+                       for engine in engines)
+
+
+async def test_b64_a_request_is_sent_three_times_at_most_idle_connections_included():
+    async with serving(4) as (served, engines):
+        await asyncio.gather(*(served.ask() for _ in range(8)))
+        for engine in engines:
+            engine.asked.clear()
+            engine.fault = Fault.HANG_UP
+        assert (await served.ask()).status == 502
+        assert sorted(len(engine.asked) for engine in engines) == [0, 0, 1, 2]
+
+
 async def test_b63_b64_random_faults_under_load():
     """Whatever workers do, as long as one is well every client gets a whole answer, or hears that it is not whole."""
     rng = random.Random(7)

@@ -132,6 +132,21 @@ async def test_a_connection_that_ended_meanwhile_is_told_from_a_worker_that_hang
         assert caught.value.kind is Failure.BROKEN and caught.value.stale
 
 
+@pytest.mark.parametrize("when, stale", [("late", False), ("after a byte", False), ("at once", True)])
+async def test_b64_only_an_early_end_without_a_byte_says_nothing_of_the_worker(monkeypatch, when, stale):
+    if when == "late":
+        monkeypatch.setattr(upstream, "STALE_S", 0.02)
+    async with answering(SIZED, b"HTTP" if when == "after a byte" else b"") as (client, url, _):
+        await get(client, url)
+        idle = next(iter(client._idle.values()))[0]
+        send = asyncio.ensure_future(client.send(b"GET", url, b"/", [], b""))
+        await asyncio.sleep(0.1)
+        idle.connection_lost(ConnectionResetError())
+        with pytest.raises(TryFailed) as caught:
+            await asyncio.wait_for(send, 5)
+        assert caught.value.stale is stale
+
+
 async def test_b81_whatever_comes_is_an_answer_or_an_error():
     rng = random.Random(11)
     answers = [rng.randbytes(rng.randrange(1, 200)) for _ in range(40)]

@@ -50,6 +50,7 @@ class Broken(Exception):
 class End(Enum):
     """How a try ended; the label of its counter. The failures have those of `Failure`."""
     ANSWERED = "answered"
+    STALE = "stale"
     BROKEN_LATER = "broken_later"
     CLIENT_GONE = "client_gone"
 
@@ -66,6 +67,7 @@ class Request:
     generates: bool
     explain: bool = False
     tries: list[dict[str, str]] = field(default_factory=list)
+    resent: int = 0  # tries that a connection that had been closed has cost
     suspects: "list[_Suspect]" = field(default_factory=list)
 
 
@@ -105,7 +107,7 @@ class Proxy:
     async def _try_all(self, request: Request, plan: Plan, headers: Headers, line: "_Line") -> int:
         tried: list[Worker] = []
         last: Answer | None = None
-        while len(tried) < MAX_TRIES:
+        while len(tried) + request.resent < MAX_TRIES:
             placed = self._placer.place(plan, tried)
             if placed is None:
                 break
@@ -203,12 +205,16 @@ class Proxy:
                 worker.tries(end.value).inc()
 
     async def _open(self, worker: Worker, request: Request, headers: Headers) -> Reply:
-        """The head of an answer. A connection that was closed while nobody used it is no fault of the worker's."""
-        try:
-            return await self._upstream.send(request.method, worker.url, request.target, headers, request.body)
-        except TryFailed as failure:
-            if not failure.stale:
-                raise
+        """The head of an answer. A connection that was closed while nobody used it is no fault of the worker's, but it
+        is a try: the request may have got there. The last try takes a new one."""
+        if len(request.tries) + request.resent < MAX_TRIES - 1:
+            try:
+                return await self._upstream.send(request.method, worker.url, request.target, headers, request.body)
+            except TryFailed as failure:
+                if not failure.stale:
+                    raise
+            request.resent += 1
+            worker.tries(End.STALE.value).inc()
         return await self._upstream.send(request.method, worker.url, request.target, headers, request.body, fresh=True)
 
     async def _first(self, reply: Reply) -> tuple[Headers, bool, bytes]:

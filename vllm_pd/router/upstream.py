@@ -24,6 +24,7 @@ KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM's server hangs up
 MAX_IDLE = 256  # connections to one worker
 MAX_BUFFERED_BYTES = 1 << 18  # that have come and nobody has fetched; then the worker has to wait
 MAX_HEAD_BYTES = 1 << 16
+STALE_S = 0.5  # from sending to the news that the connection had been closed before
 
 
 class TryFailed(Exception):
@@ -145,6 +146,7 @@ class _Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._head_bytes = 0
         self._lost = False
+        self.silent = True  # since the last request
 
     @property
     def usable(self) -> bool:
@@ -156,6 +158,7 @@ class _Connection(asyncio.Protocol):
         self._reply = reply = Reply(self)
         self._headers = []
         self._head_bytes = 0
+        self.silent = True
         self._transport.write(head + body if len(body) < MAX_HEAD_BYTES else head)
         if len(body) >= MAX_HEAD_BYTES:
             self._transport.write(body)
@@ -181,6 +184,7 @@ class _Connection(asyncio.Protocol):
         if self._reply is None:  # nobody has asked
             self.abort()
             return
+        self.silent = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -254,11 +258,14 @@ class Upstream:
         reused = connection is not None
         if connection is None:
             connection = await self._connect(origin)
+        now_s = asyncio.get_running_loop().time
+        sent_s = now_s()
         reply = connection.request(_head(method, origin, target, headers, body), body)
         try:
             await reply.head()
         except StreamBroken as broken:
-            raise TryFailed(Failure.BROKEN, str(broken), stale=reused) from broken
+            stale = reused and connection.silent and now_s() < sent_s + STALE_S
+            raise TryFailed(Failure.BROKEN, str(broken), stale) from broken
         except asyncio.CancelledError:
             reply.close()
             raise
