@@ -37,9 +37,18 @@ PATIENCE_S = 20.0
 
 
 def publisher_at(events: str, replay: str | None, **options) -> upstream.ZmqEventPublisher:
-    """As `--kv-events-config` makes it."""
-    return upstream.EventPublisherFactory.create(KVEventsConfig(
-        enable_kv_cache_events=True, publisher="zmq", endpoint=events, replay_endpoint=replay, topic=TOPIC, **options))
+    """As `--kv-events-config` makes it. A socket that was closed at the address a moment ago may still be there: libzmq
+    closes in a thread of its own."""
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=events, replay_endpoint=replay,
+                            topic=TOPIC, **options)
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return upstream.EventPublisherFactory.create(config)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 @pytest.fixture
