@@ -191,6 +191,22 @@ class LeavesAfterItsPromise(ShmModel):
         return super().begin(state, rank)
 
 
+class WatchesNoCall(ShmModel):
+    """The watch ends when a call is released, as if all ranks had made it."""
+
+    def watched(self, state: State) -> bool:
+        calls, step = state.ranks[0].known[3], max(rank.known[0] for rank in state.ranks)
+        return calls.open or not all(self.done(rank, step, 0) for rank in state.ranks)
+
+
+class MissesNobodyWhoHasLeft(ShmModel):
+    """When all have left, a rank that dies in a call, or rank 0 before one is decided about, counts as done."""
+
+    def may_be_dead(self, state: State, rank: Rank) -> bool:
+        step = max(other.known[0] for other in state.ranks)
+        return all(other.known[1] for other in state.ranks) and self.done(rank, step, 0)
+
+
 class GivesUpAfterItsPromise(RpcModel):
     """A rank that is ready for a call gives it up by its own clock."""
 

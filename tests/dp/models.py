@@ -30,6 +30,7 @@ class At(IntEnum):
     DEAD = 8
     TURN = 9  # has read what there is to know about calls by shared memory
     CALL = 10  # in a call that all ranks make, and which waits for all
+    STOPPED = 11  # lives, and does nothing ever again
 
 
 class Rank(NamedTuple):
@@ -44,7 +45,7 @@ class Rank(NamedTuple):
     paused: bool = False
     says: tuple = ()
     tells: tuple = ()
-    known: tuple = (0, -1, 0, False, False, 0, Calls())
+    known: tuple = (0, -1, 0, False, False, 0, 0, Calls())
     here: bool = False
     latch: bool = False
     bells: int = 0  # yet to be rung by it, of the other ranks (shared memory)
@@ -62,6 +63,7 @@ class Spare(NamedTuple):
     crashes: int = 0
     calls: int = 0  # for all ranks
     lone_calls: int = 0  # for one
+    stops: int = 0
 
 
 class State(NamedTuple):
@@ -119,7 +121,7 @@ class LoopModel:
             if alike in seen:  # what it does is what its twin does
                 continue
             seen.add(alike)
-            if rank.at is At.DEAD:
+            if rank.at in (At.DEAD, At.STOPPED):
                 continue
             for what, after in self.of(state, index, rank):
                 yield f"{index} {what}", self.sorted(after)
@@ -138,6 +140,9 @@ class LoopModel:
             yield from self.loop(state, index, rank)
         if state.spare.crashes:
             yield "crashes", self.crash(state, index, rank)
+        if state.spare.stops and rank.at is not At.ENDED:
+            stopped = rank._replace(at=At.STOPPED, made=self.made(rank))
+            yield "stops", put(state, index, stopped, spare=less(state.spare, "stops"))
 
     def from_outside(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """Requests come and go."""
@@ -188,7 +193,10 @@ class LoopModel:
                     yield from self.decide(state, index, rank)
             case At.CALL:
                 if not self.setting.collective or all(len(other.made) >= len(rank.made) for other in state.ranks):
-                    yield "has made a call", put(state, index, rank._replace(at=At.LOOP))
+                    participant = Participant(*rank.participant)
+                    participant.made()
+                    back = rank._replace(participant=astuple(participant), at=At.LOOP)
+                    yield "has made a call", put(state, index, back)
             case At.FORWARD | At.DUMMY:
                 step = rank.participant[0]
                 if all(other.participant[0] >= step for other in state.ranks):
@@ -257,8 +265,20 @@ class LoopModel:
 
     def crash(self, state: State, index: int, rank: Rank) -> State:
         """The process is gone, with all that was on its way to it."""
-        dead = Rank(rank.participant, At.DEAD, known=rank.known, here=rank.here)
+        dead = Rank(rank.participant, At.DEAD, known=rank.known, here=rank.here, made=self.made(rank))
         return put(state, index, dead, spare=less(state.spare, "crashes"))
+
+    def made(self, rank: Rank) -> tuple:
+        """The calls that the others need not wait for it in."""
+        return rank.made[:-1] if rank.at is At.CALL else rank.made
+
+    def at_rest(self, rank: Rank) -> bool:
+        """Whether a rank waits for nobody; a call that it alone holds it gives up by its own clock."""
+        return rank.at is At.GET and not rank.work and not Participant(*rank.participant).turns.promised
+
+    def done(self, rank: Rank, step: int, released: int) -> bool:
+        """Whether a rank has ended all forwards and calls."""
+        return rank.participant[1] >= step and Participant(*rank.participant).done >= released
 
     def check(self, state: State) -> str | None:
         """See Model."""
@@ -279,6 +299,10 @@ class LoopModel:
             if all(rank.at in (At.FAILED, At.ENDED) for rank in living):
                 return None
             return f"a rank hangs after a death: {[rank.at.name for rank in state.ranks]}"
+        if any(rank.at is At.STOPPED for rank in living):
+            if all(rank.at in (At.STOPPED, At.FAILED, At.ENDED) or self.at_rest(rank) for rank in living):
+                return None
+            return f"a rank hangs beside one that is stopped: {[rank.at.name for rank in state.ranks]}"
         if len({rank.participant[0] for rank in state.ranks}) > 1:
             return f"unequal numbers of forwards: {[rank.participant[0] for rank in state.ranks]}"
         rest = At.ENDED if all(Participant(*rank.participant).left for rank in state.ranks) else At.GET
@@ -307,11 +331,13 @@ class RpcModel(LoopModel):
         return super().sorted(state._replace(ranks=tuple(self.tidied(rank) for rank in state.ranks)))
 
     def tidied(self, rank: Rank) -> Rank:
-        """Less to tell apart. What nobody would act upon is left out: the number of forwards ended goes with a rank's
-        words for the watch only, and who has heard what matters only where words are lost. And a message that changes
-        nothing now never will, as all numbers only grow: it may as well have arrived."""
-        local, ended, agreed, confirmed, left, left_heard, over, turns, told_calls, told_ready = rank.participant
-        says = tuple((asked, known if self.lossy else -1, 0, *rest) for asked, known, _, *rest in rank.says)
+        """Less to tell apart. What nobody would act upon is left out: the numbers of forwards and calls ended go with a
+        rank's words for the watch only, and who has heard what matters only where words are lost. And a message that
+        changes nothing now never will, as all numbers only grow: it may as well have arrived."""
+        (local, ended, agreed, confirmed, left, left_heard, over, turns, told_calls, told_ready,
+         calling) = rank.participant
+        says = tuple((asked, known if self.lossy else -1, 0, *left_over, ready, 0, calls, answer)
+                     for asked, known, _, *left_over, ready, _, calls, answer in rank.says)
         known = rank.known if self.lossy else (rank.known[0], -1, 0, rank.known[3], False, *rank.known[5:])
         if not self.lossy:
             confirmed, told_calls, told_ready = agreed, turns.known, turns.ready
@@ -321,14 +347,15 @@ class RpcModel(LoopModel):
         tells = tuple(told for told in rank.tells if not self.drops or told == "fault" or told[-1] or told[0] > agreed
                       or told[0] > confirmed or told[1] > over or told[2] > left_heard or told[4] > told_ready
                       or told_calls.merged(told[3]) != told_calls)
-        participant = (local, ended, agreed, confirmed, left, left_heard, over, turns, told_calls, told_ready)
+        participant = (local, ended, agreed, confirmed, left, left_heard, over, turns, told_calls, told_ready,
+                       calling)
         return rank._replace(participant=participant, known=known, says=says, tells=tells)
 
     def join(self, rank: Rank) -> Rank:
         if not self.setting.joined:
             return say(rank, answer=True)
         participant = astuple(replace(Participant(*rank.participant), confirmed=0))
-        return rank._replace(here=True, known=(0, 0, 0, False, False, 0, Calls()), participant=participant)
+        return rank._replace(here=True, known=(0, 0, 0, False, False, 0, 0, Calls()), participant=participant)
 
     def turn(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         advanced = self.advanced(state, rank)
@@ -387,7 +414,7 @@ class RpcModel(LoopModel):
             return
         coordinator = coordinator_of(state)
         dead = [other for other in state.ranks if other.at is At.DEAD
-                and not (coordinator.over and other.participant[1] >= coordinator.step)]  # those have done their part
+                and not (coordinator.over and self.done(other, coordinator.step, coordinator.calls.released))]
         if dead and not state.fault and index == 0:
             ranks = tuple(one if one.at is At.DEAD else tell(one, "fault") for one in state.ranks)
             yield "finds a rank dead", state._replace(ranks=ranks, fault=True)
@@ -496,15 +523,24 @@ class ShmModel(LoopModel):
             yield "hears its bell", put(state, index, refreshed._replace(ring=False, queue=rank.queue or due))
         if any(other.at is At.DEAD and not self.may_be_dead(state, other) for other in state.ranks):
             yield "finds a rank dead", put(state, index, fail(rank))
+        if any(other.at is At.STOPPED for other in state.ranks) and self.watched(state):
+            yield "finds a rank silent", put(state, index, fail(rank))
+
+    def watched(self, state: State) -> bool:
+        """Whether the watching threads beat: there are steps to run, or a call waits or is under way."""
+        calls, step = state.ranks[0].known[3], max(rank.known[0] for rank in state.ranks)
+        return calls.open or not all(self.done(rank, step, calls.released) for rank in state.ranks)
 
     def crash(self, state: State, index: int, rank: Rank) -> State:
         after = super().crash(state, index, rank)  # a death wakes the watching threads, as a bell does
         return after._replace(ranks=tuple(one if one.at is At.DEAD else one._replace(ring=True) for one in after.ranks))
 
     def may_be_dead(self, state: State, rank: Rank) -> bool:
-        """It has done its part: all leave, and it has ended all forwards."""
-        step = max(other.known[0] for other in state.ranks)
-        return all(other.known[1] for other in state.ranks) and rank.participant[1] >= step
+        """It has done its part: all leave, and it has ended all forwards and calls, with none left to decide about."""
+        calls, step = state.ranks[0].known[3], max(other.known[0] for other in state.ranks)
+        if Participant(*rank.participant).turns.leads and calls.open:
+            return False
+        return all(other.known[1] for other in state.ranks) and self.done(rank, step, calls.released)
 
     def refreshed(self, state: State, rank: Rank) -> Rank:
         """What a rank reads."""

@@ -17,6 +17,8 @@ from vllm_pd.dp.interface import CallEnd, Decision, GroupFailed, Settings
 
 _FORK = multiprocessing.get_context("fork")
 SETTINGS = Settings(timeout_s=1.5, grace_s=0.3, join_s=20.0)
+SLOW_CALL = 8  # takes SLOW_S
+SLOW_S = 2 * SETTINGS.timeout_s
 BOUND_S = 30.0  # far more than any of the above: a machine may be busy
 FAILED = 3
 
@@ -42,8 +44,8 @@ def file_exchange(folder: Path, rank: int, size: int) -> Callable[[bytes], list[
 
 def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], None], report: Callable) -> None:
     """Until END. Reports ("served",) for each request, ("made", name, forwards) for each call, which waits for all as a
-    forward does, ("failed call", name), and, when asked, ("state", counters, cpu_s, switches) and ("given up", whether
-    it was)."""
+    forward does (and before SLOW_CALL ("makes", name)), ("failed call", name), and, when asked, ("state", counters,
+    cpu_s, switches) and ("given up", whether it was)."""
     work: list[int] = []
     while True:
         while not inbox.empty() or not (work and member.may_step) and not member.due:
@@ -62,6 +64,9 @@ def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], Non
         while end := member.next_call():
             what, name = end
             if what is CallEnd.MAKE:
+                if name == SLOW_CALL:
+                    report(("makes", name))
+                    time.sleep(SLOW_S)
                 forward()
                 report(("made", name, member.counters.forwards))
             else:

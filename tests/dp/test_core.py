@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from vllm_pd.dp import messages
-from vllm_pd.dp.calls import Calls, Turns
+from vllm_pd.dp.calls import Calls, Move, Turns
 from vllm_pd.dp.core import Ask, Coordinator, Known, Participant, Reach
 from vllm_pd.dp.horizon import Meter
 from vllm_pd.dp.interface import Decision
@@ -61,6 +61,35 @@ def test_others_need_a_rank_that_is_ready_for_a_call_and_rank_0_while_one_is_ope
     ranks[1].told(0, False, calls=ranks[0].turns.known)
     ranks[1].advance()
     assert not any(rank.engaged for rank in ranks)
+
+
+def test_a_call_is_watched_until_the_last_rank_has_made_it():
+    ranks, coordinator = [Participant(turns=Turns(leads=True)), Participant()], Coordinator.of(2)
+
+    def talk():
+        for _ in range(2):
+            for number, rank in enumerate(ranks):
+                coordinator.hear(number, rank.known())
+                rank.told(coordinator.step, coordinator.over, calls=coordinator.calls, ready=rank.turns.ready)
+
+    def turn():
+        talk()
+        return [rank.advance() for rank in ranks]
+
+    for rank in ranks:
+        rank.hold(9)
+    moves = [turn() for _ in range(4)]
+    assert moves[-1] == [(Move.MAKE, 9), None] or moves[-1] == [(Move.MAKE, 9)] * 2
+    talk()
+    assert [rank.called for rank in ranks] == [True, True] and not coordinator.quiet and not coordinator.calls.open
+    assert [coordinator.needs(rank) for rank in range(2)] == [True, True]
+    ranks[0].made()
+    talk()
+    assert not ranks[0].called and not coordinator.needs(0) and coordinator.needs(1) and not coordinator.quiet
+    ranks[1].advance()
+    ranks[1].made()
+    talk()
+    assert not coordinator.needs(1) and coordinator.quiet
 
 
 def test_b72_the_coordinator_is_a_register_that_whoever_is_late_can_read():
@@ -190,7 +219,7 @@ class TestLiveness:
 
 
 DP = b"DP" + bytes((messages.VERSION,))
-SAY = messages.Say(1, Known(5, -1, 3, True, False, 2, Calls(3, 77, 1, 2, 5, 2)), answer=True)
+SAY = messages.Say(1, Known(5, -1, 3, True, False, 2, 1, Calls(3, 77, 1, 2, 5, 2)), answer=True)
 TELL = messages.Tell(5, False, True, Calls(3, 77, 1, 2, 5, 3), 3, False, "why")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dp.rank_process import FAILED, Group
+from tests.dp.rank_process import FAILED, SLOW_CALL, Group
 
 SHM = Path("/dev/shm")
 
@@ -98,6 +98,28 @@ def test_b73_rank_0_stops_while_a_call_waits_and_ends_the_others(make):
     time.sleep(0.2)
     group.signal(0, signal.SIGSTOP)
     assert set(group.exit_codes(1, 2)) <= {FAILED, 1}
+
+
+def test_a_call_may_take_longer_than_a_rank_may_be_silent(make):
+    group = make(3)
+    for rank in range(3):
+        group.ask(rank, "call", SLOW_CALL)
+    group.ask(2, "request", 3)
+    assert len({group.wait(rank, "made")[1:] for rank in range(3)}) == 1
+    group.wait(2, "served")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_b73_a_process_that_stops_in_a_call_ends_the_others(make, victim):
+    """They wait for it in a collective, no step is to be run, and nobody can ask for one."""
+    group = make(3)
+    for rank in range(3):
+        group.ask(rank, "call", SLOW_CALL)
+    for rank in range(3):
+        group.wait(rank, "makes")
+    group.signal(victim, signal.SIGSTOP)
+    others = [rank for rank in range(3) if rank != victim]
+    assert set(group.exit_codes(*others)) <= {FAILED, 1}
 
 
 def test_b71_a_lone_request_costs_no_forward_after_its_last(make):

@@ -131,7 +131,7 @@ def test_b81_b82_noise_and_strangers_get_nothing(make_door):
             stranger.curve_serverkey = key
             stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
         stranger.connect(door.server.address)
-        stranger.send(b"DP\x02whatever")
+        stranger.send(b"DP\x03whatever")
         assert not stranger.poll(300)
         stranger.close()
     context.term()
@@ -143,7 +143,7 @@ def test_b81_a_frame_that_is_none_is_dropped_and_counted(make_door):
     door = make_door(2)
     member = door.member(0)
     member.wait_joined()
-    for frame in (b"", b"DP\x02" + os.urandom(40), rpc_module.encode(rpc_module.Tell(1, False, False)),
+    for frame in (b"", b"DP\x03" + os.urandom(40), rpc_module.encode(rpc_module.Tell(1, False, False)),
                   rpc_module.encode(rpc_module.Say(9, member._participant.known()))):
         member._asking.send(frame)
     wait_for(lambda: door.server.dropped == 4)

@@ -169,12 +169,12 @@ class CoordinatorServer:
                 self._give_up(f"ranks {absent} have not joined within {self._settings.join_s:g} s", now)
             return
         for rank, since in self._lost.items():
-            done = core.over and core.known[rank].ended >= core.step
+            done = core.over and not core.needs(rank)
             if done or rank in self._closed:
                 continue
             if now - since > self.lost_s:
                 return self._give_up(f"rank {rank}: its process has ended or can't be reached", now)
-        needed = [rank for rank in sorted(self._closed) if core.known[rank].ended < core.step]
+        needed = [rank for rank in sorted(self._closed) if core.needs(rank)]
         if needed:
             return self._give_up(f"rank {needed[0]}: it has been shut down while the others still need it", now)
         if core.quiet:

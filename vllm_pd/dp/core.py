@@ -55,18 +55,20 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 class Known(msgspec.Struct, frozen=True, array_like=True):
     """All that a rank ever says. It asks for `asked`, has the coordinator's word for `confirmed` (-1: none yet) and for
     the end of it all (`over`), has ended so many forwards, and with `left` will never ask for more. It is ready for
-    call number `ready`, and of all calls knows `calls`."""
+    call number `ready`, is done with those up to `done`, and of all calls knows `calls`."""
     asked: Count
     confirmed: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
     ended: Count
     left: bool
     over: bool
     ready: Number = 0
+    done: Number = 0
     calls: Calls = Calls()
 
 
 class Participant(msgspec.Struct):
-    """One rank. `turns`: its part in calls; of that the coordinator is known to know `told_calls` and `told_ready`."""
+    """One rank. `turns`: its part in calls; of that the coordinator is known to know `told_calls` and `told_ready`.
+    `calling`: it is in a call."""
     local: int = 0  # forwards begun
     ended: int = 0
     agreed: int = 0
@@ -77,6 +79,7 @@ class Participant(msgspec.Struct):
     turns: Turns = Turns()
     told_calls: Calls = Calls()
     told_ready: int = 0
+    calling: bool = False
 
     @property
     def due(self) -> bool:
@@ -92,6 +95,16 @@ class Participant(msgspec.Struct):
     def engaged(self) -> bool:
         """Whether others can't make a call, or know that it is off, without this rank."""
         return bool(self.turns.promised) or self.turns.leads and self.turns.known.open
+
+    @property
+    def done(self) -> int:
+        """This rank has nothing more to do with calls up to this number: it has made them, or they are off."""
+        return self.turns.ready - (bool(self.turns.promised) or self.calling)
+
+    @property
+    def called(self) -> bool:
+        """Whether a call that all make is still to be made, or to be ended, by this rank."""
+        return self.done < self.turns.known.released
 
     @property
     def move(self) -> Move | None:
@@ -146,7 +159,12 @@ class Participant(msgspec.Struct):
             return None
         before = self.turns
         self.turns = before.moved(move, self.agreed)
+        self.calling = move is Move.MAKE
         return move, before.promised or self.turns.known.name
+
+    def made(self) -> None:
+        """A call that was to be made has ended."""
+        self.calling = False
 
     def give_up(self, name: int) -> bool:
         """The oldest call of that name will not be made, by any rank. False: it may be, so wait."""
@@ -176,7 +194,8 @@ class Participant(msgspec.Struct):
 
     def known(self) -> Known:
         """What to say to the coordinator: to ask, to join, to answer, to leave."""
-        return Known(self.agreed, self.confirmed, self.ended, self.left, self.over, self.turns.ready, self.turns.known)
+        return Known(self.agreed, self.confirmed, self.ended, self.left, self.over, self.turns.ready, self.done,
+                     self.turns.known)
 
 
 _ABSENT = Known(0, -1, 0, False, False)
@@ -203,14 +222,19 @@ class Coordinator(msgspec.Struct):
     def quiet(self) -> bool:
         """Everyone has ended everything and knows all that there is to know, and no call waits for anybody. Nothing
         needs watching."""
-        return all(known.ended >= self.step for known in self.known) and not self.owed() and not self.calls.open
+        return not any(map(self.needs, range(len(self.known)))) and not self.owed() and not self.calls.open
+
+    def needs(self, rank: int) -> bool:
+        """Whether the rank has a forward to end, or a call that all make."""
+        known = self.known[rank]
+        return known.ended < self.step or known.done < self.calls.released
 
     def hear(self, rank: int, said: Known) -> None:
         """A rank speaks. Late and doubled words change nothing, for nothing ever goes back."""
         old = self.known[rank]
         self.known[rank] = Known(max(old.asked, said.asked), max(old.confirmed, said.confirmed),
                                  max(old.ended, said.ended), old.left or said.left, old.over or said.over,
-                                 max(old.ready, said.ready), old.calls.merged(said.calls))
+                                 max(old.ready, said.ready), max(old.done, said.done), old.calls.merged(said.calls))
         self.here[rank] = True
         self.step = max(self.step, said.asked)
         ready = min((known.ready for known in self.known[1:]), default=said.calls.proposed)

@@ -64,6 +64,7 @@ class BaseMember(ABC):
         """See interface.Member."""
         self._raise_error()
         with self._lock:
+            self._ended_call()
             self._refresh()
             participant = self._participant
             early = self._had_work and not has_work and participant.local < participant.agreed
@@ -84,7 +85,7 @@ class BaseMember(ABC):
         self._meter.stepped(time.monotonic() - self._begun_at)
         with self._lock:
             self._participant.end()
-            self._published_end()
+            self._publish_end()
 
     @property
     def may_step(self) -> bool:
@@ -107,6 +108,7 @@ class BaseMember(ABC):
         """See interface.Member."""
         self._raise_error()
         with self._lock:
+            self._ended_call()
             self._refresh()
             while moved := self._participant.advance():
                 move, name = moved
@@ -160,9 +162,15 @@ class BaseMember(ABC):
     def _publish(self, ask: Ask) -> None:
         """Make an ask known. Locked; must not block."""
 
+    def _ended_call(self) -> None:
+        """The engine loop is here, so it is in no call. Locked."""
+        if self._participant.calling:
+            self._participant.made()
+            self._publish_end()
+
     @abstractmethod
-    def _published_end(self) -> None:
-        """A forward has ended. Locked; must not block."""
+    def _publish_end(self) -> None:
+        """A forward has ended, or a call. Locked; must not block."""
 
     @abstractmethod
     def _publish_call(self) -> None:

@@ -14,7 +14,7 @@ from vllm_pd.rpc.codec import BadFrame, FrameFault
 
 Keys = tuple[bytes, bytes]  # CURVE: public, secret
 
-VERSION = 2
+VERSION = 3
 _HEADER = b"DP" + bytes((VERSION,))
 _MAX_BYTES = 4096
 

@@ -65,7 +65,7 @@ class RpcMember(BaseMember):
         self._pending = self._pending or (ask.step, time.monotonic())
         self._say(self._asking)
 
-    def _published_end(self) -> None:
+    def _publish_end(self) -> None:
         pass  # goes with the next word
 
     def _publish_call(self) -> None:
@@ -121,7 +121,8 @@ class RpcMember(BaseMember):
     def _busy(self) -> bool:
         """Locked. There are steps to run, or words to be answered."""
         participant = self._participant
-        return participant.ended < participant.agreed or participant.unanswered or participant.turns.known.open
+        return (participant.ended < participant.agreed or participant.unanswered or participant.turns.known.open
+                or participant.called)
 
     def _connection_changed(self, now: float) -> None:
         while self._monitor.poll(0):

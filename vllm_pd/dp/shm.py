@@ -26,7 +26,7 @@ from vllm_pd.dp.interface import Abort, Settings, Wake
 from vllm_pd.dp.liveness import Liveness
 from vllm_pd.dp.member import BaseMember
 
-_SLOT_WORDS = 8  # a cache line, so that ranks don't disturb each other
+_SLOT_WORDS = 16  # two cache lines, so that ranks don't disturb each other
 _WORD_BYTES = 8
 _LEADER = 0  # the rank that decides about calls
 _ONLY_NEXT = Reach(1, 1)
@@ -42,6 +42,7 @@ class _Word(IntEnum):
     READY = 5  # the call that the rank is ready for; on rank 0 the last dropped
     PROPOSED = 6  # by rank 0: number and name of a call
     RELEASED = 7  # by rank 0: number of a call and the step after which it is made
+    DONE = 8  # the call up to which the rank has nothing more to do with any
 
 
 class _Fault(IntEnum):
@@ -167,8 +168,9 @@ class ShmMember(BaseMember):
         if ask.urgent:
             self.counters.messages += self._board.ring()
 
-    def _published_end(self) -> None:
+    def _publish_end(self) -> None:
         self._board.write(_Word.ENDED, self._participant.ended)
+        self._board.write(_Word.DONE, self._participant.done)
 
     def _publish_call(self) -> None:
         turns = self._participant.turns
@@ -221,7 +223,7 @@ class ShmMember(BaseMember):
             if self.due:
                 self._wake_engine()
             steps = not self._quiet()
-            busy = steps or self._participant.turns.known.open
+            busy = steps or self._called()
             self._board.write(_Word.BEAT, self._board.read(self.rank, _Word.BEAT) + 1)
             self._look(steps, busy)
             # Twice, a beat apart: what another processor has written may be seen in another order.
@@ -232,19 +234,26 @@ class ShmMember(BaseMember):
         ended = self._board.column(_Word.ENDED)
         return min(ended) >= max(self._board.column(_Word.ASKED)) >> 1
 
+    def _called(self) -> bool:
+        """Whether a call waits for someone, or is under way."""
+        calls = self._participant.turns.known
+        return calls.open or min(self._board.column(_Word.DONE)) < calls.released
+
     def _look(self, steps: bool, busy: bool) -> None:
-        """`steps`: there are some to run. `busy`: or there is a call that waits for someone."""
+        """`steps`: there are some to run. `busy`: or there is a call."""
         board = self._board
         for rank in self._pidfds:
             if fault := board.read(rank, _Word.FAULT):
                 return self._give_up(_Fault(fault % 16), fault // 16, f" (says rank {rank})")
         with self._lock:
             over = self._participant.over
+            calls = self._participant.turns.known
         for rank in self._pidfds:
             closed = board.read(rank, _Word.CLOSED)
-            if over and board.read(rank, _Word.ENDED) >= self._participant.agreed:
+            called = board.read(rank, _Word.DONE) < calls.released or rank == _LEADER and calls.open
+            if over and board.read(rank, _Word.ENDED) >= self._participant.agreed and not called:
                 continue  # has done its part
-            if closed and steps:
+            if closed and (steps or called):
                 return self._give_up(_Fault.CLOSED, rank)
             if rank in self._dead and not closed:
                 return self._give_up(_Fault.DEAD, rank)
