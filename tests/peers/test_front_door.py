@@ -22,6 +22,7 @@ from vllm_pd.core import messages as m
 from vllm_pd.v0 import front
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+LOCAL = ((b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json"))
 HERE, AWAY = ("127.0.0.1", 5), ("10.0.0.5", 5)
 
 
@@ -73,7 +74,7 @@ async def serving(tmp_path, api_token=None, host="127.0.0.1", **settings):
     app.state.vllm_config = SimpleNamespace(additional_config=additional, kv_events_config=None)
     on_sigterm = hooks.attach_server(app, server, lambda: stops.append(1))
 
-    async def ask(method, path, body=b"", client=HERE, headers=()):
+    async def ask(method, path, body=b"", client=HERE, headers=LOCAL):
         sent = []
 
         async def receive():
@@ -244,6 +245,31 @@ def test_b43_requests_of_an_operator(tmp_path):
         assert (await served.ask("POST", "/pd/drain", client=AWAY))[0] == 403
         assert (await served.ask("POST", "/pd/role", b'{"role": "kv_both"}', client=None))[0] == 403
         assert (await served.ask("GET", "/pd/status", client=AWAY))[1]["draining"] is False
+        assert (await served.ask("POST", "/pd/drain"))[0] == 200
+
+    run(body, tmp_path)
+
+
+HOST, JSON = LOCAL
+OPERATORS = [[HOST, JSON], [(b"host", b"localhost"), JSON], [(b"host", b"[::1]:8000"), JSON],
+             [HOST, (b"content-type", b"Application/JSON; charset=utf-8")]]
+OTHERS = [[HOST, JSON, (b"origin", b"http://evil.example")], [HOST, JSON, (b"origin", b"null")], [HOST], [JSON],
+          [HOST, (b"content-type", b"text/plain")], [(b"host", b"evil.example:8000"), JSON],
+          [(b"host", b"127.0.0.1.evil.example"), JSON], [(b"host", b"10.0.0.5:8000"), JSON],
+          [HOST, JSON, (b"x-forwarded-for", b"127.0.0.1")], [HOST, JSON, (b"forwarded", b"for=127.0.0.1")]]
+
+
+def test_b82_without_a_key_no_web_page_drains_an_engine(tmp_path):
+    async def body(served):
+        role = b'{"role": "kv_consumer"}'
+        for headers in OTHERS:
+            for name in ("drain", "role"):
+                status, said, _ = await served.ask("POST", f"/pd/{name}", role, headers=headers)
+                assert status == 403 and "--api-key" in said["message"], headers
+        assert (await served.ask("GET", "/pd/status"))[1]["role"] == "kv_both"
+        for headers in OPERATORS:
+            assert (await served.ask("POST", "/pd/role", role, headers=headers))[0] == 200
+        assert (await served.ask("GET", "/pd/status"))[1]["draining"] is False
         assert (await served.ask("POST", "/pd/drain"))[0] == 200
 
     run(body, tmp_path)

@@ -22,6 +22,7 @@ from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.workers import Failure, Source, Workers
 
+JSON = {"Content-Type": "application/json"}
 ROOT = Path(__file__).parents[2]
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "float32", "float32", 16, 2, 2, 64, "hnd")
 
@@ -112,7 +113,7 @@ async def test_workers_come_and_go_by_request():
         await more.start()
         try:
             async def workers(method, body):
-                async with served.session.request(method, served.url + "/workers", data=body) as response:
+                async with served.session.request(method, served.url + "/workers", data=body, headers=JSON) as response:
                     return response.status, await response.json()
 
             assert (await workers("POST", json.dumps({"url": more.url + "/"})))[0] == 201
@@ -140,6 +141,25 @@ async def test_workers_are_not_changed_through_a_proxy_without_a_key():
                                          headers={"X-Forwarded-For": "127.0.0.1"}) as response:
             assert response.status == 403
         assert len(served.router.workers) == 1
+
+
+@pytest.mark.parametrize("headers", [{"Content-Type": "text/plain"}, {**JSON, "Origin": "http://evil.example"},
+                                     {**JSON, "Origin": "null"}, {**JSON, "Host": "evil.example:8000"}], ids=str)
+async def test_b82_without_a_key_no_web_page_changes_workers(headers):
+    async with serving(1) as (served, [engine]):
+        for method, url in (("POST", "http://127.0.0.1:9"), ("DELETE", engine.url)):
+            async with served.session.request(method, served.url + "/workers", data=json.dumps({"url": url}),
+                                              headers=headers) as response:
+                assert response.status == 403 and "--api-key" in (await response.json())["message"]
+        assert [worker.url for worker in served.router.workers] == [engine.url]
+
+
+async def test_with_the_key_workers_are_changed_from_anywhere():
+    headers = {"Authorization": "Bearer secret", "Host": "router.example", "X-Forwarded-For": "10.0.0.5"}
+    async with serving(1, api_key="secret") as (served, [engine]):
+        response = await served.session.delete(served.url + "/workers", data=json.dumps({"url": engine.url}),
+                                               headers=headers)
+        assert response.status == 200
 
 
 async def test_a_model_goes_to_those_who_have_it():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router as an ASGI application: its own routes, and the door for those that go to workers."""
 import asyncio
-import ipaddress
 import logging
 import secrets
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import aiohttp
 import msgspec
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.operators import objection
 from vllm_pd.router import answers
 from vllm_pd.router.answers import Answer, Headers
 from vllm_pd.router.feeds import Feeds
@@ -31,7 +31,6 @@ logger = logging.getLogger("vllm_pd.router")
 FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize"}
 METHODS = ("GET", "POST", "OPTIONS")
 MAX_OWN_BODY_BYTES = 65536
-_VIA_PROXY = (b"x-forwarded-for", b"forwarded")
 
 
 class _WorkerBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -194,11 +193,8 @@ class Router:
         headers = scope["headers"]
         if self.options.api_key is not None:
             return None if self._has_key(headers) else Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
-        if scope["method"] != "GET" and (not _is_here(scope.get("client"))
-                                         or any(name in _VIA_PROXY for name, _ in headers)):
-            return answers.refusal(HTTPStatus.FORBIDDEN, "this router has no --api-key, so this is for its own machine "
-                                   "only")
-        return None
+        problem = objection(scope) if scope["method"] != "GET" else None
+        return None if problem is None else answers.refusal(HTTPStatus.FORBIDDEN, problem)
 
     def _has_key(self, headers: Headers) -> bool:
         if self.options.api_key is None:
@@ -252,10 +248,3 @@ async def _body(receive: Receive, most_bytes: int) -> bytes | None:
 def _wants_explanation(headers: Headers) -> bool:
     value = answers.find(headers, b"x-vllm-pd-explain")
     return value is not None and value not in (b"0", b"")
-
-
-def _is_here(client: tuple[str, int] | None) -> bool:
-    try:
-        return client is not None and ipaddress.ip_address(client[0]).is_loopback
-    except ValueError:
-        return False

@@ -8,7 +8,8 @@ with 503 once the engine drains, and serves
     POST /pd/drain
     POST /pd/role    {"role": "kv_consumer"}
 
-to whoever has the server's API key. Where the server has none, the two that change something are for this machine only.
+to whoever has the server's API key. Where the server has none, the two that change something are for this machine only,
+and for JSON from no browser (`vllm_pd.operators`).
 `GET /health_generate` has the application generate one token and answers as it does. The registry is told where the
 server is reached.
 
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import logging
 import secrets
@@ -39,6 +39,7 @@ import zmq.asyncio
 from vllm_pd.config import PDConfig
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ControlError
+from vllm_pd.operators import objection
 from vllm_pd.rpc import codec, sockets
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ PREFIX = "/pd/"
 ANSWER_S = 5.0
 RETRY_AFTER_S = 5
 MAX_BODY_BYTES = 4096
-_FORWARDED = (b"x-forwarded-for", b"forwarded")  # with which a proxy, or a liar, has the client's address replaced
 GENERATE_PATH = "/health_generate"
 _ONE_TOKEN = json.dumps({"prompt": "a", "max_tokens": 1, "temperature": 0}).encode()  # of the model, whatever its name
 _HARMLESS = ("/tokenize", "/detokenize")  # they need no engine step
@@ -242,9 +242,8 @@ class FrontDoor:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not secrets.compare_digest(given, f"Bearer {self._api_token}".encode()):
                 return HTTPStatus.UNAUTHORIZED, _error(HTTPStatus.UNAUTHORIZED, "Unauthorized")
-        elif changes and (not _is_here(scope.get("client")) or any(name in _FORWARDED for name, _ in scope["headers"])):
-            return HTTPStatus.FORBIDDEN, _error(
-                HTTPStatus.FORBIDDEN, "this server has no --api-key, so this is for its own machine only")
+        elif changes and (problem := objection(scope)) is not None:
+            return HTTPStatus.FORBIDDEN, _error(HTTPStatus.FORBIDDEN, problem)
         return None
 
     def _shown(self, status: m.StatusReply) -> dict[str, Any]:
@@ -327,13 +326,6 @@ def _api_token(app: FastAPI) -> str | None:
     """What vLLM's own middleware checks, which looks at paths under /v1 only."""
     tokens = [entry.kwargs["api_token"] for entry in app.user_middleware if "api_token" in entry.kwargs]
     return tokens[0] if tokens else None
-
-
-def _is_here(client: tuple[str, int] | None) -> bool:
-    try:
-        return client is not None and ipaddress.ip_address(client[0]).is_loopback
-    except ValueError:
-        return False
 
 
 async def _body(receive: Receive) -> bytes:
