@@ -28,6 +28,7 @@ LOST_S = 2.0  # without a pulse
 HUNG_UP_S = 0.4  # after the engine's end of the line was closed
 REPLAY_TIMEOUT_S = 0.8
 CHECK_S = 0.5
+MESSAGES_A_TURN = 8  # a part of a snapshot takes about 0.4 ms
 END = b"\xff" * 8  # in place of a number
 MAX_SNAPSHOT_BLOCKS = 50_000_000
 
@@ -43,7 +44,8 @@ class Stranger(Lost):
 
 
 class Target(Protocol):
-    """What a follower has the index do. A replacement is carried out between two turns of the follower."""
+    """What a follower has the index do. It is carried out between two turns of the follower; clearing and a replacement
+    make what was to be applied before them void."""
 
     def apply(self, batches: list[m.EventBatch]) -> None: ...
 
@@ -56,6 +58,8 @@ class Target(Protocol):
 
 class Follower(Protocol):
     """One session with one life, or several, of an engine's publisher."""
+
+    more: bool  # whether the last turn has left something unread
 
     @property
     def live(self) -> bool: ...
@@ -73,6 +77,7 @@ class SideFollower:
     def __init__(self, socket: zmq.Socket, target: Target, counters: Counter[str], now: float,
                  epoch: str | None = None, behind_s: float = BEHIND_S) -> None:
         self.epoch: str | None = None
+        self.more = False
         self._behind_s = behind_s
         self._life = m.life_of(epoch) if epoch is not None else None
         self._socket = socket
@@ -99,8 +104,8 @@ class SideFollower:
         self._target.apply(self._stream.offer(now, seq, batch, hash(frames[2])))
 
     def turn(self, now: float) -> None:
-        """Read the side socket, and do what is due. Raises Lost where the engine is silent, or another one."""
-        while (frames := sockets.receive(self._socket)) is not None:
+        """Read from the side socket, and do what is due. Raises Lost where the engine is silent, or another one."""
+        for frames in self._read():
             try:
                 message = m.decode(frames)
             except BadFrame as fault:
@@ -133,6 +138,16 @@ class SideFollower:
         self._stream.stop()
         self._counters["snapshots_asked"] += 1
         sockets.send(self._socket, m.encode(m.SnapshotRequest(self._number)))
+
+    def _read(self) -> Iterator[list[bytes]]:
+        """As much as one turn may."""
+        self.more = False
+        for _ in range(MESSAGES_A_TURN):
+            frames = sockets.receive(self._socket)
+            if frames is None:
+                return
+            yield frames
+        self.more = True
 
     def _pulse(self, now: float, pulse: m.Pulse) -> None:
         if self._life is not None and m.life_of(pulse.epoch) != self._life:
@@ -206,6 +221,7 @@ class ReplayFollower:
 
     def __init__(self, connect: Callable[[], zmq.Socket] | None, target: Target, counters: Counter[str],
                  now: float) -> None:
+        self.more = False
         self._connect = connect
         self._socket = connect() if connect is not None else None
         self._target = target
@@ -233,8 +249,14 @@ class ReplayFollower:
         if self._socket is None:
             self._go_on_without(now)
             return
-        while self._replay is not None and (frames := sockets.receive(self._socket)) is not None:
+        self.more = False
+        for _ in range(MESSAGES_A_TURN):
+            frames = sockets.receive(self._socket) if self._replay is not None else None
+            if frames is None:
+                break
             self._answer(now, frames)
+        else:
+            self.more = True
         stream = self._stream
         if self._replay is not None:
             if now - self._replay.heard_at > REPLAY_TIMEOUT_S:
@@ -330,10 +352,9 @@ class ReplayFollower:
         if first:
             self._counters["incomplete"] += 1
         self._target.clear()
-        ready = self._stream.start(now, first, replay.asked_at)
+        self._target.apply(self._stream.start(now, first, replay.asked_at))
         for seq, batch, content in batches:
             self._target.apply(self._stream.offer(now, seq, batch, content))
-        self._target.apply(ready)
 
 
 def blocks_of(runs: list[m.BlockStored]) -> Blocks:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 TICK_S = 0.02
-MESSAGES_A_TURN = 128
+MESSAGES_A_TURN = 32
+SLICE_S = 0.002  # of the loop's time in one piece
 QUEUED_BATCHES = 20_000
 FIND_S = 2.0  # for an answer to GET /pd/events
 RETRY_MIN_S = 0.25
@@ -95,6 +96,7 @@ class Subscriber:
         self._load_at = -math.inf
         self._task: asyncio.Task | None = None
         self._replacement: tuple[Blocks, Callable[[], None]] | None = None
+        self._batches: collections.deque[m.EventBatch] = collections.deque()  # empty between two turns
         self._incomplete = False
         self._said: str | None = None
 
@@ -124,17 +126,16 @@ class Subscriber:
     # What a follower wants done.
 
     def apply(self, batches: list[m.EventBatch]) -> None:
-        for batch in batches:
-            self.counters["batches"] += 1
-            for event in batch.events:
-                self._apply(event)
+        self._batches.extend(batches)
 
     def clear(self) -> None:
         self._replacement = None
+        self._batches.clear()
         self._index.cleared(self.worker)
 
     def replace(self, blocks: Blocks, then: Callable[[], None]) -> None:
         self._replacement = (blocks, then)
+        self._batches.clear()
 
     def told(self, pulse: m.Pulse) -> None:
         self.epoch, self.load, self._load_at = pulse.epoch, pulse.load, time.monotonic()
@@ -228,7 +229,7 @@ class Subscriber:
                     connect = lambda: sockets.client(context, notice.replay, only_connected=False)
                 follower = replay = ReplayFollower(connect, self, self.counters, now)
             while True:
-                await poller.poll(TICK_S * 1000)
+                await poller.poll(0 if follower.more else TICK_S * 1000)
                 while line is not None and sockets.receive(line) is not None:
                     follower.hung_up(time.monotonic())
                 await self._turn(events, follower)
@@ -259,11 +260,23 @@ class Subscriber:
             for _ in self._index.replacing(self.worker, blocks):
                 await asyncio.sleep(0)
             then()
+        await self._carry_out()
         if self._incomplete and isinstance(follower, SideFollower):
             self._incomplete = False
             follower.ask(time.monotonic())
         self.state = SubscriberState.LIVE if follower.live else SubscriberState.SYNCING
         await asyncio.sleep(0)
+
+    async def _carry_out(self) -> None:
+        """What the batches say, in slices."""
+        until = time.monotonic() + SLICE_S
+        while self._batches:
+            self.counters["batches"] += 1
+            for event in self._batches.popleft().events:
+                self._apply(event)
+            if time.monotonic() > until:
+                await asyncio.sleep(0)
+                until = time.monotonic() + SLICE_S
 
     # Inside.
 
@@ -300,6 +313,7 @@ class Subscriber:
         self.state = SubscriberState.SEARCHING
         self.epoch, self.load, self._load_at = None, None, -math.inf
         self._replacement = None
+        self._batches.clear()
         self._incomplete = False
         self._index.drop(self.worker)
 

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a subscriber does in one piece: little, for the event loop is everybody's."""
+
+import asyncio
+import collections
+from collections import Counter
+
+import msgspec
+import pytest
+import zmq
+
+from vllm_pd.events import follow, subscriber
+from vllm_pd.events import messages as m
+from vllm_pd.events.follow import ReplayFollower, SideFollower
+from vllm_pd.events.subscriber import Subscriber
+from vllm_pd.router.index import PrefixIndex
+
+MANY = 100
+
+
+class Wire:
+    """A socket that has everything at once."""
+
+    def __init__(self) -> None:
+        self.messages: collections.deque[list[bytes]] = collections.deque()
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.messages:
+            raise zmq.Again
+        return self.messages.popleft()
+
+    def send_multipart(self, frames, flags: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Told:
+    """A target that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.stored: list[int] = []
+        self.replaced = 0
+
+    def apply(self, batches: list[m.EventBatch]) -> None:
+        self.stored += [batch.events[0].block_hashes[0] for batch in batches]
+
+    def clear(self) -> None:
+        self.stored.clear()
+
+    def replace(self, blocks, then) -> None:
+        self.replaced = len(list(blocks))
+        then()
+
+    def told(self, pulse: m.Pulse) -> None:
+        pass
+
+
+def batch_of(number: int) -> m.EventBatch:
+    return m.EventBatch(0.0, [m.BlockStored([number], None, [number] * 4, 4)])
+
+
+def replayed(number: int) -> list[bytes]:
+    return [b"", number.to_bytes(8, "big"), msgspec.msgpack.encode(batch_of(number))]
+
+
+def test_a_snapshot_is_read_in_slices():
+    wire, told = Wire(), Told()
+    follower = SideFollower(wire, told, Counter(), 0.0)
+    wire.messages.append([m.encode(m.Pulse("e", 5, 4, m.EngineLoad()))])
+    follower.turn(0.0)
+    wire.messages += [[m.encode(m.Snapshot(1, "e", 5, number, MANY, batch_of(number).events))]
+                      for number in range(MANY)]
+    turns = 0
+    while not follower.live:
+        before = len(wire.messages)
+        follower.turn(0.0)
+        assert before - len(wire.messages) <= follow.MESSAGES_A_TURN
+        assert follower.more is bool(wire.messages) or follower.live
+        turns += 1
+    assert told.replaced == MANY and turns >= MANY / follow.MESSAGES_A_TURN
+
+
+def test_a_replay_is_read_in_slices():
+    wire, told = Wire(), Told()
+    follower = ReplayFollower(lambda: wire, told, Counter(), 0.0)
+    follower.turn(0.0)
+    wire.messages += [*map(replayed, range(MANY)), [b"", follow.END, b""]]
+    while not follower.live:
+        before = len(wire.messages)
+        follower.turn(0.0)
+        assert before - len(wire.messages) <= follow.MESSAGES_A_TURN
+        assert follower.more or follower.live
+    assert told.stored == list(range(MANY))
+
+
+def test_b61_what_came_while_the_replay_was_asked_for_stands_before_what_only_the_replay_has():
+    wire, told = Wire(), Told()
+    follower = ReplayFollower(lambda: wire, told, Counter(), 0.0)
+    follower.turn(0.0)
+    for number in range(2):
+        follower.batch(0.01, [b"", *replayed(number)[1:]])
+    wire.messages += [*map(replayed, range(4)), [b"", follow.END, b""]]
+    follower.turn(0.02)
+    assert told.stored == [0, 1, 2, 3]
+
+
+async def test_others_have_the_loop_between_two_batches(monkeypatch):
+    monkeypatch.setattr(subscriber, "SLICE_S", 0.0)
+    index = PrefixIndex(4)
+    one = Subscriber("http://127.0.0.1:1", index, None)
+    one.apply([batch_of(number) for number in range(MANY)])
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(count())
+    await one._carry_out()
+    task.cancel()
+    assert len(index.engine_hashes(one.worker)) == MANY and turns >= MANY / 2
+
+
+@pytest.mark.parametrize("what", ["cleared", "replaced"])
+async def test_what_is_void_is_not_applied(what):
+    index = PrefixIndex(4)
+    one = Subscriber("http://127.0.0.1:1", index, None)
+    one.apply([batch_of(1)])
+    if what == "cleared":
+        one.clear()
+    else:
+        one.replace(iter(()), lambda: None)
+    one.apply([batch_of(2)])
+    await one._carry_out()
+    assert set(index.engine_hashes(one.worker)) == {2}
