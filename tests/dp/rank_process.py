@@ -52,6 +52,8 @@ def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], Non
             kind, *rest = inbox.get()
             if kind == "request":
                 work.append(rest[0])
+            elif kind == "stick":
+                time.sleep(BOUND_S * 2)
             elif kind == "leave":
                 member.leave()
             elif kind == "call":

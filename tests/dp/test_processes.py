@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.dp.rank_process import FAILED, SLOW_CALL, Group
+from vllm_pd.dp.interface import Settings
 
 SHM = Path("/dev/shm")
 
@@ -118,6 +119,20 @@ def test_b73_a_process_that_stops_in_a_call_ends_the_others(make, victim):
     for rank in range(3):
         group.wait(rank, "makes")
     group.signal(victim, signal.SIGSTOP)
+    others = [rank for rank in range(3) if rank != victim]
+    assert set(group.exit_codes(*others)) <= {FAILED, 1}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_b73_a_loop_that_is_stuck_while_a_call_waits_for_it_ends_the_others(make, victim):
+    """Rank 0, which is to decide, or one that has yet to begin the call that the others are in."""
+    group = make(3, settings=Settings(timeout_s=1.5, stall_s=3.0, grace_s=0.3, join_s=20.0))
+    for rank in (0, 1):
+        group.ask(rank, "call", 5)
+    time.sleep(3.0 * 1.5)  # nobody is stuck: this is no fault
+    group.ask(victim, "stick")
+    time.sleep(0.2)
+    group.ask(2, "call", 5)
     others = [rank for rank in range(3) if rank != victim]
     assert set(group.exit_codes(*others)) <= {FAILED, 1}
 

@@ -94,6 +94,37 @@ def test_b73_a_loop_that_does_not_come_is_aborted(make_door):
     assert isinstance(door.aborted[0], GroupFailed)
 
 
+AWAY = Settings(timeout_s=2.0, stall_s=1.0, grace_s=0.2)
+
+
+def test_b73_rank_0_that_does_not_come_back_to_a_call_fails_the_others(make_door):
+    """It lives, so its watch goes on; but whoever is ready for its call can't step, nor give the call up."""
+    door = make_door(2, AWAY)
+    for rank in range(2):
+        door.member(rank).wait_joined()
+        door.members[rank].hold(9)
+    door.members[0].next_call()
+    wait_for(lambda: door.members[1].due)
+    door.members[1].next_call()
+    assert not door.members[1].may_step
+    wait_for(lambda: door.aborted)
+    assert "rank 0 of 2" in str(door.aborted[0]) and "engine loop" in str(door.aborted[0])
+
+
+def test_an_idle_loop_that_comes_by_may_let_a_call_wait_for_longer(make_door):
+    """No rank is stuck: one has yet to hear of the call, and that is for the clock of the call."""
+    door = make_door(2, AWAY)
+    visits = []
+    one = door.member(0, lambda: visits.append(one.due))
+    door.member(1).wait_joined()
+    one.wait_joined()
+    one.hold(9)
+    one.next_call()
+    time.sleep(3 * AWAY.stall_s)
+    assert visits and not door.aborted
+    assert one.next_call() is None and one.give_up(9)
+
+
 def test_b73_a_rank_that_is_shut_down_fails_who_needs_it(make_door):
     door = make_door(2)
     for rank in range(2):

@@ -107,6 +107,12 @@ class Participant(msgspec.Struct):
         return self.done < self.turns.known.released
 
     @property
+    def awaited(self) -> bool:
+        """Whether it is this rank's turn to decide about a call or to begin it: others can't go on by themselves."""
+        turns = self.turns
+        return turns.leads and turns.known.open or bool(turns.promised) and turns.known.released == turns.ready
+
+    @property
     def move(self) -> Move | None:
         """What there is to do about a call, before the next forward."""
         return self.turns.move(self.local)

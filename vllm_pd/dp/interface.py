@@ -62,7 +62,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of a group. All ranks must have the same."""
     horizon: int = 8  # most steps agreed on ahead of the present one
     timeout_s: float = 10.0  # a process silent for longer while there are steps, or calls, is taken for dead
-    stall_s: float = 300.0  # no rank ends a forward for so long while there are steps to run: the group fails
+    # No rank ends a forward for so long while there are steps to run, or a rank's engine loop does not come by while a
+    # call waits for it: the group fails.
+    stall_s: float = 300.0
     join_s: float = 120.0  # all ranks must be there by then
     grace_s: float = 5.0  # after a failure the engine loop must call the member by then, or `abort` is called
 

@@ -15,9 +15,13 @@ from vllm_pd.dp.calls import Move, Turns
 from vllm_pd.dp.core import Ask, Participant, Reach
 from vllm_pd.dp.horizon import Meter
 from vllm_pd.dp.interface import Abort, CallEnd, Counters, Decision, GroupFailed, Settings, Wake
+from vllm_pd.dp.liveness import Liveness
 from vllm_pd.rpc.sockets import Waker
 
 log = logging.getLogger(__name__)
+
+AWAY = ("its engine loop has not come back to its steps for stall_s while a call that all ranks make waits for it: "
+        "look for what holds it elsewhere")
 
 
 def end_process(error: GroupFailed) -> None:
@@ -44,6 +48,9 @@ class BaseMember(ABC):
         self._noticed = threading.Event()
         self._waker = Waker()
         self._closing = threading.Event()
+        self._visits = 0  # of the engine loop
+        self._visits_seen = 0
+        self._loop_watch = Liveness([], settings.timeout_s, settings.stall_s)
         self._begun_at = 0.0
         self._had_work = False
         self._thread = threading.Thread(target=self._run, name=f"vllm-pd-dp-{rank}", daemon=True)
@@ -52,6 +59,10 @@ class BaseMember(ABC):
     @property
     def due(self) -> bool:
         """See interface.Member."""
+        self._visits += 1
+        return self._is_due()
+
+    def _is_due(self) -> bool:
         if self._error is not None:
             return True
         if self._closing.is_set():
@@ -164,6 +175,7 @@ class BaseMember(ABC):
 
     def _ended_call(self) -> None:
         """The engine loop is here, so it is in no call. Locked."""
+        self._visits += 1
         if self._participant.calling:
             self._participant.made()
             self._publish_end()
@@ -195,6 +207,21 @@ class BaseMember(ABC):
     def _wake_engine(self) -> None:
         self.counters.wakes += 1
         self._engine_wake()
+
+    def _loop_is_away(self, now: float) -> bool:
+        """Whether the engine loop has not come by for `stall_s` while others can't go on with a call without it. Wakes
+        it, as an idle one comes by only then. On the watching thread, at least every `beat_s` while there is a call.
+        """
+        with self._lock:
+            awaited = self._participant.awaited
+        visits, seen = self._visits, self._visits_seen
+        self._visits_seen = visits
+        if not awaited:
+            self._loop_watch.quiet()
+            return False
+        if visits == seen:
+            self._wake_engine()
+        return self._loop_watch.look(now, visits) is not None
 
     def _fail(self, text: str) -> None:
         """The group is lost. On the watching thread."""

@@ -16,7 +16,7 @@ from vllm_pd.dp.coordinator import CoordinatorServer
 from vllm_pd.dp.core import Ask
 from vllm_pd.dp.interface import Abort, GroupFailed, Settings, Wake
 from vllm_pd.dp.liveness import Liveness
-from vllm_pd.dp.member import BaseMember, log
+from vllm_pd.dp.member import AWAY, BaseMember, log
 from vllm_pd.dp.messages import Say, Tell, dealer, decode, encode, rank_identity
 from vllm_pd.rpc.codec import BadFrame
 from vllm_pd.rpc.sockets import receive, send
@@ -169,6 +169,8 @@ class RpcMember(BaseMember):
             done = self._participant.over and not busy
         if self._failed or done:
             return
+        if self._loop_is_away(now):
+            return self._fail(f"rank {self.rank}: {AWAY}")
         if self._lost_at is not None and now - self._lost_at > self._beat_s and (busy or not self._coordinator_closed):
             self._fail(f"the coordinator (rank {_COORDINATOR}): its process has ended or can't be reached")
         elif not busy or not self._joined.is_set():

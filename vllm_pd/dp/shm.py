@@ -24,7 +24,7 @@ from vllm_pd.dp.calls import NAME_BITS, Calls
 from vllm_pd.dp.core import Ask, Reach
 from vllm_pd.dp.interface import Abort, Settings, Wake
 from vllm_pd.dp.liveness import Liveness
-from vllm_pd.dp.member import BaseMember
+from vllm_pd.dp.member import AWAY, BaseMember
 
 _SLOT_WORDS = 16  # two cache lines, so that ranks don't disturb each other
 _WORD_BYTES = 8
@@ -52,6 +52,7 @@ class _Fault(IntEnum):
     SILENT = 3
     STALLED = 4
     BROKEN = 5
+    AWAY = 6
 
 
 _SAYS = {
@@ -60,6 +61,7 @@ _SAYS = {
     _Fault.SILENT: "it does not answer",
     _Fault.STALLED: "its forwards do not end",
     _Fault.BROKEN: "its watch over the group broke",
+    _Fault.AWAY: AWAY,
 }
 
 
@@ -220,7 +222,7 @@ class ShmMember(BaseMember):
                 elif fd in ranks:
                     self._dead.add(ranks[fd])
                     poll.unregister(fd)
-            if self.due:
+            if self._is_due():
                 self._wake_engine()
             steps = not self._quiet()
             busy = steps or self._called()
@@ -260,6 +262,8 @@ class ShmMember(BaseMember):
         if not busy:
             return self._liveness.quiet()
         now = time.monotonic()
+        if self._loop_is_away(now):
+            return self._give_up(_Fault.AWAY, self.rank)
         for rank in self._pidfds:
             seen = (board.read(rank, _Word.BEAT), board.read(rank, _Word.ENDED), board.read(rank, _Word.ASKED))
             if self._seen.get(rank) != seen or board.read(rank, _Word.CLOSED):
