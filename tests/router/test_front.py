@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from faulty import Fault, FaultyEngine, serving
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.ports import take_free
+from vllm_pd.router import membership as membership_module
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
@@ -326,3 +328,49 @@ class TestMembership:
                     await asyncio.sleep(0.02)
             assert len(workers) == 1
             await membership.close()
+
+    async def test_no_error_ends_the_following(self, monkeypatch):
+        """Too many open files, for instance."""
+        errors = [OSError(24, "Too many open files"), zmq.ZMQError(24), msgspec.ValidationError("bad")]
+
+        def census(*_):
+            if errors:
+                raise errors.pop()
+            return SimpleNamespace(members=[self.member("a", "http://h:1")])
+
+        monkeypatch.setattr(membership_module, "take_census", census)
+        async with self.following(broker="tcp://127.0.0.1:1", census_period_s=0.02) as (membership, workers):
+            membership.start()
+            async with asyncio.timeout(5):
+                while not len(workers):
+                    await asyncio.sleep(0.01)
+            assert not errors and not membership.problem
+            await membership.close()
+
+
+async def test_no_error_of_its_own_ends_the_probing_or_the_sweeping():
+    async with serving(1, Policy.KV) as (served, [engine]):
+        stumbles = [ValueError("a bug")] * 3
+
+        def came_up(worker):
+            if stumbles:
+                worker.fail(Failure.PROBE, "again")
+                raise stumbles.pop()
+
+        served.router._prober._on_good = came_up
+        served.worker(engine).fail(Failure.PROBE, "away for a moment")
+        await served.until(lambda: not stumbles and served.worker(engine).state.value == "up")
+        assert served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="stumbled") == 3
+
+        class Index:
+            sweeps = 0
+
+            def sweep(self):
+                self.sweeps += 1
+                raise ValueError("a bug")
+
+        served.router.placer.index = index = Index()
+        sweeper = asyncio.create_task(served.router._feeds._sweep())
+        await served.until(lambda: index.sweeps == 3)
+        sweeper.cancel()
+        served.router.placer.index = None

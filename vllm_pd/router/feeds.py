@@ -139,6 +139,12 @@ class Feeds:
         subscriber.start()
 
     async def _sweep(self) -> None:
+        said = False
         while True:
             await asyncio.sleep(SWEEP_S)
-            self._placer.index.sweep()
+            try:
+                self._placer.index.sweep()
+            except Exception:  # what is forgotten late costs memory, what is never forgotten costs all of it
+                if not said:
+                    logger.exception("the index could not be swept; it is tried again")
+                said = True

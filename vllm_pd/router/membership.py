@@ -104,14 +104,14 @@ class Membership:
             try:
                 census = await asyncio.to_thread(take_census, self._options.broker, self._options.census_timeout_s,
                                                  self._options.access)
-            except PDError as error:
-                if not self.problem:
-                    logger.warning("the registry is silent, all workers stay: %s", error)
-                self.problem = str(error)
-                self._missing_since.clear()
-            else:
-                self.problem = ""
                 self.update(list(census.members), loop.time())
+                self.problem = ""
+            except Exception as error:  # of a broker, a socket, a file of keys: another time it may do
+                if not self.problem:
+                    logger.warning("the registry is silent, all workers stay: %s", error,
+                                   exc_info=not isinstance(error, PDError))
+                self.problem = str(error) or repr(error)
+                self._missing_since.clear()
             self._metrics.registry_silent.set(bool(self.problem))
             await asyncio.sleep(self._options.census_period_s)
 

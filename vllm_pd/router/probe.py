@@ -103,7 +103,12 @@ class Prober:
                     continue
             else:
                 await asyncio.sleep(self._pause_s(worker))
-            await self._probe(worker)
+            try:
+                await self._probe(worker)
+            except Exception:  # of ours: the worker is to be probed on
+                self._count(worker.url, "stumbled")
+                logger.exception("probing %s stumbled", worker.url)
+                await asyncio.sleep(self._options.probe_backoff_s[0])
 
     def _pause_s(self, worker: Worker) -> float:
         """Before one that is not up is probed."""
