@@ -18,7 +18,7 @@ from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.policy import Policy, PolicyConfig, Reason
-from vllm_pd.router.tokens import MAX_QUEUED, Prompt, Tokenized, Tokenizer, TokenPool, parse
+from vllm_pd.router.tokens import MAX_QUEUED, MAX_TEXT_BYTES, Prompt, Tokenized, Tokenizer, TokenPool, parse
 from vllm_pd.router.workers import Source, Workers
 
 BLOCK = 4
@@ -134,8 +134,11 @@ async def test_a_session_keeps_its_worker():
     (body(cache_salt="s"), Tokenized.NONE), (body(prompt=None), Tokenized.NONE), (body(prompt=[]), Tokenized.NONE),
     (body(prompt=[-1]), Tokenized.FAILED), (body(prompt=[True]), Tokenized.FAILED),
     (body(prompt=None, messages=[{"content": "1 2 3"}]), Tokenized.DONE),
+    (body(prompt=None, messages=[{"content": "1"}], chat_template="{{ 1 }}"), Tokenized.NONE),
+    (body(prompt=None, messages=[{"content": "1"}], chat_template_kwargs={"a": "x" * MAX_TEXT_BYTES}), Tokenized.LONG),
+    (body(range(MAX_TEXT_BYTES // 5)), Tokenized.LONG), (body(prompt=[100] * (MAX_TEXT_BYTES // 4)), Tokenized.GIVEN),
     (body(prompt=None, messages=[5]), Tokenized.FAILED), (body(prompt=None, messages={"a": 1}), Tokenized.NONE),
-], ids=str)
+], ids=lambda value: str(value[:90]))
 async def test_whatever_is_sent_is_routed_and_counted(sent, outcome):
     async with placing() as (placer, _, _, metrics):
         assert placer.place(await placer.plan([], sent, True), ()) is not None

@@ -85,7 +85,7 @@ class Placer:
         if policy is not Policy.KV or not generates or self.index is None or len(self._workers) < 2:
             return Plan(Request(turn=self._turn), model)
         index, adapter = self.index, self._adapter(model)
-        outcome, count, hashes = await self._pool.tokens(prompt, lambda ids: index.hashes(ids, adapter))
+        outcome, count, hashes = await self._pool.tokens(prompt, lambda ids: index.hashes(ids, adapter), len(body))
         self._metrics.tokenized.labels(outcome.value).inc()
         blocks = len(hashes) if hashes else 0
         return Plan(Request(count, blocks, turn=self._turn), model, hashes)

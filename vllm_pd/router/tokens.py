@@ -18,13 +18,15 @@ from vllm_pd.router.options import NO_TOKENIZER, RouterOptions
 logger = logging.getLogger("vllm_pd.router")
 
 MAX_QUEUED = 64
+MAX_TEXT_BYTES = 1 << 19  # of a request whose prompt is text; a longer one could not be ready in time
 
 
 class Tokenized(StrEnum):
     """What came of one prompt; the label of a counter."""
     DONE = "done"
     GIVEN = "given"  # the client sent token ids
-    NONE = "none"  # nothing to tokenise: another kind of request, or content that is no text
+    NONE = "none"  # nothing to tokenise: another kind of request, or content that is no text or brings its own program
+    LONG = "long"
     NOT_LOADED = "not_loaded"
     BUSY = "busy"
     LATE = "late"
@@ -90,7 +92,7 @@ class Tokenizer:
             return None
         tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
         text = self._tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=prompt.chat_template, tokenize=False,
+            messages, tools=tools, chat_template=None, tokenize=False,
             add_generation_prompt=bool(prompt.add_generation_prompt) and not prompt.continue_final_message,
             continue_final_message=bool(prompt.continue_final_message), **(prompt.chat_template_kwargs or {}))
         return self._cut(self._ids(text, bool(prompt.add_special_tokens)), prompt)
@@ -143,15 +145,21 @@ class TokenPool:
         if self._wanted is None and root and self._tokenizer is None and self._loading is None:
             self._begin(root)
 
-    async def tokens(self, prompt: Prompt | None, finish: Callable[[list[int]], Any]) -> tuple[Tokenized, int, Any]:
-        """(what came of it, how many tokens, what `finish` made of them, in a thread too, or None)."""
+    async def tokens(self, prompt: Prompt | None, finish: Callable[[list[int]], Any],
+                     size_bytes: int = 0) -> tuple[Tokenized, int, Any]:
+        """(what came of it, how many tokens, what `finish` made of them, in a thread too, or None). `size_bytes` is the
+        whole request's. A client's own template is never run: nothing could end it."""
         if prompt is None or prompt.cache_salt is not None or prompt.mm_processor_kwargs or prompt.documents:
+            return Tokenized.NONE, 0, None
+        if prompt.chat_template is not None:
             return Tokenized.NONE, 0, None
         given = _given(prompt.prompt)
         if given is None and not (isinstance(prompt.messages, list) and prompt.messages or prompt.prompt):
             return Tokenized.NONE, 0, None
         if given is None and self._tokenizer is None:
             return Tokenized.NOT_LOADED, 0, None
+        if given is None and size_bytes > MAX_TEXT_BYTES:
+            return Tokenized.LONG, 0, None
         if self._queued >= MAX_QUEUED:
             return Tokenized.BUSY, 0, None
         self._queued += 1
