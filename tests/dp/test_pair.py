@@ -118,7 +118,7 @@ def test_a_call_that_does_not_reach_all_ranks_fails_and_harms_nobody(group):
     call is made."""
     began = time.monotonic()
     lone = [group.submit("call", method="collective_rpc", args=("probe_collective",), ranks=[0]),
-            group.submit("call", method="sleep", args=(1,), ranks=[1])]  # fmt: skip
+            group.submit("call", method="collective_rpc", args=("probe_take",), ranks=[1])]  # fmt: skip
     behind = group.submit("call", method="is_sleeping", args=(), ranks=[1])
     group.tokens([group.generate(PROMPTS[2], rank=rank, max_tokens=5) for rank in (0, 1)])
     for call in lone:
@@ -126,7 +126,14 @@ def test_a_call_that_does_not_reach_all_ranks_fails_and_harms_nobody(group):
             call.result(20)
     assert time.monotonic() > began + CALL_WAIT_S
     assert behind.result(20) == [False]
+    # Each hears of the other's too late, and of another call behind it: they make that one, both of them.
+    late = group.submit("call", method="collective_rpc", args=("probe_collective",), ranks=[1])
     assert group.call("collective_rpc", "probe_collective", timeout_s=20) == [[2], [2]]
+    with pytest.raises(GroupError, match="made by no rank"):
+        late.result(20)
+    with pytest.raises(GroupError, match="made by no rank"):
+        group.call("collective_rpc", "probe_take", ranks=[0], timeout_s=20)
+    assert len(group.call("collective_rpc", "probe_take", timeout_s=20)) == 2
 
 
 def test_aborted_request_leaves_nothing_running_51476(group):

@@ -4,10 +4,13 @@
 import time
 
 import pytest
+from msgspec.structs import replace
 
+from vllm_pd.dp.calls import Move, Turns
+from vllm_pd.dp.core import Participant
 from vllm_pd.dp.engine import LINGER_S, EngineSync, GroupSettings, settings_of
 from vllm_pd.dp.interface import CallEnd, Decision
-from vllm_pd.dp.utility import UtilityCalls, name_of
+from vllm_pd.dp.utility import UtilityCalls, kind_of, name_of
 from vllm_pd.errors import ConfigError
 
 
@@ -35,12 +38,12 @@ def sync():
 @pytest.fixture
 def make(sync, monkeypatch):
     """Makes UtilityCalls; `done` has what they made, and what failed."""
-    done = []
-    monkeypatch.setattr(UtilityCalls, "_fail", lambda self, held: done.append(("failed", held.request)))
+    shared = []
+    monkeypatch.setattr(UtilityCalls, "_fail", lambda self, held: self.done.append(("failed", held.request)))
 
-    def calls(wait_s=60.0, wake=lambda: None):
-        one = UtilityCalls(None, sync, wait_s, wake)
-        one.done = done
+    def calls(wait_s=60.0, wake=lambda: None, member=sync, numbered=False):
+        one = UtilityCalls(None, member, wait_s, wake, numbered)
+        one.done = done = [] if member is not sync else shared
         one.turn = lambda: one.carry_out(lambda request: done.append(("made", request)))
         return one
 
@@ -93,11 +96,70 @@ def test_with_no_wait_every_call_is_made_at_once(make):
 
 
 def test_ranks_know_a_call_by_front_end_method_and_what_is_called_inside():
-    names = [name_of(0, "sleep", (1,)), name_of(1, "sleep", (1,)), name_of(0, "wake_up", ()),
-             name_of(0, "collective_rpc", ("a",)), name_of(0, "collective_rpc", ("b",)),
-             name_of(0, "collective_rpc", (b"code",))]  # fmt: skip
-    assert len(set(names)) == 6 and all(0 < name < 1 << 40 for name in names)
-    assert name_of(0, "sleep", (1,)) == name_of(0, "sleep", (2,))
+    kinds = [kind_of(0, "sleep", (1,)), kind_of(1, "sleep", (1,)), kind_of(0, "wake_up", ()),
+             kind_of(0, "collective_rpc", ("a",)), kind_of(0, "collective_rpc", ("b",)),
+             kind_of(0, "collective_rpc", (b"code",))]  # fmt: skip
+    names = [name_of(kind, number) for kind in kinds for number in range(3)]
+    assert len(set(names)) == 18 and all(0 < name < 1 << 40 for name in names)
+    assert kind_of(0, "sleep", (1,)) == kind_of(0, "sleep", (2,))
+
+
+class Rank:
+    """A member that hears of the others at once, and makes no forwards."""
+
+    def __init__(self, group):
+        self.participant = Participant(turns=Turns(leads=not group))
+        self.group = group
+        group.append(self)
+        self.hold, self.give_up = self.participant.hold, self.participant.give_up
+
+    def next_call(self):
+        self.participant.made()
+        while True:
+            calls = self.group[0].participant.turns.known
+            ready = min(other.participant.turns.ready for other in self.group[1:])
+            self.participant.told(0, False, calls=replace(calls, ready=ready))
+            moved = self.participant.advance()
+            if not moved or moved[0] in (Move.MAKE, Move.FAIL):
+                return moved and (CallEnd[moved[0].name], moved[1])
+
+
+def test_a_rank_that_was_away_does_not_make_a_call_that_was_given_up_beside_the_next_one(make):
+    """The others gave the first up and were called again, by the same name and with other arguments."""
+    group = []
+    here, away = (make(member=Rank(group), numbered=True) for _ in range(2))
+    first, second = ((0, number, "collective_rpc", ("update", None, (number,))) for number in (1, 2))
+    assert here.hold(first)
+    here.turn()
+    here.expire()
+    here.turn()
+    assert here.done == [("failed", first)]
+    assert here.hold(second)
+    here.turn()
+    assert away.hold(first) and away.hold(second)
+    for calls in (away, here, away, here):
+        calls.turn()
+    assert here.done == [("failed", first), ("made", second)]
+    assert away.done == [("made", second)]
+    away.expire()
+    away.turn()
+    assert away.done == [("made", second), ("failed", first)] and not away and not here
+
+
+def test_of_two_calls_of_one_name_the_later_one_does_not_wait_for_ever(make):
+    """Its time was over while rank 0 had yet to decide about the earlier one."""
+    group = []
+    leader, other = (make(member=Rank(group)) for _ in range(2))
+    first, second = (0, 1, "sleep", (1,)), (0, 2, "sleep", (1,))
+    assert leader.hold(first) and other.hold(first) and other.hold(second)
+    leader.turn()
+    other.turn()
+    other.expire()
+    other.turn()
+    assert other.done == [] and not other.overdue
+    leader.turn()
+    other.turn()
+    assert leader.done == [("made", first)] and other.done == [("made", first), ("failed", second)] and not other
 
 
 def test_how_long_is_waited_depends_on_who_calls():

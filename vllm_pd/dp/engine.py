@@ -102,8 +102,9 @@ class EngineSync:
             parallel.data_parallel_rank, parallel.data_parallel_size, parallel.data_parallel_master_ip, wake=self._wake,
             exchange=dp.over(self._engine.dp_group), abort=self._abort,
             settings=settings.bounds(), shared_memory=settings.shared_memory)  # fmt: skip
-        self._calls = UtilityCalls(self._engine, self._member, settings.wait_s(self._engine.publish_dp_lb_stats,
-                                                                               not online), self._wake)  # fmt: skip
+        one_front_end = self._engine.publish_dp_lb_stats
+        self._calls = UtilityCalls(self._engine, self._member, settings.wait_s(one_front_end, not online), self._wake,
+                                   numbered=one_front_end)
         return self
 
     @property

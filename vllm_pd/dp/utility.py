@@ -2,9 +2,11 @@
 """The utility calls of one engine that have to wait until all ranks make them, between the same two forward passes.
 
 Such a call is kept here until the step sync says that all make it now, or that none does; the engine goes on meanwhile.
-Ranks know a call by who sent it and what it is. A front end sends its calls to all ranks in one order, so calls of one
-name are matched by their order; calls of several front ends may come in any order. A call of the same front end that
-comes behind one that waits stays behind it.
+Ranks know a call by who sent it and what it is. Where a front end calls all ranks it sends its calls to all of them in
+one order, so its how-manieth such call it is belongs to the name: a rank that was away while the others gave a call up
+does not take it for the next one. Ranks of which each has a front end of its own have no such number in common, since
+one may have been called more often; there the oldest calls of one name are taken for the same. Calls of several front
+ends may come in any order. A call of the same front end that comes behind one that waits stays behind it.
 """
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import hashlib
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,22 +39,30 @@ class _Held(NamedTuple):
     alarm: threading.Timer | None
 
 
-def name_of(client: int, method: str, args: Any) -> int:
-    """What all ranks call this call."""
+def kind_of(client: int, method: str, args: Any) -> str:
+    """Calls of one kind come in the same order at all ranks."""
     inner = args[0] if method == "collective_rpc" and args and isinstance(args[0], str) else ""
-    digest = hashlib.blake2b(f"{client} {method} {inner}".encode(), digest_size=NAME_BITS // 8).digest()
+    return f"{client} {method} {inner}"
+
+
+def name_of(kind: str, number: int = 0) -> int:
+    """What all ranks call the `number`-th call of that kind; 0: any."""
+    digest = hashlib.blake2b(f"{number} {kind}".encode(), digest_size=NAME_BITS // 8).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 class UtilityCalls:
     """The calls that wait, the oldest first. For the engine loop's thread. `wait_s`: see GroupSettings.call_wait_s;
-    `wake` makes the engine loop look again."""
+    `wake` makes the engine loop look again. `numbered`: each front end sends every call to all ranks."""
 
-    def __init__(self, engine: DPEngineCoreProc, member: Member, wait_s: float, wake: Callable[[], None]) -> None:
+    def __init__(self, engine: DPEngineCoreProc, member: Member, wait_s: float, wake: Callable[[], None],
+                 numbered: bool = False) -> None:
         self._engine = engine
         self._member = member
         self._wait_s = wait_s
         self._wake = wake
+        self._numbered = numbered
+        self._received: Counter[str] = Counter()  # by kind
         self._held: list[_Held] = []
 
     def __bool__(self) -> bool:
@@ -71,7 +82,9 @@ class UtilityCalls:
         if not together:
             self._held.append(_Held(request, 0, math.inf, None))
             return True
-        name = name_of(client, method, args)
+        kind = kind_of(client, method, args)
+        self._received[kind] += self._numbered
+        name = name_of(kind, self._received[kind])
         self._member.hold(name)
         alarm = threading.Timer(self._wait_s + ALARM_SLACK_S, self._wake)
         alarm.daemon = True
@@ -105,6 +118,9 @@ class UtilityCalls:
         held = next(held for held in self._held if held.name == name)
         held.alarm.cancel()
         self._held.remove(held)
+        # Of a later one of that name nobody knew whether rank 0 had yet to decide about it, or about this one.
+        self._held = [one._replace(until_s=0.0) if one.name == name and one.until_s == math.inf else one
+                      for one in self._held]
         return held
 
     def _follow(self, make: Callable[[Request], None]) -> None:
