@@ -48,6 +48,7 @@ class FaultyEngine:
         self.fault = self.sick = Fault.NONE
         self.model = model
         self.generate_route = True
+        self.notices: list[tuple[int, dict]] = []  # answers to GET /pd/events, the last for ever; else 404
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.probes = 0
         self.cancelled = 0
@@ -92,6 +93,8 @@ class FaultyEngine:
         probe = target == "/health_generate" or b'"prompt":"a"' in body
         if target == "/v1/models":
             return whole(writer, 200, {"data": [{"id": self.model, "root": "none", "parent": None}]})
+        if target == "/pd/events" and self.notices:
+            return whole(writer, *(self.notices.pop(0) if len(self.notices) > 1 else self.notices[0]))
         if target == "/health_generate" and not self.generate_route or target.startswith("/pd/"):
             return whole(writer, 404, {"detail": "Not Found"})
         self.probes += probe

@@ -17,6 +17,7 @@ from faulty import Fault, FaultyEngine, serving
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.ports import take_free
+from vllm_pd.router import feeds
 from vllm_pd.router import membership as membership_module
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
@@ -254,6 +255,16 @@ def test_b82_beyond_the_loopback_it_needs_a_key(monkeypatch):
     assert RouterOptions(port=1, host="0.0.0.0", api_key="k").checked().host == "0.0.0.0"
     monkeypatch.setenv("VLLM_API_KEY", "k")
     assert RouterOptions(port=1, host="0.0.0.0").checked().api_key == "k"
+
+
+async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(monkeypatch):
+    monkeypatch.setattr(feeds, "RETRY_S", (0.05, 0.1))
+    async with serving(1, Policy.KV) as (served, [engine]):
+        engine.notices = [(503, {}), (200, {"no": "size"}), (500, {}),
+                          (200, {"events": "tcp://127.0.0.1:9", "block_size": 4})]
+        served.worker(engine).fail(Failure.PROBE, "away for a moment")
+        await served.until(lambda: served.router._feeds.shown())
+        assert served.router.placer.index.block_size == 4 and not served.router._feeds._asking
 
 
 class TestMembership:

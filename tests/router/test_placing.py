@@ -13,6 +13,7 @@ import time
 import pytest
 
 from vllm_pd.events.messages import EngineLoad
+from vllm_pd.router import tokens
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
@@ -159,6 +160,22 @@ async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():
         assert time.monotonic() - began < 5
         assert [outcome for outcome, _, _ in outcomes].count(Tokenized.BUSY) == 5
         assert {outcome for outcome, _, _ in outcomes} == {Tokenized.BUSY, Tokenized.LATE}
+
+
+async def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(monkeypatch):
+    monkeypatch.setattr(tokens, "RETRY_S", (0.02, 0.05))
+    left = [OSError("no network"), OSError("no network"), ValueError("half a file")]
+
+    def load(name):
+        if left:
+            raise left.pop()
+        return Words(name)
+
+    async with placing(load=load) as (_, _, pool, _):
+        async with asyncio.timeout(5):
+            while not pool.loaded:
+                await asyncio.sleep(0.01)
+        assert not pool.problem and (await pool.tokens(parse(body()), len))[0] is Tokenized.DONE
 
 
 class TestTokenizer:

@@ -7,8 +7,10 @@ sent to it only; one with blocks of another size has none that could be compared
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
+from http import HTTPStatus
 from typing import Annotated, NamedTuple
 
 import aiohttp
@@ -25,6 +27,7 @@ logger = logging.getLogger("vllm_pd.router")
 
 EVENTS_PATH = "/pd/events"
 ASK_S = 5.0
+RETRY_S = (5.0, 60.0)  # first pause, longest
 SWEEP_S = 0.05
 MAX_ANSWER_BYTES = 65536
 
@@ -85,7 +88,7 @@ class Feeds:
         else:
             task = asyncio.get_running_loop().create_task(self._ask(worker), name=f"events of {worker.url}")
             self._asking[worker.url] = task
-            task.add_done_callback(lambda _: self._asking.pop(worker.url, None))
+            task.add_done_callback(functools.partial(self._asked, worker.url))
 
     def left(self, worker: Worker) -> None:
         """Forget it."""
@@ -111,18 +114,32 @@ class Feeds:
                       "load": None if one.load is None else msgspec.structs.asdict(one.load)}
                 for url, one in self._subscribers.items()}
 
+    def _asked(self, url: str, task: asyncio.Task) -> None:
+        if self._asking.get(url) is task:
+            del self._asking[url]
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("%s stumbled; it is asked again when it has been away", task.get_name(),
+                         exc_info=task.exception())
+
     async def _ask(self, worker: Worker) -> None:
-        try:
-            async with asyncio.timeout(ASK_S), self._session.get(worker.url + EVENTS_PATH,
-                                                                  headers=self._headers) as response:
-                if response.status != 200:
+        """Until it says, or says that it has none."""
+        pause_s, longest_s = RETRY_S
+        while not worker.leaving:
+            try:
+                async with asyncio.timeout(ASK_S), self._session.get(worker.url + EVENTS_PATH,
+                                                                      headers=self._headers) as response:
+                    if response.status == HTTPStatus.NOT_FOUND:
+                        return
+                    body = await response.content.read(MAX_ANSWER_BYTES)
+                if response.status == HTTPStatus.OK:
+                    self._subscribe(worker, msgspec.json.decode(body, type=_Events).block_size)
                     return
-                told = msgspec.json.decode(await response.content.read(MAX_ANSWER_BYTES), type=_Events)
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
-            logger.warning("%s%s: %r; it is asked again when it has been away", worker.url, EVENTS_PATH, error)
-            return
-        if not worker.leaving:
-            self._subscribe(worker, told.block_size)
+                problem = str(response.status)
+            except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+                problem = repr(error)
+            logger.warning("%s%s: %s; asked again in %g s", worker.url, EVENTS_PATH, problem, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
 
     def _subscribe(self, worker: Worker, block_size: int, **endpoints: str | None) -> None:
         wanted = self._placer.index.block_size if self._placer.index is not None else self._block_size or block_size

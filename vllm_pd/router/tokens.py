@@ -18,6 +18,7 @@ from vllm_pd.router.options import NO_TOKENIZER, RouterOptions
 logger = logging.getLogger("vllm_pd.router")
 
 MAX_QUEUED = 64
+RETRY_S = (5.0, 60.0)  # first pause, longest
 MAX_TEXT_BYTES = 1 << 19  # of a request whose prompt is text; a longer one could not be ready in time
 
 
@@ -196,13 +197,20 @@ class TokenPool:
         self._loading = asyncio.get_running_loop().create_task(self._load(name))
 
     async def _load(self, name: str) -> None:
-        try:
-            self._tokenizer = await asyncio.to_thread(self._load_with, name)
-            self.problem = ""
-            logger.info("prompts are tokenised with that of %s", name)
-        except Exception as error:  # of a library, for a folder of somebody else's: requests go without
-            self.problem = f"the tokenizer of {name!r} can't be loaded: {error}"[:500]
-            logger.error("%s; requests go without overlap", self.problem)
+        pause_s, longest_s = RETRY_S
+        while True:
+            try:
+                self._tokenizer = await asyncio.to_thread(self._load_with, name)
+                self.problem = ""
+                logger.info("prompts are tokenised with that of %s", name)
+                return
+            except Exception as error:  # of a library, for a folder of somebody else's: requests go without
+                problem = f"the tokenizer of {name!r} can't be loaded: {error}"[:500]
+                if problem != self.problem:
+                    logger.error("%s; requests go without overlap, and it is tried again", problem)
+                self.problem = problem
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
 
 
 def _given(prompt: Any) -> list[int] | None:
