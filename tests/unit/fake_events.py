@@ -41,6 +41,7 @@ class LossyPublisher:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._socket.bind(endpoint)
         self._seq = itertools.count()
         self._swapped: list[list[bytes]] = []

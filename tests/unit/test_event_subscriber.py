@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import random
+import socket
 import time
 
 import aiohttp
@@ -17,6 +18,7 @@ from vllm_pd.events import messages as m
 from vllm_pd.events import reach
 from vllm_pd.events.notice import EventsNotice
 from vllm_pd.events.subscriber import POLLED_S, Subscriber, SubscriberState
+from vllm_pd.ports import take_free
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.rpc.keys import Keys
 
@@ -281,14 +283,30 @@ async def test_an_engine_of_another_block_size_is_refused_and_the_reason_said(en
         subscriber._index = index
 
 
-async def test_b80_an_address_that_is_none_is_said(endpoint, caplog):
+@pytest.mark.parametrize("where", ["events", "side", "replay"])
+async def test_b80_an_address_that_is_none_is_said(endpoint, caplog, where):
     index = PrefixIndex(BLOCK_SIZE)
-    subscriber = Subscriber("http://127.0.0.1:1", index, None, events="nonsense")
+    subscriber = Subscriber("http://127.0.0.1:1", index, None, **{"events": endpoint, where: "nonsense"})
     subscriber.start()
+    deadline = time.monotonic() + PATIENCE_S
     while "nonsense" not in caplog.text:
+        assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
     await subscriber.close()
     assert not subscriber.counters["stumbles"]
+
+
+@pytest.mark.skipif(not reach._can_bind(socket.AF_INET6, ("::1", 0)), reason="no IPv6 here")
+async def test_an_engine_on_ipv6():
+    front = Front()
+    front.engine = FakeEngine(f"tcp://[::1]:{take_free('127.0.0.1')}", "tcp://[::1]:0")
+    async with watched(front) as (index, subscriber):
+        front.engine.store(2)
+        await until_right(front, index, subscriber)
+        before = subscriber.counters["batches"]
+        while subscriber.counters["batches"] == before:
+            front.engine.store(1)
+            await asyncio.sleep(0.05)
 
 
 def test_wildcards_stand_for_the_host_that_was_asked():

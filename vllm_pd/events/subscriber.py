@@ -216,7 +216,7 @@ class Subscriber:
                 poller.register(events, zmq.POLLIN)
             now = time.monotonic()
             if notice.side is not None:
-                side = sockets.client(context, notice.side, only_connected=False, keys=self._keys)
+                side = _client(context, notice.side, self._keys)
                 opened.append(side)
                 poller.register(side, zmq.POLLIN)
                 line = side.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -226,7 +226,7 @@ class Subscriber:
             else:
                 connect = None
                 if notice.replay is not None:
-                    connect = lambda: sockets.client(context, notice.replay, only_connected=False)
+                    connect = lambda: _client(context, notice.replay)
                 follower = replay = ReplayFollower(connect, self, self.counters, now)
             while True:
                 await poller.poll(0 if follower.more else TICK_S * 1000)
@@ -297,6 +297,7 @@ class Subscriber:
     def _subscription(self, context: zmq.Context, notice: EventsNotice) -> zmq.Socket:
         socket = context.socket(zmq.SUB)
         try:
+            socket.setsockopt(zmq.IPV6, int("[" in notice.events))
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, QUEUED_BATCHES)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -322,3 +323,10 @@ class Subscriber:
         if text != self._said:
             self._said = text
             logger.warning("events of %s: %s", self.worker, text)
+
+
+def _client(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.Socket:
+    try:
+        return sockets.client(context, address, only_connected=False, keys=keys)
+    except zmq.ZMQError as error:
+        raise PDError(f"{address} can't be connected to: {error}") from error

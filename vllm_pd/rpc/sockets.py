@@ -28,8 +28,9 @@ class SendResult(Enum):
     UNREACHABLE = "unreachable"
 
 
-def _bounded(context: zmq.Context, kind: int) -> zmq.Socket:
+def _bounded(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
     socket = context.socket(kind)
+    socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
@@ -40,7 +41,7 @@ def _bounded(context: zmq.Context, kind: int) -> zmq.Socket:
 
 def server(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.Socket:
     """A bound ROUTER. Raises zmq.ZMQError where the address can't be had."""
-    socket = _bounded(context, zmq.ROUTER)
+    socket = _bounded(context, zmq.ROUTER, address)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if keys is not None:
         socket.curve_server = True
@@ -58,7 +59,7 @@ def server(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.
 def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Keys | None = None) -> zmq.Socket:
     """A DEALER that connects, and reconnects, in the background. With `only_connected` a send fails at once while no
     connection stands; else a bounded number of messages waits for it. Raises zmq.ZMQError for what is no address."""
-    socket = _bounded(context, zmq.DEALER)
+    socket = _bounded(context, zmq.DEALER, address)
     socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
