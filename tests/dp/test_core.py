@@ -223,7 +223,10 @@ SAY = messages.Say(1, Known(5, -1, 3, True, False, 2, 1, Calls(3, 77, 1, 2, 5, 2
 TELL = messages.Tell(5, False, True, Calls(3, 77, 1, 2, 5, 3), 3, False, "why")
 
 
-@pytest.mark.parametrize("message", [SAY, TELL])
+LATE = messages.Say(1, Known(5, 5, 5, False, False, 1 << 40, 1 << 40, Calls(1 << 40, 77, 1, 1 << 40, 5, 2)))
+
+
+@pytest.mark.parametrize("message", [SAY, TELL, LATE])
 def test_messages_survive_the_wire(message):
     assert messages.decode([messages.encode(message)]) == message
 

@@ -14,11 +14,12 @@ import zmq
 from tests.dp.rank_process import BOUND_S, engine_loop
 from vllm_pd.dp import coordinator as coordinator_module
 from vllm_pd.dp import rpc as rpc_module
+from vllm_pd.dp.calls import Calls, Turns
 from vllm_pd.dp.coordinator import CoordinatorServer
 from vllm_pd.dp.group import check, join
-from vllm_pd.dp.interface import Decision, GroupFailed, Settings
+from vllm_pd.dp.interface import CallEnd, Decision, GroupFailed, Settings
 from vllm_pd.dp.rpc import RpcMember
-from vllm_pd.dp.shm import Board
+from vllm_pd.dp.shm import Board, ShmMember
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.sockets import SendResult
 
@@ -297,6 +298,27 @@ def test_ranks_that_do_not_share_memory_use_the_network():
         thread.join(BOUND_S)
     assert [type(member) for member in members] == [RpcMember, RpcMember]
     for member in reversed(members):
+        member.close()
+
+
+def test_calls_go_on_however_many_there_were():
+    """The shared page has no room for all of a call's number."""
+    folder = Board.create(2)
+    members = [ShmMember(Board(folder, rank, 2), {}, SETTINGS, lambda: None, lambda error: None) for rank in range(2)]
+    shutil.rmtree(folder)
+    many = (1 << 24) - 2
+    for member in members:
+        turns = Turns(leads=member.rank == 0, ready=many, known=Calls(many, 1, 0, many, 0, many))
+        with member._lock:
+            member._participant.turns = turns
+            member._publish_call()
+    for _ in range(5):
+        for member in members:
+            member.hold(9)
+        ends = [member.next_call() for member in (*members, *members)]  # proposes, is ready, releases, makes
+        assert ends == [None, None, (CallEnd.MAKE, 9), (CallEnd.MAKE, 9)]
+    assert {member._participant.turns.known.released for member in members} == {many + 5}
+    for member in members:
         member.close()
 
 

@@ -24,9 +24,8 @@ from typing import Annotated
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-NUMBER_BITS = 24
-NAME_BITS = 40  # 64 together: one word of shared memory
-Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << NUMBER_BITS)]
+NAME_BITS = 40
+Number = Count
 Name = Annotated[int, msgspec.Meta(ge=0, lt=1 << NAME_BITS)]
 
 

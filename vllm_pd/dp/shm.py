@@ -28,6 +28,7 @@ from vllm_pd.dp.member import AWAY, BaseMember
 
 _SLOT_WORDS = 16  # two cache lines, so that ranks don't disturb each other
 _WORD_BYTES = 8
+_NUMBER_BITS = 64 - NAME_BITS  # of a call's number, beside a name or a step: all that a word has room for
 _LEADER = 0  # the rank that decides about calls
 _ONLY_NEXT = Reach(1, 1)
 
@@ -40,8 +41,8 @@ class _Word(IntEnum):
     FAULT = 3  # _Fault, and 16 times the rank that it is about
     CLOSED = 4
     READY = 5  # the call that the rank is ready for; on rank 0 the last dropped
-    PROPOSED = 6  # by rank 0: number and name of a call
-    RELEASED = 7  # by rank 0: number of a call and the step after which it is made
+    PROPOSED = 6  # by rank 0: number (its last bits) and name of a call
+    RELEASED = 7  # by rank 0: number of a call (its last bits) and the step after which it is made
     DONE = 8  # the call up to which the rank has nothing more to do with any
 
 
@@ -162,7 +163,7 @@ class ShmMember(BaseMember):
         words = (ready, self._board.read(_LEADER, _Word.PROPOSED), self._board.read(_LEADER, _Word.RELEASED))
         calls = None
         if words != self._call_words:
-            self._call_words, calls = words, _calls(*words)
+            self._call_words, calls = words, _calls(self._participant.turns.known, *words)
         self._participant.told(max(asked) >> 1, all(word & 1 for word in asked), calls=calls)
 
     def _publish(self, ask: Ask) -> None:
@@ -177,8 +178,8 @@ class ShmMember(BaseMember):
     def _publish_call(self) -> None:
         turns = self._participant.turns
         if turns.leads:
-            self._board.write(_Word.PROPOSED, turns.known.proposed << NAME_BITS | turns.known.name)
-            self._board.write(_Word.RELEASED, turns.known.released << NAME_BITS | turns.known.final)
+            self._board.write(_Word.PROPOSED, _packed(turns.known.proposed, turns.known.name))
+            self._board.write(_Word.RELEASED, _packed(turns.known.released, turns.known.final))
         self._board.write(_Word.READY, turns.known.dropped if turns.leads else turns.ready)
         self._board.ring()
 
@@ -281,12 +282,22 @@ class ShmMember(BaseMember):
         self._fail(f"rank {rank}: {_SAYS[fault]}{detail}")
 
 
-def _calls(ready: list[int], proposed: int, released: int) -> Calls:
-    """What the words say."""
-    rest = (1 << NAME_BITS) - 1
-    number = proposed >> NAME_BITS
-    return Calls(number, proposed & rest, ready[_LEADER], released >> NAME_BITS, released & rest,
-                 min(ready[_LEADER + 1:], default=number))
+def _packed(number: int, rest: int) -> int:
+    """A word for both."""
+    return (number & (1 << _NUMBER_BITS) - 1) << NAME_BITS | rest
+
+
+def _unpacked(word: int, known: int) -> tuple[int, int]:
+    """The number and what was beside it, where the number was `known` when it was last read."""
+    ahead = (word >> NAME_BITS) - known & (1 << _NUMBER_BITS) - 1
+    return known + ahead, word & (1 << NAME_BITS) - 1
+
+
+def _calls(known: Calls, ready: list[int], proposed: int, released: int) -> Calls:
+    """What the words say to who knew that before."""
+    number, name = _unpacked(proposed, known.proposed)
+    last, final = _unpacked(released, known.released)
+    return Calls(number, name, ready[_LEADER], last, final, min(ready[_LEADER + 1:], default=number))
 
 
 def open_pidfds(pids: list[int], rank: int) -> dict[int, int]:
