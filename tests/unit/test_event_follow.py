@@ -137,3 +137,37 @@ async def test_what_is_void_is_not_applied(what):
     one.apply([batch_of(2)])
     await one._carry_out()
     assert set(index.engine_hashes(one.worker)) == {2}
+
+
+async def test_subscribers_share_one_context_and_leave_none(tmp_path):
+    index = PrefixIndex(4)
+    many = [Subscriber(f"http://127.0.0.1:{number}", index, None, events=f"ipc://{tmp_path}/{number}",
+                       replay=f"ipc://{tmp_path}/{number}r") for number in range(1, 5)]
+    for one in many:
+        one.start()
+    while not all(one.counters["replays_begin"] for one in many):
+        await asyncio.sleep(0.01)
+    assert len(subscriber._contexts) == 1
+    for one in many[:-1]:
+        await one.close()
+    [(context, _)] = subscriber._contexts.values()
+    assert not context.closed
+    await many[-1].close()
+    assert context.closed and not subscriber._contexts
+
+
+def test_nothing_is_awaited_of_an_engine_that_is_at_rest():
+    wire = Wire()
+    follower = SideFollower(wire, Told(), Counter(), 0.0)
+    assert follower.waits
+    for message in (m.Pulse("e", 1, 4, m.EngineLoad()), m.Snapshot(1, "e", 1, 0, 0, [])):
+        wire.messages.append([m.encode(message)])
+        follower.turn(0.0)
+    assert not follower.waits
+    follower.batch(0.1, [b"", *replayed(2)[1:]])  # number 1 is missing
+    assert follower.waits
+    follower.batch(0.1, [b"", *replayed(1)[1:]])
+    assert not follower.waits
+    wire.messages.append([m.encode(m.Pulse("e", 5, 4, m.EngineLoad()))])
+    follower.turn(0.2)
+    assert follower.waits

@@ -64,6 +64,10 @@ class Follower(Protocol):
     @property
     def live(self) -> bool: ...
 
+    @property
+    def waits(self) -> bool:
+        """Whether something is due soon."""
+
     def batch(self, now: float, frames: list[bytes]) -> None: ...
 
     def turn(self, now: float) -> None: ...
@@ -97,6 +101,10 @@ class SideFollower:
     @property
     def live(self) -> bool:
         return self._stream.next_seq is not None and self._asked_at is None
+
+    @property
+    def waits(self) -> bool:
+        return not self.live or self._stream.waits or self._behind_since is not None
 
     def batch(self, now: float, frames: list[bytes]) -> None:
         """What the subscription gave."""
@@ -235,6 +243,10 @@ class ReplayFollower:
     @property
     def live(self) -> bool:
         return self._live
+
+    @property
+    def waits(self) -> bool:
+        return self._replay is not None or self._stream.waits
 
     def batch(self, now: float, frames: list[bytes]) -> None:
         """What the subscription gave."""

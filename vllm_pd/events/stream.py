@@ -85,6 +85,11 @@ class Stream:
                                                     or len(self._early) >= MAX_AHEAD)
 
     @property
+    def waits(self) -> bool:
+        """Whether batches wait for others."""
+        return self._waiting_since is not None
+
+    @property
     def restarted(self) -> bool:
         """Whether a batch was seen that can't be of the same life of the engine."""
         return self._restarted

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 TICK_S = 0.02
+IDLE_TICK_S = 0.1  # where nothing is awaited
+MAX_SOCKETS = 16384  # of all subscribers of a loop, four each
 MESSAGES_A_TURN = 32
 SLICE_S = 0.002  # of the loop's time in one piece
 QUEUED_BATCHES = 20_000
@@ -153,7 +155,9 @@ class Subscriber:
                     pause_s = REFUSED_RETRY_S
                 else:
                     pause_s = RETRY_MIN_S
-                    await self._follow(await self._from_here(notice))
+                    notice = await self._from_here(notice)
+                    with _context() as context:
+                        await self._follow(context, notice)
             except Stranger as fault:
                 self._say(str(fault))
                 pause_s = RETRY_MIN_S
@@ -201,9 +205,8 @@ class Subscriber:
         return EventsNotice(seen.get("events") or "", notice.block_size, seen.get("replay"), notice.topic,
                             seen.get("side"), notice.epoch)
 
-    async def _follow(self, notice: EventsNotice) -> None:
+    async def _follow(self, context: zmq.Context, notice: EventsNotice) -> None:
         """Until the engine is lost."""
-        context = zmq.Context()
         opened: list[zmq.Socket] = []
         replay: ReplayFollower | None = None
         line: zmq.Socket | None = None  # on which libzmq says that the connection has ended
@@ -229,7 +232,8 @@ class Subscriber:
                     connect = lambda: _client(context, notice.replay)
                 follower = replay = ReplayFollower(connect, self, self.counters, now)
             while True:
-                await poller.poll(0 if follower.more else TICK_S * 1000)
+                tick_s = 0 if follower.more else TICK_S if follower.waits else IDLE_TICK_S
+                await poller.poll(tick_s * 1000)
                 while line is not None and sockets.receive(line) is not None:
                     follower.hung_up(time.monotonic())
                 await self._turn(events, follower)
@@ -241,7 +245,6 @@ class Subscriber:
                 line.close(linger=0)
             for socket in opened:
                 socket.close()
-            context.term()
 
     async def _turn(self, events: zmq.Socket | None, follower: SideFollower | ReplayFollower) -> None:
         for _ in range(MESSAGES_A_TURN):
@@ -323,6 +326,29 @@ class Subscriber:
         if text != self._said:
             self._said = text
             logger.warning("events of %s: %s", self.worker, text)
+
+
+_contexts: dict[asyncio.AbstractEventLoop, tuple[zmq.Context, list[None]]] = {}  # with its users
+
+
+@contextlib.contextmanager
+def _context() -> Iterator[zmq.Context]:
+    """One for all subscribers of the running loop, for each brings two threads along. The last user ends it and must
+    have closed its sockets."""
+    loop = asyncio.get_running_loop()
+    if loop not in _contexts:
+        context = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        _contexts[loop] = context, []
+    context, users = _contexts[loop]
+    users.append(None)
+    try:
+        yield context
+    finally:
+        users.pop()
+        if not users:
+            del _contexts[loop]
+            context.term()
 
 
 def _client(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.Socket:
