@@ -48,6 +48,7 @@ class FaultyEngine:
         self.fault = self.sick = Fault.NONE
         self.model = model
         self.generate_route = True
+        self.strict = False  # whether other models than its own get a 404
         self.notices: list[tuple[int, dict]] = []  # answers to GET /pd/events, the last for ever; else 404
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.probes = 0
@@ -101,6 +102,8 @@ class FaultyEngine:
         if not probe:
             self.asked.append((target, headers, body))
         fault = self.sick if probe else Fault.ERROR if b"poison" in body else self.fault
+        if not probe and self.strict and json.loads(body)["model"] != self.model:
+            return whole(writer, 404, {"object": "error", "message": "The model does not exist.", "code": 404})
         return await self._do(fault, json.loads(body or b"{}"), reader, writer)
 
     async def _do(self, fault: Fault, asked: dict, reader, writer) -> bool:

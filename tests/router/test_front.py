@@ -17,7 +17,7 @@ from faulty import Fault, FaultyEngine, serving
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.ports import take_free
-from vllm_pd.router import feeds
+from vllm_pd.router import feeds, probe
 from vllm_pd.router import membership as membership_module
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
@@ -174,6 +174,40 @@ async def test_a_model_goes_to_those_who_have_it():
         assert {(await served.ask(model="other")).json["from"] for _ in range(4)} == {engines[1].port}
         assert {(await served.ask(model="m")).json["from"] for _ in range(4)} == {engines[0].port}
         assert {(await served.ask(model="unknown")).json["from"] for _ in range(4)} == {one.port for one in engines}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_model_that_one_worker_turns_out_to_lack_is_asked_for_elsewhere(stream):
+    async with serving(2) as (served, engines):
+        for engine in engines:
+            engine.strict = True
+        engines[1].model = "adapter"  # loaded since it was asked
+        for _ in range(2):
+            answer = await served.ask(stream, model="adapter")
+            assert answer.status == 200 and len(engines[1].asked) > 0
+        engines[1].asked.clear()
+        answer = await served.ask(stream, model="unknown", headers={"x-vllm-pd-explain": "1"})
+        assert answer.status == 404 and answer.json["message"] == "The model does not exist."
+        assert answer.headers["x-vllm-pd-explain"].count("no_model") == 2
+        assert served.router.workers.counts() == {"up": 2}
+
+
+@pytest.mark.parametrize("probed", [True, False])
+async def test_models_that_come_at_run_time_are_learned(probed, monkeypatch):
+    if not probed:
+        monkeypatch.setattr(probe, "LEARN_S", 0.1)
+    async with serving(1, probe_interval_s=0.1 if probed else 30.0) as (served, [engine]):
+        assert served.worker(engine).models == {"m"}
+        engine.model = "adapter"
+        await served.until(lambda: served.worker(engine).models == {"adapter"})
+
+
+async def test_a_worker_that_lacks_a_model_is_asked_for_its_models():
+    async with serving(1) as (served, [engine]):
+        served.worker(engine).learned_s -= 1.0
+        engine.strict, engine.model = True, "other"
+        assert (await served.ask(model="m")).status == 404
+        await served.until(lambda: served.worker(engine).models == {"other"})
 
 
 async def test_a_stock_engines_events_draw_its_prefixes():

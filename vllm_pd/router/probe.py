@@ -29,6 +29,8 @@ logger = logging.getLogger("vllm_pd.router")
 GENERATE_PATH = "/health_generate"
 MAX_BODY_BYTES = 1 << 20
 MAX_STRIKE_S = 2.0
+LEARN_S = 30.0  # between questions for the models of a worker that needs no probes
+LEARN_TIMEOUT_S = 2.0
 PATIENCE = 4
 _ONE_TOKEN = {"prompt": "a", "max_tokens": 1, "temperature": 0}
 
@@ -97,9 +99,13 @@ class Prober:
             if worker.state is WorkerState.UP:
                 worker.wake.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, self._silence_left_s(worker))):
+                    async with asyncio.timeout(max(0.0, min(self._silence_left_s(worker), _knows_for_s(worker)))):
                         await worker.wake.wait()
-                if worker.state is not WorkerState.UP or self._silence_left_s(worker) > 0:
+                if worker.state is not WorkerState.UP:
+                    continue
+                if self._silence_left_s(worker) > 0:
+                    if _knows_for_s(worker) <= 0:
+                        await self._learn_more(worker)
                     continue
             else:
                 await asyncio.sleep(self._pause_s(worker))
@@ -144,7 +150,10 @@ class Prober:
         except Exception as error:  # whatever a worker's answer does to us, it is one that does not work
             problem = repr(error)
         if problem is None:
+            was_up = worker.state is WorkerState.UP
             self._passed(worker)
+            if was_up:
+                await self._learn_more(worker)
         else:
             self._failed(worker, problem)
             if not refused:
@@ -184,8 +193,18 @@ class Prober:
         else:
             _require_token("/v1/completions", status, body)
 
+    async def _learn_more(self, worker: Worker) -> None:
+        """Adapters come and go. Of one that works; that it does not say so in time changes nothing."""
+        worker.learned_s = worker.now()
+        try:
+            async with asyncio.timeout(LEARN_TIMEOUT_S):
+                await self._learn(worker)
+        except (ProbeFailed, TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            logger.debug("%s does not say which models it serves: %r", worker.url, error)
+
     async def _learn(self, worker: Worker) -> None:
         """Which models it serves."""
+        worker.learned_s = worker.now()
         status, body = await self._fetch("GET", f"{worker.url}/v1/models")
         if status == 401:
             raise ProbeFailed("/v1/models: 401: give the workers' key with --worker-api-key")
@@ -208,6 +227,11 @@ class Prober:
             while len(found) < MAX_BODY_BYTES and (chunk := await response.content.readany()):
                 found += chunk
             return response.status, bytes(found)
+
+
+def _knows_for_s(worker: Worker) -> float:
+    """How much longer what is known of its models is good enough."""
+    return worker.learned_s + LEARN_S - worker.now()
 
 
 class _Watch:

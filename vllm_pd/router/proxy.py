@@ -155,7 +155,7 @@ class Proxy:
             async with asyncio.timeout(self._options.timeout_s or None):
                 reply = await self._open(worker, request, headers)
                 flight.heard(generated=False)
-                fit, whole, first = await self._first(reply)
+                fit, whole, first = await self._first(reply, request.generates)
             generated = request.generates and reply.status == HTTPStatus.OK
             flight.heard(generated)
             if request.suspects and generated:
@@ -217,11 +217,13 @@ class Proxy:
             worker.tries(End.STALE.value).inc()
         return await self._upstream.send(request.method, worker.url, request.target, headers, request.body, fresh=True)
 
-    async def _first(self, reply: Reply) -> tuple[Headers, bool, bytes]:
+    async def _first(self, reply: Reply, generates: bool) -> tuple[Headers, bool, bytes]:
         """(headers, whether this is all of it, the first bytes) of an answer that may go to the client. Raises
         TryFailed for one that may not."""
         headers = answers.response_headers(reply.headers)
         if reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR or reply.status in _BUSY:
+            await self._refused(reply, headers)
+        if reply.status == HTTPStatus.NOT_FOUND and generates:
             await self._refused(reply, headers)
         streams = is_stream(headers)
         length = answers.find(headers, b"content-length")
@@ -258,7 +260,7 @@ class Proxy:
         return bytes(parts)
 
     async def _refused(self, reply: Reply, headers: Headers) -> None:
-        """An answer that says that the worker can't, which is kept in case that nobody can."""
+        """An answer that says that the worker can't, or hasn't that model; kept in case that nobody can."""
         body = bytearray()
         with suppress(StreamBroken):
             while len(body) < MAX_WHOLE_BYTES and (chunk := await reply.chunk()):
@@ -268,8 +270,9 @@ class Proxy:
         if busy and answers.find(kept, b"retry-after") is None:
             kept.append((b"retry-after", str(max(1, round(self._options.retry_after_s))).encode()))
         answer = Answer(reply.status, bytes(body), kept) if body else None
-        raise TryFailed(Failure.BUSY if busy else Failure.SERVER_ERROR,
-                        f"{reply.status} {bytes(body[:200]).decode(errors='replace')}", answer=answer)
+        kind = (Failure.BUSY if busy else Failure.NO_MODEL if reply.status == HTTPStatus.NOT_FOUND
+                else Failure.SERVER_ERROR)
+        raise TryFailed(kind, f"{reply.status} {bytes(body[:200]).decode(errors='replace')}", answer=answer)
 
     def _note(self, worker: Worker, failure: TryFailed, request: Request) -> None:
         """What a failed try says about the worker."""
@@ -277,6 +280,8 @@ class Proxy:
             after = answers.find(failure.answer.headers, b"retry-after") if failure.answer is not None else None
             seconds = float(after) if after is not None and after.isdigit() else self._options.retry_after_s
             worker.busy(min(seconds, MAX_PAUSE_S))
+        elif failure.kind is Failure.NO_MODEL:
+            worker.lacks_model()
         elif failure.kind is Failure.SERVER_ERROR:
             self._suspect(worker, str(failure), request)
         else:

@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm_pd.router")
 
 MAX_WORKERS = 4096
 STRIKE_S = 30.0
-DOUBT_S = 1.0  # between probes that requests are the reason of
+DOUBT_S = 1.0  # between probes that requests are the reason of, and between questions for models likewise
 
 
 class WorkerState(Enum):
@@ -44,6 +44,7 @@ class Failure(StrEnum):
     SERVER_ERROR = "server_error"  # a status of 500 and above, or an error where tokens should begin
     EMPTY = "empty"  # success without a body
     PROBE = "probe"
+    NO_MODEL = "no_model"  # 404; it is not taken out
     BUSY = "busy"  # 429 or 503: it takes nothing now, and is not taken out for more than it has asked for
 
 
@@ -95,6 +96,7 @@ class Worker:
         self.problem = "not probed yet"
         self.models: frozenset[str] = frozenset()  # the names that it serves; empty where unknown
         self.base_models: frozenset[str] = frozenset()
+        self.learned_s = -math.inf  # when it was asked for them
         self.root: str | None = None  # its model's folder or name, as it says
         self.flights: set[Flight] = set()
         self.failures = 0  # of probes, in a row
@@ -165,6 +167,12 @@ class Worker:
         if self.now() >= self._doubted_s + DOUBT_S:
             self._doubted_s = self.now()
             self.doubted = True
+            self.wake.set()
+
+    def lacks_model(self) -> None:
+        """It does not serve what it was asked for: have it asked what it does serve."""
+        if self.now() >= self.learned_s + DOUBT_S:
+            self.learned_s = -math.inf
             self.wake.set()
 
     def busy(self, seconds: float) -> None:
