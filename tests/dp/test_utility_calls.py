@@ -6,6 +6,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
+from vllm_pd.dp import utility
 from vllm_pd.dp.calls import Move, Turns
 from vllm_pd.dp.core import Participant
 from vllm_pd.dp.engine import LINGER_S, EngineSync, GroupSettings, settings_of
@@ -39,7 +40,7 @@ def sync():
 def make(sync, monkeypatch):
     """Makes UtilityCalls; `done` has what they made, and what failed."""
     shared = []
-    monkeypatch.setattr(UtilityCalls, "_fail", lambda self, held: self.done.append(("failed", held.request)))
+    monkeypatch.setattr(UtilityCalls, "_fail", lambda self, request, why: self.done.append(("failed", request)))
 
     def calls(wait_s=60.0, wake=lambda: None, member=sync, numbered=False):
         one = UtilityCalls(None, member, wait_s, wake, numbered)
@@ -89,6 +90,14 @@ def test_a_call_waits_no_longer_than_it_may_unless_rank_0_has_yet_to_decide(sync
     assert calls.overdue
     calls.turn()
     assert calls.done == [("failed", request)] and not calls.overdue
+
+
+def test_no_more_calls_wait_than_may(make, monkeypatch):
+    monkeypatch.setattr(utility, "MOST_WAITING", 2)
+    calls = make()
+    requests = [(0, number, "sleep", (1,)) for number in range(3)]
+    assert all(calls.hold(request) for request in requests)
+    assert calls.done == [("failed", requests[2])]
 
 
 def test_with_no_wait_every_call_is_made_at_once(make):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Those that reach the workers and may run collectives there, or change what a forward pass uses.
 TOGETHER = frozenset({"collective_rpc", "execute_dummy_batch", "sleep", "wake_up"})
+MOST_WAITING = 1000
 ALARM_SLACK_S = 0.01  # so that a call is surely overdue when the loop is woken for it
 
 Request = tuple[int, int, str, Any]  # number of the front end, of the call, method of EngineCore, its arguments
@@ -79,18 +80,24 @@ class UtilityCalls:
         together = self._wait_s > 0 and method in TOGETHER
         if not together and all(held.request[0] != client for held in self._held):
             return False
+        name = self._name(client, method, args) if together else 0
+        if len(self._held) >= MOST_WAITING:
+            self._fail(request, f"{method} was not made by this rank: {MOST_WAITING} calls wait for others already")
+            return True
         if not together:
             self._held.append(_Held(request, 0, math.inf, None))
             return True
-        kind = kind_of(client, method, args)
-        self._received[kind] += self._numbered
-        name = name_of(kind, self._received[kind])
         self._member.hold(name)
         alarm = threading.Timer(self._wait_s + ALARM_SLACK_S, self._wake)
         alarm.daemon = True
         self._held.append(_Held(request, name, time.monotonic() + self._wait_s, alarm))
         alarm.start()
         return True
+
+    def _name(self, client: int, method: str, args: Any) -> int:
+        kind = kind_of(client, method, args)
+        self._received[kind] += self._numbered
+        return name_of(kind, self._received[kind])
 
     def carry_out(self, make: Callable[[Request], None]) -> None:
         """Make those whose time has come, fail those that nobody makes. Raises GroupFailed."""
@@ -100,12 +107,12 @@ class UtilityCalls:
             if what is CallEnd.MAKE:
                 make(held.request)
             else:
-                self._fail(held)
+                self._give_up(held)
             self._follow(make)
         now = time.monotonic()
         for held in [held for held in self._held if held.until_s <= now]:
             if self._member.give_up(held.name):
-                self._fail(self._taken(held.name))
+                self._give_up(self._taken(held.name))
                 self._follow(make)
             else:  # rank 0 is about to say what becomes of it
                 self._held = [one._replace(until_s=math.inf) if one is held else one for one in self._held]
@@ -133,12 +140,14 @@ class UtilityCalls:
                 make(held.request)
         self._held = rest
 
-    def _fail(self, held: _Held) -> None:
+    def _give_up(self, held: _Held) -> None:
+        self._fail(held.request, f"{held.request[2]} was made by no rank: not all of the data-parallel ranks were told "
+                                 f"to make it within {self._wait_s:g} s. Call it on every rank at the same time, give "
+                                 f"them longer by dp_sync.call_wait_s in additional_config, or set that to 0, which "
+                                 f"has each rank make its calls at once and alone")
+
+    def _fail(self, request: Request, failure: str) -> None:
         from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
-        client, call_id, method, _ = held.request
-        failure = (f"{method} was made by no rank: not all of the data-parallel ranks were told to make it within "
-                   f"{self._wait_s:g} s. Call it on every rank at the same time, give them longer by "
-                   f"dp_sync.call_wait_s in additional_config, or set that to 0, which has each rank make its calls at "
-                   f"once and alone")
+        client, call_id, method, _ = request
         output = UtilityOutput(call_id, failure_message=f"Call to {method} method failed: {failure}")
         self._engine.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
