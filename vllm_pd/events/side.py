@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The side socket of an engine: who listens, and what they are sent. Belongs to one thread, and never waits.
 
-Everything is bounded: the number of subscribers, what is queued for one that does not read (the socket drops the rest,
-and the subscriber, which counts, asks again), and how much of a snapshot is made in one turn.
+Everything is bounded: the number of subscribers, what is queued for one that does not read (the socket drops pulses
+beyond that; a part of a snapshot is kept until there is room, and the answer dropped where there is none for
+`SUBSCRIPTION_S`), and how much of a snapshot is made in one turn.
 """
 import collections
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ class _Answer:
     next_seq: int
     total_blocks: int
     parts: Iterator[list[m.BlockStored]]
+    moved_at: float  # when there was room last
     sent_blocks: int = 0
+    held: m.Snapshot | None = None  # the part that there was no room for
 
 
 class SidePort:
@@ -58,7 +61,7 @@ class SidePort:
 
     def turn(self, now: float, journal: Journal, epoch: str, next_seq: int) -> bool:
         """Read what has come and go on with what was asked for. `journal` must be as the batches before `next_seq` have
-        left it. Whether there is more to do at once."""
+        left it. Whether there is more to do at once. It is False, too, where there is no room for more."""
         if self._gate is not None:
             self._gate.answer()
         for _ in range(MESSAGES_A_TURN):
@@ -70,9 +73,7 @@ class SidePort:
             return True
         for peer in [peer for peer, until in self._subscribers.items() if until < now]:
             self._forget(peer)
-        for peer in list(self._answers):
-            self._go_on(peer)
-        return bool(self._answers)
+        return any([self._go_on(now, peer) for peer in list(self._answers)])
 
     def has_new(self) -> bool:
         """Whether somebody has subscribed who has had no pulse yet."""
@@ -116,26 +117,37 @@ class SidePort:
             self.counters["snapshots"] += 1
             blocks = journal.blocks()
             self._answers[peer] = _Answer(message.number, epoch, next_seq, len(blocks),
-                                          runs(blocks, journal.block_size, m.PART_BLOCKS))
+                                          runs(blocks, journal.block_size, m.PART_BLOCKS), now)
 
-    def _go_on(self, peer: bytes) -> None:
+    def _go_on(self, now: float, peer: bytes) -> bool:
+        """Whether there is more to send, and room for it."""
         answer = self._answers[peer]
         for _ in range(PARTS_A_TURN):
-            part = next(answer.parts, [])
-            message = m.Snapshot(answer.number, answer.epoch, answer.next_seq, answer.sent_blocks,
-                                 answer.total_blocks, part)
-            answer.sent_blocks += sum(len(run.block_hashes) for run in part)
-            if not self._send(peer, m.encode(message)) or answer.sent_blocks >= answer.total_blocks:
-                self._answers.pop(peer, None)
-                return
+            part = answer.held or m.Snapshot(answer.number, answer.epoch, answer.next_seq, answer.sent_blocks,
+                                             answer.total_blocks, next(answer.parts, []))
+            result = sockets.send(self._socket, peer, m.encode(part))
+            if result is sockets.SendResult.FULL:
+                answer.held = part
+                if now - answer.moved_at > m.SUBSCRIPTION_S:
+                    self.counters["side_dropped"] += 1
+                    del self._answers[peer]
+                return False
+            if result is sockets.SendResult.UNREACHABLE:
+                self._forget(peer)
+                return False
+            answer.held, answer.moved_at = None, now
+            answer.sent_blocks += sum(len(run.block_hashes) for run in part.runs)
+            if answer.sent_blocks >= answer.total_blocks:
+                del self._answers[peer]
+                return False
+        return True
 
-    def _send(self, peer: bytes, frame: bytes) -> bool:
+    def _send(self, peer: bytes, frame: bytes) -> None:
         result = sockets.send(self._socket, peer, frame)
         if result is sockets.SendResult.UNREACHABLE:
             self._forget(peer)
         elif result is sockets.SendResult.FULL:
             self.counters["side_dropped"] += 1
-        return result is sockets.SendResult.SENT
 
     def _forget(self, peer: bytes) -> None:
         self._subscribers.pop(peer, None)
