@@ -133,6 +133,7 @@ async def test_a_session_keeps_its_worker():
                                                                               Tokenized.GIVEN),
     (body(prompt="no numbers"), Tokenized.FAILED), (b"no json", Tokenized.NONE), (b"[1]", Tokenized.NONE),
     (body(cache_salt="s"), Tokenized.NONE), (body(prompt=None), Tokenized.NONE), (body(prompt=[]), Tokenized.NONE),
+    (body(prompt=[1, -1]), Tokenized.FAILED), (body(prompt=[1, "2"]), Tokenized.FAILED),
     (body(prompt=[-1]), Tokenized.FAILED), (body(prompt=[True]), Tokenized.FAILED),
     (body(prompt=None, messages=[{"content": "1 2 3"}]), Tokenized.DONE),
     (body(prompt=None, messages=[{"content": "1"}], chat_template="{{ 1 }}"), Tokenized.NONE),
@@ -188,7 +189,7 @@ class TestTokenizer:
                 return type("Encoding", (), {"input_ids": [int(add_special_tokens), *map(ord, text)]})
 
             def apply_chat_template(self, messages, **options):
-                self.options = options
+                self.messages, self.options = messages, options
                 return "".join(message["content"] for message in messages)
 
         made = Tokenizer.__new__(Tokenizer)
@@ -205,6 +206,15 @@ class TestTokenizer:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         assert tokenizer.tokens(Prompt(messages=[{"content": parts}])) == [0, 97, 10, 98]
         assert tokenizer.tokens(Prompt(messages=[{"content": [*parts, {"type": "image_url"}]}])) is None
+
+    def test_tool_calls_and_missing_content_are_as_vllm_gives_them_to_templates(self, tokenizer):
+        call = {"id": "c", "function": {"name": "f", "arguments": '{"x": 1}'}}
+        asked = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "a"}]
+        assert tokenizer.tokens(Prompt(messages=asked)) == [0, 97]
+        [first, _] = tokenizer._tokenizer.messages
+        assert first["content"] == ""
+        assert first["tool_calls"] == [{"id": "c", "function": {"name": "f", "arguments": {"x": 1}}}]
+        assert asked[0]["tool_calls"] == [call] and call["function"]["arguments"] == '{"x": 1}'
 
     def test_the_end_of_a_prompt_is_kept(self, tokenizer):
         assert tokenizer.tokens(Prompt(prompt="abc", truncate_prompt_tokens=2)) == [98, 99]
