@@ -48,6 +48,7 @@ class FaultyEngine:
         self.fault = self.sick = Fault.NONE
         self.model = model
         self.generate_route = True
+        self.cards: list[dict] = []  # of /v1/models; else one of `model`
         self.strict = False  # whether other models than its own get a 404
         self.notices: list[tuple[int, dict]] = []  # answers to GET /pd/events, the last for ever; else 404
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
@@ -93,7 +94,7 @@ class FaultyEngine:
         """Whether the connection goes on."""
         probe = target == "/health_generate" or b'"prompt":"a"' in body
         if target == "/v1/models":
-            return whole(writer, 200, {"data": [{"id": self.model, "root": "none", "parent": None}]})
+            return whole(writer, 200, {"data": self.cards or [{"id": self.model, "root": "none", "parent": None}]})
         if target == "/pd/events" and self.notices:
             return whole(writer, *(self.notices.pop(0) if len(self.notices) > 1 else self.notices[0]))
         if target == "/health_generate" and not self.generate_route or target.startswith("/pd/"):

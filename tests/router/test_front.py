@@ -176,6 +176,39 @@ async def test_a_model_goes_to_those_who_have_it():
         assert {(await served.ask(model="unknown")).json["from"] for _ in range(4)} == {one.port for one in engines}
 
 
+async def test_a_model_whose_workers_are_down_is_not_said_to_be_full():
+    async with serving(2, probe_interval_s=0.1) as (served, engines):
+        engines[1].model = "other"
+        await served.until(lambda: served.worker(engines[1]).models == {"other"})
+        await engines[1].stop()
+        for _ in range(2):
+            answer = await served.ask(model="other")
+            assert answer.status == 503 and "up" in answer.json["message"]
+        assert (await served.ask(model="m")).status == 200
+
+
+async def test_an_empty_answer_to_what_needs_no_step_of_the_engine_is_one():
+    async with serving(2) as (served, engines):
+        for engine in engines:
+            engine.fault = Fault.EMPTY
+        for path, method in (("/v1/completions", "OPTIONS"), ("/tokenize", "POST")):
+            answer = await served.ask(path=path, method=method)
+            assert (answer.status, answer.body) == (200, b"")
+        assert served.router.workers.counts() == {"up": 2}
+
+
+async def test_adapters_of_either_kind_are_told_from_base_models():
+    async with serving(1) as (served, [engine]):
+        engine.cards = [{"id": "m", "root": "r", "parent": None, "max_model_len": 64},
+                        {"id": "alias", "root": "r", "parent": None, "max_model_len": 64},
+                        {"id": "lora", "root": "l", "parent": "m", "max_model_len": None},
+                        {"id": "prompt adapter", "root": "m", "parent": None, "max_model_len": None}]
+        worker = served.worker(engine)
+        worker.doubt()
+        await served.until(lambda: len(worker.models) == 4)
+        assert worker.base_models == {"m", "alias"} and worker.root == "r"
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_model_that_one_worker_turns_out_to_lack_is_asked_for_elsewhere(stream):
     async with serving(2) as (served, engines):

@@ -133,7 +133,7 @@ class Router:
         query = scope["query_string"]
         target = path.encode() + (b"?" + query if query else b"")
         request = Request(scope["method"].encode(), path, target, headers, body, asyncio.get_running_loop().time(),
-                          path in GENERATING, explain=_wants_explanation(headers))
+                          path in GENERATING and scope["method"] == "POST", explain=_wants_explanation(headers))
         try:
             return await self._proxy.forward(request, receive, send)
         except Broken as error:

@@ -47,6 +47,7 @@ class _Card(msgspec.Struct):
     id: str
     root: str | None = None
     parent: str | None = None
+    max_model_len: int | None = None
 
 
 class _Cards(msgspec.Struct):
@@ -215,6 +216,8 @@ class Prober:
         if not cards:
             raise ProbeFailed(f"/v1/models: {_brief(status, body)}")
         base = [card for card in cards if card.parent is None]
+        # vLLM's prompt adapters have no parent, but no length either
+        base = [card for card in base if card.max_model_len is not None] or base
         worker.models = frozenset(card.id for card in cards)
         worker.base_models = frozenset(card.id for card in base)
         worker.root = next((card.root for card in base if card.root), None)

@@ -123,15 +123,16 @@ class Proxy:
                 last = failure.answer if failure.answer is not None else last
                 if failure.final:
                     break
-        return await self._give_up(request, bool(tried), last, line)
+        return await self._give_up(request, plan.model, bool(tried), last, line)
 
-    async def _give_up(self, request: Request, tried: bool, last: Answer | None, line: "_Line") -> int:
+    async def _give_up(self, request: Request, model: str | None, tried: bool, last: Answer | None,
+                       line: "_Line") -> int:
         if last is not None:
             answer, reason = last, "worker_refused"
-        elif tried and self._workers.any_up():
+        elif tried and self._workers.any_up(model):
             answer = answers.refusal(HTTPStatus.BAD_GATEWAY, "no worker could answer this request")
             reason = "tries"
-        elif self._workers.any_up():
+        elif self._workers.any_up(model):
             answer = answers.refusal(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later",
                                      self._options.retry_after_s)
             reason = "full"
@@ -232,7 +233,7 @@ class Proxy:
             first = await (self._whole(reply, int(length)) if whole else reply.chunk())
         except StreamBroken as broken:
             raise TryFailed(Failure.BROKEN, str(broken)) from broken
-        if not first and reply.status == HTTPStatus.OK:
+        if not first and reply.status == HTTPStatus.OK and generates:
             raise TryFailed(Failure.EMPTY, "200 with an empty body")
         if streams and _ERROR_FIRST.match(first) and not _CLIENTS_FAULT.search(first):
             raise TryFailed(Failure.SERVER_ERROR, first[:200].decode(errors="replace"),

@@ -257,21 +257,30 @@ class Workers:
         that one of them can say so."""
         able = [worker for worker in self._workers.values()
                 if worker.takes(self.max_in_flight) and worker not in tried]
-        if model is not None and any(model in worker.models for worker in self._workers.values()):
-            able = [worker for worker in able if model in worker.models or not worker.models]
-        return able
+        return [worker for worker in able if self._may_have(worker, model)] if self._is_known(model) else able
 
     def counts(self) -> dict[str, int]:
         """How many there are by state."""
         return dict(collections.Counter(worker.state.value for worker in self._workers.values()))
 
-    def any_up(self) -> bool:
-        """Whether any worker works at all, full or not."""
-        return any(worker.state is WorkerState.UP for worker in self._workers.values())
+    def any_up(self, model: str | None = None) -> bool:
+        """Whether any worker works at all, full or not; of those that may get a request for that model, if one is
+        given."""
+        known = self._is_known(model)
+        return any(worker.state is WorkerState.UP and (not known or self._may_have(worker, model))
+                   for worker in self._workers.values())
 
     def another_up(self, worker: Worker) -> bool:
         """Whether any other worker works."""
         return any(one is not worker and one.state is WorkerState.UP for one in self._workers.values())
+
+    def _is_known(self, model: str | None) -> bool:
+        """Whether anybody is known to have it."""
+        return model is not None and any(model in worker.models for worker in self._workers.values())
+
+    @staticmethod
+    def _may_have(worker: Worker, model: str) -> bool:
+        return model in worker.models or not worker.models
 
     def _forget(self) -> None:
         for worker in [one for one in self._leaving if not one.flights]:
