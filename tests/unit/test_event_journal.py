@@ -123,6 +123,18 @@ def test_adapters_and_extras_travel_along_and_private_blocks_do_not():
     assert pool.take() == [stored(1, 2, lora_id=3, lora_name="ada"), stored(21, 21, extra_keys=[7])]
 
 
+def test_what_nobody_could_explain_is_asked_for_again():
+    """Who has it may be between two queues just then."""
+    known = {}
+    pool = Pool(explain=known.get)
+    pool.compute(1, 1, extra=5)
+    known[5] = Salt(3, "ada")
+    pool.compute(2, 2, parent=1, extra=5)
+    known.clear()
+    pool.compute(3, 3, parent=2, extra=5)
+    assert pool.take() == [stored(1, 1, extra_keys=[5]), stored(2, 3, parent=1, lora_id=3, lora_name="ada")]
+
+
 def test_a_snapshot_comes_in_parts_of_whole_blocks():
     pool = Pool()
     pool.compute(1, 5)

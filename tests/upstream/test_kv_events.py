@@ -231,6 +231,8 @@ def test_b60_blocks_of_an_abandoned_remote_prefill_are_never_told_of():
 def test_b60_adapters_are_told_apart_and_named():
     engine = WatchedEngine()
     engine.add_with("lora", PROMPTS[0], lora=LORA)
+    [waiting] = engine.scheduler.waiting
+    assert explainer(engine.scheduler)(waiting.first_seq.extra_hash()).lora_name == LORA.lora_name
     engine.add("base", list(PROMPTS[0]), max_tokens=2)
     engine.run()
     engine.check_settled()

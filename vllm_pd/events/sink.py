@@ -58,7 +58,7 @@ Op = Held | int | Cleared  # stored, removed, cleared
 
 class BlockSink:
     """Of one allocator. `wake` is called in the engine's thread when there is something to take; it must not block.
-    `explain` is asked there what an extra hash stands for, once for each."""
+    `explain` is asked there what an extra hash stands for, until it knows."""
 
     def __init__(self, wake: Callable[[], None] = lambda: None, explain: Callable[[int], Salt | None] | None = None,
                  max_queued: int = MAX_QUEUED) -> None:
@@ -133,7 +133,9 @@ class BlockSink:
     def _salt(self, extra_hash: int) -> Salt:
         salt = self._salts.get(extra_hash)
         if salt is None:
-            salt = (self._explain(extra_hash) if self._explain is not None else None) or Salt(extra=extra_hash)
+            salt = self._explain(extra_hash) if self._explain is not None else None
+            if salt is None:
+                return Salt(extra=extra_hash)  # somebody may know it another time
             if len(self._salts) >= MAX_SALTS:
                 self._salts.clear()
             self._salts[extra_hash] = salt

@@ -120,7 +120,8 @@ def explainer(scheduler: Scheduler) -> Callable[[int], Salt | None]:
     """What an extra hash stands for, from whoever has it at present: the allocator knows no more than the number."""
 
     def explain(extra_hash: int) -> Salt | None:
-        for group in (*scheduler.running, *scheduler.remote_prefilling.values(), *scheduler.prefill_sending.values()):
+        for group in (*scheduler.running, *scheduler.remote_prefilling.values(), *scheduler.prefill_sending.values(),
+                      *scheduler.swapped, *scheduler.waiting):
             for seq in group.seqs:
                 if seq.extra_hash() == extra_hash:
                     return _salt(seq, extra_hash)
