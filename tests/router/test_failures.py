@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import json
 import random
+import time
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -12,6 +14,7 @@ from faulty import TOKENS, Fault, serving
 from vllm_pd.router.feeds import Progress
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Policy
+from vllm_pd.router.probe import _Watch
 from vllm_pd.router.workers import Source
 
 TEXTS = [{"choices": [{"text": f" t{number}"}]} for number in range(TOKENS)]
@@ -222,6 +225,20 @@ def test_progress_is_what_changed_and_is_known():
     assert Progress(1).differs(Progress(2)) and Progress(0, (1, )).differs(Progress(0, (2, )))
     assert not Progress(1, (1, )).differs(Progress(1, (1, )))
     assert not Progress(0, None).differs(Progress(0, (1, ))) and not Progress(0, (1, )).differs(Progress())
+
+
+async def test_a_probe_whose_time_ends_while_it_is_looked_after_is_left_alone():
+    loop, problems = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: problems.append(context))
+    worker = SimpleNamespace(url="u", heard_s=0.0, now=loop.time)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01) as limit:
+            watch = _Watch(worker, limit, 10.0, lambda url: Progress(), lambda url, outcome: None)
+            loop.call_later(0.01, watch._look)  # in the turn in which the limit ends it
+            time.sleep(0.02)
+            await asyncio.sleep(1)
+    watch.end()
+    assert not problems
 
 
 async def test_b63_a_request_that_takes_too_long_at_a_worker_that_generates_is_its_own_affair():

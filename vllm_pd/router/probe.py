@@ -263,7 +263,7 @@ class _Watch:
         if self._worker.heard_s > self._began_s or self._progress.differs(self._progress_of(self._worker.url)):
             self._count(self._worker.url, "inconclusive")
             self._begin()
-        else:
+        elif not self._limit.expired():  # at the same moment
             self._limit.reschedule(self._loop.time())
 
 
