@@ -171,3 +171,9 @@ def test_nothing_is_awaited_of_an_engine_that_is_at_rest():
     wire.messages.append([m.encode(m.Pulse("e", 5, 4, m.EngineLoad()))])
     follower.turn(0.2)
     assert follower.waits
+    follower.batch(0.2, [b"", *replayed(3)[1:]])
+    follower.batch(0.2, [b"", *replayed(4)[1:]])
+    follower.turn(0.2)
+    assert not follower.waits
+    follower.hung_up(0.3)
+    assert follower.waits

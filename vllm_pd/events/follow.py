@@ -36,11 +36,7 @@ Blocks = Iterator[tuple[int, int | None, list[int], int | str | None]]
 
 
 class Lost(Exception):
-    """The engine is silent: it has to be found anew."""
-
-
-class Stranger(Lost):
-    """Somebody else, or another life of the engine, is where it was."""
+    """The engine is silent, or somebody else is where it was: it has to be found anew."""
 
 
 class Target(Protocol):
@@ -89,6 +85,7 @@ class SideFollower:
         self._counters = counters
         self._stream = Stream(counters)
         self._lost_at = now + LOST_S
+        self._hung_up = False
         self._subscribe_at = now
         self._told_seq = 0
         self._behind_since: float | None = None
@@ -104,7 +101,7 @@ class SideFollower:
 
     @property
     def waits(self) -> bool:
-        return not self.live or self._stream.waits or self._behind_since is not None
+        return not self.live or self._hung_up or self._stream.waits or self._behind_since is not None
 
     def batch(self, now: float, frames: list[bytes]) -> None:
         """What the subscription gave."""
@@ -121,6 +118,7 @@ class SideFollower:
                 self._counters[f"malformed_{fault.fault.value}"] += 1
                 continue
             self._lost_at = now + LOST_S
+            self._hung_up = False
             if isinstance(message, m.Pulse):
                 self._pulse(now, message)
             elif isinstance(message, m.Snapshot):
@@ -134,6 +132,7 @@ class SideFollower:
 
     def hung_up(self, now: float) -> None:
         """The connection has ended. It may come back, with this engine or another one, which knows nothing of us."""
+        self._hung_up = True
         self._lost_at = min(self._lost_at, now + HUNG_UP_S)
         self._subscribe_at = now
 
@@ -160,7 +159,7 @@ class SideFollower:
     def _pulse(self, now: float, pulse: m.Pulse) -> None:
         if self._life is not None and m.life_of(pulse.epoch) != self._life:
             self._counters["strangers" if self.epoch is None else "restarts"] += 1
-            raise Stranger("another engine, or another life of it, is at its side socket")
+            raise Lost("another engine, or another life of it, is at its side socket")
         self._told_seq = pulse.next_seq
         if pulse.epoch != self.epoch:
             if self.epoch is not None:

@@ -26,7 +26,7 @@ import zmq.asyncio
 from vllm_pd.errors import PDError
 from vllm_pd.events import messages as m
 from vllm_pd.events import reach
-from vllm_pd.events.follow import BEHIND_S, Blocks, Lost, ReplayFollower, SideFollower, Stranger, adapter_of
+from vllm_pd.events.follow import BEHIND_S, Blocks, Lost, ReplayFollower, SideFollower, adapter_of
 from vllm_pd.events.notice import MAX_NOTICE_BYTES, PATH, EventsNotice
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import MAX_FRAME_BYTES, BadFrame
@@ -158,10 +158,10 @@ class Subscriber:
                     notice = await self._from_here(notice)
                     with _context() as context:
                         await self._follow(context, notice)
-            except Stranger as fault:
+            except Lost as fault:
                 self._say(str(fault))
                 pause_s = RETRY_MIN_S
-            except (Lost, OSError, TimeoutError) as fault:
+            except (OSError, TimeoutError) as fault:
                 self._say(f"{type(fault).__name__} {fault}".strip())
                 pause_s = min(2 * pause_s, RETRY_S)
             except PDError as fault:  # an engine that does not fit the index
