@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for `vllm serve`, for the broker and for the router in tests of `vllm-pd up`: listens at once, obeys a few words.
+"""Stands in for `vllm serve`, the broker and the router in tests of `vllm-pd up`: listens at once, obeys a few words.
 
 The words are the model's name, joined by "+": `grandchild` starts a process of its own, `stubborn` ignores SIGTERM,
 `dies` ends before it listens, `dies-late` ends 0.5 s after it listens, `slow` never listens.
