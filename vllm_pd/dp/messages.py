@@ -10,12 +10,11 @@ import zmq
 
 from vllm_pd.dp.calls import Calls, Number
 from vllm_pd.dp.core import Count, Known
-from vllm_pd.rpc.codec import BadFrame, FrameFault
+from vllm_pd.rpc.codec import Framing
 
 Keys = tuple[bytes, bytes]  # CURVE: public, secret
 
 VERSION = 3
-_HEADER = b"DP" + bytes((VERSION,))
 _MAX_BYTES = 4096
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -95,27 +94,5 @@ def rank_identity(rank: int) -> bytes:
     return b"rank-%d" % rank
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Say | Tell)
-
-
-def encode(message: Say | Tell) -> bytes:
-    """One frame."""
-    return _HEADER + _encoder.encode(message)
-
-
-def decode(frames: list[bytes]) -> Say | Tell:
-    """What a socket gave, without its routing id. Raises BadFrame for anything else."""
-    if len(frames) != 1:
-        raise BadFrame(FrameFault.SHAPE, f"{len(frames)} frames instead of one")
-    frame = frames[0]
-    if len(frame) > _MAX_BYTES:
-        raise BadFrame(FrameFault.SIZE, f"{len(frame)} bytes are more than {_MAX_BYTES}")
-    if frame[:2] != _HEADER[:2] or len(frame) < len(_HEADER):
-        raise BadFrame(FrameFault.SHAPE, "not a frame of ours")
-    if frame[2] != VERSION:
-        raise BadFrame(FrameFault.VERSION, f"version {frame[2]}, ours is {VERSION}", theirs=frame[2])
-    try:
-        return _decoder.decode(memoryview(frame)[len(_HEADER):])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error
+_framing = Framing(b"DP", VERSION, Say | Tell, "version", _MAX_BYTES)
+encode, decode = _framing.encode, _framing.decode

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 from vllm_pd.core.messages import Count, Name
-from vllm_pd.rpc.codec import MAX_FRAME_BYTES, UNREADABLE, BadFrame, FrameFault
+from vllm_pd.rpc.codec import MAX_FRAME_BYTES, UNREADABLE, BadFrame, FrameFault, Framing
 
 PROTOCOL = 1
 PULSE_MIN_S = 0.1  # no two pulses come closer together
@@ -25,8 +25,6 @@ SUBSCRIBE_S = 1.0  # how often a subscriber says that it is there
 SUBSCRIPTION_S = 5.0  # for how long it is believed
 PART_BLOCKS = 1024  # of a snapshot in one message, at most
 MAX_BATCH_EVENTS = 1_000_000
-_MAGIC = b"PE"
-_HEADER_BYTES = len(_MAGIC) + 1
 
 Hash = int
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -124,32 +122,15 @@ def life_of(epoch: str) -> str:
     return epoch.partition("-")[0]
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+_framing = Framing(b"PE", PROTOCOL, Message, "side protocol")
 _batch_decoder = msgspec.msgpack.Decoder(EventBatch)
 
-
-def encode(message: Message) -> bytes:
-    """One frame for the side socket."""
-    return _MAGIC + bytes((PROTOCOL,)) + _encoder.encode(message)
+encode = _framing.encode
 
 
 def decode(frames: Sequence[bytes]) -> Message:
     """What a side socket gave, without its routing id. Raises BadFrame for anything that is no message of ours."""
-    if len(frames) != 1:
-        raise BadFrame(FrameFault.SHAPE, f"{len(frames)} frames instead of one")
-    frame = frames[0]
-    if len(frame) > MAX_FRAME_BYTES:
-        raise BadFrame(FrameFault.SIZE, f"{len(frame)} bytes are more than {MAX_FRAME_BYTES}")
-    if len(frame) < _HEADER_BYTES or frame[:len(_MAGIC)] != _MAGIC:
-        raise BadFrame(FrameFault.SHAPE, "not a frame of ours")
-    if frame[len(_MAGIC)] != PROTOCOL:
-        raise BadFrame(FrameFault.VERSION, f"side protocol {frame[len(_MAGIC)]}, ours is {PROTOCOL}",
-                       theirs=frame[len(_MAGIC)])
-    try:
-        message = _decoder.decode(memoryview(frame)[_HEADER_BYTES:])
-    except UNREADABLE as error:
-        raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error
+    message = _framing.decode(frames)
     if isinstance(message, Snapshot):
         for run in message.runs:
             _check(run)

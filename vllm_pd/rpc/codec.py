@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames: two bytes of magic, one of version, then a msgpack envelope.
+"""Frames: two bytes of magic, one of version, then a message in msgpack; those of the control sockets are envelopes.
 
-The version stands outside the envelope so that an engine of another version is told apart from noise.
+The version stands outside the message so that an engine of another version is told apart from noise.
 """
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 import msgspec
 
 from vllm_pd.core import messages as m
 
 MAX_FRAME_BYTES = 32 << 20
-_MAGIC = b"PD"
-_HEADER_BYTES = len(_MAGIC) + 1
-
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding foreign bytes may raise
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(m.Envelope)
+T = TypeVar("T")
 
 
 class FrameFault(StrEnum):
@@ -37,28 +34,55 @@ class BadFrame(Exception):
         self.theirs = theirs
 
 
+class Framing(Generic[T]):
+    """The frames of one protocol. `type_` is that of its messages, `name` what the version is called in an error."""
+
+    def __init__(self, magic: bytes, version: int, type_: type[T], name: str, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._header = magic + bytes((version,))
+        self._magic = magic
+        self._version = version
+        self._name = name
+        self._max_bytes = max_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(type_)
+
+    def encode(self, message: T) -> bytes:
+        """One frame, of any size."""
+        return self._header + self._encoder.encode(message)
+
+    def decode(self, frames: Sequence[bytes]) -> T:
+        """The message of what a socket gave, without its routing id. Raises BadFrame for anything else."""
+        if len(frames) != 1:
+            raise BadFrame(FrameFault.SHAPE, f"{len(frames)} frames instead of one")
+        frame = frames[0]
+        self.require_size(frame)
+        if len(frame) < len(self._header) or frame[:len(self._magic)] != self._magic:
+            raise BadFrame(FrameFault.SHAPE, "not a frame of ours")
+        version = frame[len(self._magic)]
+        if version != self._version:
+            raise BadFrame(FrameFault.VERSION, f"{self._name} {version}, ours is {self._version}", theirs=version)
+        try:
+            return self._decoder.decode(memoryview(frame)[len(self._header):])
+        except UNREADABLE as error:
+            raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error
+
+    def require_size(self, frame: bytes) -> None:
+        """Raises BadFrame for one that is too large for its receiver."""
+        if len(frame) > self._max_bytes:
+            raise BadFrame(FrameFault.SIZE, f"{len(frame)} bytes are more than {self._max_bytes}")
+
+
+_framing = Framing(b"PD", m.PROTOCOL, m.Envelope, "protocol")
+
+
 def encode(sender: str, body: m.Message) -> bytes:
     """One frame. Raises BadFrame where it would be too large for its receiver."""
-    frame = _MAGIC + bytes((m.PROTOCOL,)) + _encoder.encode(m.Envelope(sender, body))
-    if len(frame) > MAX_FRAME_BYTES:
-        raise BadFrame(FrameFault.SIZE, f"{len(frame)} bytes are more than {MAX_FRAME_BYTES}")
+    frame = _framing.encode(m.Envelope(sender, body))
+    _framing.require_size(frame)
     return frame
 
 
 def decode(frames: Sequence[bytes]) -> tuple[str, m.Message]:
     """(sender, message) of what a socket gave, without its routing id. Raises BadFrame for anything else."""
-    if len(frames) != 1:
-        raise BadFrame(FrameFault.SHAPE, f"{len(frames)} frames instead of one")
-    frame = frames[0]
-    if len(frame) > MAX_FRAME_BYTES:
-        raise BadFrame(FrameFault.SIZE, f"{len(frame)} bytes are more than {MAX_FRAME_BYTES}")
-    if len(frame) < _HEADER_BYTES or frame[:len(_MAGIC)] != _MAGIC:
-        raise BadFrame(FrameFault.SHAPE, "not a frame of ours")
-    version = frame[len(_MAGIC)]
-    if version != m.PROTOCOL:
-        raise BadFrame(FrameFault.VERSION, f"protocol {version}, ours is {m.PROTOCOL}", theirs=version)
-    try:
-        envelope = _decoder.decode(memoryview(frame)[_HEADER_BYTES:])
-    except UNREADABLE as error:
-        raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error
+    envelope = _framing.decode(frames)
     return envelope.sender, envelope.body
