@@ -1,15 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that change something, at a server that has no key: they must come from this machine, and from no web page.
+"""Whose requests an operator's routes take. A server with a key asks for it; at one without, requests that change
+something must come from this machine, and from no web page.
 
 A browser on this machine sends what any page asks of it. It then says so by `Origin`, has to ask first where the body
 is JSON, and names the page's host where a name of its owner's has been made to mean this machine.
 """
+from __future__ import annotations
+
 import ipaddress
+import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _VIA_PROXY = (b"x-forwarded-for", b"forwarded")  # with which a proxy, or a liar, has the client's address replaced
 _JSON = b"application/json"
+
+
+def key_of(app: FastAPI) -> str | None:
+    """What vLLM's own middleware asks for, which looks at paths under /v1 only."""
+    return next((entry.kwargs["api_token"] for entry in app.user_middleware if "api_token" in entry.kwargs), None)
+
+
+def shows(authorization: bytes, key: str) -> bool:
+    """Whether that header's value has the key. Takes as long for a nearly right one as for any other."""
+    return secrets.compare_digest(authorization, f"Bearer {key}".encode())
 
 
 def objection(scope: Mapping[str, Any]) -> str | None:

@@ -2,7 +2,6 @@
 """`GET /pd/events` on the front end of any engine that publishes KV events, V0 or V1."""
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 
 from vllm_pd.events import notice
+from vllm_pd.operators import key_of, shows
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def add_route(app: FastAPI, config: VllmConfig) -> None:
     """Serve it before anything else does, to whoever has the server's API key where there is one: vLLM's own check
     looks at /v1 only. To be called before the server starts."""
-    tokens = [entry.kwargs["api_token"] for entry in app.user_middleware if "api_token" in entry.kwargs]
-    app.add_middleware(_Middleware, config=config, api_token=tokens[0] if tokens else None)
+    app.add_middleware(_Middleware, config=config, api_token=key_of(app))
 
 
 class _Middleware:
@@ -38,7 +37,7 @@ class _Middleware:
 
     def _answer(self, scope: Scope) -> Response:
         given = Headers(scope=scope).get("authorization", "").encode()
-        if self._api_token is not None and not secrets.compare_digest(given, f"Bearer {self._api_token}".encode()):
+        if self._api_token is not None and not shows(given, self._api_token):
             return JSONResponse({"error": "Unauthorized"}, status_code=401)
         if scope["method"] != "GET":
             return JSONResponse({"error": "use GET"}, status_code=405)

@@ -2,7 +2,6 @@
 """The router as an ASGI application: its own routes, and the door for those that go to workers."""
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -11,7 +10,7 @@ import aiohttp
 import msgspec
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.operators import objection
+from vllm_pd.operators import objection, shows
 from vllm_pd.router import answers
 from vllm_pd.router.answers import Answer, Headers
 from vllm_pd.router.feeds import Feeds
@@ -200,7 +199,7 @@ class Router:
         if self.options.api_key is None:
             return True
         given = answers.find(headers, b"authorization") or b""
-        return secrets.compare_digest(given, f"Bearer {self.options.api_key}".encode())
+        return shows(given, self.options.api_key)
 
     def _ended(self, worker: Worker) -> None:
         """The connections are the URL's, where another worker may be by now."""

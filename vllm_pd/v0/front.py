@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import secrets
 import signal
 import uuid
 from collections.abc import Awaitable, Callable
@@ -39,7 +38,7 @@ import zmq.asyncio
 from vllm_pd.config import PDConfig
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ControlError
-from vllm_pd.operators import objection
+from vllm_pd.operators import key_of, objection, shows
 from vllm_pd.rpc import codec, sockets
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ class FrontDoor:
     def _refused(self, scope: Scope, changes: bool) -> tuple[HTTPStatus, bytes] | None:
         if self._api_token is not None:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, f"Bearer {self._api_token}".encode()):
+            if not shows(given, self._api_token):
                 return HTTPStatus.UNAUTHORIZED, _error(HTTPStatus.UNAUTHORIZED, "Unauthorized")
         elif changes and (problem := objection(scope)) is not None:
             return HTTPStatus.FORBIDDEN, _error(HTTPStatus.FORBIDDEN, problem)
@@ -300,7 +299,7 @@ def open_front_door(app: FastAPI, server: uvicorn.Server, settings: dict[str, An
         stop()
 
     server.handle_exit = handle_exit
-    door = FrontDoor(settings["front"], config.drain_timeout_s, _api_token(app), stop_as_before,
+    door = FrontDoor(settings["front"], config.drain_timeout_s, key_of(app), stop_as_before,
                      _base_url(server.config, config))
     app.add_middleware(_Middleware, door=door)
     return door.on_sigterm
@@ -320,12 +319,6 @@ def _one_token(scope: Scope) -> Scope:
     return {**scope, "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
             "headers": [*kept, (b"content-type", b"application/json"),
                         (b"content-length", str(len(_ONE_TOKEN)).encode())]}
-
-
-def _api_token(app: FastAPI) -> str | None:
-    """What vLLM's own middleware checks, which looks at paths under /v1 only."""
-    tokens = [entry.kwargs["api_token"] for entry in app.user_middleware if "api_token" in entry.kwargs]
-    return tokens[0] if tokens else None
 
 
 async def _body(receive: Receive) -> bytes:
