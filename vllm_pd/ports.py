@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trying ports before anything is started, so that a taken one is an error of the first second and not of the last."""
 
+import itertools
+import os
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 
 from vllm_pd.errors import ConfigError
+
+_LOWEST = 10_000
+_KERNELS_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_turns = itertools.count(int.from_bytes(os.urandom(4), "big"))  # so that processes begin at different ports
 
 
 def is_free(host: str, port: int) -> bool:
@@ -31,11 +38,27 @@ def take_free_run(host: str, count: int) -> int:
     while True:
         first = take_free(host)
         if first + count <= 65536 and all(is_free(host, port) for port in range(first, first + count)):
+            for _ in range(count - 1):
+                next(_turns)
             return first
 
 
 def take_free(host: str) -> int:
-    """A port that was free a moment ago. The caller listens on it at once; another process might come first."""
+    """A port that was free a moment ago, for somebody who listens on it soon. It is none of those that the kernel gives
+    to sockets which want any port, as connections do, and this process gives it to nobody else for a long time."""
+    count = _kernels_first() - _LOWEST
+    for turn in itertools.islice(_turns, 1000 if count > 1000 else 0):
+        port = _LOWEST + turn % count
+        if is_free(host, port):
+            return port
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def _kernels_first() -> int:
+    """The lowest port that the kernel gives away by itself."""
+    try:
+        return int(_KERNELS_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32_768  # Linux's own default

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports that are looked for before anybody listens on them."""
+
+import socket
+
+import pytest
+
+from vllm_pd import ports as module
+from vllm_pd.errors import ConfigError
+from vllm_pd.ports import is_free, require_free, take_free, take_free_run
+
+HOST = "127.0.0.1"
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_away_and_is_given_once(tmp_path, monkeypatch):
+    """Half a minute may pass until a server listens on it, and connections take the kernel's ports meanwhile."""
+    (tmp_path / "range").write_text("20000\t60999\n")
+    monkeypatch.setattr(module, "_KERNELS_RANGE", tmp_path / "range")
+    ports = [take_free(HOST) for _ in range(50)]
+    first = take_free_run(HOST, 4)
+    ports += [*range(first, first + 4), take_free(HOST)]
+    assert len(set(ports)) == len(ports)
+    assert max(ports) < 20000
+
+
+def test_b80_a_taken_port_is_refused_and_never_taken_again():
+    port = take_free(HOST)
+    assert is_free(HOST, port)
+    with socket.create_server((HOST, port)):
+        assert not is_free(HOST, port)
+        with pytest.raises(ConfigError, match=f"bind.*{port}.*in use"):
+            require_free("bind", HOST, [port])
+    require_free("bind", HOST, [port])
