@@ -107,7 +107,7 @@ def test_b28_only_one_of_two_ranks_arrives(trio, two, mono):
     two.execute(STOP_BEFORE_WRITE.format(pid=other))
     name = trio.d.add(tokens)
     try:
-        arrived = "[sorted(record.arrived) for record in disagg._agent._decode._records.values()]"
+        arrived = "[sorted(record.arrived) for record in disagg._agent._sides.decode._records.values()]"
         trio.d.wait_until(f"any({arrived})")
         assert trio.d.evaluate(arrived) == [[0]]
         assert trio.d.stats()["remote_prefilling"] == 1 and trio.d.stats()["running"] == 0

@@ -243,7 +243,7 @@ def test_b25_a_control_thread_that_has_ended_shows_in_a_gauge(pair):
     """Not for real, for the others need it: the engine is only told so."""
     shown = []
     for error in ("RuntimeError('planned')", "None"):
-        pair.d.execute(f"disagg._agent.error = {error}")
+        pair.d.execute(f"disagg._agent._thread.error = {error}")
         pair.d.tokens([prompt(8, 2030)])
         shown.append(pair.d.counters()["control_dead"])
     assert shown == [1, 0]

@@ -18,8 +18,8 @@ import zmq
 
 from tests.unit.brokers import KINDS, running
 from tests.unit.noise import send_noise
-from vllm_pd.control import agent as agent_module
 from vllm_pd.control import process
+from vllm_pd.control import thread as control_thread
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.process import local_member
 from vllm_pd.control.pulse import GRACE_S
@@ -154,7 +154,8 @@ def hand_over(decode, prefill, request_id="r"):
     decode.bell.wait(2)
     prefill.agent.set_room(4)
     prefill.agent.sent(attempt, m.Timings(prefill_s=0.5, transfer_s=0.25, bytes=7))
-    while decode.agent._decode.states() and not next(iter(decode.agent._decode._records.values())).timings.measured:
+    side = decode.agent._sides.decode
+    while side.states() and not next(iter(side._records.values())).timings.measured:
         time.sleep(0.001)
     decode.agent.arrived(attempt, 0)
     return decode.expect(Prefilled).timings
@@ -457,7 +458,7 @@ def test_b21_death_is_believed_at_a_second_look_and_what_comes_late_is_dropped(b
     line.socket.send(codec.encode(name, m.Hello(prefill.agent.member, b"")))
     assert not line.socket.poll(300), "a dead one is not let in again, for nothing would watch it"
     line.close()
-    assert name not in decode.agent._decode.peers and decode.agent.dropped()["link_dead_sender"] >= 1
+    assert name not in decode.agent._sides.decode.peers and decode.agent.dropped()["link_dead_sender"] >= 1
     assert decode.agent.view().prefill_peers == 0
     decode.assert_clean()
 
@@ -467,7 +468,7 @@ def test_b25_a_prefill_engine_that_is_listed_but_does_not_reach_us_is_not_waited
     monkeypatch.setattr(PrefillSide, "members_are", lambda *_: [])
     settings = Settings(broker.address)
     decode, prefill = engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL)
-    while not decode.agent._outlook.members():
+    while not decode.agent._sides.outlook.members():
         time.sleep(0.005)
     assert decode.agent.view().broker_up and decode.agent.view().prefill_peers == 0
     attempt = decode.submit()
@@ -585,7 +586,7 @@ def test_b42_refused_at_peering_even_if_the_registry_is_not_asked(pair, raw):
 
 def test_b42_frames_of_another_protocol_show_in_the_view(pair, raw, monkeypatch):
     warnings = []
-    monkeypatch.setattr(agent_module.logger, "warning", lambda *words: warnings.append(words))
+    monkeypatch.setattr(control_thread.logger, "warning", lambda *words: warnings.append(words))
     raw.socket.send(b"PD" + bytes((m.PROTOCOL + 1,)) + b"from the future")
     pair[0].expect_view(lambda view: f"ours is {m.PROTOCOL}, theirs is {m.PROTOCOL + 1}" in (view.mismatch or ""))
     raw.socket.send(b"PD" + bytes((m.PROTOCOL + 1,)) + b"again")
@@ -683,8 +684,8 @@ def test_death_of_the_thread_is_told_and_all_stays_local(pair):
     def fail(now):
         raise Planned("a fault of ours")
 
-    decode.agent._decode.tick = fail
-    decode.agent._links.waker.set()
+    decode.agent._sides.decode.tick = fail
+    decode.agent._thread._links.waker.set()
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (granted, FallbackReason.CONTROL)
     assert isinstance(decode.agent.error, Planned) and not decode.agent.view().broker_up
@@ -702,11 +703,11 @@ def test_one_message_that_we_stumble_over_does_not_end_the_thread(pair, raw):
     def fail(now, sender, message):
         raise Planned("a fault of ours")
 
-    receive, decode.agent._decode.receive = decode.agent._decode.receive, fail
+    receive, decode.agent._sides.decode.receive = decode.agent._sides.decode.receive, fail
     raw.socket.send(codec.encode("x", m.Renew(decode.agent.next_attempt("r"), 1, 1)))
     while "link_frame_stumble" not in decode.agent.dropped():
         time.sleep(0.005)
-    decode.agent._decode.receive = receive
+    decode.agent._sides.decode.receive = receive
     assert decode.agent.error is None
     del decode.agent._link_counters["frame_stumble"]
     assert isinstance(raw.ask("x", m.Renew(decode.agent.next_attempt("r"), 1, 1)), m.Cancel)

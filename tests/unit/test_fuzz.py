@@ -251,7 +251,7 @@ def test_b81_a_decode_engines_socket(broker, context):
         deadline = time.monotonic() + 20
         while agent.open_attempts():
             assert time.monotonic() < deadline and agent.error is None
-            for record in list(agent._decode._records.values()):
+            for record in list(agent._sides.decode._records.values()):
                 sockets[0].send(codec.encode(record.peer or "x0", m.Stopped(record.attempt, record.claim)))
             time.sleep(0.05)
             answers += fuzz.drain(*sockets)
@@ -263,7 +263,7 @@ def test_b81_a_decode_engines_socket(broker, context):
         dropped = agent.dropped()
         assert all(dropped[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), dropped
         assert "link_frame_stumble" not in dropped and len(dropped) < 60, dropped
-        assert len(agent._decode.peers) <= agent._decode.limits.max_peers
+        assert len(agent._sides.decode.peers) <= agent._sides.decode.limits.max_peers
         decode.bell.clear()
         decode.events.clear()
         for event in prefill.agent.take_events():  # it may have got one before it heard that it has no room
@@ -455,7 +455,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
                     assert time.monotonic() < deadline, prefill.agent.open_attempts()
                     prefill.agent.take_events()
                     time.sleep(0.05)
-                line = one.agent._links._uplink
+                line = one.agent._thread._links._uplink
                 assert line.error is None and one.agent.error is None
             growth.check()
             counts = prefill.agent.dropped()

@@ -59,7 +59,7 @@ def test_every_label_is_described(words):
 def test_every_drop_is_described():
     """Each kind of a message that changed nothing."""
     kinds = (dropped("vllm_pd/core/decode.py", "decode") | dropped("vllm_pd/core/prefill.py", "prefill")
-             | dropped("vllm_pd/control/agent.py", "link") | {f"link_frame_{fault.value}" for fault in FrameFault}
+             | dropped("vllm_pd/control/thread.py", "link") | {f"link_frame_{fault.value}" for fault in FrameFault}
              | {f"decode_claim_{reason.value}" for reason in DenyReason})
     assert len(kinds) > 30
     assert kinds <= TICKED, sorted(kinds - TICKED)
@@ -70,7 +70,7 @@ def test_every_gauge_of_the_control_thread_is_described():
     config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
     member = local_member(Role.BOTH, Fingerprint(PROTOCOL, "m", "f", "f", 16, 1, 1, 8, "l"))
     agent = ControlAgent(config, member, b"", wake=lambda: None)
-    gauges = agent.counts().keys() | agent._standing.gauges().keys()
+    gauges = agent.counts().keys() | agent.standing.gauges().keys()
     assert len(gauges) >= 10 and gauges <= TICKED
 
 

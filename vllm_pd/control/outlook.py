@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine knows of the broker and, through it, of the others. Pure; the caller holds the lock."""
 import collections
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import msgspec
 
@@ -9,6 +9,7 @@ from vllm_pd.core import messages as m
 from vllm_pd.errors import PeerMismatch
 
 SILENT_HEARTBEATS = 3
+ASLEEP_HEARTBEATS = 1.5  # without a look: `check` comes at least once a heartbeat, unless this process stands still
 MAX_DEAD = 4096
 REFUSAL_KEPT_S = 60.0
 
@@ -34,6 +35,7 @@ class Outlook:
         self.queue_length = 0
         self.up = False
         self.heard_at = 0.0
+        self._checked_at = 0.0
         self.next_heartbeat = 0.0
         self.mismatch: str | None = None  # with one that is registered
         self._refused: str | None = None
@@ -74,7 +76,10 @@ class Outlook:
         return self._members.get(self.member.incarnation)
 
     def check(self, now: float) -> None:
-        """A broker that has been silent for too long is away."""
+        """A broker that has been silent for too long is away. While we stood still ourselves, nobody asked it."""
+        if self.up and now - self._checked_at > ASLEEP_HEARTBEATS * self.heartbeat_s:
+            self.heard_at = max(self.heard_at, now - self.heartbeat_s)
+        self._checked_at = now
         if self.up and now - self.heard_at >= self.silent_s:
             self.up = False
 
@@ -102,11 +107,6 @@ class Outlook:
         prefills = sum(name not in avoid for name in self.prefills(greeted))
         refused = self._refused if now - self._refused_at < REFUSAL_KEPT_S else None
         return QueueView(self.up, max(self.queue_length, own_queued), prefills, self.mismatch or refused)
-
-    def gone(self, candidates: list[m.Member], is_gone: Callable[[m.Member], bool]) -> list[str]:
-        """Which of these are newly known to be dead."""
-        return [member.incarnation for member in candidates
-                if member.incarnation not in self._dead and is_gone(member)]
 
     def _judge(self) -> None:
         """Sort the members into those that fit and those that don't."""

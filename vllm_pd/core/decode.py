@@ -88,7 +88,7 @@ class DecodeSide:
         self.member = member
         self.limits = limits
         self.mismatch: str | None = None
-        self._hello_reply = m.HelloReply(member, transfer_metadata)
+        self.hello_reply = m.HelloReply(member, transfer_metadata)
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.peers: dict[str, m.Member] = {}
@@ -279,7 +279,7 @@ class DecodeSide:
         if sender not in self.peers:
             self._forget_idle_peers()
         self.peers[sender] = theirs
-        return [ToPrefill(sender, self._hello_reply)]
+        return [ToPrefill(sender, self.hello_reply)]
 
     def _forget_idle_peers(self) -> None:
         """Keep the table bounded. A P that was forgotten is told so when it claims, and says hello again."""

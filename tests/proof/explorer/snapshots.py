@@ -28,7 +28,7 @@ DURATIONS = frozenset({"cancel_retry_s", "lease_s", "claim_s"})
 
 # What no decision depends on: statistics, texts, and bound methods that every copy has of its own.
 SHARED = frozenset({"shape", "_handlers"})
-HIDDEN = SHARED | frozenset({"counters", "dropped", "mismatch", "member", "limits", "_hello", "_hello_reply",
+HIDDEN = SHARED | frozenset({"counters", "dropped", "mismatch", "member", "limits", "_hello", "hello_reply",
                     "granted_at", "writing_at", "claim_s", "_done", "_done_order"})
 
 _ATOMS = (str, bytes, int, float, bool, type(None), Enum, frozenset)

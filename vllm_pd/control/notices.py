@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When an engine is to look for the notices of transfers into its blocks, which only it can see. Pure.
+
+While a P writes it looks often, for the transport makes no progress of its own; a write that takes long needs less of
+that. While a P computes it looks only in case its word gets lost.
+"""
+from vllm_pd.core.decode import DecodeSide
+
+WRITING_POLL_S = 0.002
+LONG_WRITE_POLL_S = 0.020
+LONG_WRITE_S = 2.0
+WORKING_POLL_S = 0.100
+
+
+class Notices:
+    """`next_look` is when the engine is next to be woken for one; None where it need not be."""
+
+    def __init__(self) -> None:
+        self.next_look: float | None = None
+
+    def hasten(self, now: float) -> None:
+        """A P writes, or has written."""
+        self.next_look = now
+
+    def are_due(self, now: float, decode: DecodeSide) -> bool:
+        """Whether the engine is to look now. To be asked at least at `next_look`."""
+        after = _after(now, decode)
+        if after is None or self.next_look is None:
+            self.next_look = after
+            return False
+        if now < self.next_look:
+            return False
+        self.next_look = after
+        return True
+
+
+def _after(now: float, decode: DecodeSide) -> float | None:
+    """When to look after a look at `now`; None where nobody may write."""
+    if not decode.fenced():
+        return None
+    since = decode.writing_since()
+    if since is None:
+        return now + WORKING_POLL_S
+    return now + (WRITING_POLL_S if now - since < LONG_WRITE_S else LONG_WRITE_POLL_S)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that an engine knows and decides as a peer: its two sides, its outlook and its standing, which play together.
+
+No sockets, no clock, no thread. What is to be sent waits in the outbox for the control thread, what the engine is to
+learn waits for `take_events`. Both use it, under `lock`, which is held for dictionary work only, never for I/O: so
+neither ever waits long for the other, and nothing waits for a peer.
+"""
+import collections
+import logging
+import threading
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from vllm_pd.control.outlook import Outlook, QueueView
+from vllm_pd.control.room import Room
+from vllm_pd.control.standing import Standing
+from vllm_pd.core import messages as m
+from vllm_pd.core.decode import DecodeLimits, DecodeSide, State
+from vllm_pd.core.events import EVENTS, Action, Event, Prefill
+from vllm_pd.core.prefill import PrefillLimits, PrefillSide
+from vllm_pd.errors import PeerMismatch
+
+if TYPE_CHECKING:
+    from vllm_pd.config import PDConfig
+
+logger = logging.getLogger("vllm.pd")
+
+RECONNECT_POLL_S = 0.1  # while the broker is away
+
+
+class Sides:
+    """Of one engine. `member` is its registry entry as it was born, with its addresses. `rouse` is called, with the
+    lock, when there is something new for whoever sends and tells."""
+
+    def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, now: float,
+                 rouse: Callable[[], None]):
+        self.lock = threading.Lock()
+        self.member = member
+        self.decode = DecodeSide(member, transfer_metadata, DecodeLimits(
+            lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
+            ttl_s=config.ttl_s))
+        self.prefill = PrefillSide(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
+        self.outlook = Outlook(member, config.heartbeat_s, config.ttl_s)
+        self.standing = Standing(member)
+        self._room = Room()
+        self._ttl_s = config.ttl_s
+        self._rouse = rouse
+        self._events: list[Event] = []
+        self._outbox: collections.deque[Action] = collections.deque()
+        self._announced = True
+        self._last_number = -1
+        self.decode.broker_is(now, False)
+
+    # For the engine.
+
+    def next_attempt(self, request_id: str) -> m.Attempt:
+        """A new attempt for this request; its number is larger than that of any before it."""
+        self._last_number += 1
+        return m.Attempt(self.member.incarnation, request_id, self._last_number)
+
+    def begin_write(self, now: float, attempt: m.Attempt) -> bool:
+        """Whether a write of this attempt may be posted; if so, D is told that it comes."""
+        allowed = self.prefill.may_write(now, attempt)
+        if allowed:
+            self.do(self.prefill.writing(now, attempt))
+        return allowed
+
+    def take_events(self) -> list[Event]:
+        """All events since the last call, in order."""
+        events, self._events = self._events, []
+        self._announced = True
+        self._room.taken(_jobs(events))
+        return events
+
+    def set_room(self, jobs: int) -> None:
+        """How many jobs the engine could take beyond those that it has taken from `take_events`."""
+        self._room.set(jobs)
+        if self._room.news(self._free_room()) is not None:
+            self._rouse()
+
+    def set_load(self, load: m.Load) -> None:
+        """How busy the engine is."""
+        if self.standing.told_load(load) or self.standing.draining and not (load.running or load.waiting):
+            self._rouse()
+
+    def do(self, actions: list[Action]) -> None:
+        """Sort what a side answered: events for the engine, the rest to be sent."""
+        for action in actions:
+            if isinstance(action, EVENTS):
+                self._events.append(action)
+                self._announced = False
+            else:
+                self._outbox.append(action)
+        if actions:
+            self._rouse()
+
+    # To be looked at.
+
+    def view(self, now: float, avoid: Collection[str] = ()) -> QueueView:
+        """What the policy wants to know of the world, for a request that shall not go to these Ps again."""
+        return self.outlook.view(now, self.decode.queued(), self.decode.peers, avoid)
+
+    def open_attempts(self) -> list[m.Attempt]:
+        """Every attempt with a record, on either side."""
+        return [*self.decode.states(), *self.prefill.states()]
+
+    def counts(self) -> dict[str, int]:
+        """Gauges: jobs and attempts by state, peers."""
+        states = collections.Counter(self.decode.states().values())
+        return {
+            "decode_queued": states[State.QUEUED],
+            "decode_granted": states[State.GRANTED],
+            "decode_fenced": len(self.decode.fenced()),
+            "prefill_jobs": len(self.prefill.states()),
+            "peers": len(self.prefill.peers()) + len(self.decode.peers),
+        }
+
+    def mismatch(self, now: float) -> str | None:
+        """Why a peer does not fit, or did not when it last spoke to us."""
+        for side in (self.decode, self.prefill):
+            if side.mismatch is not None:
+                self.outlook.refused(now, side.mismatch)
+                side.mismatch = None
+        return self.outlook.view(now, 0, ()).mismatch
+
+    def living_peers(self) -> dict[str, m.Member]:
+        """Those who have been introduced, on either side, and are not known to be dead."""
+        peers = {**self.decode.peers, **self.prefill.peers()}
+        return {name: peer for name, peer in peers.items() if not self.outlook.is_dead(name)}
+
+    def busy_peers(self) -> set[str]:
+        """Those whose death would end something of ours."""
+        return self.decode.busy_peers() | self.prefill.busy_peers()
+
+    # What others say.
+
+    def from_prefill(self, now: float, sender: str, message: m.Message) -> None:
+        """A message from a P."""
+        self.do(self.decode.receive(now, sender, message))
+
+    def from_decode(self, now: float, sender: str, message: m.Message) -> None:
+        """A message from a D."""
+        self.do(self.prefill.receive(now, sender, message))
+
+    def from_broker(self, now: float, sender: str, message: m.Message) -> None:
+        """A message from the broker."""
+        if isinstance(message, m.Refused):
+            self.outlook.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
+            return
+        length = self.outlook.queue_length if isinstance(message, m.Offer) else message.queue_length
+        if self.outlook.heard(now, sender, length):
+            self._room.forget(new_broker=True)
+            if not isinstance(message, m.PutReply):
+                self.do(self.decode.requeue(now))
+        self.do(self.decode.broker_is(now, True))
+        if isinstance(message, m.Peers):
+            self.outlook.peers(message)
+            self.standing.listed(self.outlook.listed())
+            if self.member.role.prefills:
+                self.do(self.prefill.members_are(now, self.outlook.members()))
+        elif isinstance(message, m.PutReply):
+            if message.refusal is m.PutRefusal.UNREGISTERED:
+                self.outlook.next_heartbeat = now
+            self.do(self.decode.put_reply(now, message))
+        elif isinstance(message, m.Offer):
+            self._room.offered(message.serial)
+            if self.member.role.prefills:
+                self.do(self.prefill.offer(now, message.job))
+
+    def unsent(self, now: float, message: m.Message) -> None:
+        """This did not reach the broker."""
+        self.outlook.up = False
+        if isinstance(message, m.Put):
+            self.do(self.decode.put_failed(now, message.job.attempt))
+
+    def peer_dead(self, now: float, incarnation: str) -> None:
+        """That process is gone, as a fact."""
+        self.outlook.dead(incarnation)
+        self.do(self.decode.peer_dead(now, incarnation))
+        self.do(self.prefill.peer_lost(now, incarnation))
+
+    # What operators say.
+
+    def drain(self, now: float) -> None:
+        """Take nothing new from others, finish what is open, then leave the registry for good."""
+        if not self.standing.draining:
+            logger.info("draining: no new work, what is open is finished")
+            self.standing.drain()
+            self._changed(now)
+
+    def set_role(self, now: float, role: m.Role) -> str:
+        """Act as `role` from now on; what is open is finished. Returns why not, empty where it is done."""
+        problem = self.standing.set_role(role)
+        self._changed(now)
+        return problem
+
+    def serves(self, now: float, http: str) -> None:
+        """The front end says where it serves."""
+        if self.standing.serves(http):
+            self._changed(now)
+
+    def _changed(self, now: float) -> None:
+        """Tell everybody soon, the engine included."""
+        self.outlook.next_heartbeat = now
+        self._announced = False
+        self._rouse()
+
+    # For whoever sends and tells.
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        self.decode.peers_are(now, self.outlook.prefills(self.decode.peers))
+        self.do(self.decode.tick(now))
+        self.do(self.prefill.tick(now))
+
+    def next_deadline(self) -> float:
+        """When there is next something to do, by the clock or at once (-inf)."""
+        if self._outbox or not self._announced:
+            return float("-inf")
+        due = [self.decode.next_deadline(), self.prefill.next_deadline(), self.outlook.next_deadline()]
+        return min(when for when in due if when is not None)
+
+    def to_send(self) -> tuple[collections.deque[Action], m.Take | None]:
+        """What is to leave now, and after it, if the broker is there then, how much room there is."""
+        outbox, self._outbox = self._outbox, collections.deque()
+        take = self._room.news(self._free_room()) if self.member.role.prefills else None
+        return outbox, take
+
+    def room_told(self, take: m.Take) -> None:
+        """The broker has been sent this."""
+        self._room.told(take)
+
+    def announce(self) -> bool:
+        """Whether there is something that the engine has neither taken nor been woken for; now it will be."""
+        announced, self._announced = self._announced, True
+        return not announced
+
+    def registration(self, now: float) -> m.Register | None:
+        """The heartbeat, where it is due."""
+        outlook = self.outlook
+        if now < outlook.next_heartbeat:
+            return None
+        if self.standing.left:
+            outlook.next_heartbeat = now + outlook.heartbeat_s
+            return None
+        return m.Register(self.standing.member(), outlook.broker, outlook.version)
+
+    def registered(self, now: float, sent: bool) -> None:
+        """Whether the heartbeat left."""
+        period_s = self.outlook.heartbeat_s
+        self.outlook.next_heartbeat = now + (period_s if sent else min(RECONNECT_POLL_S, period_s))
+        self._room.forget(new_broker=False)
+        if not sent:
+            self.outlook.up = False
+
+    def check_broker(self, now: float) -> None:
+        """A broker that has been silent for too long is away."""
+        self.outlook.check(now)
+        if not self.outlook.up:
+            self.do(self.decode.broker_is(max(self.outlook.heard_at, now - self._ttl_s), False))
+
+    def leave_if_drained(self) -> bool:
+        """Whether this moment has ended the drain: nothing is open any more, and goodbye may be said."""
+        is_open = bool(self.open_attempts() or self._outbox or self._events)
+        if self.standing.left or not self.standing.is_drained(is_open, self.outlook.up):
+            return False
+        self.standing.left = True
+        return True
+
+    def abort_all(self, now: float) -> None:
+        """The engine ends: nothing that it asked for is wanted any more."""
+        for attempt in self.decode.states():
+            self.do(self.decode.abort(now, attempt))
+
+    def shut(self, now: float, detail: str) -> None:
+        """Nobody will send or tell any more: what is open ends, for the reason that `detail` gives."""
+        self.outlook.up = False
+        self.do(self.decode.shut(now, detail))
+        self.do(self.prefill.shut(now))
+        self._outbox.clear()
+
+    def _free_room(self) -> int:
+        if not self.standing.takes_jobs:
+            return 0
+        return max(0, self._room.jobs - self.prefill.waiting() - _jobs(self._events))
+
+
+def _jobs(events: list[Event]) -> int:
+    return sum(isinstance(event, Prefill) for event in events)
