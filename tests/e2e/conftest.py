@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import BrokerProcess, EngineProcess, Pair, lend
+from harness import PATIENT, BrokerProcess, EngineProcess, Pair, lend
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,10 +36,9 @@ def mono_process(starting) -> EngineProcess:
 def pair_processes(starting) -> Pair:
     broker = BrokerProcess()
     starting.callback(broker.stop)
-    quick = {"heartbeat_s": 0.3, "ttl_s": 1.5, "claim_retry_s": 0.5}
-    p = EngineProcess("kv_producer", 0, broker.url, quick)
+    p = EngineProcess("kv_producer", 0, broker.url, PATIENT)
     starting.callback(p.stop)
-    d = EngineProcess("kv_consumer", 1, broker.url, {**quick, "max_local_prefill_tokens": 0, "lease_s": 3})
+    d = EngineProcess("kv_consumer", 1, broker.url, {**PATIENT, "max_local_prefill_tokens": 0})
     starting.callback(d.stop)
     return Pair(broker, p, d)
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,9 +18,12 @@ from pathlib import Path
 from vllm_pd.ports import take_free
 
 PROGRAM = Path(__file__).with_name("engine_process.py")
-START_S = 240
-WAIT_S = 60
+START_S = 400
+WAIT_S = 150  # nothing here takes a tenth of it, but on a machine that is busy with others
 VOCABULARY = range(1000, 40000)  # plain tokens of the models' tokenizer
+SIDES = "disagg._agent._sides"
+# Somebody who stands still for some seconds, because others need the machine, is not taken for one that is gone.
+PATIENT = {"heartbeat_s": 1.5, "ttl_s": 8, "lease_s": 60}
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 AT_REST = {"unfinished": False, "waiting": 0, "running": 0, "swapped": 0, "remote_prefilling": 0, "prefill_sending": 0,
            "quarantined": 0, "block_tables": 0, "references": 0, "tracked": 0, "open_attempts": 0,
@@ -168,11 +171,38 @@ class EngineProcess:
     def execute(self, code: str) -> None:
         self.do("execute", code=code)
 
-    def wait_until(self, expression: str, timeout_s: float = 20) -> float:
+    def wait_until(self, expression: str, timeout_s: float = WAIT_S) -> float:
         return self.do("wait_until", expression=expression, timeout_s=timeout_s, answer_s=timeout_s + 10)
 
-    def wait_for_peers(self, count: int = 1, timeout_s: float = 30) -> None:
-        self.wait_until(f"disagg._agent.view().broker_up and disagg._agent.view().prefill_peers == {count}", timeout_s)
+    def wait_for_peers(self, count: int = 1) -> None:
+        self.wait_until(f"disagg._agent.view().broker_up and disagg._agent.view().prefill_peers == {count}")
+
+    def wait_for(self, *peers: "EngineProcess") -> None:
+        """Until these prefill engines, and no others, can be used: one that died may count until it is found dead."""
+        names = sorted(peer.incarnation() for peer in peers)
+        self.wait_until(f"disagg._agent.view().broker_up and sorted({SIDES}.outlook.prefills({SIDES}.decode.peers)) "
+                        f"== {names!r}")
+
+    def incarnation(self) -> str:
+        return self.evaluate("disagg._agent.member.incarnation")
+
+    def bring_forward(self, limit: str) -> None:
+        """The `deadline`, or the `lease_until`, of every open attempt of this decode engine comes in a moment, whatever
+        word of a renewal may be under way. Returns when the control thread has ended them."""
+        self.execute(f"""
+soon = time.monotonic() + 0.3
+while True:
+    with {SIDES}.lock:
+        records = [record for record in {SIDES}.decode._records.values() if not record.state.ended]
+        for record in records:
+            record.{limit} = min(record.{limit}, soon)
+    if not records:
+        break
+    if time.monotonic() > soon + {WAIT_S}:
+        raise TimeoutError("attempts outlive their {limit}")
+    disagg._agent._rouse()
+    time.sleep(0.02)
+""")
 
     @contextlib.contextmanager
     def policy(self, **changes) -> Iterator[None]:
@@ -197,7 +227,12 @@ class EngineProcess:
                      "scheduler.block_manager.remove_seq_from_computed_blocks_tracker(probe)")
         return self.evaluate("hit")
 
-    def at_rest(self, timeout_s: float = 15) -> None:
+    def hear_last_words(self) -> None:
+        """Until this decode engine has counted what peers say of a transfer after its end."""
+        self.wait_until(f"not {SIDES}.decode._done")
+        self.do("step", count=1)
+
+    def at_rest(self, timeout_s: float = WAIT_S) -> None:
         """B20: nothing of any request is left."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -214,7 +249,8 @@ class EngineProcess:
     # The process.
 
     def freeze(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        """Returns when no thread runs any more."""
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
@@ -224,7 +260,7 @@ class EngineProcess:
             self.thaw()
         self._pipe.close()
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -238,9 +274,11 @@ class Pair:
     d: EngineProcess
 
     def at_rest(self) -> None:
-        """B20, on both."""
+        """B20, on both; and what is counted has been counted."""
         self.d.at_rest()
         self.p.at_rest()
+        for engine in (self.d, self.p):
+            engine.hear_last_words()
 
 
 def lend(pair: Pair) -> Iterator[Pair]:
@@ -272,6 +310,46 @@ class Counters(dict):
 
     def with_prefix(self, prefix: str) -> dict[str, float]:
         return {key.removeprefix(prefix): value for key, value in self.items() if key.startswith(prefix)}
+
+
+def eventually(look: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not look():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.02)
+
+
+def resumed_together(d: EngineProcess, p: EngineProcess, prompts: list[list[int]], **parameters) -> list[list[int]]:
+    """What D says to these prompts, which P prefills, when it begins to decode all of them at the same time."""
+    p.do("hold", held=True)
+    names = d.add_all(prompts, **parameters)
+    d.wait_until(f"disagg._agent.counts()['decode_granted'] == {len(prompts)}")
+    d.do("hold", held=True)
+    p.do("hold", held=False)
+    eventually(lambda: d.evaluate("disagg._collect() or len(disagg._progress.finished_prefills)") == len(prompts),
+               "all prompts are there")
+    d.do("hold", held=False)
+    return [result["outputs"][0]["token_ids"] for result in d.wait(names)]
+
+
+def freeze(pid: int, timeout_s: float = 60) -> None:
+    """Stop a process, and return when each of its threads has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + timeout_s
+    while any(state(thread) not in "TZ" for thread in Path(f"/proc/{pid}/task").iterdir()):
+        if time.monotonic() > deadline:
+            raise ChildError(f"the process {pid} does not stop")
+        time.sleep(0.001)
+
+
+def state(process: Path) -> str:
+    """The letter of a process's, or a thread's, state; Z where it is gone."""
+    try:
+        stat = (process / "stat").read_text()
+    except OSError:
+        return "Z"
+    return stat[stat.rindex(")") + 2]
 
 
 def prompt(tokens: int, seed: int | str) -> list[int]:

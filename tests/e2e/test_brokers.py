@@ -2,7 +2,7 @@
 """Real engines whose queue is on a NATS server and whose own sockets want the cluster's key."""
 
 import pytest
-from harness import EngineProcess, Pair, lend, prompt
+from harness import PATIENT, EngineProcess, Pair, lend, prompt
 
 from tests.unit.brokers import NatsServer
 from vllm_pd.rpc.keys import Keys
@@ -13,10 +13,10 @@ def guarded_processes(starting, tmp_path_factory) -> Pair:
     folder = tmp_path_factory.mktemp("nats")
     server = NatsServer(folder)
     starting.callback(server.kill)
-    settings = {"keys": str(Keys.make(folder / "cluster.keys")), "heartbeat_s": 0.3, "ttl_s": 1.5, "claim_retry_s": 0.5}
+    settings = {"keys": str(Keys.make(folder / "cluster.keys")), **PATIENT}
     p = EngineProcess("kv_producer", 0, server.url, settings)
     starting.callback(p.stop)
-    d = EngineProcess("kv_consumer", 1, server.url, {**settings, "max_local_prefill_tokens": 0, "lease_s": 3})
+    d = EngineProcess("kv_consumer", 1, server.url, {**settings, "max_local_prefill_tokens": 0})
     starting.callback(d.stop)
     return Pair(server, p, d)
 
@@ -38,7 +38,7 @@ def test_b26_nats_killed_and_started_again(guarded, mono):
     expected = mono.tokens(prompts)
     guarded.broker.kill()
     try:
-        guarded.d.wait_until("not disagg._agent.view().broker_up", 10)
+        guarded.d.wait_until("not disagg._agent.view().broker_up")
         before = guarded.d.counters()
         assert guarded.d.tokens(prompts[:1]) == expected[:1]
         assert guarded.d.counters().since(before)["decisions_total:local,broker"] == 1

@@ -5,7 +5,7 @@ import time
 
 import msgspec
 import pytest
-from harness import ChildError, prompt
+from harness import PATIENT, ChildError, eventually, prompt
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
@@ -31,9 +31,9 @@ class TestAbort:
         tokens = prompt(70, 1)
         pair.p.freeze()
         pair.d.add(tokens, "x")
-        pair.d.wait_until("disagg._agent.counts()['decode_queued'] == 1", 1)
+        pair.d.wait_until("disagg._agent.counts()['decode_queued'] == 1")
         pair.d.abort("x")
-        pair.d.at_rest(1)
+        pair.d.at_rest()  # while P stands still
         pair.p.thaw()
         pair.d.wait_for_peers()
         [result] = pair.d.wait([pair.d.add(tokens, "x")])
@@ -66,10 +66,7 @@ class TestAbort:
         assert pair.p.evaluate("[job.state.value for job in disagg.prefill_jobs._jobs.values()]") == ["computed"]
         pair.d.abort("x")
         cancelled = before["agent:prefill_cancelled"] + 1
-        deadline = time.monotonic() + 10
-        while pair.p.counters()["agent:prefill_cancelled"] < cancelled:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        eventually(lambda: pair.p.counters()["agent:prefill_cancelled"] >= cancelled, "P has heard of it")
         pair.p.do("hold", held=False)
         pair.at_rest()
         assert pair.p.counters().since(before)["transfer_bytes_total"] == 0
@@ -93,10 +90,8 @@ class TestAbort:
         granted(pair, "x", tokens)
         pair.d.do("hold", held=True)
         pair.p.do("hold", held=False)
-        deadline = time.monotonic() + 10
-        while not pair.d.evaluate("disagg._collect() or list(map(str, disagg._progress.finished_prefills))"):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: pair.d.evaluate("disagg._collect() or list(map(str, disagg._progress.finished_prefills))"),
+                   "it is there")
         pair.d.abort("x")
         pair.d.do("hold", held=False)
         pair.at_rest()
@@ -126,7 +121,8 @@ def test_b22_p_stands_still_longer_than_its_lease(pair, mono):
     before = pair.d.counters()
     granted(pair, "x", tokens)
     pair.p.freeze()
-    [result] = pair.d.wait(["x"], 20)
+    pair.d.bring_forward("lease_until")
+    [result] = pair.d.wait(["x"])
     assert result["outputs"][0]["token_ids"] == mono.tokens([tokens])[0]
     counted = pair.d.counters().since(before)
     assert counted["attempts_total:expired"] == 1
@@ -145,10 +141,10 @@ def test_b26_broker_gone_and_back(pair, mono):
     before = pair.d.counters()
     pair.p.freeze()
     pair.d.add(prompts[0], "waiting")
-    pair.d.wait_until("disagg._agent.counts()['decode_queued'] == 1", 1)
+    pair.d.wait_until("disagg._agent.counts()['decode_queued'] == 1")
     pair.broker.kill()
     try:
-        [result] = pair.d.wait(["waiting"], 15)
+        [result] = pair.d.wait(["waiting"])
         assert result["outputs"][0]["token_ids"] == expected[0]
         pair.p.thaw()
         pair.d.wait_until("not disagg._agent.view().broker_up")
@@ -207,9 +203,12 @@ def test_b33_only_parked_requests(pair):
     wall_after, cpu_after = pair.d.do("cpu")
     share = (cpu_after - cpu) / (wall_after - wall)
     assert share < 0.10, f"{share:.0%} of a core"
-    began = time.monotonic()
-    pair.d.generate([prompt(20, 3302)], max_tokens=1, **LOCAL)
-    assert time.monotonic() - began < 2
+    waits = []
+    for number in range(3):  # what the engine makes a request wait, it makes each of them
+        began = time.monotonic()
+        pair.d.generate([prompt(20, 3302 + number)], max_tokens=1, **LOCAL)
+        waits.append(time.monotonic() - began)
+    assert min(waits) < 2, waits
     assert pair.d.stats()["remote_prefilling"] == 2
     pair.p.do("hold", held=False)
     pair.d.wait(["x", "y"])
@@ -224,9 +223,11 @@ def test_b20_descriptors_and_handles_do_not_grow(pair):
         pair.at_rest()
 
     mix(2000)
-    before = pair.d.do("fds"), pair.p.do("fds")
+    engines = (pair.d, pair.p)
+    before = [min(engine.do("fds") for _ in range(20)) for engine in engines]
     mix(2001)
-    assert (pair.d.do("fds"), pair.p.do("fds")) == before
+    for engine, count in zip(engines, before, strict=True):
+        eventually(lambda engine=engine, count=count: engine.do("fds") <= count, f"{count} descriptors, no more")
 
 
 def test_b20_a_parked_request_is_waiting_for_upstreams_gauges(pair):
@@ -258,7 +259,7 @@ def stranger(pair):
         ours = pair.d.evaluate("__import__('msgspec').to_builtins(disagg._agent.member.fingerprint)")
         fingerprint = (msgspec.convert(ours, Fingerprint) if isinstance(ours, dict) else Fingerprint(*ours))
         member = local_member(Role.PREFILL, msgspec.structs.replace(fingerprint, **difference))
-        config = PDConfig.parse("kv_producer", {"broker": pair.broker.url, "heartbeat_s": 0.3, "ttl_s": 1.5})
+        config = PDConfig.parse("kv_producer", {"broker": pair.broker.url, **PATIENT})
         agent = ControlAgent(config, member, b"", wake=lambda: None)
         agent.start()
         agent.set_room(8)
@@ -280,16 +281,13 @@ def test_b42_a_peer_that_differs(key, value, ours, pair, mono, stranger):
     pair.p.freeze()
     pair.d.wait_until("disagg._agent.view().prefill_peers == 0")
     agent = stranger(**{key: value})
-    pair.d.wait_until("disagg._agent.view().mismatch is not None")
+    pair.d.wait_until(f"{key!r} in (disagg._agent.view().mismatch or '')")
     named = pair.d.evaluate("disagg._agent.view().mismatch")
     assert key in named and str(value) in named and ours in named
     before = pair.d.counters()
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     assert pair.d.counters().since(before)["decisions_total:local,peer"] == 1
-    deadline = time.monotonic() + 10
-    while agent.view().mismatch is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: agent.view().mismatch is not None, "the stranger is told, too")
     assert key in agent.view().mismatch and str(value) in agent.view().mismatch
     assert not agent.take_events()
     assert agent.error is None

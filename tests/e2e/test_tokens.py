@@ -4,7 +4,7 @@
 import random
 
 import pytest
-from harness import prompt
+from harness import prompt, resumed_together
 
 BLOCK = 16
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
@@ -33,7 +33,7 @@ def test_b2_every_length_around_a_block(pair, mono):
         before = pair.d.counters()
         parameters = {"max_tokens": min(8, pair.d.max_model_len - length)}
         assert pair.d.tokens([tokens], **parameters) == mono.tokens([tokens], **parameters)
-        pair.d.wait_until(f"driver.op_counters()['transfer_bytes_total'] - {before['transfer_bytes_total']} > 0")
+        pair.at_rest()
         counted = pair.d.counters().since(before)
         assert counted["decisions_total:remote,length"] == 1
         assert counted["transfer_bytes_total"] == -(-length // BLOCK) * BLOCK * BYTES_PER_TOKEN
@@ -44,13 +44,13 @@ def test_b3_transferred_bytes_equal(pair):
     tokens = prompt(5 * BLOCK + 5, 3000)
     pair.p.do("hold", held=True)
     name = pair.d.add(tokens, max_tokens=30)
-    pair.p.do("wait_until", expression="scheduler.prefill_sending", timeout_s=20)
+    pair.p.wait_until("scheduler.prefill_sending")
     [theirs] = pair.p.evaluate("[scheduler.block_manager.get_block_table(g.first_seq) "
                                "for g in scheduler.prefill_sending.values()]")
     sent = pair.p.do("block_digests", block_ids=theirs)
+    pair.d.do("hold", held=True)  # it steps only while it is waited for: what it is to show is then still there
     pair.p.do("hold", held=False)
     pair.d.wait_until(f"any(g.request_id == {name!r} for g in scheduler.running)")
-    pair.d.do("hold", held=True)
     received = pair.d.do("block_digests", block_ids=pair.d.block_ids(name)[:6])
     pair.d.do("hold", held=False)
     flat = [slot for block in sent for slot in block][:len(tokens)]
@@ -63,12 +63,12 @@ def test_b4_a_prompt_that_d_has_in_its_cache_sends_no_whole_block(pair, mono):
     """B4: the second time only what is not cached is sent, and the cached blocks keep their bytes."""
     tokens = prompt(4 * BLOCK + 3, 4000)
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
-    pair.d.wait_until("not disagg._agent.open_attempts()")
+    pair.at_rest()
     before = pair.d.counters()
     name = pair.d.add(tokens, max_tokens=20)
     [result] = pair.d.wait([name])
     assert result["outputs"][0]["token_ids"][:8] == mono.tokens([tokens])[0]
-    pair.d.wait_until(f"driver.op_counters()['transfer_bytes_total'] > {before['transfer_bytes_total']}")
+    pair.at_rest()
     counted = pair.d.counters().since(before)
     assert counted["transfer_bytes_total"] == BLOCK * BYTES_PER_TOKEN
 
@@ -88,6 +88,7 @@ def test_b5_prefix_partly_cached_on_d(pair, mono):
     """B5: only the blocks after the hit are written; those of the hit keep their bytes."""
     stem = prompt(3 * BLOCK, 5000)
     pair.d.generate([stem + prompt(5, 5001)])
+    pair.at_rest()
     tokens = stem + prompt(40, 5002)
     before = pair.d.counters()
     pair.p.do("hold", held=True)
@@ -99,7 +100,7 @@ def test_b5_prefix_partly_cached_on_d(pair, mono):
     [result] = pair.d.wait([name])
     assert result["outputs"][0]["token_ids"] == mono.tokens([tokens])[0]
     assert pair.d.do("block_digests", block_ids=table[:3]) == digests
-    pair.d.wait_until(f"driver.op_counters()['transfer_bytes_total'] > {before['transfer_bytes_total']}")
+    pair.at_rest()
     assert pair.d.counters().since(before)["transfer_bytes_total"] == 3 * BLOCK * BYTES_PER_TOKEN
 
 
@@ -107,8 +108,7 @@ def test_b5_prefix_cached_on_p_is_not_computed_again(pair, mono):
     """B5: D forgets, P remembers: P has only the last block to compute and still sends all."""
     tokens = prompt(10 * BLOCK + 7, 5100)
     pair.d.generate([tokens])
-    pair.d.at_rest()
-    pair.p.at_rest()
+    pair.at_rest()
     assert pair.d.do("reset_prefix_cache")
     pair.p.execute("""
 driver.computed = []
@@ -127,7 +127,7 @@ driver.original_execute = original
     finally:
         pair.p.execute("engine.model_executor.execute_model = driver.original_execute")
     assert computed == [[len(tokens), 10]] or computed == [[7, 10]]
-    pair.d.wait_until(f"driver.op_counters()['transfer_bytes_total'] > {before['transfer_bytes_total']}")
+    pair.at_rest()
     assert pair.d.counters().since(before)["transfer_bytes_total"] == 11 * BLOCK * BYTES_PER_TOKEN
 
 
@@ -276,7 +276,7 @@ def test_b8_a_preempted_request_that_was_prefilled_remotely(pair, mono):
     before = pair.d.counters()
     try:
         with pair.d.policy(max_parked_fraction=1.0):
-            assert pair.d.tokens(prompts, max_tokens=70) == expected
+            assert resumed_together(pair.d, pair.p, prompts, max_tokens=70) == expected
     finally:
         pair.d.do("ballast", free_blocks=0)
     assert pair.d.evaluate("scheduler.num_cumulative_preemption") > preempted
