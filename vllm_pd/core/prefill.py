@@ -15,7 +15,8 @@ from enum import Enum
 import msgspec
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Action, AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
+from vllm_pd.core.events import Action, Cancelled, Prefill, ToDecode
+from vllm_pd.core.peering import Peer, Peering, PeeringLimits, PeerState
 from vllm_pd.errors import PeerMismatch
 
 
@@ -27,23 +28,12 @@ class JobState(Enum):
     STOPPING = "stopping"
 
 
-class PeerState(Enum):
-    """What D is to this engine."""
-    GREETED = "greeted"
-    PEER = "peer"
-    REFUSED = "refused"
-    LEAVING = "leaving"
-
-
-class PrefillLimits(msgspec.Struct, frozen=True):
-    """Bounds of jobs and peers."""
+class PrefillLimits(PeeringLimits, frozen=True):
+    """Bounds of jobs, besides those of peers."""
     peering_s: float = 5.0
-    hello_retry_s: float = 0.5
     claim_wait_s: float = 5.0
     claim_retry_s: float = 0.5
-    ttl_s: float = 5.0
     max_jobs: int = 256
-    max_peers: int = 1024
 
 
 _NEVER = float("inf")
@@ -66,20 +56,6 @@ class _Job:
         self.claim_s = 0.0
 
 
-class _Peer:
-    """One decode engine."""
-
-    def __init__(self, incarnation: str, address: str):
-        self.incarnation = incarnation
-        self.address = address
-        self.state = PeerState.GREETED
-        self.member: m.Member | None = None
-        self.next_hello = 0.0
-        self.last_heard = 0.0
-        self.missing_since: float | None = None
-        self.wanted = False  # it was heard of again while it was leaving
-
-
 class PrefillSide:
     """All jobs of one prefill engine. No method blocks, raises for a peer's doing, or reads a clock."""
 
@@ -89,10 +65,8 @@ class PrefillSide:
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.mismatch: str | None = None
-        self._hello = m.Hello(member, transfer_metadata)
         self._jobs: dict[m.Attempt, _Job] = {}
-        self._peers: dict[str, _Peer] = {}
-        self._met: dict[str, None] = {}  # every D that was a peer, the latest last
+        self._peering = Peering(m.Hello(member, transfer_metadata), limits, self.dropped)
         self._claims = 0
         self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
             m.HelloReply: self._on_hello_reply,
@@ -155,7 +129,7 @@ class PrefillSide:
             return self._drop("offer_duplicate")
         if len(self._jobs) >= self.limits.max_jobs:
             return self._drop("offer_too_many")
-        peer, actions = self._greet(now, attempt.incarnation, job.address)
+        peer, actions = self._peering.greet(now, attempt.incarnation, job.address)
         if peer is None or peer.state is PeerState.REFUSED:
             return self._drop("offer_refused_peer")
         record = self._jobs[attempt] = _Job(job, now)
@@ -165,26 +139,13 @@ class PrefillSide:
         return actions
 
     def members_are(self, now: float, members: list[m.Member]) -> list[Action]:
-        """The registry. Fitting decode engines are greeted before they send their first job. One that was a peer is,
-        whatever its role is now: it may still wait for our word, and can ask only on a connection of ours."""
-        actions: list[Action] = []
-        listed = {member.incarnation for member in members}
-        for member in members:
-            if ((member.role.decodes or member.incarnation in self._met)
-                    and member.incarnation != self.member.incarnation
-                    and self.member.fingerprint.first_difference(member.fingerprint) is None):
-                actions += self._greet(now, member.incarnation, member.address)[1]
-        for peer in self._peers.values():
-            if peer.incarnation in listed:
-                peer.missing_since = None
-            elif peer.missing_since is None:
-                peer.missing_since = now
-        return actions
+        """The registry."""
+        return self._peering.members_are(now, members)
 
     def receive(self, now: float, sender: str, message: m.Message) -> list[Action]:
         """A message from a D."""
         handler = self._handlers.get(type(message))
-        peer = self._peers.get(sender)
+        peer = self._peering.find(sender)
         if handler is None or peer is None:
             return self._drop("unexpected" if handler is None else "unknown_peer")
         peer.last_heard = now
@@ -192,21 +153,16 @@ class PrefillSide:
 
     def peer_lost(self, now: float, incarnation: str) -> list[Action]:
         """A D is gone. Its running jobs are stopped; the peer is dropped when the last of them has ended."""
-        peer = self._peers.get(incarnation)
+        peer = self._peering.find(incarnation)
         if peer is None:
             return []
-        peered = peer.state is PeerState.PEER
         actions: list[Action] = []
         for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
             if job.state is JobState.RUNNING:
                 actions += self._stop(job)
             elif job.state is not JobState.STOPPING:
                 self._forget(job.attempt)
-        if peered or peer.state is PeerState.LEAVING:
-            peer.state, peer.wanted = PeerState.LEAVING, False
-            return actions + self._part(now, incarnation)
-        del self._peers[incarnation]
-        return actions + [Disconnect(incarnation)]
+        return actions + self._peering.lose(peer) + self._part(now, incarnation)
 
     def shut(self, now: float) -> list[Action]:
         """The control thread ends: every job is to be stopped."""
@@ -226,16 +182,18 @@ class PrefillSide:
         for job in list(self._jobs.values()):
             if self._due(job) <= now:
                 actions += self._on_due(now, job)
-        for peer in list(self._peers.values()):
-            if self._peer_due(peer) <= now:
-                actions += self._on_peer_due(now, peer)
+        for peer in self._peering.due(now):
+            if self._peering.overdue(now, peer):
+                self.counters["peer_lost"] += 1
+                actions += self.peer_lost(now, peer.incarnation)
+            else:
+                actions += self._peering.hail(now, peer)
         return actions
 
     def next_deadline(self) -> float | None:
         """When `tick` is next due; None where nothing is."""
-        due = [self._due(job) for job in self._jobs.values()]
-        due += [self._peer_due(peer) for peer in self._peers.values()]
-        return min((when for when in due if when != _NEVER), default=None)
+        due = min([self._peering.next_deadline(), *(self._due(job) for job in self._jobs.values())])
+        return None if due == _NEVER else due
 
     # What the engine and the tests look at.
 
@@ -249,7 +207,7 @@ class PrefillSide:
 
     def peers(self) -> dict[str, m.Member]:
         """Decode engines that have answered."""
-        return {name: peer.member for name, peer in self._peers.items() if peer.member is not None}
+        return self._peering.members()
 
     def busy_peers(self) -> set[str]:
         """Decode engines with a job here."""
@@ -258,26 +216,20 @@ class PrefillSide:
     # Messages, one by one.
 
     def _on_hello_reply(self, now: float, sender: str, message: m.HelloReply) -> list[Action]:
-        peer = self._peers[sender]
+        peer = self._peering.find(sender)
         if peer.state is not PeerState.GREETED or message.member.incarnation != sender:
             return self._drop("hello_reply_duplicate")
         difference = self.member.fingerprint.first_difference(message.member.fingerprint)
         if difference is not None:
             return self._refuse(peer, *difference)
-        peer.member = message.member
-        peer.state = PeerState.PEER
-        self._met.pop(sender, None)
-        self._met[sender] = None
-        if len(self._met) > self.limits.max_peers:
-            del self._met[next(iter(self._met))]
-        actions: list[Action] = [AddPeer(sender, message.transfer_metadata)]
+        actions = self._peering.meet(peer, message)
         for job in list(self._jobs.values()):
             if job.attempt.incarnation == sender and job.state is JobState.PEERING:
                 actions += self._claim(now, job)
         return actions
 
     def _on_refused(self, now: float, sender: str, message: m.Refused) -> list[Action]:
-        peer = self._peers[sender]
+        peer = self._peering.find(sender)
         if peer.state is not PeerState.GREETED:
             return self._drop("refused_unexpected")
         return self._refuse(peer, message.key, message.theirs, message.ours)
@@ -321,7 +273,7 @@ class PrefillSide:
         job.state = JobState.PEERING
         job.claim = -1
         job.next_claim = now + self.limits.claim_retry_s / 10
-        return [ToDecode(sender, self._hello)]
+        return [self._peering.introduce(sender)]
 
     def _on_renewed(self, now: float, sender: str, message: m.Renewed) -> list[Action]:
         job = self._held(sender, message, JobState.RUNNING)
@@ -347,26 +299,12 @@ class PrefillSide:
 
     # Moves.
 
-    def _greet(self, now: float, incarnation: str, address: str) -> tuple[_Peer | None, list[Action]]:
-        peer = self._peers.get(incarnation)
-        if peer is not None:
-            peer.wanted = peer.state is PeerState.LEAVING
-            return peer, []
-        if len(self._peers) >= self.limits.max_peers:
-            self.dropped["too_many_peers"] += 1
-            return None, []
-        peer = self._peers[incarnation] = _Peer(incarnation, address)
-        peer.last_heard = peer.missing_since = now  # until the registry lists it
-        peer.next_hello = now + self.limits.hello_retry_s
-        return peer, [Connect(incarnation, address), ToDecode(incarnation, self._hello)]
-
-    def _refuse(self, peer: _Peer, key: str, ours: object, theirs: object) -> list[Action]:
+    def _refuse(self, peer: Peer, key: str, ours: object, theirs: object) -> list[Action]:
         self.counters["peer_refused"] += 1
         self.mismatch = str(PeerMismatch(key, ours, theirs))
-        peer.state = PeerState.REFUSED
         for job in [j for j in self._jobs.values() if j.attempt.incarnation == peer.incarnation]:
             self._forget(job.attempt)
-        return [Disconnect(peer.incarnation)]
+        return self._peering.refuse(peer)
 
     def _claim(self, now: float, job: _Job) -> list[Action]:
         self._claims += 1
@@ -385,19 +323,11 @@ class PrefillSide:
         return [Cancelled(job.attempt)]
 
     def _part(self, now: float, incarnation: str) -> list[Action]:
-        """Drop a peer that is leaving, once no job of it can write. One that was heard of since is met anew: it may
-        still wait for our word about what was stopped."""
-        peer = self._peers.get(incarnation)
-        if peer is None or peer.state is not PeerState.LEAVING or any(
-                job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
-                for job in self._jobs.values()):
+        """Drop a peer that is leaving, once no job of it can write."""
+        if any(job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
+               for job in self._jobs.values()):
             return []
-        del self._peers[incarnation]
-        actions: list[Action] = [DropPeer(incarnation), Disconnect(incarnation)]
-        if peer.wanted:
-            actions += self._greet(now, incarnation, peer.address)[1]
-            self._peers[incarnation].missing_since = peer.missing_since
-        return actions
+        return self._peering.part(now, incarnation)
 
     def _due(self, job: _Job) -> float:
         if job.state is JobState.PEERING:
@@ -428,21 +358,6 @@ class PrefillSide:
         job.renewed_at = now
         job.next_renew = now + job.lease_s / 3
         return self._say(job, m.Renew(job.attempt, job.claim, job.stamp))
-
-    def _peer_due(self, peer: _Peer) -> float:
-        if peer.state is PeerState.LEAVING:
-            return _NEVER
-        due = peer.next_hello if peer.state is PeerState.GREETED else _NEVER
-        if peer.missing_since is not None:
-            due = min(due, max(peer.missing_since, peer.last_heard) + self.limits.ttl_s)
-        return due
-
-    def _on_peer_due(self, now: float, peer: _Peer) -> list[Action]:
-        if peer.missing_since is not None and now >= max(peer.missing_since, peer.last_heard) + self.limits.ttl_s:
-            self.counters["peer_lost"] += 1
-            return self.peer_lost(now, peer.incarnation)
-        peer.next_hello = now + self.limits.hello_retry_s
-        return [ToDecode(peer.incarnation, self._hello)]
 
     # Small things.
 

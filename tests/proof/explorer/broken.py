@@ -99,11 +99,11 @@ class NoLease(PrefillSide):
 class MeetsOnce(PrefillSide):
     """A D that comes back while P still stops its jobs is not met again, so P never hears what it asks."""
 
-    def _greet(self, now, incarnation, address):
-        found = super()._greet(now, incarnation, address)
-        if found[0] is not None:
-            found[0].wanted = False
-        return found
+    def _part(self, now, incarnation):
+        peer = self._peering.find(incarnation)
+        if peer is not None:
+            peer.wanted = False
+        return super()._part(now, incarnation)
 
 
 def _without_number(incarnation: str, request_id: str, number: int) -> m.Attempt:

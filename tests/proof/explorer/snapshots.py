@@ -20,7 +20,7 @@ MOMENTS = frozenset({
     # DecodeSide, its records
     "_broker_lost_at", "submitted", "deadline", "next_put", "granted_at", "lease_until", "next_cancel",
     "peers_lost_at", "writing_at",
-    # PrefillSide, its jobs and peers
+    # PrefillSide, its jobs, the peers of its Peering
     "claimed_at", "next_claim", "peering_until", "next_renew", "renewed_at", "next_hello", "last_heard",
     "missing_since",
 })

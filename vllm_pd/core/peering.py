@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode engines that a prefill engine knows.
+
+Life of one: the registry or a job names it, and it is greeted (GREETED) until its reply makes it a peer (PEER), or
+until one of the two refuses the other (REFUSED). One that is lost is LEAVING while a job of it may still write here,
+and is dropped then; if it was heard of in the meantime, it is met anew.
+"""
+from enum import Enum
+
+import msgspec
+
+from vllm_pd.core import messages as m
+from vllm_pd.core.events import Action, AddPeer, Connect, Disconnect, DropPeer, ToDecode
+
+_NEVER = float("inf")
+
+
+class PeerState(Enum):
+    """What D is to this engine."""
+    GREETED = "greeted"
+    PEER = "peer"
+    REFUSED = "refused"
+    LEAVING = "leaving"
+
+
+class PeeringLimits(msgspec.Struct, frozen=True):
+    """Bounds of peers."""
+    hello_retry_s: float = 0.5
+    ttl_s: float = 5.0
+    max_peers: int = 1024
+
+
+class Peer:
+    """One decode engine."""
+
+    def __init__(self, incarnation: str, address: str):
+        self.incarnation = incarnation
+        self.address = address
+        self.state = PeerState.GREETED
+        self.member: m.Member | None = None
+        self.next_hello = 0.0
+        self.last_heard = 0.0
+        self.missing_since: float | None = None
+        self.wanted = False  # it was heard of again while it was leaving
+
+
+class Peering:
+    """Of one prefill engine, which introduces itself by `hello`; its jobs are `PrefillSide`'s, `dropped` too."""
+
+    def __init__(self, hello: m.Hello, limits: PeeringLimits, dropped: m.Counters):
+        self.limits = limits
+        self.dropped = dropped
+        self._hello = hello
+        self._peers: dict[str, Peer] = {}
+        self._met: dict[str, None] = {}  # every D that was a peer, the latest last
+
+    def find(self, incarnation: str) -> Peer | None:
+        """That one, if it is known."""
+        return self._peers.get(incarnation)
+
+    def members(self) -> dict[str, m.Member]:
+        """Those that have answered."""
+        return {name: peer.member for name, peer in self._peers.items() if peer.member is not None}
+
+    # Coming.
+
+    def greet(self, now: float, incarnation: str, address: str) -> tuple[Peer | None, list[Action]]:
+        """That one, which is greeted where it is new; None where there is no room for it."""
+        peer = self._peers.get(incarnation)
+        if peer is not None:
+            peer.wanted = peer.state is PeerState.LEAVING
+            return peer, []
+        if len(self._peers) >= self.limits.max_peers:
+            self.dropped["too_many_peers"] += 1
+            return None, []
+        peer = self._peers[incarnation] = Peer(incarnation, address)
+        peer.last_heard = peer.missing_since = now  # until the registry lists it
+        peer.next_hello = now + self.limits.hello_retry_s
+        return peer, [Connect(incarnation, address), self.introduce(incarnation)]
+
+    def introduce(self, incarnation: str) -> Action:
+        """Say hello to it."""
+        return ToDecode(incarnation, self._hello)
+
+    def members_are(self, now: float, members: list[m.Member]) -> list[Action]:
+        """The registry. Fitting decode engines are greeted before they send their first job. One that was a peer is,
+        whatever its role is now: it may still wait for our word, and can ask only on a connection of ours."""
+        us = self._hello.member
+        actions: list[Action] = []
+        listed = {member.incarnation for member in members}
+        for member in members:
+            if ((member.role.decodes or member.incarnation in self._met) and member.incarnation != us.incarnation
+                    and us.fingerprint.first_difference(member.fingerprint) is None):
+                actions += self.greet(now, member.incarnation, member.address)[1]
+        for peer in self._peers.values():
+            if peer.incarnation in listed:
+                peer.missing_since = None
+            elif peer.missing_since is None:
+                peer.missing_since = now
+        return actions
+
+    def meet(self, peer: Peer, message: m.HelloReply) -> list[Action]:
+        """It has answered, and fits."""
+        peer.member = message.member
+        peer.state = PeerState.PEER
+        self._met.pop(peer.incarnation, None)
+        self._met[peer.incarnation] = None
+        if len(self._met) > self.limits.max_peers:
+            del self._met[next(iter(self._met))]
+        return [AddPeer(peer.incarnation, message.transfer_metadata)]
+
+    # Going.
+
+    def refuse(self, peer: Peer) -> list[Action]:
+        """We don't fit. It is remembered, so that it is not greeted again."""
+        peer.state = PeerState.REFUSED
+        return [Disconnect(peer.incarnation)]
+
+    def lose(self, peer: Peer) -> list[Action]:
+        """It is gone. One that was a peer stays until `part`."""
+        if peer.state in (PeerState.PEER, PeerState.LEAVING):
+            peer.state, peer.wanted = PeerState.LEAVING, False
+            return []
+        del self._peers[peer.incarnation]
+        return [Disconnect(peer.incarnation)]
+
+    def part(self, now: float, incarnation: str) -> list[Action]:
+        """No job of it can write any more: drop it, if it is leaving. One that was heard of since is met anew: it may
+        still wait for our word about what was stopped."""
+        peer = self._peers.get(incarnation)
+        if peer is None or peer.state is not PeerState.LEAVING:
+            return []
+        del self._peers[incarnation]
+        actions: list[Action] = [DropPeer(incarnation), Disconnect(incarnation)]
+        if peer.wanted:
+            actions += self.greet(now, incarnation, peer.address)[1]
+            self._peers[incarnation].missing_since = peer.missing_since
+        return actions
+
+    # Time.
+
+    def due(self, now: float) -> list[Peer]:
+        """Those that are to be lost, where they are `overdue`, or else greeted again, by `hail`."""
+        return [peer for peer in self._peers.values() if self._due(peer) <= now]
+
+    def overdue(self, now: float, peer: Peer) -> bool:
+        """Whether neither the registry nor the peer itself has given a sign of its life for `ttl_s`."""
+        return now >= self._missed_at(peer)
+
+    def hail(self, now: float, peer: Peer) -> list[Action]:
+        """Say hello once more."""
+        peer.next_hello = now + self.limits.hello_retry_s
+        return [self.introduce(peer.incarnation)]
+
+    def next_deadline(self) -> float:
+        """When somebody is next `due`; infinite where nobody is."""
+        return min((self._due(peer) for peer in self._peers.values()), default=_NEVER)
+
+    def _due(self, peer: Peer) -> float:
+        if peer.state is PeerState.LEAVING:
+            return _NEVER
+        return min(peer.next_hello if peer.state is PeerState.GREETED else _NEVER, self._missed_at(peer))
+
+    def _missed_at(self, peer: Peer) -> float:
+        if peer.missing_since is None:
+            return _NEVER
+        return max(peer.missing_since, peer.last_heard) + self.limits.ttl_s
