@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Telling a running engine what to do, from outside: an operator's messages on its control socket."""
 import time
-import uuid
 from dataclasses import dataclass
-
-import zmq
 
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.peers import Access, take_census
-from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.call import Call
 
 POLL_S = 0.5
 
@@ -46,13 +43,7 @@ class Operator:
 
     def __init__(self, target: Target, access: Access):
         self.target = target
-        self._name = f"operator-{uuid.uuid4().hex}"
-        self._context = zmq.Context()
-        try:
-            self._socket = sockets.client(self._context, target.address, only_connected=False, keys=access.load_keys())
-        except zmq.ZMQError as error:
-            self._context.term()
-            raise ControlError(f"{target.address} is no address that can be reached: {error}") from error
+        self._call = Call("engine", target.address, access.load_keys(), only_connected=False)
 
     def __enter__(self) -> "Operator":
         return self
@@ -63,12 +54,8 @@ class Operator:
     def tell(self, order: m.Message, timeout_s: float = 5.0) -> m.StatusReply:
         """The engine's answer. Raises ControlError where none comes in time, or where the engine refuses."""
         deadline = time.monotonic() + timeout_s
-        sockets.send(self._socket, codec.encode(self._name, order))
-        while self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
-            try:
-                sender, reply = codec.decode(self._socket.recv_multipart())
-            except codec.BadFrame as fault:
-                raise ControlError(f"what listens at {self.target.address} is no engine: {fault}") from fault
+        self._call.say(order, deadline)
+        for sender, reply in self._call.answers(deadline):
             if self.target.incarnation not in (None, sender):
                 raise ControlError(f"another engine listens at {self.target.address} by now: {sender}")
             if isinstance(reply, m.StatusReply):
@@ -89,8 +76,7 @@ class Operator:
 
     def close(self) -> None:
         """Hang up."""
-        self._socket.close()
-        self._context.term()
+        self._call.close()
 
 
 def is_drained(reply: m.StatusReply) -> bool:

@@ -2,17 +2,14 @@
 """Asking a broker who is there, from outside."""
 
 import time
-import uuid
 from dataclasses import dataclass
-
-import zmq
 
 from vllm_pd.addresses import parse_endpoint, parse_nats
 from vllm_pd.config import PDConfig
 from vllm_pd.core import messages
 from vllm_pd.core.messages import PROTOCOL, Member, Peers, Refused
 from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
-from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.call import Call
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
 
@@ -66,32 +63,13 @@ def take_census(broker: str, timeout_s: float = 5.0, access: Access | None = Non
 
 
 def _ask(broker: str, keys: Keys | None, timeout_s: float) -> Census:
-    context = zmq.Context()
-    name = f"visitor-{uuid.uuid4().hex}"
-    socket = sockets.client(context, broker, only_connected=True, keys=keys)
-    try:
-        deadline = time.monotonic() + timeout_s
-        _send(socket, codec.encode(name, messages.Census()), broker, deadline)
-        return _await_peers(socket, broker, deadline)
-    finally:
-        socket.close()
-        context.term()
-
-
-def _send(socket: zmq.Socket, frame: bytes, broker: str, deadline: float) -> None:
-    left_ms = max(0, int(1000 * (deadline - time.monotonic())))
-    if not socket.poll(left_ms, zmq.POLLOUT) or sockets.send(socket, frame) is not sockets.SendResult.SENT:
-        raise ControlError(f"nobody listens at {broker} who speaks to us: no broker, or one with another key")
-
-
-def _await_peers(socket: zmq.Socket, broker: str, deadline: float) -> Census:
-    while socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
-        try:
-            _, message = codec.decode(socket.recv_multipart())
-        except codec.BadFrame as fault:
-            raise ControlError(f"what listens at {broker} is no broker: {fault}") from fault
-        if isinstance(message, Refused):
-            raise PeerMismatch(message.key, str(PROTOCOL), message.ours)
-        if isinstance(message, Peers):
-            return Census(tuple(message.members), message.queue_length)
+    deadline = time.monotonic() + timeout_s
+    with Call("broker", broker, keys, only_connected=True) as call:
+        if not call.say(messages.Census(), deadline):
+            raise ControlError(f"nobody listens at {broker} who speaks to us: no broker, or one with another key")
+        for _, message in call.answers(deadline):
+            if isinstance(message, Refused):
+                raise PeerMismatch(message.key, str(PROTOCOL), message.ours)
+            if isinstance(message, Peers):
+                return Census(tuple(message.members), message.queue_length)
     raise ControlError(f"what listens at {broker} does not answer")

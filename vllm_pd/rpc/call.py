@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command's short connection to one broker or engine: it says something and hears the answers."""
+import time
+import uuid
+from collections.abc import Iterator
+
+import zmq
+
+from vllm_pd.core import messages as m
+from vllm_pd.errors import ControlError
+from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.sockets import SendResult
+
+
+class Call:
+    """Also a context manager. `kind` is what listens at `address`, in the words of an error. With `only_connected`
+    nothing is said before somebody listens. Raises ControlError for what is no address."""
+
+    def __init__(self, kind: str, address: str, keys: Keys | None, *, only_connected: bool):
+        self._kind = kind
+        self._address = address
+        self._name = f"caller-{uuid.uuid4().hex}"
+        self._context = zmq.Context()
+        try:
+            self._socket = sockets.client(self._context, address, only_connected=only_connected, keys=keys)
+        except zmq.ZMQError as error:
+            self._context.term()
+            raise ControlError(f"{address} is no address that can be reached: {error}") from error
+
+    def __enter__(self) -> "Call":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def say(self, message: m.Message, deadline: float) -> bool:
+        """Whether it could be sent until then, by the monotonic clock."""
+        return (bool(self._socket.poll(_left_ms(deadline), zmq.POLLOUT))
+                and sockets.send(self._socket, codec.encode(self._name, message)) is SendResult.SENT)
+
+    def answers(self, deadline: float) -> Iterator[tuple[str, m.Message]]:
+        """(sender, message) of all that comes until then. Raises ControlError for what is no message of ours."""
+        while self._socket.poll(_left_ms(deadline)):
+            try:
+                yield codec.decode(self._socket.recv_multipart())
+            except codec.BadFrame as fault:
+                raise ControlError(f"what listens at {self._address} is no {self._kind}: {fault}") from fault
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+        self._context.term()
+
+
+def _left_ms(deadline: float) -> int:
+    return max(0, int(1000 * (deadline - time.monotonic())))
