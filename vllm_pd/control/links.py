@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from vllm_pd.control.uplink import Uplink, open_uplink
+from vllm_pd.control.uplink import Uplink
+from vllm_pd.control.zmq_uplink import ZmqUplink
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.sockets import SendResult
 
 if TYPE_CHECKING:
@@ -240,3 +242,15 @@ class Links:
             self._gate.close()
         self._context.term()
         self.waker.close()
+
+
+def open_uplink(context: zmq.Context, incarnation: str, config: "PDConfig", keys: Keys | None) -> Uplink:
+    """The line to the configured broker. Raises ConfigError where it can't be one; it need not be there."""
+    if not NatsAddress.is_url(config.broker):
+        return ZmqUplink(context, incarnation, config.broker, keys)
+    try:
+        from vllm_pd.control.nats_uplink import NatsUplink
+    except ImportError as error:
+        raise ConfigError("broker", config.broker, f"{error}; pip install 'nats-py[nkeys]'") from error
+    address = NatsAddress.of(config.broker, config.nats_prefix, config.nats_credentials, config.nats_ca)
+    return NatsUplink(incarnation, address, config.ttl_s)

@@ -9,17 +9,11 @@ import collections
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
-import zmq
-
 from vllm_pd.core import messages as m
-from vllm_pd.errors import ConfigError
-from vllm_pd.rpc import codec, sockets
-from vllm_pd.rpc.keys import Keys
-from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.sockets import SendResult
 
 if TYPE_CHECKING:
-    from vllm_pd.config import PDConfig
+    import zmq
 
 
 class Uplink(abc.ABC):
@@ -49,57 +43,3 @@ class Uplink(abc.ABC):
     @abc.abstractmethod
     def close(self, linger_ms: int) -> None:
         """Last words get so long to leave."""
-
-
-class ZmqUplink(Uplink):
-    """A DEALER to `vllm-pd broker`. Raises ConfigError where `address` can't be used."""
-
-    def __init__(self, context: zmq.Context, incarnation: str, address: str, keys: Keys | None = None):
-        super().__init__()
-        self._incarnation = incarnation
-        try:
-            self._socket = sockets.client(context, address, only_connected=True, keys=keys)
-        except zmq.ZMQError as error:
-            raise ConfigError("broker", address, f"{error}; say where the broker listens, like tcp://127.0.0.1:5700"
-                              ) from error
-
-    @property
-    def pollable(self) -> zmq.Socket:
-        return self._socket
-
-    def send(self, message: m.Message) -> SendResult:
-        try:
-            return sockets.send(self._socket, codec.encode(self._incarnation, message))
-        except codec.BadFrame:
-            self.counters["frame_too_large"] += 1
-            return SendResult.UNREACHABLE
-
-    def receive(self) -> tuple[str, m.Message] | None:
-        while True:
-            frames = None if self._socket.closed else sockets.receive(self._socket)
-            if frames is None:
-                return None
-            try:
-                sender, message = codec.decode(frames)
-            except codec.BadFrame as fault:
-                self.counters["frame_" + fault.fault.value] += 1
-                self.other_protocol = fault.theirs or self.other_protocol
-                continue
-            if isinstance(message, m.FROM_BROKER):
-                return sender, message
-            self.counters["frame_unexpected"] += 1
-
-    def close(self, linger_ms: int) -> None:
-        self._socket.close(linger=linger_ms)
-
-
-def open_uplink(context: zmq.Context, incarnation: str, config: "PDConfig", keys: Keys | None) -> Uplink:
-    """The line to the configured broker. Raises ConfigError where it can't be one; it need not be there."""
-    if not NatsAddress.is_url(config.broker):
-        return ZmqUplink(context, incarnation, config.broker, keys)
-    try:
-        from vllm_pd.control.nats_uplink import NatsUplink
-    except ImportError as error:
-        raise ConfigError("broker", config.broker, f"{error}; pip install 'nats-py[nkeys]'") from error
-    address = NatsAddress.of(config.broker, config.nats_prefix, config.nats_credentials, config.nats_ca)
-    return NatsUplink(incarnation, address, config.ttl_s)
