@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the patched vLLM calls in: the only module that a patch imports.
 
-The hooks for disaggregation return at once, and import nothing, for an engine that does not name our connector.
+The hooks for disaggregation return at once, and import nothing more, for an engine that does not name our connector.
 """
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from vllm_pd.v0 import CONNECTOR, SETTINGS_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,9 +21,6 @@ if TYPE_CHECKING:
 
     from vllm_pd.dp.engine import EngineSync
     from vllm_pd.v0.engine import Disaggregation
-
-CONNECTOR = "PDConnector"
-SETTINGS_KEY = "vllm_pd"  # in VllmConfig.additional_config, which travels to every process of an engine
 
 
 def claim_kv_transfer_config(engine_args: EngineArgs) -> None:

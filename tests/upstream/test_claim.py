@@ -10,7 +10,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.hooks import SETTINGS_KEY
+from vllm_pd.v0 import SETTINGS_KEY
 from vllm_pd.v0.claim import check_engine
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}

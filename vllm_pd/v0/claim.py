@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
-from vllm_pd.hooks import CONNECTOR, SETTINGS_KEY
 from vllm_pd.ports import require_free
 from vllm_pd.transfer.transport import MAX_RANKS
+from vllm_pd.v0 import CONNECTOR, SETTINGS_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

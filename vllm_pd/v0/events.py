@@ -26,10 +26,10 @@ from vllm_pd.events.announcer import Announcer
 from vllm_pd.events.messages import EngineLoad, KVEvent
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink, Salt
-from vllm_pd.hooks import SETTINGS_KEY
 from vllm_pd.metrics import EventMetrics
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.sockets import Waker
+from vllm_pd.v0 import SETTINGS_KEY
 
 if TYPE_CHECKING:
     from vllm.core.scheduler import Scheduler
