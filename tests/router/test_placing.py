@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -19,7 +20,17 @@ from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.policy import Policy, PolicyConfig, Reason
-from vllm_pd.router.tokens import MAX_QUEUED, MAX_TEXT_BYTES, Prompt, Tokenized, Tokenizer, TokenPool, parse
+from vllm_pd.router.tokens import (
+    LOOP_REST,
+    MAX_LOOP_BYTES,
+    MAX_QUEUED,
+    MAX_TEXT_BYTES,
+    Prompt,
+    Tokenized,
+    Tokenizer,
+    TokenPool,
+    parse,
+)
 from vllm_pd.router.workers import Source, Workers
 
 BLOCK = 4
@@ -28,6 +39,7 @@ BLOCK = 4
 class Words:
     """Stands in for a model's tokenizer: one token a word, which is its number."""
     sleep_s = 0.0
+    quick = True
 
     def __init__(self, name):
         if name == "missing":
@@ -150,17 +162,41 @@ async def test_whatever_is_sent_is_routed_and_counted(sent, outcome):
 async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():
     async with placing(tokenizer="missing") as (_, _, pool, _):
         assert "missing" in pool.problem and not pool.loaded
-        assert (await pool.tokens(parse(body()), len))[0] is Tokenized.NOT_LOADED
+        assert (await pool.tokens(parse(body()), len, 100))[0] is Tokenized.NOT_LOADED
 
     class Slow(Words):
         sleep_s = 0.2
+        quick = False
 
     async with placing(load=Slow, tokenize_timeout_s=0.05, tokenize_threads=1) as (_, _, pool, _):
         began = time.monotonic()
-        outcomes = await asyncio.gather(*(pool.tokens(parse(body()), len) for _ in range(MAX_QUEUED + 5)))
+        outcomes = await asyncio.gather(*(pool.tokens(parse(body()), len, 100) for _ in range(MAX_QUEUED + 5)))
         assert time.monotonic() - began < 5
         assert [outcome for outcome, _, _ in outcomes].count(Tokenized.BUSY) == 5
         assert {outcome for outcome, _, _ in outcomes} == {Tokenized.BUSY, Tokenized.LATE}
+
+
+@pytest.mark.parametrize("cores, size_bytes, quick, in_the_loop", [
+    (1, MAX_LOOP_BYTES, True, [True, True, True, True]),  # a thread would have to wait for the core
+    (2, MAX_LOOP_BYTES, True, [True, False, False, True]),
+    (1, MAX_LOOP_BYTES + 1, True, [False] * 4),
+    (1, 100, False, [False] * 4),
+])
+async def test_the_loop_does_what_is_short_and_leaves_itself_time(monkeypatch, cores, size_bytes, quick, in_the_loop):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    done_by = []
+
+    class Noted(Words):
+        def tokens(self, prompt):
+            done_by.append(threading.current_thread())
+            return super().tokens(prompt)
+
+    Noted.quick, Noted.sleep_s = quick, 0.05
+    async with placing(load=Noted) as (_, _, pool, _):
+        for wait_s in (0, 0, 0, LOOP_REST * 0.06):
+            await asyncio.sleep(wait_s)
+            assert (await pool.tokens(parse(body()), len, size_bytes))[:2] == (Tokenized.DONE, 16)
+    assert [thread is threading.main_thread() for thread in done_by] == in_the_loop
 
 
 async def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(monkeypatch):
@@ -176,7 +212,7 @@ async def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(monkeypatch):
         async with asyncio.timeout(5):
             while not pool.loaded:
                 await asyncio.sleep(0.01)
-        assert not pool.problem and (await pool.tokens(parse(body()), len))[0] is Tokenized.DONE
+        assert not pool.problem and (await pool.tokens(parse(body()), len, 100))[0] is Tokenized.DONE
 
 
 class TestTokenizer:
@@ -193,7 +229,7 @@ class TestTokenizer:
                 return "".join(message["content"] for message in messages)
 
         made = Tokenizer.__new__(Tokenizer)
-        made._tokenizer, made._backend = Library(), None
+        made._tokenizer, made._backend, made._pieces = Library(), None, None
         return made
 
     def test_prompts_get_special_tokens_and_chats_do_not_unless_told(self, tokenizer):
@@ -243,6 +279,6 @@ def test_the_fast_way_gives_the_librarys_ids():
         for text in ("", "a", "The capital of France is", "\u00e9\U0001f600 <|im_start|>user\\n x", "7" * 300):
             for special in (True, False):
                 library = tokenizer._tokenizer(text, add_special_tokens=special).input_ids
-                assert tokenizer._ids(text, special) == library, text
+                assert list(tokenizer._ids(text, special)) == library, text
     """
     subprocess.run([sys.executable, "-c", program, os.environ["VLLM_PD_TINY_MODEL"]], check=True, timeout=60)
