@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -17,7 +18,7 @@ from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.routerbench import measure, report
 from vllm_pd.routerbench.events import MadeUpEvents
-from vllm_pd.routerbench.load import Line, LoadError, Shape, Timing, check, make_body, saturate
+from vllm_pd.routerbench.load import Line, LoadError, Shape, Timing, check, make_bodies, make_body, saturate
 from vllm_pd.routerbench.processes import Launch
 from vllm_pd.routerbench.worker import ASK, Answer, Connection, Delays, Dummy, answer_text
 
@@ -59,7 +60,7 @@ async def test_a_dummy_notices_that_its_client_has_gone():
     async with listening(dummy := Dummy(delays=Delays(30.0))) as port:
         line = await Line.open("127.0.0.1", port)
         asking = asyncio.create_task(line.ask(SHAPES[0], body_of(SHAPES[0])))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(50):
             while not dummy.open:
                 await asyncio.sleep(0.01)
             line.close()
@@ -108,7 +109,8 @@ async def test_what_is_no_answer_is_an_error(raw, message):
 
     server = await asyncio.start_server(speak, "127.0.0.1", 0)
     async with server:
-        found = await saturate([server.sockets[0].getsockname()], SHAPES[0], [body_of(SHAPES[0])], 2, 0.01)
+        found = await saturate([server.sockets[0].getsockname()], SHAPES[0],
+                               itertools.repeat(body_of(SHAPES[0])), 2, 0.01)
     assert (found.timings, len(found.errors)) == ([], 2)
     assert all(re.search(message, error) for error in found.errors)
 
@@ -179,6 +181,14 @@ def test_cores_are_numbers():
         measure.parse_cores("--load-cores", "a")
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_two_prompts_begin_alike(shape):
+    asked = [ASK.decode(body) for body in itertools.islice(make_bodies(shape, "dummy", random.Random(0)), 600)]
+    prompts = [ask.messages[0]["content"] if shape.chat else ask.prompt for ask in asked]
+    assert [prompt.split(" ", 1)[0] for prompt in prompts] == [str(number) for number in range(600)]
+    assert all(len(prompt.split()) == 7 for prompt in prompts)
+
+
 def test_the_text_tells_each_token():
     assert answer_text(3) == " t0 t1 t2"
 
@@ -189,7 +199,7 @@ async def test_made_up_events_keep_a_router_busy():
     subscriber = Subscriber("http://127.0.0.1:1", index, None, events=events.notice().events)
     subscriber.start()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(100):
             while not subscriber.counters["blocks_stored"]:  # a subscription takes a while to be known
                 events.answered(13)
                 await asyncio.sleep(0.02)

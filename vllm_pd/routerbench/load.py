@@ -7,9 +7,10 @@ body and its end, both from just before the request is written, and then compare
 """
 
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from .worker import answer_text
 ANSWER_TIMEOUT_S = 60.0
 WORDS = ("river", "stone", "cloud", "paper", "light", "music", "seven", "green", "north", "table", "under", "again")
 WORDS_PER_TOKEN = 0.75
+DRAWN = 256  # texts that follow the numbers
+_NUMBER = "#number#"
 
 
 class LoadError(PDError):
@@ -49,9 +52,18 @@ class Timing:
     total_s: float
 
 
-def make_body(shape: Shape, model: str, draw: random.Random) -> bytes:
-    """The JSON of one request with a prompt of its own."""
-    prompt = " ".join(draw.choices(WORDS, k=max(1, int(shape.prompt_tokens * WORDS_PER_TOKEN))))
+def make_bodies(shape: Shape, model: str, draw: random.Random) -> Iterator[bytes]:
+    """Requests without end. Each prompt begins with a number of its own, so that nobody has seen it before."""
+    drawn = [make_body(shape, model, draw, _NUMBER).split(_NUMBER.encode()) for _ in range(DRAWN)]
+    for number in itertools.count():
+        before, after = drawn[number % DRAWN]
+        yield b"%b%d%b" % (before, number, after)
+
+
+def make_body(shape: Shape, model: str, draw: random.Random, first: str = "") -> bytes:
+    """The JSON of one request; `first` is what its prompt begins with."""
+    words = draw.choices(WORDS, k=max(1, int(shape.prompt_tokens * WORDS_PER_TOKEN)))
+    prompt = " ".join([first, *words] if first else words)
     asked = {"messages": [{"role": "user", "content": prompt}]} if shape.chat else {"prompt": prompt}
     return msgspec.json.encode({"model": model, **asked, "max_tokens": shape.tokens, "temperature": 0,
                                 "stream": shape.stream})
@@ -161,7 +173,7 @@ class Slice:
         return len(self.timings) / self.took_s
 
 
-async def saturate(targets: Sequence[tuple[str, int]], shape: Shape, bodies: Sequence[bytes], concurrency: int,
+async def saturate(targets: Sequence[tuple[str, int]], shape: Shape, bodies: Iterator[bytes], concurrency: int,
                    for_s: float, pause_s: float = 0.0, draw: random.Random | None = None) -> Slice:
     """`concurrency` lines, spread over `targets`, each asking again when it has its answer, for `for_s` seconds and at
     least once. Before each request a line rests for up to `pause_s`, drawn from `draw`, so that the lines do not walk
@@ -178,8 +190,7 @@ async def saturate(targets: Sequence[tuple[str, int]], shape: Shape, bodies: Seq
             if pause_s:
                 await asyncio.sleep(draw.uniform(0, pause_s))
             try:
-                timings.append(await line.ask(shape, bodies[(number + turn * concurrency) % len(bodies)],
-                                              f"bench-{number}-{turn}"))
+                timings.append(await line.ask(shape, next(bodies), f"bench-{number}-{turn}"))
             except LoadError as error:
                 errors.append(str(error))
                 return

@@ -31,13 +31,12 @@ import uvloop
 
 from vllm_pd.errors import ConfigError, PDError
 
-from .load import Line, LoadError, Shape, Slice, Timing, make_body, saturate
+from .load import Line, LoadError, Shape, Slice, Timing, make_bodies, saturate
 from .processes import HOST, Launch, Say, Server, Stage
 from .worker import Delays
 
 DIRECT = "no router"
 GRID = 100  # quantiles that the report keeps of each distribution
-BODIES = 256
 SHOWN_ERRORS = 5
 
 
@@ -143,8 +142,7 @@ class _Run:
         self._draw = random.Random(bench.seed)
         shape = Shape(bench.tokens, bench.prompt_tokens)
         self._kinds = {"plain": shape, "stream": Shape(bench.tokens, bench.prompt_tokens, stream=True)}
-        self._bodies = {kind: [make_body(shape, "dummy", self._draw) for _ in range(BODIES)]
-                        for kind, shape in self._kinds.items()}
+        self._bodies = {kind: make_bodies(shape, "dummy", self._draw) for kind, shape in self._kinds.items()}
 
     async def phases(self) -> list[Tally]:
         bench, tallies = self._bench, []
@@ -165,7 +163,7 @@ class _Run:
         for number in range(-warm_up, self._bench.requests):
             for target in self._draw.sample(self._targets, len(self._targets)):
                 try:
-                    timing = await lines[target.name].ask(shape, bodies[number % BODIES], f"alone-{number}")
+                    timing = await lines[target.name].ask(shape, next(bodies), f"alone-{number}")
                     if number >= 0:
                         tallies[target.name].timings.append(timing)
                 except LoadError as error:
