@@ -16,7 +16,7 @@ import pytest
 from vllm_pd.control.broker import Broker
 from vllm_pd.ports import take_free
 
-START_S = 10.0
+START_S = 60.0
 
 
 @contextlib.contextmanager
@@ -29,14 +29,14 @@ def serving(**settings) -> Iterator[Broker]:
         yield broker
     finally:
         broker.stop()
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 
 class EmbeddedBroker:
     """`vllm-pd broker`, on a thread. A killed one forgets everything."""
 
-    def __init__(self, ttl_s: float = 0.6, keys=None):
+    def __init__(self, ttl_s: float, keys=None):
         self.address = self.url = f"tcp://127.0.0.1:{take_free('127.0.0.1')}"
         self._ttl_s, self._keys = ttl_s, keys
         self.start()
@@ -48,14 +48,14 @@ class EmbeddedBroker:
 
     def kill(self) -> None:
         self.broker.stop()
-        self._thread.join(5)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
         """It hears nothing, though connections stand."""
         held = threading.Event()
-        receive, self.broker._registry.receive = self.broker._registry.receive, lambda *_: held.wait(5) and []
+        receive, self.broker._registry.receive = self.broker._registry.receive, lambda *_: held.wait(60) and []
         try:
             yield
         finally:
@@ -92,7 +92,7 @@ class NatsServer:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(5)
+        self._process.wait(60)
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 """Stands in for `vllm serve`, the broker and the router in tests of `vllm-pd up`: listens at once, obeys a few words.
 
 The words are the model's name, joined by "+": `grandchild` starts a process of its own, `stubborn` ignores SIGTERM,
-`dies` ends before it listens, `dies-late` ends 0.5 s after it listens, `slow` never listens.
+`dies` ends before it listens, `dies-late` ends when it is asked for `/die`, `slow` never listens.
 """
 
 import http.server
@@ -10,13 +10,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 
 class Health(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
+        if self.path == "/die":
+            os._exit(9)
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
 
@@ -51,7 +52,6 @@ def main() -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Health)
     if "dies-late" in words and "kv_producer" in value_of("--kv-transfer-config"):
         print("my late last words", flush=True)
-        threading.Timer(0.5, os._exit, [9]).start()
     server.serve_forever()
 
 

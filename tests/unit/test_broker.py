@@ -214,7 +214,7 @@ class Raw:
         return self.answer()
 
     def answer(self):
-        assert self.socket.poll(3000), "no answer"
+        assert self.socket.poll(60_000), "no answer"
         return codec.decode(self.socket.recv_multipart())[1]
 
     def close(self):
@@ -224,7 +224,7 @@ class Raw:
 
 @pytest.fixture
 def broker():
-    with serving(ttl_s=0.6) as broker:
+    with serving(ttl_s=4.0) as broker:
         yield broker
 
 
@@ -245,12 +245,11 @@ def test_through_a_socket(broker, raw):
     offer = other.ask("p", m.Take(1, 0))
     assert offer.job.attempt.number == 1
     other.close()  # gone without a word: its silence ends its membership, and the other is told
-    deadline = time.monotonic() + 5
-    while len(broker.members()) > 1:
+    deadline = time.monotonic() + 60
+    while [one.incarnation for one in broker.members()] != ["d"]:
         assert time.monotonic() < deadline
         raw.ask("d", m.Register(member("d", m.Role.DECODE), peers.broker, 99))
         time.sleep(0.05)
-    assert [one.incarnation for one in broker.members()] == ["d"]
 
 
 def test_b42_other_protocol_is_answered_with_both_versions(raw):
@@ -268,7 +267,10 @@ def test_b81_noise_is_counted_and_dropped(broker, raw):
     huge.socket.send(bytes(codec.MAX_FRAME_BYTES + 1))  # the socket itself refuses, and drops the connection
     fresh = Raw(broker.address)
     assert isinstance(fresh.ask("new", m.Register(member("new", m.Role.DECODE))), m.Peers)
-    counts = broker.counts()
-    assert counts["frame_shape"] > 300 and counts["frame_content"] > 100 and counts["unexpected"] > 200
+    wanted = {"frame_shape": 300, "frame_content": 100, "unexpected": 200}
+    deadline = time.monotonic() + 60
+    while any(broker.counts().get(kind, 0) <= count for kind, count in wanted.items()):
+        assert time.monotonic() < deadline, broker.counts()
+        time.sleep(0.01)
     huge.close()
     fresh.close()

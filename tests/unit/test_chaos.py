@@ -37,7 +37,7 @@ def client(address: str, identity: bytes) -> Iterator[zmq.Socket]:
     context.destroy(linger=0)
 
 
-async def receive(socket: zmq.Socket, timeout_s: float = 5.0) -> list[bytes] | None:
+async def receive(socket: zmq.Socket, timeout_s: float = 50.0) -> list[bytes] | None:
     for _ in range(int(timeout_s / 0.01)):
         if socket.poll(0):
             return socket.recv_multipart()

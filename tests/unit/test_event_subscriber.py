@@ -14,8 +14,8 @@ import zmq
 from aiohttp import web
 
 from tests.unit.fake_events import BLOCK_SIZE, TOPIC, FakeEngine
+from vllm_pd.events import follow, reach
 from vllm_pd.events import messages as m
-from vllm_pd.events import reach
 from vllm_pd.events.notice import EventsNotice
 from vllm_pd.events.subscriber import POLLED_S, Subscriber, SubscriberState
 from vllm_pd.ports import take_free
@@ -23,7 +23,7 @@ from vllm_pd.router.index import PrefixIndex
 from vllm_pd.rpc.keys import Keys
 
 HEALED_S = 1.0  # B61; on a machine that does other things at the same time the tests wait longer before they give up
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 
 
 class Front:
@@ -122,11 +122,12 @@ async def test_b61_swapped_and_doubled_batches_do_no_harm(endpoint):
     async with watched(front) as (index, subscriber):
         front.engine.store(1)
         await until_right(front, index, subscriber)
-        for _ in range(30):
+        deadline = time.monotonic() + PATIENCE_S
+        while not (subscriber.counters["early"] and subscriber.counters["duplicates"]):
+            assert time.monotonic() < deadline, subscriber.counters
             front.engine.store(2)
             await asyncio.sleep(0.005)
         await until_right(front, index, subscriber)
-        assert subscriber.counters["early"] and subscriber.counters["duplicates"]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -154,7 +155,12 @@ async def test_b61_right_again_after_losses_of_every_kind(endpoint, seed):
             if not life:
                 front.engine.close()
                 front.engine = FakeEngine(endpoint, faults=(0.2, 0.2, 0.2), seed=seed + 100)
-        assert subscriber.counters["gaps"]
+        deadline = time.monotonic() + PATIENCE_S
+        while not subscriber.counters["gaps"]:  # where all came in a few batches, none of them may have been lost
+            assert time.monotonic() < deadline
+            front.engine.publisher.lose_next = 1
+            front.engine.store(1)
+            await until_right(front, index, subscriber)
 
 
 @pytest.mark.parametrize("same_port", [True, False])
@@ -196,25 +202,25 @@ async def test_a_snapshot_of_many_parts(endpoint):
         front.engine.store(m.PART_BLOCKS)
     async with watched(front) as (index, subscriber):
         await until_right(front, index, subscriber)
-        assert subscriber.counters["snapshots"] == 1
+        assert 1 <= subscriber.counters["snapshots"] <= subscriber.counters["snapshots_asked"]
 
 
 async def test_load_comes_on_change_and_not_more_often_than_promised(endpoint):
     front = Front()
     front.engine = FakeEngine(endpoint)
-    told: list[tuple[float, m.EngineLoad]] = []
-    async with watched(front, on_load=lambda worker, load: told.append((time.monotonic(), load))) as (_, subscriber):
+    told: list[m.EngineLoad] = []
+    async with watched(front, on_load=lambda worker, load: told.append(load)) as (_, subscriber):
         while subscriber.load is None:
             await asyncio.sleep(0.01)
         del told[:]
+        began = time.monotonic()
         for number in range(100):
             front.engine.load = m.EngineLoad(running=number + 1, total_blocks=1000)
             front.engine.sink.begin_step()
             await asyncio.sleep(0.005)
         while subscriber.load.running < 100:
             await asyncio.sleep(0.01)
-        spread_s = told[-1][0] - told[0][0]
-        assert len(told) <= spread_s / m.PULSE_MIN_S + 2
+        assert len(told) <= (time.monotonic() - began) / m.PULSE_MIN_S + 3
         assert subscriber.load_age_s < PATIENCE_S
 
 
@@ -377,7 +383,8 @@ async def test_another_engine_at_the_same_port_is_not_taken_for_this_one(endpoin
         other.close()
 
 
-async def test_b61_an_engine_that_has_stumbled_is_still_the_same(endpoint):
+async def test_b61_an_engine_that_has_stumbled_is_still_the_same(endpoint, monkeypatch):
+    monkeypatch.setattr(follow, "LOST_S", PATIENCE_S)
     front = Front()
     engine = front.engine = FakeEngine(endpoint)
     async with watched(front) as (index, subscriber):
@@ -415,7 +422,7 @@ async def test_a_load_that_cannot_be_read_leaves_the_events_alone(endpoint):
         while engine.announcer.counters["load_failed"] < 3:
             await asyncio.sleep(0.01)
         await until_right(front, index, subscriber)
-        assert subscriber.load.running == 7 and subscriber.load_age_s < 2
+        assert subscriber.load.running == 7 and subscriber.load_age_s < PATIENCE_S
         assert not engine.announcer.counters["stumbles"] and not subscriber.counters["restarts"]
         engine.announcer._read_load, engine.load = failing, m.EngineLoad(running=8)
         while subscriber.load.running != 8:

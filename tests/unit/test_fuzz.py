@@ -185,7 +185,7 @@ def test_b81_the_brokers_socket(context):
                 answers += fuzz.drain(*sockets)
         fresh, = connect(context, broker.address, 1)
         fresh.send(codec.encode("fresh", m.Census()))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not fresh.poll(20):
             assert time.monotonic() < deadline and thread.is_alive()
             answers += fuzz.drain(*sockets)
@@ -196,12 +196,13 @@ def test_b81_the_brokers_socket(context):
         assert counts["unexpected"] and counts["foreign"] and len(counts) < 40, counts
         registry = broker._registry
         assert len(registry) <= registry.limits.max_jobs and len(broker._routes) < 1200
-        time.sleep(1.5)  # everybody is silent now
-        assert broker.members() == [] and broker.queue_length() == 0 and registry._tokens == 0
-        assert not broker._routes
+        deadline = time.monotonic() + 60  # everybody is silent now
+        while broker.members() or broker.queue_length() or registry._tokens or broker._routes:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     finally:
         broker.stop()
-        thread.join(5)
+        thread.join(60)
     assert not thread.is_alive()
 
 
@@ -217,7 +218,7 @@ def broker():
 def test_b81_a_decode_engines_socket(broker, context):
     """As prefill engines and operators speak to it."""
     dice = random.Random(SEED + 3)
-    settings = dataclasses.replace(Settings(broker.address), ttl_s=2.0, lease_s=0.3)
+    settings = dataclasses.replace(Settings(broker.address), ttl_s=2.0, lease_s=2.0)
     decode, prefill = Engine(settings, m.Role.DECODE), Engine(settings, m.Role.PREFILL)
     with closing(decode, prefill):
         peered(decode, prefill)
@@ -248,7 +249,7 @@ def test_b81_a_decode_engines_socket(broker, context):
         for attempt in attempts:
             agent.abort(attempt)
         # Those who were granted something say at last that they write no more: whatever claim they had.
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while agent.open_attempts():
             assert time.monotonic() < deadline and agent.error is None
             for record in list(agent._sides.decode._records.values()):
@@ -288,7 +289,7 @@ def test_b81_an_engine_that_is_told_to_drain_again_and_again(broker, context):
                 engine.agent.take_events()
         fresh, = connect(context, engine.agent.member.address, 1)
         fresh.send(codec.encode("fresh", m.Status()))
-        assert fresh.poll(5000)
+        assert fresh.poll(60_000)
         reply = codec.decode(fresh.recv_multipart())[1]
         assert isinstance(reply, m.StatusReply) and reply.member.draining and engine.agent.error is None
         assert "link_frame_stumble" not in engine.agent.dropped()
@@ -306,7 +307,7 @@ def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context
     engine = Engine(settings, m.Role.BOTH)
     with closing(engine):
         agent = engine.agent
-        assert broker.poll(5000)
+        assert broker.poll(60_000)
         route = broker.recv_multipart()[0]
         us = agent.member.incarnation
         members = [member("d0", m.Role.DECODE, addresses[0]), member("d1", m.Role.BOTH, addresses[1]), agent.member,
@@ -370,7 +371,7 @@ def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context
             else:
                 broker.send_multipart([route, *of_broker.frames()])
             growth.note(1)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while agent.open_attempts():  # leases end by themselves
             assert time.monotonic() < deadline and agent.error is None, agent.open_attempts()
             for event in agent.take_events():
@@ -449,7 +450,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
         with closing(decode, prefill):
             decode.expect_view(lambda view: view.prefill_peers == 1)
             asyncio.run(spray())
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 100
             for one in (decode, prefill):
                 while prefill.agent.open_attempts() or not one.agent.view().broker_up:
                     assert time.monotonic() < deadline, prefill.agent.open_attempts()
@@ -462,7 +463,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
             print(counts)
             assert all(counts[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), counts
             assert "link_frame_stumble" not in counts and len(counts) < 60
-            decode.expect_view(lambda view: view.broker_up and view.prefill_peers >= 1, 10.0)
+            decode.expect_view(lambda view: view.broker_up and view.prefill_peers >= 1)
             prefill.agent.take_events(), decode.agent.take_events()
             prefill.events.clear(), decode.events.clear()
             prefill.agent.set_room(4)

@@ -65,7 +65,7 @@ class Engine:
         self.ranks = [RankThread(transfer, line[1]) for transfer, line in zip(self.others, lines, strict=True)]
         self.gathered = GatheredTransfer(self.own, {1: lines[0][0], 2: lines[1][0]})
 
-    def until(self, done, timeout_s: float = 5.0) -> TransferProgress:
+    def until(self, done, timeout_s: float = 60.0) -> TransferProgress:
         """Take progress until `done` of all that has come."""
         everything = TransferProgress([], [], [])
         deadline_s = time.monotonic() + timeout_s
@@ -86,7 +86,7 @@ def engine():
     engine.gathered.close()
     assert [transfer.closed for transfer in (engine.own, *engine.others)] == [1, 1, 1]
     for rank in engine.ranks:
-        rank._thread.join(2)
+        rank._thread.join(60)
         assert not rank._thread.is_alive()
 
 
@@ -132,9 +132,11 @@ def test_b33_a_rank_with_nothing_open_sleeps(engine):
     for transfer in (engine.own, *engine.others):
         transfer.end(Finished("k", True))
     engine.until(lambda p: p.finished)
-    looks = engine.others[0].looks
-    time.sleep(0.1)
-    assert engine.others[0].looks == looks
+    deadline_s, looks = time.monotonic() + 60, -1
+    while engine.others[0].looks != looks:
+        assert time.monotonic() < deadline_s, "it looks again and again"
+        looks = engine.others[0].looks
+        time.sleep(0.1)
 
 
 def test_b20_a_stumble_ends_no_rank(engine, caplog, monkeypatch):
@@ -157,7 +159,7 @@ def test_b20_an_engine_that_stands_still_is_told_later(engine):
     engine.ranks[1].execute([])
     time.sleep(0.05)
     engine.own.end(*(Finished(f"k{i}", True) for i in range(count)))
-    finished = engine.until(lambda p: len(p.finished) >= count, 20).finished
+    finished = engine.until(lambda p: len(p.finished) >= count).finished
     assert {end.key for end in finished} == {f"k{i}" for i in range(count)} and len(finished) == count
 
 
@@ -195,7 +197,7 @@ from vllm_pd.transfer.gather import connect
 from vllm_pd.transfer.rank import RankThread
 rank = RankThread(Transfers(), connect(bytes.fromhex(sys.argv[2])))
 print(os.getpid(), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -222,7 +224,7 @@ def test_b21_a_rank_ends_with_its_engine_and_only_then_is_the_engine_gone(child)
                       process.host_id(), (engine, rank))
     assert not process.is_gone(member)
     connections[running.pid].close()
-    assert running.wait(10) == 1
+    assert running.wait(60) == 1
     assert process.is_gone(member)
 
 
@@ -232,17 +234,17 @@ def test_b20_a_rank_that_was_told_goodbye_lives_and_lets_go_of_what_it_held(chil
     with socket.create_server(("127.0.0.1", 0)) as held:
         gathered.hold(held.fileno())
         address = held.getsockname()
-    socket.create_connection(address, 2).close()  # the rank has it
+    socket.create_connection(address, 60).close()  # the rank has it
     gathered.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address, 2)
+        socket.create_connection(address, 60)
     assert running.poll() is None
 
 
 def test_b80_a_worker_that_does_not_come_is_named(child):
     listener, running = child
-    with pytest.raises(ControlError, match=r"\[1\].*0.2 s"):
-        listener.accept({running.pid, 1}, timeout_s=0.2)
+    with pytest.raises(ControlError, match=r"\[1\].*1.5 s"):
+        listener.accept({running.pid, 1}, timeout_s=1.5)
 
 
 @pytest.mark.parametrize("error", [ConfigError("kv_cache", "no layers", "use attention"), PeerMismatch("tp", 3, 2),

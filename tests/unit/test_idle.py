@@ -22,14 +22,14 @@ def bell():
 def test_b33_a_ring_before_the_wait_is_not_lost(bell):
     bell.ring()
     began = time.monotonic()
-    assert not bell.wait(5.0)  # no socket, so no input; but it returned at once
-    assert time.monotonic() - began < 1.0
+    assert not bell.wait(100.0)  # no socket, so no input; but it returned at once
+    assert time.monotonic() - began < 50.0
 
 
 def test_b33_a_wait_without_a_ring_lasts_its_time(bell):
     began = time.monotonic()
     assert not bell.wait(0.05)
-    assert 0.04 < time.monotonic() - began < 2.0
+    assert time.monotonic() - began > 0.04
 
 
 def test_b33_one_ring_ends_one_wait(bell):
@@ -44,8 +44,8 @@ def test_b33_one_ring_ends_one_wait(bell):
 def test_b33_rung_by_another_thread(bell):
     threading.Timer(0.05, bell.ring).start()
     began = time.monotonic()
-    bell.wait(10.0)
-    assert time.monotonic() - began < 5.0
+    bell.wait(100.0)
+    assert time.monotonic() - began < 50.0
 
 
 def test_input_on_the_socket_ends_the_wait_and_is_told_apart(bell):
@@ -55,9 +55,9 @@ def test_input_on_the_socket_ends_the_wait_and_is_told_apart(bell):
         pull.bind("inproc://input")
         push.connect("inproc://input")
         bell.ring()
-        assert not bell.wait(5.0, pull)
+        assert not bell.wait(50.0, pull)
         push.send(b"request")
-        assert bell.wait(5.0, pull)
+        assert bell.wait(50.0, pull)
         assert pull.recv() == b"request"
         assert not bell.wait(0.0, pull)
     finally:
@@ -88,7 +88,7 @@ async def test_b33_an_async_loop_is_woken_only_for_a_step_that_is_worth_it(bell,
     threading.Thread(target=bell.ring).start()
     event = engine._request_tracker.new_requests_event
     if worth:
-        await asyncio.wait_for(event.wait(), 5)
+        await asyncio.wait_for(event.wait(), 50)
     else:
         await asyncio.sleep(0.1)
         assert not event.is_set()
@@ -101,11 +101,13 @@ async def test_b33_rings_that_were_put_off_do_not_pile_up(bell):
     bell.serve(engine, lambda: bool(asked.append(1)))
     for _ in range(50):
         bell.ring_in(0.02)
-    await asyncio.sleep(0.2)
-    assert len(asked) == 1
-    bell.ring_in(0.0)
-    await asyncio.sleep(0.05)
-    assert len(asked) == 2
+    for count in (1, 2):
+        async with asyncio.timeout(50):
+            while len(asked) < count:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert len(asked) == count
+        bell.ring_in(0.0)
     engine._background_loop_unshielded.cancel()
 
 

@@ -28,7 +28,7 @@ def key_file(tmp_path):
 
 @pytest.fixture
 def broker(key_file):
-    with serving(ttl_s=0.6, keys=Keys.load(key_file)) as broker:
+    with serving(ttl_s=60.0, keys=Keys.load(key_file)) as broker:
         yield broker
 
 

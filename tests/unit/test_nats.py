@@ -44,8 +44,8 @@ def prefix():
 @pytest.fixture
 def quick(monkeypatch):
     """A server that waits less for a word."""
-    monkeypatch.setattr(nats_store, "ACK_WAIT_S", 0.6)
-    monkeypatch.setattr(nats_session, "PROGRESS_S", 0.1)
+    monkeypatch.setattr(nats_store, "ACK_WAIT_S", 4.0)
+    monkeypatch.setattr(nats_session, "PROGRESS_S", 0.3)
     monkeypatch.setattr(nats_session, "TICK_S", 0.05)
 
 
@@ -74,7 +74,7 @@ def ask(server, work, **options):
             return await work(client, client.jetstream())
         finally:
             await client.close()
-    return asyncio.run(asyncio.wait_for(run(), 20))
+    return asyncio.run(asyncio.wait_for(run(), 100))
 
 
 def stored(server, prefix):
@@ -92,16 +92,16 @@ def test_a_job_is_acknowledged_at_its_end_and_not_before(server, prefix, quick, 
         d.put(number)
     assert [p.offer(), p.offer()] == [0, 1]
     attempts = [m.Attempt(d.name, "r", number) for number in range(2)]
-    for _ in range(15):  # longer than the server waits for a word
+    for _ in range(55):  # longer than the server waits for a word
         p.line.holding(set(attempts))
         live(0.1, d, p)
     assert stored(server, prefix) == 2 and not p.attempts(), "held for long, and not delivered again"
-    p.line.holding({attempts[1]})
-    live(0.1, d, p)
-    assert stored(server, prefix) == 1
-    p.line.holding(set())
-    live(0.1, d, p)
-    assert stored(server, prefix) == 0
+    for held in (1, 0):
+        p.line.holding(set(attempts[2 - held:]))
+        deadline = time.monotonic() + 60
+        while stored(server, prefix) != held:
+            assert time.monotonic() < deadline
+            live(0.1, d, p)
 
 
 def test_an_offer_that_was_not_fetched_yet_has_not_ended(server, prefix, speaker):
@@ -124,7 +124,7 @@ def test_b21_the_job_of_an_engine_that_died_goes_to_another(quick, speaker):
     q.take(1)
     begun = time.monotonic()
     while not q.attempts():
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 60
         live(0.05, d, q)
     assert time.monotonic() - begun > 0.3, "only when the server has waited"
 
@@ -136,7 +136,7 @@ def test_the_job_of_an_engine_that_leaves_goes_to_another_at_once(speaker):
     assert p.offer() == 1
     q.take(1)
     p.say(m.Leave())
-    assert q.offer(within_s=1.0) == 1
+    assert q.offer(within_s=0.9 * nats_store.ACK_WAIT_S) == 1
 
 
 def test_jobs_that_nobody_can_want_are_struck_off(server, prefix, speaker):
@@ -154,7 +154,7 @@ def test_jobs_that_nobody_can_want_are_struck_off(server, prefix, speaker):
 
     ask(server, publish)
     p.take(9)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while stored(server, prefix):
         assert time.monotonic() < deadline
         live(0.1, d, p)
@@ -172,7 +172,7 @@ def test_a_job_that_everybody_hands_back_does_not_live_for_ever(server, prefix, 
     d, p, q = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL), speaker(m.Role.PREFILL))
     p.take(1)
     assert d.put(1, avoid=(p.name,)).refusal is None
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while stored(server, prefix):
         assert time.monotonic() < deadline
         live(0.1, d, p, q)
@@ -208,9 +208,16 @@ def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix
     stream = api.StreamConfig(name=f"{prefix}_jobs", subjects=[f"{prefix}.jobs.>"])
     ask(server, lambda client, js: js.add_stream(stream))
     d = speaker(m.Role.DECODE)
+    def words():
+        return [record.getMessage() for record in caplog.records if f"{prefix}_jobs" in record.getMessage()]
+
+    deadline = time.monotonic() + 60
+    while not words():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     time.sleep(0.3)
     assert d.line.send(m.Census()) is SendResult.UNREACHABLE
-    told = [record.getMessage() for record in caplog.records if f"{prefix}_jobs" in record.getMessage()]
+    told = words()
     assert len(told) == 1 and "no work queue" in told[0] and "nats_prefix" in told[0], "said once"
 
 
@@ -223,7 +230,7 @@ def test_b26_storage_that_is_taken_away_is_made_again(server, prefix, speaker):
         await js.delete_stream(f"KV_{prefix}_members")
 
     ask(server, remove)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not all(any(isinstance(word, m.Peers) and word.broker != before and len(word.members) == 2
                       for word in one.heard) for one in (d, p)):
         assert time.monotonic() < deadline
@@ -249,6 +256,10 @@ def test_a_fault_of_ours_ends_one_connection_only(speaker, monkeypatch):
         raise KeyError("a fault of ours")
 
     monkeypatch.setattr(nats_session.Session, "_register", stumble)
+    deadline = time.monotonic() + 60
+    while not d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"]:
+        assert time.monotonic() < deadline
+        live(0.05, d, p)
     live(1.0, d, p)
     assert d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"] == 1
     assert d.put(1).refusal is None
@@ -265,8 +276,11 @@ def test_a_servers_clock_that_was_set_back_is_taken_anew(speaker, monkeypatch):
 
     monkeypatch.setattr(nats_store.Store, "now_s", ahead)
     d, p = speaker(m.Role.DECODE), speaker(m.Role.PREFILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not all(any(isinstance(word, m.Peers) and len(word.members) == 2 for word in one.heard) for one in (d, p)):
+        assert time.monotonic() < deadline
+        live(0.05, d, p)
+    while len(looks) < 4:
         assert time.monotonic() < deadline
         live(0.05, d, p)
     live(0.5, d, p)
@@ -374,8 +388,11 @@ def test_b82_an_nkey_opens_the_server_and_nothing_else_does(tmp_path):
         strangers = [Speaker(Settings(server.url, "x", nats_credentials=file), m.Role.DECODE) for file in (bad, None)]
         d.register()
         for stranger in strangers:
+            deadline = time.monotonic() + 60
+            while not stranger.line._problem:  # it is told why
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
             assert stranger.line.send(m.Register(stranger.member)) is SendResult.UNREACHABLE
-            assert stranger.line._problem, "it is told why"
             stranger.close()
         assert [one.incarnation for one in take_census(server.url, access=Access(nats_credentials=good, nats_prefix="x")
                                                        ).members] == [d.name]
@@ -419,7 +436,7 @@ def test_b82_tls_is_checked(tmp_path):
         d.close()
         for ca in (str(other), None):
             stranger = Speaker(Settings(server.url, "x", nats_ca=ca), m.Role.DECODE)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while "CERTIFICATE_VERIFY_FAILED" not in stranger.line._problem:
                 assert time.monotonic() < deadline, stranger.line._problem
                 time.sleep(0.02)

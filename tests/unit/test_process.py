@@ -78,7 +78,7 @@ def test_b21_a_process_that_proc_hid_is_dead_when_it_has_ended(proc, child):
     member = member_of(child.pid)
     proc[f"/proc/{child.pid}/stat"] = FileNotFoundError()
     child.kill()
-    child.wait(5)
+    child.wait(60)
     assert process.start_time(child.pid) is None and process.is_gone(member)
 
 
@@ -124,7 +124,7 @@ def test_at_the_descriptor_limit_no_rank_is_lost(proc, child):
     assert process.lost(member) is None and not process.is_gone(member)
     del proc[f"/proc/{child.pid}/stat"]
     child.kill()
-    child.wait(5)
+    child.wait(60)
     assert process.lost(member) == member.processes[0]
 
 
