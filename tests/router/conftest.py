@@ -1,6 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests' own helpers, by name."""
+"""Faulty engines and a router before them, in one loop."""
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from tests.steady import SteadyLoop
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], SteadyLoop]]:
+    """The router is tested with limits of tenths of seconds, which a busy machine may not end."""
+    return {"steady": SteadyLoop}

@@ -209,7 +209,7 @@ class Served:
                                         headers={"content-type": "application/json", **(headers or {})}) as response:
             return Answered(response.status, dict(response.headers), await response.read())
 
-    async def until(self, condition, within_s: float = 5.0) -> None:
+    async def until(self, condition, within_s: float = 50.0) -> None:
         async with asyncio.timeout(within_s):
             while not condition():
                 await asyncio.sleep(0.01)
@@ -261,6 +261,6 @@ async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = Tr
             await served.until(lambda: not any(worker.flights for worker in router.workers))
         finally:
             server.should_exit = True
-            await asyncio.wait_for(serve, 10)
+            await asyncio.wait_for(serve, 100)
             for engine in engines:
                 await engine.stop()

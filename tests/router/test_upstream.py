@@ -121,7 +121,7 @@ async def test_nobody_there():
 async def test_a_connection_that_ended_meanwhile_is_told_from_a_worker_that_hangs_up():
     async with answering(SIZED, b"") as (client, url, _):
         with pytest.raises(TryFailed) as caught:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(50):
                 await get(client, url)
                 idle = next(iter(client._idle.values()))[0]
                 idle._transport.pause_reading()  # so that its end is not seen yet
@@ -169,7 +169,7 @@ async def test_b81_whatever_comes_is_an_answer_or_an_error():
     ends = {"answer": 0, "error": 0}
     async with answering(*answers, end=True) as (client, url, _):
         for _ in answers:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(50):
                 try:
                     await get(client, url)
                     ends["answer"] += 1
