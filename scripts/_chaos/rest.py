@@ -9,7 +9,7 @@ EXACT = ("unfinished", "waiting", "running", "swapped", "remote_prefilling", "pr
          "block_tables", "free_blocks", "references", "tracked", "split_requests", "open_attempts", "held_blocks",
          "given_up", "resumed", "jobs", "live_handles", "agent_errors")
 GROWING = ("peers", "sockets", "descriptors", "threads", "memory_bytes")
-REST_S = 30.0
+REST_S = 100.0
 MEMORY_SLACK_BYTES = 48 << 20  # the allocator's, and vLLM's own caches
 DESCRIPTOR_SLACK = 4
 
@@ -35,9 +35,24 @@ def come_to_rest(fleet: Fleet) -> Rest:
         left = {name: counts for name in stats if (counts := _differences(fleet.slots[name], stats[name]))}
         if not left or time.monotonic() > deadline:
             return Rest(left, stats)
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
-            fleet.pump(until - time.monotonic())
+        _go_on(fleet)
+
+
+def come_to_rest_as(fleet: Fleet, before: Rest) -> tuple[Rest, dict[str, dict[str, tuple[int, int]]]]:
+    """At rest, and what has `grown` since `before`. What a dead peer had is given back a little after its last word."""
+    deadline = time.monotonic() + REST_S
+    while True:
+        after = come_to_rest(fleet)
+        growth = grown(fleet, before, after)
+        if not growth or time.monotonic() > deadline:
+            return after, growth
+        _go_on(fleet)
+
+
+def _go_on(fleet: Fleet) -> None:
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        fleet.pump(until - time.monotonic())
 
 
 def _differences(slot: Slot, stats: dict[str, int]) -> dict[str, tuple[int, int]]:

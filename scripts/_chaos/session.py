@@ -13,7 +13,7 @@ from _chaos.fleet import Fleet, Health, Slot
 from _chaos.load import SURPLUS, Request, draw_prompts, safe
 from _chaos.picture import draw
 from _chaos.record import Record
-from _chaos.rest import Rest, come_to_rest, grown
+from _chaos.rest import Rest, come_to_rest, come_to_rest_as
 from _chaos.run import Run
 from vllm_pd.core.messages import Role
 
@@ -87,8 +87,8 @@ def chaos(settings: Settings, say: Callable[[str], None]) -> Result:
                                   PD["ttl_s"], warm + calm_requests))
         messages = fleet.faults()
         warm_up(fleet, requests[warm // 2:warm], say)
-        after = come_to_rest(fleet)
-        figures = report.judge(calm.record, wild.record, after, grown(fleet, before, after))
+        after, growth = come_to_rest_as(fleet, before)
+        figures = report.judge(calm.record, wild.record, after, growth)
         told = {**dataclasses.asdict(settings), "model": Path(settings.model).name, "pd": PD, "llm": LLM}
         figures |= {"messages": messages, "at_rest": after.stats, "at_rest_after_calm": before.stats, "settings": told}
     say(f"done after {time.monotonic() - began:.0f} s")

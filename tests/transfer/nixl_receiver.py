@@ -100,12 +100,12 @@ class Receiver:
         self.pipe.send(command)
 
     def answer(self):
-        assert self.pipe.poll(60), "the other process does not answer"
+        assert self.pipe.poll(200), "the other process does not answer"
         return self.pipe.recv()
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ def peer():
         yield process
 
 
-def finish(rank, keys, timeout_s=10.0):
+def finish(rank, keys, timeout_s=60.0):
     """Poll until all keys have ended; each must end exactly once."""
     ends = {}
     deadline_s = time.monotonic() + timeout_s
@@ -39,7 +39,7 @@ def send(rank, peer, key, local, remote, notice=b"n"):
 def connect(rank, peer):
     """Add the peer and let a first notice through, so that the connection stands on both sides."""
     rank.worker.execute([AddPeer(peer.name, peer.metadata)])
-    peer.tell("poll", 1, 10.0)
+    peer.tell("poll", 1, 60.0)
     send(rank, peer, "hello", [], [])
     finish(rank, ["hello"])
     while not peer.pipe.poll(0.001):
@@ -63,7 +63,7 @@ def test_b3_exactly_the_blocks_named_are_written(rank, layout):
         }
         for key, (local, remote) in writes.items():
             send(p, peer, key, local, remote, key.encode())
-            peer.tell("poll", 1, 10.0)
+            peer.tell("poll", 1, 60.0)
             end = finish(p, [key])[key]
             assert end.ok and end.bytes == len(local) * p.cache.bytes_per_block
             assert peer.answer() == [(p.name, key.encode())]
@@ -94,7 +94,7 @@ def test_b33_a_write_ends_without_a_poll_of_the_receiver(rank, peer, progress_th
     for number in range(20):
         send(p, peer, "k", list(range(40)), list(range(40)), b"%d" % number)
         assert finish(p, ["k"])["k"].ok
-        assert peer.ask("poll", 1, 10.0) == [(p.name, b"%d" % number)]
+        assert peer.ask("poll", 1, 60.0) == [(p.name, b"%d" % number)]
 
 
 def test_b33_a_receiver_sleeps_while_its_new_sender_does_nothing(rank):
@@ -108,9 +108,12 @@ def test_b33_a_receiver_sleeps_while_its_new_sender_does_nothing(rank):
             while p.worker.busy:  # as an engine that sleeps, and nothing else
                 time.sleep(0.02)
                 p.worker.take_progress()
-        began_s = cpu_s(peer.process.pid)
-        time.sleep(1.0)
-        assert cpu_s(peer.process.pid) - began_s < 0.3
+        used_s = []
+        for _ in range(3):  # a connection may be made for a while yet
+            began_s = cpu_s(peer.process.pid)
+            time.sleep(1.0)
+            used_s.append(cpu_s(peer.process.pid) - began_s)
+        assert min(used_s) < 0.3, used_s
 
 
 def cpu_s(pid):
@@ -148,7 +151,7 @@ def test_b29_notices_of_an_unknown_sender_are_handed_on_by_its_name(rank):
     sender.worker.execute([AddPeer("d-unknown", receiver_.transport.metadata()),
                            Write("k", "d-unknown", [1], [1], [b"\xff\x00junk"])])
     notices, ended = [], []
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while not (notices and ended) and time.monotonic() < deadline_s:
         ended += sender.worker.take_progress().finished
         notices += receiver_.worker.take_progress().notices
@@ -161,7 +164,7 @@ def test_b27_a_write_out_of_range_ends_as_not_ok(rank, peer, local, remote):
     connect(p, peer)
     send(p, peer, "bad", local, remote)
     send(p, peer, "good", [0], [0])
-    peer.tell("poll", 1, 5.0)
+    peer.tell("poll", 1, 60.0)
     ends = finish(p, ["bad", "good"])
     assert not ends["bad"].ok and ends["good"].ok
     assert peer.answer() == [(p.name, b"n")]
@@ -180,7 +183,7 @@ def test_b24_another_life_under_a_known_name_is_refused(rank, peer):
     connect(p, peer)
     p.worker.execute([AddPeer(peer.name, peer.metadata), AddPeer(peer.name, other.transport.metadata())])
     assert "new life" in p.worker.take_progress().refused[0].reason
-    peer.tell("poll", 1, 5.0)
+    peer.tell("poll", 1, 60.0)
     send(p, peer, "k", [0], [0])
     assert finish(p, ["k"])["k"].ok and peer.answer() == [(p.name, b"n")]
 
@@ -195,7 +198,7 @@ def test_b23_a_peer_that_dies_costs_its_own_writes_only(rank, peer):
         doomed.kill()
         for number in range(4):
             send(p, doomed, f"after-{number}", [0], [0])
-        peer.tell("poll", 1, 5.0)
+        peer.tell("poll", 1, 60.0)
         send(p, peer, "other", [0], [0])
         ends = finish(p, [f"{when}-{n}" for when in ("before", "after") for n in range(4)] + ["other"])
         assert not any(ends[f"after-{number}"].ok for number in range(4))
@@ -219,13 +222,14 @@ def test_b22_b25_a_write_given_up_is_not_reported_ended_while_it_may_land(rank, 
     p = rank("p-stopped", progress_thread=isinstance(request_, DropPeer))
     with receiver("d-stopped") as peer:
         os.kill(peer.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED)
         p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"]), request_])
         deadline_s = time.monotonic() + 0.5
         while time.monotonic() < deadline_s:
             assert p.worker.take_progress().finished == []
         assert p.worker.live_handles() == 1
         os.kill(peer.process.pid, signal.SIGCONT)
-        peer.tell("poll", 1, 10.0)
+        peer.tell("poll", 1, 60.0)
         end = finish(p, ["k"])["k"]
         assert not end.ok and end.error in ("cancelled", "peer dropped") and p.worker.live_handles() == 0
         assert peer.answer() == [(p.name, b"n")], "it did land: whoever gave it up must not believe otherwise"
@@ -235,10 +239,11 @@ def test_b20_closing_with_an_open_write_ends_in_bounded_time(rank):
     p = rank("p-close")
     with receiver("d-close") as peer:
         os.kill(peer.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED)
         p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"])])
         started_s = time.monotonic()
         p.worker.close()
-        assert time.monotonic() - started_s < 3 and p.worker.live_handles() == 0
+        assert time.monotonic() - started_s < 30 and p.worker.live_handles() == 0
 
 
 def test_b20_b24_peers_that_come_and_go_leave_nothing(rank, peer):
@@ -264,13 +269,19 @@ def test_b20_b24_peers_that_come_and_go_leave_nothing(rank, peer):
     before = len(os.listdir("/proc/self/fd"))
     for number in range(2, 22):
         life(number)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    deadline_s = time.monotonic() + 60
+    while len(os.listdir("/proc/self/fd")) > before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
     assert p.worker.live_handles() == 0
 
 
 def test_b33_an_idle_transport_takes_no_cpu(rank, peer):
     p = rank("p-idle")
     connect(p, peer)
-    before_s = time.process_time()
-    time.sleep(1.0)
-    assert time.process_time() - before_s < 0.02, "2 % of a core"
+    used_s = []
+    for _ in range(3):
+        before_s = time.process_time()
+        time.sleep(1.0)
+        used_s.append(time.process_time() - before_s)
+    assert min(used_s) < 0.02, "2 % of a core"

@@ -11,7 +11,7 @@ from nixl_receiver import receiver
 from vllm_pd.transfer.requests import AddPeer, CancelWrite, DropPeer, Finished, Read
 
 
-def end_of(rank, key, timeout_s=10.0) -> Finished:
+def end_of(rank, key, timeout_s=60.0) -> Finished:
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         for end in rank.worker.take_progress().finished:

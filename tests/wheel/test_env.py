@@ -9,7 +9,7 @@ from _wheel import project
 
 def bash(script: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", "--norc", "-c", script]
-    return subprocess.run(command, cwd=project.ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=project.ROOT, env=os.environ | env, capture_output=True, text=True, timeout=300)
 
 
 def test_env_enters_under_set_eu_and_only_once():

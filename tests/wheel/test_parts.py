@@ -128,7 +128,7 @@ def test_tree_key_follows_names_and_contents(tmp_path):
 def test_lock_waits_for_a_command_that_outlives_its_builder(empty_cache):
     """A builder is killed; the command it started goes on. The next builder must wait for that command."""
     builder = "from _wheel import cache, process\n"
-    builder += "with cache.lock(): process.run(['sh', '-c', 'echo >started; sleep 3'])"
+    builder += "with cache.lock(): process.run(['sh', '-c', 'echo >started; while [ ! -e go ]; do sleep 0.05; done'])"
     env = {"VLLM_PD_CACHE": str(empty_cache), "PYTHONPATH": str(project.ROOT / "scripts"), "PATH": "/usr/bin:/bin"}
     empty_cache.mkdir()
     process = subprocess.Popen([sys.executable, "-c", builder], env=env, cwd=empty_cache)
@@ -145,7 +145,8 @@ def test_lock_waits_for_a_command_that_outlives_its_builder(empty_cache):
     thread = threading.Thread(target=take)
     thread.start()
     assert not taken.wait(1)
-    assert taken.wait(10)
+    (empty_cache / "go").touch()
+    assert taken.wait(60)
     thread.join()
 
 
