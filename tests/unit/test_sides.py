@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine decides as a peer, in a time that is passed in: heartbeats, room for jobs, news, leaving."""
+import pytest
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.room import Room
+from vllm_pd.control.sides import RECONNECT_POLL_S, Sides
+from vllm_pd.core import messages as m
+from vllm_pd.core.events import Prefill, ToBroker
+
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+US = m.Member("us", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT)
+CONFIG = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
+
+
+@pytest.fixture
+def roused():
+    return []
+
+
+@pytest.fixture
+def sides(roused):
+    """An engine of both roles whose broker lists it alone."""
+    sides = Sides(CONFIG, US, b"memory", 0.0, lambda: roused.append(None))
+    sides.registered(0.0, sent=True)
+    sides.from_broker(0.0, "b", m.Peers("b", 1, [US], 0))
+    sides.to_send()
+    roused.clear()
+    return sides
+
+
+def submitted(sides, now=1.0):
+    attempt = sides.next_attempt("r")
+    sides.do(sides.decode.submit(now, attempt, [1] * 20, [1, 2], 0))
+    return attempt
+
+
+def test_the_broker_is_told_of_room_once_and_a_new_broker_again():
+    room = Room()
+    room.set(3)
+    room.offered(7)
+    assert room.news(3) == m.Take(3, 7)
+    room.told(m.Take(3, 7))
+    assert room.news(3) is None and room.news(2) == m.Take(2, 7)
+    room.forget(new_broker=False)
+    assert room.news(3) == m.Take(3, 7)
+    room.forget(new_broker=True)
+    assert room.news(3) == m.Take(3, 0)
+    room.taken(5)
+    assert room.jobs == 0
+
+
+def test_jobs_that_come_count_until_the_engine_has_room_again(sides, roused):
+    sides.set_room(2)
+    assert roused and sides.to_send()[1].room == 2
+    sides.do([Prefill(m.Attempt("d", "r", 0), [1], [1], 0, [], "d")])
+    assert sides.to_send()[1].room == 1
+    sides.take_events()
+    assert sides.to_send()[1].room == 1, "it was told of what it took"
+    sides.room_told(sides.to_send()[1])
+    roused.clear()
+    sides.set_room(1)
+    assert not roused and sides.to_send()[1] is None
+
+
+def test_b43_one_that_drains_has_no_room_and_leaves_when_nothing_is_open(sides):
+    attempt = submitted(sides)
+    sides.set_room(2)
+    sides.drain(2.0)
+    assert sides.to_send()[1].room == 0
+    assert sides.registration(2.0).member.draining, "everybody hears of it soon"
+    sides.registered(2.0, sent=True)
+    sides.from_broker(2.0, "b", m.Peers("b", 2, [sides.standing.member()], 0))
+    sides.set_load(m.Load())
+    assert not sides.leave_if_drained(), "an attempt is open"
+    sides.do(sides.decode.abort(3.0, attempt))
+    assert not sides.leave_if_drained(), "the engine has not heard its end"
+    sides.take_events()
+    sides.to_send()
+    assert sides.leave_if_drained() and not sides.leave_if_drained()
+    assert sides.registration(100.0) is None
+
+
+def test_a_heartbeat_that_did_not_leave_is_tried_again_soon(sides):
+    assert sides.registration(0.5 * CONFIG.heartbeat_s) is None
+    assert sides.registration(CONFIG.heartbeat_s) == m.Register(US, "b", 1)
+    sides.registered(CONFIG.heartbeat_s, sent=False)
+    assert not sides.outlook.up and sides.registration(CONFIG.heartbeat_s + RECONNECT_POLL_S) is not None
+
+
+def test_the_engine_is_woken_once_for_what_it_has_not_taken(sides):
+    assert not sides.announce()
+    sides.do(sides.decode.abort(1.0, submitted(sides)))
+    assert sides.next_deadline() == float("-inf")
+    assert sides.announce() and not sides.announce()
+    assert len(sides.take_events()) == 1
+
+
+def test_a_put_that_did_not_leave_falls_back_at_once_and_the_broker_is_away(sides):
+    submitted(sides)
+    (put,), _ = sides.to_send()
+    assert isinstance(put, ToBroker) and sides.view(1.0).broker_up
+    sides.unsent(1.0, put.message)
+    assert not sides.view(1.0).broker_up and [type(event).__name__ for event in sides.take_events()] == [
+        "Fallback", "Released"]
+
+
+def test_a_new_broker_is_told_of_all_jobs_and_the_same_one_of_none_twice(sides):
+    submitted(sides)
+    sides.to_send()
+    sides.from_broker(1.5, "b", m.Peers("b", 2, [US], 1))
+    assert not sides.to_send()[0]
+    sides.from_broker(2.0, "c", m.Peers("c", 1, [US], 0))
+    assert [type(action.message) for action in sides.to_send()[0]] == [m.Put]
