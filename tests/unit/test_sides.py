@@ -74,8 +74,11 @@ def test_b43_one_that_drains_has_no_room_and_leaves_when_nothing_is_open(sides):
     sides.set_load(m.Load())
     assert not sides.leave_if_drained(), "an attempt is open"
     sides.do(sides.decode.abort(3.0, attempt))
+    sides.to_send()
     assert not sides.leave_if_drained(), "the engine has not heard its end"
     sides.take_events()
+    sides.do([ToBroker(m.Withdraw(attempt))])
+    assert not sides.leave_if_drained(), "the broker has not heard its end"
     sides.to_send()
     assert sides.leave_if_drained() and not sides.leave_if_drained()
     assert sides.registration(100.0) is None
@@ -106,9 +109,12 @@ def test_a_put_that_did_not_leave_falls_back_at_once_and_the_broker_is_away(side
 
 
 def test_a_new_broker_is_told_of_all_jobs_and_the_same_one_of_none_twice(sides):
-    submitted(sides)
+    attempt = submitted(sides)
     sides.to_send()
-    sides.from_broker(1.5, "b", m.Peers("b", 2, [US], 1))
-    assert not sides.to_send()[0]
+    sides.from_broker(1.5, "b", m.Offer(m.Job(attempt, "", [1], 0, 1.0), 4))
+    outbox, take = sides.to_send()
+    assert not outbox and take == m.Take(0, 4)
+    sides.room_told(take)
     sides.from_broker(2.0, "c", m.Peers("c", 1, [US], 0))
-    assert [type(action.message) for action in sides.to_send()[0]] == [m.Put]
+    outbox, take = sides.to_send()
+    assert [type(action.message) for action in outbox] == [m.Put] and take == m.Take(0, 0)
