@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import ssl
 
 import pytest
 
@@ -40,7 +41,7 @@ async def answering(*answers, end=False, pause_s=0.0):
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    client = Upstream(1.0)
+    client = Upstream(1.0, ssl.create_default_context())
     try:
         yield client, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", came
     finally:

@@ -2,6 +2,7 @@
 """The router as an ASGI application: its own routes, and the door for those that go to workers."""
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -49,8 +50,10 @@ class Router:
     async def start(self) -> None:
         """Begin to know the workers."""
         options = self.options
-        self._upstream = Upstream(options.connect_timeout_s)
+        tls = ssl.create_default_context()
+        self._upstream = Upstream(options.connect_timeout_s, tls)
         self._session = session = aiohttp.ClientSession(  # for what the router itself asks
+            connector=aiohttp.TCPConnector(ssl=tls),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
         self._pool = TokenPool(options)

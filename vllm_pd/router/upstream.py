@@ -242,12 +242,12 @@ class _Connection(asyncio.Protocol):
 
 
 class Upstream:
-    """The client of all workers. Belongs to the router's event loop."""
+    """The client of all workers. Belongs to the router's event loop. `tls` says whose certificates are believed."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, tls: ssl.SSLContext) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._idle: dict[Origin, collections.deque[_Connection]] = {}
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls
 
     async def send(self, method: bytes, url: str, target: bytes, headers: Headers, body: bytes,
                    fresh: bool = False) -> Reply:
@@ -296,9 +296,7 @@ class Upstream:
 
     async def _connect(self, origin: Origin) -> _Connection:
         idle = self._idle.setdefault(origin, collections.deque())
-        context = None
-        if origin.tls:
-            context = self._tls = self._tls or ssl.create_default_context()
+        context = self._tls if origin.tls else None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await asyncio.get_running_loop().create_connection(
