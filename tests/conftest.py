@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How all tests draw examples: the same ones each time, however long the machine takes for one.
+
+With VLLM_PD_EXAMPLES set, as for a long search, they are drawn at random.
+"""
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow],
+                          derandomize="VLLM_PD_EXAMPLES" not in os.environ)
+settings.load_profile("steady")
