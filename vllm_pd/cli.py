@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-pd` command: the broker, a whole fleet on one machine, a check-up, and a benchmark.
+"""The `vllm-pd` command: the broker, the router, a whole fleet on one machine, orders to engines, a check-up, benches.
 
 Each command imports what it needs by itself, so that the broker starts without an HTTP client and `--help` without
 anything.
@@ -20,7 +20,7 @@ STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 WIDE = 200  # of a table with a column for each router
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Prefill on one vLLM engine, decode on another.")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure a running fleet.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure: the hand-over, the routers, the step sync.")
 app.add_typer(bench_app, name="bench")
 
 Bind = Annotated[str, typer.Option(help="Where to listen: tcp://127.0.0.1:PORT.")]
