@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,7 +65,9 @@ async def placing(policy=Policy.KV, loads=None, tokenizer="words", load=Words, w
     placer.index = PrefixIndex(BLOCK)
     for url in workers:
         known.add(url, Source.STATIC).good()
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(50):
+        while not (pool.loaded or pool.problem):
+            await asyncio.sleep(0.01)
     try:
         yield placer, known, pool, metrics
     finally:
@@ -101,6 +104,22 @@ async def test_what_the_engines_announce_counts_and_a_tried_one_does_not():
         assert placer.place(plan, list(known)) is None
         known.remove("http://b:1")
         assert placer.place(plan, ())[0].url == "http://a:1"
+
+
+async def test_the_page_says_what_the_index_has_seen_and_holds():
+    async with placing() as (placer, _, _, metrics):
+        placer.index.stored("http://b:1", [1, 2, 3], None, list(range(12)), BLOCK)
+        placer.index.removed("http://b:1", [3, 4])
+        placer.index.drop("http://b:1")
+        placer.index.stored("http://a:1", [1], None, list(range(4)), BLOCK)
+        value = metrics.registry.get_sample_value
+        kinds = {kind: value("vllm:pd_router_index_blocks_total", {"kind": kind})
+                 for kind in ("stored", "removed", "unknown_removed", "waited", "refused")}
+        assert kinds == {"stored": 4, "removed": 1, "unknown_removed": 1, "waited": 0, "refused": 0}
+        assert value("vllm:pd_router_index_drops_total") == 1
+        for table, size in placer.index.sizes().items():
+            assert value("vllm:pd_router_index_entries", {"table": table}) == size
+        assert value("vllm:pd_router_index_entries", {"table": "workers"}) == 1
 
 
 async def test_a_load_that_is_told_counts_with_what_was_sent_after_it_and_an_old_one_does_not():
@@ -164,14 +183,18 @@ async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():
         assert "missing" in pool.problem and not pool.loaded
         assert (await pool.tokens(parse(body()), len, 100))[0] is Tokenized.NOT_LOADED
 
+    heard = threading.Event()
+
     class Slow(Words):
-        sleep_s = 0.2
         quick = False
 
+        def tokens(self, prompt):
+            heard.wait(100)
+            return super().tokens(prompt)
+
     async with placing(load=Slow, tokenize_timeout_s=0.05, tokenize_threads=1) as (_, _, pool, _):
-        began = time.monotonic()
         outcomes = await asyncio.gather(*(pool.tokens(parse(body()), len, 100) for _ in range(MAX_QUEUED + 5)))
-        assert time.monotonic() - began < 5
+        heard.set()
         assert [outcome for outcome, _, _ in outcomes].count(Tokenized.BUSY) == 5
         assert {outcome for outcome, _, _ in outcomes} == {Tokenized.BUSY, Tokenized.LATE}
 
@@ -184,17 +207,20 @@ async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():
 ])
 async def test_the_loop_does_what_is_short_and_leaves_itself_time(monkeypatch, cores, size_bytes, quick, in_the_loop):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    now = [100.0]
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: now[0]))
     done_by = []
 
     class Noted(Words):
         def tokens(self, prompt):
             done_by.append(threading.current_thread())
+            now[0] += 0.05
             return super().tokens(prompt)
 
-    Noted.quick, Noted.sleep_s = quick, 0.05
-    async with placing(load=Noted) as (_, _, pool, _):
+    Noted.quick = quick
+    async with placing(load=Noted, tokenize_timeout_s=50.0) as (_, _, pool, _):
         for wait_s in (0, 0, 0, LOOP_REST * 0.06):
-            await asyncio.sleep(wait_s)
+            now[0] += wait_s
             assert (await pool.tokens(parse(body()), len, size_bytes))[:2] == (Tokenized.DONE, 16)
     assert [thread is threading.main_thread() for thread in done_by] == in_the_loop
 
@@ -209,7 +235,7 @@ async def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(monkeypatch):
         return Words(name)
 
     async with placing(load=load) as (_, _, pool, _):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(50):
             while not pool.loaded:
                 await asyncio.sleep(0.01)
         assert not pool.problem and (await pool.tokens(parse(body()), len, 100))[0] is Tokenized.DONE

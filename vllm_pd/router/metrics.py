@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a router counts. One set per router, in a registry of its own."""
+import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 
 import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from vllm_pd.router.index import PrefixIndex
 
 SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -40,6 +45,12 @@ class RouterMetrics:
         self.first_byte_s = histogram("vllm:pd_router_first_byte_seconds", "From a whole request to the first byte of "
                                       "its answer.")
         self.registry_silent = gauge("vllm:pd_router_registry_silent", "1 while the broker does not answer.")
+        self._index = _IndexCollector()
+        self.registry.register(self._index)
+
+    def show_index(self, index: Callable[[], PrefixIndex | None]) -> None:
+        """Have the page say what this one has seen and holds; it is asked for each time."""
+        self._index.index = index
 
     def page(self) -> bytes:
         """In Prometheus' text format."""
@@ -49,3 +60,25 @@ class RouterMetrics:
         """The gauges of a worker that is gone; its counters stay."""
         for family in (self.worker_up, self.in_flight):
             family.remove(worker)
+
+
+class _IndexCollector:
+    """What the index counts by itself, read when somebody looks."""
+
+    def __init__(self) -> None:
+        self.index: Callable[[], PrefixIndex | None] = lambda: None
+
+    def collect(self) -> Iterator[Metric]:
+        blocks = CounterMetricFamily("vllm:pd_router_index_blocks_total", "Blocks that events told the index of, by "
+                                     "what became of them.", labels=["kind"])
+        drops = CounterMetricFamily("vllm:pd_router_index_drops_total", "How often the index forgot a worker.")
+        entries = GaugeMetricFamily("vllm:pd_router_index_entries", "Entries of the index by table.", labels=["table"])
+        index = self.index()
+        if index is not None:
+            counts = dataclasses.asdict(index.counts)
+            drops.add_metric([], counts.pop("drops"))
+            for kind, count in counts.items():
+                blocks.add_metric([kind], count)
+            for table, size in index.sizes().items():
+                entries.add_metric([table], size)
+        yield from (blocks, drops, entries)

@@ -71,6 +71,7 @@ class Placer:
         self._turn = 0
         self._now = asyncio.get_running_loop().time
         workers.on_leave.append(self._left)
+        metrics.show_index(lambda: self.index)
 
     async def plan(self, headers: list[tuple[bytes, bytes]], body: bytes, generates: bool) -> Plan:
         """Look at a request; at its prompt only where that may matter."""
