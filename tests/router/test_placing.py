@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +38,6 @@ BLOCK = 4
 
 class Words:
     """Stands in for a model's tokenizer: one token a word, which is its number."""
-    sleep_s = 0.0
     quick = True
 
     def __init__(self, name):
@@ -47,7 +45,6 @@ class Words:
             raise OSError("there is no such folder")
 
     def tokens(self, prompt):
-        time.sleep(self.sleep_s)
         if prompt.messages is not None:
             return [int(word) for message in prompt.messages for word in message["content"].split()]
         return [int(word) for word in prompt.prompt.split()]
