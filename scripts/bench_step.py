@@ -117,16 +117,8 @@ def show(verdict: Verdict, goal: float, null: bool) -> None:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=[*STEPS, "both"], default="both")
-    parser.add_argument("--tree-a", type=Path, metavar="DIR", help="unpatched source tree (default: the pinned one)")
-    parser.add_argument("--tree-b", type=Path, metavar="DIR", help="patched source tree (default: made from patches/)")
+    trees.add_options(parser)
     parser.add_argument("--null", action="store_true", help="the unpatched tree on both sides")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        default=os.environ.get("VLLM_PD_TINY_MODEL"),
-        help="the tiny model (default: $VLLM_PD_TINY_MODEL)",
-    )
     parser.add_argument(
         "--processes", type=int, default=3, metavar="N", help="fresh processes on each side (default 3)"
     )

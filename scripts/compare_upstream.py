@@ -133,15 +133,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEST", help="only these folders, files or node ids"
     )
-    parser.add_argument("--tree-a", type=Path, metavar="DIR", help="unpatched source tree (default: the pinned one)")
-    parser.add_argument("--tree-b", type=Path, metavar="DIR", help="patched source tree (default: made from patches/)")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        default=os.environ.get("VLLM_PD_TINY_MODEL"),
-        help="the tiny model (default: $VLLM_PD_TINY_MODEL)",
-    )
+    trees.add_options(parser)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="pytest runs at a time (default 1)")
     parser.add_argument("--fresh", action="store_true", help="run the unpatched tree although its results are known")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison there")

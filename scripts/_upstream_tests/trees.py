@@ -6,6 +6,7 @@ Upstream's own checkout is no such folder: its ``tests`` would shadow others, an
 Trees are copied, so that nobody's work tree is written to and an edit during a run changes nothing.
 """
 
+import argparse
 import os
 import shutil
 import sys
@@ -17,6 +18,19 @@ from _wheel import cache, extension, project, source
 
 EDITS = Path(__file__).with_name("edits.toml")
 LEFT_OUT = shutil.ignore_patterns("__pycache__")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What a comparison of the two trees is told: --tree-a, --tree-b, --model."""
+    parser.add_argument("--tree-a", type=Path, metavar="DIR", help="unpatched source tree (default: the pinned one)")
+    parser.add_argument("--tree-b", type=Path, metavar="DIR", help="patched source tree (default: made from patches/)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        default=os.environ.get("VLLM_PD_TINY_MODEL"),
+        help="the tiny model (default: $VLLM_PD_TINY_MODEL)",
+    )
 
 
 def plain(given: Path | None) -> Path:
