@@ -201,5 +201,5 @@ class Fleet:
 
 def serve_broker(pipe: Connection, url: str, ttl_s: float) -> None:
     """Be a broker process. It is ended from outside."""
-    from vllm_pd.control.broker import Broker
+    from vllm_pd.broker.server import Broker
     Broker(url, ttl_s=ttl_s).run()

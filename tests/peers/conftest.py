@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from light_engine import Nursery
 
-from vllm_pd.control.broker import Broker
+from vllm_pd.broker.server import Broker
 
 
 @pytest.fixture(scope="session")

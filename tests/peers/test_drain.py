@@ -8,8 +8,8 @@ import pytest
 from light_engine import Light
 from typer.testing import CliRunner
 
+from vllm_pd.broker.server import Broker
 from vllm_pd.cli import app
-from vllm_pd.control.broker import Broker
 from vllm_pd.core import messages as m
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError, ControlError

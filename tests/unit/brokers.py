@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_pd.control.broker import Broker
+from vllm_pd.broker.server import Broker
 from vllm_pd.ports import take_free
 
 START_S = 60.0

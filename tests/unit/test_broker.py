@@ -9,8 +9,8 @@ import zmq
 
 from tests.unit.brokers import serving
 from tests.unit.noise import send_noise
-from vllm_pd.control.broker import Broker
-from vllm_pd.control.registry import QueueLimits, Registry
+from vllm_pd.broker.registry import QueueLimits, Registry
+from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec

@@ -24,8 +24,8 @@ from nats.aio.msg import Msg
 from tests.unit import fuzz
 from tests.unit.brokers import NatsServer, serving
 from tests.unit.test_agent import FINGERPRINT, Engine, Settings, hand_over, peered
-from vllm_pd.control import nats_store
-from vllm_pd.control.broker import Broker
+from vllm_pd.broker import nats_store
+from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
 from vllm_pd.core.events import Cancelled, Prefill
 from vllm_pd.errors import TransferError

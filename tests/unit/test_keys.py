@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.unit.brokers import serving
 from tests.unit.test_agent import Engine, Settings, hand_over, peered
 from vllm_pd import cli, doctor
-from vllm_pd.control.broker import Broker
+from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.fleet import UpOptions, plan_fleet

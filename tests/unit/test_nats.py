@@ -19,8 +19,8 @@ from tests.unit import certificates, test_agent, test_broker_contract
 from tests.unit.brokers import NatsServer
 from tests.unit.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
 from vllm_pd import doctor
-from vllm_pd.control import nats_session, nats_store, nats_uplink
-from vllm_pd.control.directory import Directory
+from vllm_pd.broker import nats_session, nats_store, nats_uplink
+from vllm_pd.broker.directory import Directory
 from vllm_pd.core import messages as m
 from vllm_pd.core.events import Fallback, FallbackReason
 from vllm_pd.errors import ControlError

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill queue with its registry (`broker`), and what speaks for an engine (`agent`, `thread`, `sides`)."""
+"""What speaks for an engine: its door (`agent`), the thread (`thread`) and what it decides by (`sides`)."""

@@ -6,9 +6,9 @@
 import collections
 from collections.abc import Callable, Collection
 
+from vllm_pd.broker.registry import QueueLimits, Registry
 from vllm_pd.config import PDConfig
 from vllm_pd.control.outlook import QueueView
-from vllm_pd.control.registry import QueueLimits, Registry
 from vllm_pd.control.sides import Sides
 from vllm_pd.core import messages as m
 from vllm_pd.core.decode import DecodeSide

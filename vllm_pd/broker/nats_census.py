@@ -4,9 +4,9 @@ import asyncio
 import collections
 import time
 
-from vllm_pd.control.directory import Directory
-from vllm_pd.control.nats_session import open_entry
-from vllm_pd.control.nats_store import AWAY, Store
+from vllm_pd.broker.directory import Directory
+from vllm_pd.broker.nats_session import open_entry
+from vllm_pd.broker.nats_store import AWAY, Store
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ControlError
 from vllm_pd.rpc.nats_address import NatsAddress

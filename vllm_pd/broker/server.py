@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from vllm_pd.control.registry import Letter, QueueLimits, Registry
+from vllm_pd.broker.registry import Letter, QueueLimits, Registry
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 from nats.aio.msg import Msg
 
-from vllm_pd.control.directory import Directory
-from vllm_pd.control.nats_store import (
+from vllm_pd.broker.directory import Directory
+from vllm_pd.broker.nats_store import (
     ACK_WAIT_S,
     MAX_DELIVER,
     TIMED_OUT,
@@ -29,7 +29,7 @@ from vllm_pd.control.nats_store import (
     status,
     token,
 )
-from vllm_pd.control.registry import may_take
+from vllm_pd.broker.registry import may_take
 from vllm_pd.core import messages as m
 from vllm_pd.rpc import codec
 
