@@ -5,18 +5,21 @@ One request at a time goes to a decode engine, each with a prompt of its own, so
 and no prefix is found. Around each, the decode engine's /metrics are read; with one request in between, the
 differences of the stages' sums are that request's own stages. Then, per request,
 
-    overhead = TTFT - prefill - transfer - one decode step
+    control plane = parked - prefill - transfer
+    overhead      = TTFT   - prefill - transfer - first step
 
-TTFT is the client's: from before it connects until the first token's part of the stream is read. Prefill and
-transfer are the prefill engine's own times, as it reports them to the decode engine. The decode step is the median
-gap between two tokens over all measured requests. So the overhead holds everything else: the HTTP server, both
-schedulers, queue and claim, the notices, the detokeniser and the wake-ups of every process on the way.
+Parked is the decode engine's own figure: from the moment at which the request would have been prefilled here until the
+scheduler has taken it back. Prefill and transfer are the prefill engine's, as it reports them. So the control plane
+holds the queue, the claim, the wake-ups of every process on the way, the notices and the commit of the blocks.
 
-A request with a prompt of a few tokens, which stays local, follows each measured one. What it takes beside its prefill
-(the engine's own figure) is the front end's part, disaggregation or not; the rest of the overhead is the control
-plane's:
+TTFT is the client's: from before it connects until the first token's part of the stream is read. The first step is this
+request's own, for steps differ by more than what is measured here. So the overhead holds, beside the control plane, the
+HTTP server, the admission and the detokeniser: what any request takes, disaggregation or not. To show that nothing else
+hides there a request with a prompt of a few tokens, which stays local, follows each measured one, and
 
-    control plane = overhead - median over the short requests of (TTFT - prefill)
+    outside = TTFT - parked - first step       front end = TTFT of the short one - its prefill (the engine's figure)
+
+should be the same.
 
 Fencing costs a round trip between the engines, for the claim, and nothing else on this path: its share of the TTFT is
 reported too.
@@ -34,7 +37,7 @@ from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.metrics import STAGES
 from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
 
-FORMULA = "overhead = TTFT (client) - prefill - transfer - median gap between two tokens of this run"
+FORMULA = "control plane = parked - prefill - transfer; overhead = TTFT (client) - prefill - transfer - first step"
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999
 SHORT_TOKENS = 4
 
@@ -63,15 +66,26 @@ class HandoverBench:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured request. `stages_s` are the decode engine's figures for it, by stage."""
+    """One measured request. `stages_s` are the decode engine's figures for it, by stage; so is `parked_s`."""
     ttft_s: float
     stages_s: dict[str, float]
+    parked_s: float
     transfer_bytes: float
     gaps_s: tuple[float, ...]
     front_end_s: float = 0.0  # of the short request that followed
 
-    def overhead_s(self, decode_step_s: float) -> float:
-        return self.ttft_s - self.stages_s["prefill"] - self.stages_s["transfer"] - decode_step_s
+    @property
+    def control_plane_s(self) -> float:
+        return self.parked_s - self.stages_s["prefill"] - self.stages_s["transfer"]
+
+    @property
+    def outside_s(self) -> float:
+        """Before it was parked and after its first token."""
+        return self.ttft_s - self.parked_s - self.stages_s["first_step"]
+
+    @property
+    def overhead_s(self) -> float:
+        return self.outside_s + self.control_plane_s
 
 
 def measure_handover(bench: HandoverBench) -> dict[str, Any]:
@@ -115,14 +129,12 @@ def sample_of(answer: Answer, added: Snapshot, front_end_s: float) -> Sample:
     """The sample of one request from its answer, what it has added to the decode engine's figures, and what the
     front end took of the short one that followed."""
     stages_s = {stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES}
-    return Sample(answer.ttft_s, stages_s, added.value("vllm:pd_transfer_bytes_total"), tuple(answer.gaps_s),
-                  front_end_s)
+    return Sample(answer.ttft_s, stages_s, added.value("vllm:pd_parked_seconds_sum"),
+                  added.value("vllm:pd_transfer_bytes_total"), tuple(answer.gaps_s), front_end_s)
 
 
 def report(bench: HandoverBench, samples: Sequence[Sample], local: dict[str, int]) -> dict[str, Any]:
     """All figures in milliseconds; `local` are the requests that were not prefilled remotely, by reason."""
-    step_s = statistics.median(gap for sample in samples for gap in sample.gaps_s)
-    front_end_s = statistics.median(sample.front_end_s for sample in samples)
     transfer_s = sum(sample.stages_s["transfer"] for sample in samples)
     moved = sum(sample.transfer_bytes for sample in samples)
     return {
@@ -130,17 +142,19 @@ def report(bench: HandoverBench, samples: Sequence[Sample], local: dict[str, int
         "settings": asdict(bench),
         "measured": len(samples),
         "local": local,
-        "overhead_ms": spread([sample.overhead_s(step_s) for sample in samples]),
+        "control_plane_ms": spread([sample.control_plane_s for sample in samples]),
+        "overhead_ms": spread([sample.overhead_s for sample in samples]),
+        "outside_ms": spread([sample.outside_s for sample in samples]),
         "front_end_ms": spread([sample.front_end_s for sample in samples]),
-        "control_plane_ms": spread([sample.overhead_s(step_s) - front_end_s for sample in samples]),
         "fencing_share_of_ttft": statistics.median(sample.stages_s["claim"] / sample.ttft_s for sample in samples),
         "ttft_ms": spread([sample.ttft_s for sample in samples]),
         "decode_step_ms": spread([gap for sample in samples for gap in sample.gaps_s]),
         "stages_ms": {stage: spread([sample.stages_s[stage] for sample in samples]) for stage in STAGES},
-        "outside_stages_ms": spread([sample.ttft_s - sum(sample.stages_s.values()) for sample in samples]),
         "transfer_bytes": moved,
         "transfer_gb_per_s": moved / transfer_s / 1e9 if transfer_s else None,
-        "samples_ms": [{"ttft": 1e3 * s.ttft_s, "overhead": 1e3 * s.overhead_s(step_s),
+        "samples_ms": [{"ttft": 1e3 * s.ttft_s, "overhead": 1e3 * s.overhead_s, "parked": 1e3 * s.parked_s,
+                        "control_plane": 1e3 * s.control_plane_s, "outside": 1e3 * s.outside_s,
+                        "front_end": 1e3 * s.front_end_s,
                         **{stage: 1e3 * s.stages_s[stage] for stage in STAGES}} for s in samples],
     }
 

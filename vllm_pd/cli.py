@@ -227,7 +227,7 @@ def handover(decode: Urls, prefill: Urls,
              warm_up: Annotated[int, typer.Option(help="How many requests before the first that counts.")] = 3,
              seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
              output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None) -> None:
-    """Measure what a remote prefill costs beside the prefill, the transfer and one decode step."""
+    """Measure what a remote prefill costs beside the prefill, the transfer and the first decode step."""
     from vllm_pd.bench import HandoverBench, measure_handover
     report = measure_handover(HandoverBench(decode=decode[0], prefill=tuple(prefill), requests=requests,
                                             prompt_tokens=prompt_tokens, max_tokens=max_tokens, warm_up=warm_up,

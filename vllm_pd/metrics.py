@@ -36,8 +36,11 @@ class _Families(Collector):
         self.attempts = counter("vllm:pd_attempts_total", "Remote prefills by how they ended.", labels + ["outcome"])
         self.handover = prometheus_client.Histogram(
             "vllm:pd_handover_seconds", "Time of a remote prefill by stage: queue (submitted to taken by a prefill "
-            "engine), claim (taken to granted), prefill, transfer, first_step (KV complete to first token).",
+            "engine), claim (taken to granted), prefill, transfer, first_step (scheduled again to first token).",
             labels + ["stage"], buckets=HANDOVER_BUCKETS_S, registry=None)
+        self.parked = prometheus_client.Histogram(
+            "vllm:pd_parked_seconds", "How long a request was parked that was prefilled remotely, until it was "
+            "scheduled again.", labels, buckets=HANDOVER_BUCKETS_S, registry=None)
         self.parked_blocks = gauge("vllm:pd_parked_blocks", "KV blocks of requests that wait for a remote prefill.")
         self.quarantined_blocks = gauge("vllm:pd_quarantined_blocks", "KV blocks of given-up attempts that a prefill "
                                         "engine might still write.")
@@ -92,6 +95,7 @@ class PDMetrics:
         self.sending_blocks = families.sending_blocks.labels(model_name)
         self._transfer_bytes = families.transfer_bytes.labels(model_name)
         self._handover = {stage: families.handover.labels(model_name, stage) for stage in STAGES}
+        self._parked = families.parked.labels(model_name)
         for outcome in OUTCOMES:
             families.attempts.labels(model_name, outcome)
         self._prefix_read_bytes = families.prefix_read_bytes.labels(model_name)
@@ -116,6 +120,10 @@ class PDMetrics:
     def handover(self, stage: str, seconds: float) -> None:
         """One stage (see STAGES) of one hand-over took this long."""
         self._handover[stage].observe(seconds)
+
+    def parked(self, seconds: float) -> None:
+        """A request whose KV has come was parked for so long."""
+        self._parked.observe(seconds)
 
     def transfer_bytes(self, count: int) -> None:
         """So many bytes of KV have landed."""

@@ -25,6 +25,7 @@ class FakeEngine:
                                                    registry=self.registry)
         self.attempts = prometheus_client.Counter("vllm:pd_attempts_total", "", ["outcome"], registry=self.registry)
         self.handover = prometheus_client.Histogram("vllm:pd_handover_seconds", "", ["stage"], registry=self.registry)
+        self.parked = prometheus_client.Histogram("vllm:pd_parked_seconds", "", registry=self.registry)
         self.prefill = prometheus_client.Histogram("vllm:request_prefill_time_seconds", "", registry=self.registry)
         self.bytes = prometheus_client.Counter("vllm:pd_transfer_bytes_total", "", registry=self.registry)
         engine = self
@@ -57,6 +58,7 @@ class FakeEngine:
     def _count_late(self, prompt_tokens: int) -> None:
         self.attempts.labels("done").inc()
         self.bytes.inc(1000 * prompt_tokens)
+        self.parked.observe(0.03)
         for stage, seconds in self.stages_s:
             self.handover.labels(stage).observe(seconds)
 

@@ -15,19 +15,20 @@ def bench(engine: FakeEngine, **changes) -> HandoverBench:
                             "max_tokens": 4, "warm_up": 1, **changes})
 
 
-def test_overhead_is_ttft_less_prefill_transfer_and_one_step():
+def test_control_plane_is_what_parking_takes_beside_prefill_and_transfer():
     stages_s = {"queue": 0.001, "claim": 0.002, "prefill": 0.2, "transfer": 0.03, "first_step": 0.04}
-    samples = [Sample(0.3, stages_s, 3e6, (0.04, 0.05, 0.06), 0.012), Sample(0.31, stages_s, 3e6, (0.05, ), 0.012)]
+    samples = [Sample(0.3, stages_s, 0.236, 3e6, (0.04, 0.05, 0.06), 0.012),
+               Sample(0.31, stages_s | {"first_step": 0.05}, 0.236, 3e6, (0.05, ), 0.012)]
     found = report(HandoverBench("d", ("p", )), samples, {})
-    assert found["overhead_ms"]["min"] == pytest.approx(300 - 200 - 30 - 50)
-    assert found["overhead_ms"]["max"] == pytest.approx(310 - 200 - 30 - 50)
+    assert found["control_plane_ms"]["max"] == pytest.approx(236 - 200 - 30)
+    assert found["overhead_ms"]["min"] == pytest.approx(300 - 200 - 30 - 40)
+    assert found["overhead_ms"]["max"] == pytest.approx(310 - 200 - 30 - 50), "less its own first step"
+    assert found["outside_ms"]["p50"] == pytest.approx(30 - 6)
     assert found["decode_step_ms"]["p50"] == pytest.approx(50)
     assert found["front_end_ms"]["p50"] == pytest.approx(12)
-    assert found["control_plane_ms"]["min"] == pytest.approx(20 - 12)
     assert found["fencing_share_of_ttft"] == pytest.approx((2 / 300 + 2 / 310) / 2)
-    assert found["outside_stages_ms"]["min"] == pytest.approx(300 - 273)
     assert found["transfer_gb_per_s"] == pytest.approx(0.1)
-    assert found["samples_ms"][1]["overhead"] == pytest.approx(30)
+    assert found["samples_ms"][1]["control_plane"] == pytest.approx(6)
 
 
 def test_percentiles_are_nearest_ranks():
@@ -46,9 +47,8 @@ def test_remote_requests_are_measured():
     assert found["transfer_gb_per_s"] == pytest.approx(200_000 / 0.005 / 1e9)
     assert 50 <= found["ttft_ms"]["min"] < 500
     assert 10 <= found["decode_step_ms"]["p50"] < 100
-    subtracted = [sample["ttft"] - sample["overhead"] for sample in found["samples_ms"]]
-    assert subtracted == pytest.approx([subtracted[0]] * 4)
-    assert found["decode_step_ms"]["min"] <= subtracted[0] - 25 <= found["decode_step_ms"]["max"]
+    assert [sample["ttft"] - sample["overhead"] for sample in found["samples_ms"]] == pytest.approx([20 + 5 + 10] * 4)
+    assert found["control_plane_ms"]["p50"] == pytest.approx(30 - 25)
     prompts = [tuple(body["prompt"]) for body in engine.bodies]
     assert len({prompt for prompt in prompts if len(prompt) == 200}) == 5
     assert sum(len(prompt) == 4 for prompt in prompts) == 5, "a short one after each"

@@ -31,6 +31,7 @@ def test_counts_appear_under_their_labels():
     metrics.decision("local", "queue")
     metrics.attempt("done")
     metrics.handover("transfer", 0.25)
+    metrics.parked(0.5)
     metrics.transfer_bytes(4096)
     metrics.frames_dropped("malformed", 3)
     metrics.parked_blocks.set(7)
@@ -43,6 +44,7 @@ def test_counts_appear_under_their_labels():
     assert seen.value("vllm:pd_attempts_total", model_name="labels", outcome="done") == 1
     assert seen.value("vllm:pd_handover_seconds_sum", model_name="labels", stage="transfer") == 0.25
     assert seen.value("vllm:pd_handover_seconds_count", model_name="labels", stage="transfer") == 1
+    assert seen.value("vllm:pd_parked_seconds_sum", model_name="labels") == 0.5
     assert seen.value("vllm:pd_transfer_bytes_total", model_name="labels") == 4096
     assert seen.value("vllm:pd_frames_dropped_total", model_name="labels", kind="malformed") == 3
     assert seen.value("vllm:pd_parked_blocks", model_name="labels") == 7
@@ -82,8 +84,8 @@ def test_engine_process_reaches_the_front_end(tmp_path):
                  "r = p.CollectorRegistry(); multiprocess.MultiProcessCollector(r)\n"
                  "print(p.generate_latest(r).decode())\n")
     env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", engine], env=env, check=True, timeout=60)
-    shown = subprocess.run([sys.executable, "-c", front_end], env=env, check=True, timeout=60, capture_output=True,
+    subprocess.run([sys.executable, "-c", engine], env=env, check=True, timeout=300)
+    shown = subprocess.run([sys.executable, "-c", front_end], env=env, check=True, timeout=300, capture_output=True,
                            text=True).stdout
     seen = parse(shown)
     assert seen.value("vllm:pd_attempts_total", outcome="done") == 1

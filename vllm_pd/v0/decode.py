@@ -36,8 +36,10 @@ logger = logging.getLogger("vllm.pd")
 
 @dataclass
 class _Tries:
-    """The attempts of one request: when the first began, how many there were, and the peers that failed at it."""
+    """The attempts of one request: when the first began, when its group was last parked, how many there were, and the
+    peers that failed at it."""
     began_at: float
+    parked_at: float = 0.0
     made: int = 0
     failed_peers: tuple[str, ...] = ()
 
@@ -68,7 +70,8 @@ class RemotePrefills:
         self._freed: list[Attempt] = []  # of those, the ones that were aborted there
         self._pace = FallbackPace(config.max_fallback_share)
         self._computing: list[SequenceGroup] = []  # the last batch that was given back
-        self._resumed: list[tuple[SequenceGroup, float]] = []
+        self._arrived: list[SequenceGroup] = []  # not scheduled again yet
+        self._resumed: list[tuple[SequenceGroup, float]] = []  # no token yet; since when they are scheduled again
 
     @property
     def waiting_for_peers(self) -> bool:
@@ -106,6 +109,7 @@ class RemotePrefills:
         if seq_group in self._computing:  # it was to be prefilled here, but now there is a peer for it
             self._computing.remove(seq_group)
         tries = self._tries[seq_group]
+        tries.parked_at = time.monotonic()
         self._agent.submit(attempt, list(seq_group.first_seq.prompt_token_ids), list(block_ids), cached_blocks,
                            tries.failed_peers, self._time_left_s(tries))
 
@@ -137,7 +141,7 @@ class RemotePrefills:
             if seq_group is not None:
                 self._tries[seq_group].made = self._policy.attempts  # if it is preempted later, it stays here (B8)
                 self._local.update(group for group in self._siblings(seq_group) if group is not seq_group)
-                self._resumed.append((seq_group, time.time()))
+                self._arrived.append(seq_group)
         elif isinstance(event, Timed):
             self._count_timings(event.timings)
         elif isinstance(event, Fallback):
@@ -147,6 +151,13 @@ class RemotePrefills:
                 self._fallen[event.attempt] = True  # its group has them still
             else:
                 self._free(event.attempt, progress)
+
+    def scheduled(self) -> None:
+        """The scheduler has taken back the groups whose KV has come."""
+        for seq_group in self._arrived:
+            self._metrics.parked(time.monotonic() - self._tries[seq_group].parked_at)
+            self._resumed.append((seq_group, time.time()))
+        self._arrived.clear()
 
     def give_back(self, progress: Progress, stalled: bool) -> None:
         """Let the scheduler have the groups whose attempt failed: at once where another peer will be tried, else as

@@ -121,6 +121,7 @@ class Disaggregation:
     def add_transfer_requests(self, outputs: SchedulerOutputs) -> None:
         """Give the step that was just scheduled what the worker is to do with it."""
         self._note_stall(outputs)
+        self.remote_prefills.scheduled()
         if self.prefill_jobs is None:
             return
         for seq_group in outputs.ignored_seq_groups:
