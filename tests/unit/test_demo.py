@@ -7,10 +7,10 @@ import json
 import pytest
 
 from tests.unit.fake_engine import FakeEngine
-from vllm_pd import demo
 from vllm_pd.client import Answer, Question
-from vllm_pd.demo_questions import Case
-from vllm_pd.demo_report import Outcome, Report
+from vllm_pd.demo import __main__ as demo
+from vllm_pd.demo.questions import Case
+from vllm_pd.demo.report import Outcome, Report
 from vllm_pd.metrics import STAGES
 
 ANSWER = Answer("<1><2>", (1, 2), "length", (600, 2), (0.5, 0.6))

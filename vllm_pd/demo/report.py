@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_pd.client import Answer
-from vllm_pd.demo_questions import Case
+from vllm_pd.demo.questions import Case
 from vllm_pd.metrics import STAGES
 
 WHY = {
