@@ -42,7 +42,7 @@ def test_census_names_the_engines_and_leaves_no_trace(broker):
 
 def test_census_without_a_broker_ends():
     with pytest.raises(ControlError, match="nobody listens"):
-        take_census(f"tcp://127.0.0.1:{take_free('127.0.0.1')}", timeout_s=0.2)
+        take_census(f"tcp://127.0.0.1:{take_free('127.0.0.1')}", timeout_s=2.0)
 
 
 def test_census_of_something_else_ends():
@@ -50,7 +50,7 @@ def test_census_of_something_else_ends():
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(ControlError):
-            take_census(f"tcp://127.0.0.1:{other.getsockname()[1]}", timeout_s=0.2)
+            take_census(f"tcp://127.0.0.1:{other.getsockname()[1]}", timeout_s=2.0)
 
 
 def test_b42_peers_that_differ_are_named_with_both_values():
