@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from _chaos.looks import anonymous_bytes, margin_of
+from _chaos.looks import anonymous_bytes, counters_of, margin_of, open_counts
 
 POLL_MS = 250
 GAUGES_S = 0.2
@@ -114,54 +114,10 @@ class Served:
 
     def stats(self) -> dict:
         """All that must be back at its start when nothing is open (B20), then what may not grow without end."""
-        from vllm.utils import Device
-        scheduler, manager = self.scheduler, self.scheduler.block_manager
-        pool = manager.block_allocator._allocators[Device.GPU]
-        stats = {
-            "unfinished": int(self.engine.has_unfinished_requests()),
-            "waiting": len(scheduler.waiting),
-            "running": len(scheduler.running),
-            "swapped": len(scheduler.swapped),
-            "remote_prefilling": len(scheduler.remote_prefilling),
-            "prefill_sending": len(scheduler.prefill_sending),
-            "quarantined": len(scheduler.quarantined),
-            "block_tables": len(manager.block_tables),
-            "free_blocks": manager.get_num_free_gpu_blocks(),
-            "references": sum(pool._refcounter._refcounts.values()),
-            "tracked": len(manager._computed_blocks_tracker._seq_id_to_blocks_hashes)
-            + len(manager._last_access_blocks_tracker._seq_last_access),
-            "split_requests": len(self.engine.seq_id_to_seq_group),
-        }
-        if self.disagg is not None:
-            agent, jobs, prefills = self.disagg._agent, self.disagg.prefill_jobs, self.disagg.remote_prefills
-            counts = agent.counts()
-            stats |= {
-                "open_attempts": len(agent.open_attempts()),
-                "held_blocks": len(prefills._held_blocks),
-                "given_up": len(prefills._fallen) + len(prefills._freed),
-                "resumed": len(prefills._resumed),
-                "jobs": len(jobs._jobs) if jobs is not None else 0,
-                "live_handles": self.disagg._transfer.live_handles(),
-                "agent_errors": int(agent.error is not None),
-                "peers": counts["peers"],
-                "sockets": counts["sockets"],
-            }
-        return stats | {"descriptors": len(os.listdir("/proc/self/fd")), "memory_bytes": anonymous_bytes(),
-                        "threads": len(os.listdir("/proc/self/task"))}
-
-    def counters(self) -> dict:
-        """The metrics of ours by name and labels, and what the control thread has counted."""
-        from prometheus_client import REGISTRY
-        counters: dict[str, float] = {}
-        for family in REGISTRY.collect():
-            for sample in family.samples if family.name.startswith("vllm:pd_") else ():
-                labels = ",".join(v for key, v in sorted(sample.labels.items()) if key not in ("model_name", "le"))
-                if not sample.name.endswith(("_created", "_bucket")):
-                    counters[":".join(filter(None, [sample.name.removeprefix("vllm:pd_"), labels]))] = sample.value
-        if self.disagg is not None:
-            agent = self.disagg._agent
-            counters |= {f"agent:{name}": count for name, count in (agent.totals() | agent.dropped()).items()}
-        return counters
+        counts = self.disagg._agent.counts() if self.disagg is not None else {}
+        return open_counts(self.engine) | {name: counts[name] for name in ("peers", "sockets") if name in counts} | {
+            "descriptors": len(os.listdir("/proc/self/fd")), "memory_bytes": anonymous_bytes(),
+            "threads": len(os.listdir("/proc/self/task"))}
 
     def _tell_gauges(self) -> None:
         now = time.monotonic()
@@ -178,7 +134,7 @@ class Served:
         self._say({"gauges": gauges})
         if now >= self._counters_at:
             self._counters_at = now + COUNTERS_S
-            self._say({"counters": self.counters()})
+            self._say({"counters": counters_of(self.disagg)})
 
     def _table(self, group) -> list:
         return self.scheduler.block_manager.get_block_table(group.first_seq)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small looks at an engine's process and at its answers."""
+"""Looks at an engine, its process and its answers. Those at an engine are for whoever steps it, between steps."""
 
 
 def margin_of(logprobs: list | None) -> list[float]:
@@ -14,3 +14,53 @@ def anonymous_bytes() -> int:
     """Memory of this process that is no file's."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
+
+
+def open_counts(engine) -> dict[str, int]:
+    """All that must be back at its start when nothing is open in this `LLMEngine` (B20)."""
+    from vllm.utils import Device
+    scheduler, manager, disagg = engine.scheduler[0], engine.scheduler[0].block_manager, engine.disagg
+    computed, accessed = manager._computed_blocks_tracker, manager._last_access_blocks_tracker
+    counts = {
+        "unfinished": int(engine.has_unfinished_requests()),
+        "waiting": len(scheduler.waiting),
+        "running": len(scheduler.running),
+        "swapped": len(scheduler.swapped),
+        "remote_prefilling": len(scheduler.remote_prefilling),
+        "prefill_sending": len(scheduler.prefill_sending),
+        "quarantined": len(scheduler.quarantined),
+        "block_tables": len(manager.block_tables),
+        "free_blocks": manager.get_num_free_gpu_blocks(),
+        "references": sum(manager.block_allocator._allocators[Device.GPU]._refcounter._refcounts.values()),
+        "tracked": len(computed._seq_id_to_blocks_hashes) + len(computed._seq_id_to_num_tokens_computed)
+        + len(accessed._seq_last_access),
+        "split_requests": len(engine.seq_id_to_seq_group),
+    }
+    if disagg is None:
+        return counts
+    prefills, jobs = disagg.remote_prefills, disagg.prefill_jobs
+    return counts | {
+        "open_attempts": len(disagg._agent.open_attempts()),
+        "held_blocks": len(prefills._held_blocks),
+        "given_up": len(prefills._fallen) + len(prefills._freed),
+        "resumed": len(prefills._resumed),
+        "jobs": len(jobs._jobs) if jobs is not None else 0,
+        "live_handles": disagg._transfer.live_handles(),
+        "agent_errors": int(disagg._agent.error is not None),
+    }
+
+
+def counters_of(disagg) -> dict[str, float]:
+    """The metrics of ours by name and labels, and what the control thread of that binding, if there is one, has
+    counted."""
+    from prometheus_client import REGISTRY
+    counters: dict[str, float] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples if family.name.startswith("vllm:pd_") else ():
+            labels = ",".join(v for key, v in sorted(sample.labels.items()) if key not in ("model_name", "le"))
+            if not sample.name.endswith(("_created", "_bucket")):
+                counters[":".join(filter(None, [sample.name.removeprefix("vllm:pd_"), labels]))] = sample.value
+    if disagg is not None:
+        agent = disagg._agent
+        counters |= {f"agent:{name}": count for name, count in (agent.totals() | agent.dropped()).items()}
+    return counters

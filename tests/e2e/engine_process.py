@@ -16,6 +16,8 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
+from _chaos.looks import counters_of, open_counts
+
 IDLE_S = 0.02
 
 
@@ -175,57 +177,13 @@ class Driver:
         return digests
 
     def op_stats(self) -> dict:
-        """What must be back at its start when all requests have ended, and some that grow."""
-        scheduler, manager = self.scheduler, self.scheduler.block_manager
-        stats = {
-            "unfinished": self.engine.has_unfinished_requests(),
-            "waiting": len(scheduler.waiting),
-            "running": len(scheduler.running),
-            "swapped": len(scheduler.swapped),
-            "remote_prefilling": len(scheduler.remote_prefilling),
-            "prefill_sending": len(scheduler.prefill_sending),
-            "quarantined": len(scheduler.quarantined),
-            "block_tables": len(manager.block_tables),
-            "free_blocks": manager.get_num_free_gpu_blocks() + len(self.ballast),
-            "references": references(manager.block_allocator),
-            "tracked": len(manager._computed_blocks_tracker._seq_id_to_blocks_hashes)
-            + len(manager._computed_blocks_tracker._seq_id_to_num_tokens_computed)
-            + len(manager._last_access_blocks_tracker._seq_last_access),
-            "split_requests": len(self.engine.seq_id_to_seq_group),
-        }
-        if self.disagg is not None:
-            agent, jobs = self.disagg._agent, self.disagg.prefill_jobs
-            stats |= {
-                "open_attempts": len(agent.open_attempts()),
-                "held": len(self.disagg.remote_prefills._held_blocks),
-                "resumed": len(self.disagg.remote_prefills._resumed),
-                "jobs": len(jobs._jobs) if jobs is not None else 0,
-                "live_handles": self.disagg._transfer.live_handles(),
-                "agent_error": repr(agent.error) if agent.error is not None else None,
-            }
-        return stats
+        """What must be back at its start when all requests have ended."""
+        counts = open_counts(self.engine)
+        return counts | {"free_blocks": counts["free_blocks"] + len(self.ballast)}
 
     def op_counters(self) -> dict:
         """The metrics of ours by name and labels, and what the control thread has counted."""
-        counters = {}
-        from prometheus_client import REGISTRY
-        for family in REGISTRY.collect():
-            for sample in family.samples if family.name.startswith("vllm:pd_") else ():
-                labels = ",".join(v for key, v in sorted(sample.labels.items()) if key not in ("model_name", "le"))
-                if not sample.name.endswith(("_created", "_bucket")):
-                    name = sample.name.removeprefix("vllm:pd_")
-                    counters[f"{name}:{labels}" if labels else name] = sample.value
-        if self.disagg is not None:
-            agent = self.disagg._agent
-            counters |= {f"agent:{k}": v for k, v in (agent.totals() | agent.dropped()).items()}
-        return counters
-
-
-def references(allocator) -> int:
-    """The sum of the references to blocks, of the pool and of its plain part."""
-    from vllm.utils import Device
-    pool = allocator._allocators[Device.GPU]
-    return sum(pool._refcounter._refcounts.values())
+        return counters_of(self.disagg)
 
 
 def as_prompt(prompt):

@@ -18,6 +18,7 @@ from pathlib import Path
 from vllm_pd.ports import take_free
 
 PROGRAM = Path(__file__).with_name("engine_process.py")
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"  # of which an engine's process has some
 START_S = 400
 WAIT_S = 150  # nothing here takes a tenth of it, but on a machine that is busy with others
 VOCABULARY = range(1000, 40000)  # plain tokens of the models' tokenizer
@@ -25,9 +26,9 @@ SIDES = "disagg._agent._sides"
 # Somebody who stands still for some seconds, because others need the machine, is not taken for one that is gone.
 PATIENT = {"heartbeat_s": 1.5, "ttl_s": 8, "lease_s": 60}
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
-AT_REST = {"unfinished": False, "waiting": 0, "running": 0, "swapped": 0, "remote_prefilling": 0, "prefill_sending": 0,
+AT_REST = {"unfinished": 0, "waiting": 0, "running": 0, "swapped": 0, "remote_prefilling": 0, "prefill_sending": 0,
            "quarantined": 0, "block_tables": 0, "references": 0, "tracked": 0, "open_attempts": 0,
-           "held": 0, "resumed": 0, "jobs": 0, "live_handles": 0, "agent_error": None}
+           "held_blocks": 0, "given_up": 0, "resumed": 0, "jobs": 0, "live_handles": 0, "agent_errors": 0}
 
 
 class ChildError(AssertionError):
@@ -50,7 +51,8 @@ def core(index: int) -> int:
 def engine_env(index: int, ranks: int = 1) -> dict[str, str]:
     """The environment of an engine that has one core for each rank."""
     bind = "|".join(str(core(index + rank)) for rank in range(ranks))
-    return {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": "1",
+    path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
 
