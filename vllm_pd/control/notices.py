@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """When an engine is to look for the notices of transfers into its blocks, which only it can see. Pure.
 
-While a P writes it looks often, for the transport makes no progress of its own; a write that takes long needs less of
-that. While a P computes it looks only in case its word gets lost.
+While a P writes it looks often, for the transport makes no progress of its own, most often at the beginning, where the
+write of a short prompt ends; one that takes long needs less of that. While a P computes it looks only in case its word
+gets lost.
 """
 from vllm_pd.core.decode import DecodeSide
 
+SHORT_WRITE_POLL_S = 0.001
+SHORT_WRITE_S = 0.010
 WRITING_POLL_S = 0.002
 LONG_WRITE_POLL_S = 0.020
 LONG_WRITE_S = 2.0
@@ -41,4 +44,6 @@ def _after(now: float, decode: DecodeSide) -> float | None:
     since = decode.writing_since()
     if since is None:
         return now + WORKING_POLL_S
+    if now - since < SHORT_WRITE_S:
+        return now + SHORT_WRITE_POLL_S
     return now + (WRITING_POLL_S if now - since < LONG_WRITE_S else LONG_WRITE_POLL_S)

@@ -103,7 +103,7 @@ class ControlThread:
         self._links.to_broker(m.Leave())
 
     def _turn(self) -> None:
-        """Wait, receive, do what is due, send, tell the engine."""
+        """Wait and receive, pass on what comes of it, as others wait for that; do what is due, pass that on."""
         for source, sender, message in self._links.receive(self._links.poll(self._patience_s())):
             with self._sides.lock:
                 try:
@@ -111,6 +111,8 @@ class ControlThread:
                 except Exception:  # one peer's message must not silence the engine for all others
                     self._link_counters["frame_stumble"] += 1
                     logger.exception("stumbled over %s from %s", type(message).__name__, sender)
+        self._send()
+        self._tell()
         self._lifeline.turn()
         self._leave_if_drained()
         self._heartbeat()

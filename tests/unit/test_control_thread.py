@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order a turn of the control thread does things, and how often it has its engine look for notices."""
+import threading
+
+import pytest
+import zmq
+
+from tests.unit.brokers import running
+from tests.unit.test_agent import FINGERPRINT, Engine, Settings
+from vllm_pd.control.notices import SHORT_WRITE_S, Notices
+from vllm_pd.control.process import local_member
+from vllm_pd.core import messages as m
+from vllm_pd.core.decode import DecodeLimits, DecodeSide
+from vllm_pd.rpc import codec
+
+
+def test_a_peer_has_its_answer_before_the_thread_looks_after_others(tmp_path):
+    """The look at the processes of all peers, which each introduction hastens, takes as long as there are peers."""
+    answered, in_time = threading.Event(), []
+
+    def is_gone(member: m.Member) -> bool:
+        in_time.append(answered.wait(5))
+        return False
+
+    peer = local_member(m.Role.PREFILL, FINGERPRINT)
+    with running("zmq", tmp_path) as broker, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        decode = Engine(Settings(broker.address), m.Role.DECODE, is_gone=is_gone)
+        try:
+            socket.linger = 0
+            socket.connect(decode.agent.member.address)
+            socket.send(codec.encode(peer.incarnation, m.Hello(peer, b"memory")))
+            assert socket.poll(4000), "the answer waits for the look"
+            assert isinstance(codec.decode(socket.recv_multipart())[1], m.HelloReply)
+            answered.set()
+        finally:
+            answered.set()
+            decode.agent.close()
+            decode.agent.end_lifeline()
+    assert in_time and all(in_time)
+
+
+@pytest.fixture
+def granted():
+    """A decode side, and its one attempt, which `p` was granted."""
+    side = DecodeSide(local_member(m.Role.DECODE, FINGERPRINT), b"", DecodeLimits())
+    attempt = m.Attempt(side.member.incarnation, "r", 0)
+    side.submit(0.0, attempt, [1] * 20, [1, 2], 0)
+    side.receive(0.0, "p", m.Hello(m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:1", FINGERPRINT), b""))
+    side.receive(0.0, "p", m.Claim(attempt, 0))
+    return side, attempt
+
+
+def looks(decode: DecodeSide, begin: float, seconds: float = SHORT_WRITE_S) -> int:
+    """How often the engine is woken, if the thread asks each tenth of a millisecond."""
+    notices = Notices()
+    notices.hasten(begin)
+    return sum(notices.are_due(begin + tick * 1e-4, decode) for tick in range(int(seconds * 1e4)))
+
+
+def test_the_younger_a_write_the_more_often_its_notice_is_looked_for(granted):
+    decode, attempt = granted
+    computing = looks(decode, 1.0)
+    decode.receive(1.0, "p", m.Writing(attempt, 0))
+    assert 1 == computing < looks(decode, 1.5) < looks(decode, 1.0)
+    assert looks(decode, 10.0) == 1, "a write that takes long"
+
+
+def test_nobody_looks_where_nobody_may_write(granted):
+    decode, attempt = granted
+    decode.receive(1.0, "p", m.Failed(attempt, 0, "no"))
+    assert looks(decode, 1.0, 1.0) == 0
