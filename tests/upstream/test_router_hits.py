@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hit-rate bench: which policy hits most must not change unseen, and none may beat what can't be beaten."""
+import functools
 import json
 
 import msgspec
 
-from vllm_pd.router.policy import PolicyConfig
+from vllm_pd.router.policy import PolicyConfig, choose
 from vllm_pd.routerbench import hits
 from vllm_pd.routerbench.trace import TraceConfig
 
 SMALL = hits.HitBench(seeds=(1,), pool_shares=(0.5, 1.2), trace=TraceConfig(
     conversations=50, conversations_per_s=0.7, system_tokens=150, document_tokens=600, longest_tokens=2500,
-    documents=5))
+    documents=5), moves=1000)
 
 
 def test_the_kv_policy_is_close_to_what_is_possible_and_the_others_are_in_their_order(tmp_path):
@@ -23,16 +24,21 @@ def test_the_kv_policy_is_close_to_what_is_possible_and_the_others_are_in_their_
         shares = {name: each["hit_share"] for name, each in part["policies"].items()}
         assert shares["kv"] > shares["consistent-hash"] > 1.3 * max(shares["round-robin"], shares["least-load"])
         assert part["policies"]["kv"]["mean_ttft_s"] < part["policies"]["round-robin"]["mean_ttft_s"]
+    assert tight[hits.PLACED]["hit_share"] > tight["kv"]["hit_share"] - 0.01, "it is where that search began"
     assert roomy["kv"]["of_bound"] > 0.95 and tight["kv"]["of_pool"] > 0.9
     hits.picture(report, tmp_path / "hits.png")
     assert (tmp_path / "hits.png").stat().st_size > 10_000
-    assert hits.table(report).row_count == 2 * 6
+    assert hits.table(report).row_count == 2 * 7
     json.dumps(report)
 
 
 def test_a_run_is_its_seeds():
     trace = hits.make(msgspec.structs.replace(SMALL.trace, conversations=15))
     fleet = hits.FleetConfig(workers=3, worker_blocks=400)
-    warm = PolicyConfig(temperature=0.5)
+    warm = functools.partial(choose, PolicyConfig(temperature=0.5))
     assert hits.simulate(trace, fleet, warm, 1) == hits.simulate(trace, fleet, warm, 1)
     assert hits.simulate(trace, fleet, warm, 1) != hits.simulate(trace, fleet, warm, 2)
+    placed: list[int] = []
+    first = hits.simulate(trace, fleet, warm, 1, placed)
+    again = hits.simulate(trace, fleet, hits.Placement(placed), 7)
+    assert msgspec.structs.replace(again, reasons=first.reasons) == first, "the same placement has the same hits"

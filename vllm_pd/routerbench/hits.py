@@ -2,11 +2,12 @@
 """The prefix hits that each policy gets out of a trace, against what any could get.
 
 The router's own index and policy, over the workers of `engines`: their events reach the index a moment late, their load
-is told as seldom as engines tell it, and the router counts on what it has just sent. Beside the policies stand two
-things that no router can have: `oracle.bound`, and *one pool*, a single worker that is as large and as fast as all
-together, with the allocator's own eviction. The first says what a trace allows at all, the second what is left of it
-when nothing is lost by routing, only by eviction.
+is told as seldom as engines tell it, and the router counts on what it has just sent. Beside the policies stand three
+things that no router can have: `oracle.bound`; *one pool*, a single worker that is as large and as fast as all
+together, with the allocator's own eviction; and the best *placement* over the workers that a search finds which knows
+the whole trace. The first says what a trace allows at all, the others what is left of it with the engines' eviction.
 """
+import functools
 import heapq
 import json
 import random
@@ -19,9 +20,10 @@ import msgspec
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.router.policy import Candidate, Policy, PolicyConfig, Reason, Request, choose
+from vllm_pd.router.policy import Candidate, Choice, Policy, PolicyConfig, Reason, Request, choose
 from vllm_pd.routerbench import oracle
 from vllm_pd.routerbench.engines import SimLoad, Speed, Worker
+from vllm_pd.routerbench.placement import Search
 from vllm_pd.routerbench.trace import Arrival, TraceConfig, make
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 EXPECT_S = 5.0  # how long the router counts on what it sent
 POOL = "one pool"
+PLACED = "offline placement"
+Decide = Callable[[Request, Sequence[Candidate], random.Random], Choice | None]
 POLICIES = (Policy.KV, Policy.CONSISTENT_HASH, Policy.LEAST_LOAD, Policy.ROUND_ROBIN)
 
 
@@ -55,6 +59,7 @@ class HitBench(msgspec.Struct, frozen=True):
     trace: TraceConfig = TraceConfig(conversations=300)
     fleet: FleetConfig = FleetConfig()
     policy: PolicyConfig = PolicyConfig()
+    moves: int = 20_000  # of the search for a placement
 
     @classmethod
     def of(cls, workers: int | None, seed: int) -> "HitBench":
@@ -74,8 +79,21 @@ class Result(msgspec.Struct, frozen=True):
     reasons: dict[str, int]
 
 
-def simulate(trace: Sequence[Arrival], fleet: FleetConfig, config: PolicyConfig, seed: int = 0) -> Result:
-    """Route the trace by a policy. What is drawn comes from `seed`."""
+class Placement:
+    """Decides as it was decided before: `workers` has the number of a worker for each request of the trace."""
+
+    def __init__(self, workers: Sequence[int]) -> None:
+        self.workers = workers
+
+    def __call__(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+        chosen = candidates[self.workers[request.turn]]
+        return Choice(chosen.name, Policy.KV, Reason.TURN, chosen.overlap_blocks, request.prompt_blocks,
+                      len(candidates))
+
+
+def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed: int = 0,
+             placed: list[int] | None = None) -> Result:
+    """Route the trace. What is drawn comes from `seed`. To `placed` the number of each request's worker is added."""
     rng = random.Random(seed)
     index = PrefixIndex(fleet.block_size)
     news: list[tuple[float, int, tuple]] = []  # heap: when it arrives, number, event
@@ -90,6 +108,7 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, config: PolicyConfig,
 
     workers = {name: Worker(name, fleet.worker_blocks, fleet.block_size, fleet.speed, stored, removed)
                for name in (f"w{number}" for number in range(fleet.workers))}
+    names_of = list(workers)
     loads: dict[str, SimLoad] = {name: worker.load() for name, worker in workers.items()}
     sent = dict.fromkeys(workers, 0)
     reasons = dict.fromkeys(Reason, 0)
@@ -109,9 +128,11 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, config: PolicyConfig,
         names = index.hashes(arrival.prompt)
         overlaps = index.matches(names, arrival.at_s)
         request = Request(len(arrival.prompt), len(names), str(arrival.conversation), turn)
-        choice = choose(config, request, [Candidate(name, overlaps.get(name, 0), 0, loads[name], sent[name])
-                                          for name in workers], rng)
+        choice = decide(request, [Candidate(name, overlaps.get(name, 0), 0, loads[name], sent[name])
+                                  for name in workers], rng)
         assert choice is not None
+        if placed is not None:
+            placed.append(names_of.index(choice.worker))
         reasons[choice.reason] += 1
         sent[choice.worker] += len(arrival.prompt) - choice.overlap_blocks * fleet.block_size
         index.expect(choice.worker, names, arrival.at_s + EXPECT_S)
@@ -154,10 +175,13 @@ def measure(bench: HitBench, say: Callable[[str], None] = print) -> dict[str, An
         for share in bench.pool_shares:
             fleet = msgspec.structs.replace(bench.fleet, worker_blocks=round(share * footprint / bench.fleet.workers))
             bound = oracle.bound(trace, size, fleet.workers * fleet.worker_blocks)
-            results = {POOL: simulate(trace, fleet.pooled(), bench.policy, seed)}
+            results = {POOL: simulate(trace, fleet.pooled(), _by(bench.policy, Policy.KV), seed), PLACED: None}
+            placed: list[int] = []
             for policy in POLICIES:
-                results[policy.value] = simulate(trace, fleet, msgspec.structs.replace(bench.policy, policy=policy),
-                                                 seed)
+                results[policy.value] = simulate(trace, fleet, _by(bench.policy, policy), seed,
+                                                 placed if policy is Policy.KV else None)
+            search = Search(trace, size, fleet.worker_blocks, placed, fleet.workers, seed)
+            results[PLACED] = simulate(trace, fleet, Placement(search.best(bench.moves)), seed)
             say(f"seed {seed}, {fleet.workers} x {fleet.worker_blocks} blocks: bound {bound:.3f}, "
                 + ", ".join(f"{name} {result.hit_share:.3f}" for name, result in results.items()))
             runs.append({"seed": seed, "pool_share": share, "worker_blocks": fleet.worker_blocks, "bound": bound,
@@ -167,18 +191,24 @@ def measure(bench: HitBench, say: Callable[[str], None] = print) -> dict[str, An
         _over_seeds(share, [run for run in runs if run["pool_share"] == share]) for share in bench.pool_shares]}
 
 
+def _by(config: PolicyConfig, policy: Policy) -> Decide:
+    return functools.partial(choose, msgspec.structs.replace(config, policy=policy))
+
+
 def _over_seeds(share: float, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds; of the bound and of the pool, the lowest too."""
+    """Means over the seeds; of the shares of what no router can have, the lowest and the highest too."""
     names = runs[0]["results"]
     policies = {}
     for name in names:
         results = [run["results"][name] for run in runs]
-        of_bound = [result["hit_share"] / run["bound"] for result, run in zip(results, runs, strict=True)]
-        of_pool = [run["results"][name]["hit_share"] / run["results"][POOL]["hit_share"] for run in runs]
-        policies[name] = {key: statistics.fmean(result[key] for result in results)
-                          for key in ("hit_share", "mean_ttft_s", "p99_ttft_s", "spread")} | {
-            "of_bound": statistics.fmean(of_bound), "of_bound_low": min(of_bound),
-            "of_pool": statistics.fmean(of_pool), "of_pool_low": min(of_pool)}
+        means = {key: statistics.fmean(result[key] for result in results)
+                 for key in ("hit_share", "mean_ttft_s", "p99_ttft_s", "spread")}
+        for key, shares in {"of_bound": [run["bound"] for run in runs],
+                            "of_pool": [run["results"][POOL]["hit_share"] for run in runs],
+                            "of_placed": [run["results"][PLACED]["hit_share"] for run in runs]}.items():
+            ratios = [result["hit_share"] / share for result, share in zip(results, shares, strict=True)]
+            means |= {key: statistics.fmean(ratios), f"{key}_low": min(ratios), f"{key}_high": max(ratios)}
+        policies[name] = means
     return {"pool_share": share, "bound": statistics.fmean(run["bound"] for run in runs), "policies": policies}
 
 
@@ -187,12 +217,13 @@ def table(report: dict[str, Any]) -> "Table":
     from rich import box
     from rich.table import Table
     shown = Table(box=box.SIMPLE)
-    for column in ("cache", "policy", "hits", "of the bound", "of one pool", "TTFT mean / p99, s", "most computed"):
+    for column in ("cache", "policy", "hits", "of the bound", "of one pool", "of the placement", "TTFT mean / p99, s",
+                   "most computed"):
         shown.add_column(column, no_wrap=True, justify="left" if column == "policy" else "right")
     for part in report["summary"]:
         shown.add_row(f"{part['pool_share']:.0%}", "bound", f"{part['bound']:.1%}")
         for name, each in part["policies"].items():
-            shown.add_row("", name, f"{each['hit_share']:.1%}", f"{each['of_bound']:.1%}", f"{each['of_pool']:.1%}",
+            shown.add_row("", name, *(f"{each[key]:.1%}" for key in ("hit_share", "of_bound", "of_pool", "of_placed")),
                           f"{each['mean_ttft_s']:.3f} / {each['p99_ttft_s']:.3f}", f"{each['spread']:.2f}")
     return shown
 
@@ -207,7 +238,7 @@ def picture(report: dict[str, Any], path: Path) -> None:
     figure, (hits, waits) = pyplot.subplots(1, 2, figsize=(10, 4))
     hits.plot(sizes, [part["bound"] * 100 for part in parts], "k--", label="bound (clairvoyant pool)")
     for name in parts[0]["policies"]:
-        style = {"color": "0.5", "linestyle": ":"} if name == POOL else {}
+        style = {"color": {POOL: "0.5", PLACED: "0.0"}[name], "linestyle": ":"} if name in (POOL, PLACED) else {}
         for axis, key, factor in ((hits, "hit_share", 100), (waits, "mean_ttft_s", 1000)):
             axis.plot(sizes, [part["policies"][name][key] * factor for part in parts], marker="o", label=name, **style)
     hits.set_ylabel("prompt tokens that hit, %")
