@@ -23,10 +23,10 @@ def nursery() -> Iterator[Nursery]:
 @pytest.fixture
 def broker() -> Iterator[str]:
     """Its address."""
-    broker = Broker("tcp://127.0.0.1:0", ttl_s=2.0)
+    broker = Broker("tcp://127.0.0.1:0", ttl_s=60.0)  # who stands still has not left
     thread = threading.Thread(target=broker.run)
     thread.start()
     yield broker.address
     broker.stop()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()

@@ -39,8 +39,10 @@ from vllm_pd.v0.progress import ArrivalNotice
 
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE, LAYERS, BLOCKS = 16, 2, 16, 2, 64
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "none", "int32", "int32", BLOCK_SIZE, LAYERS, KV_HEADS, HEAD_SIZE, "hnd")
-QUICK = {"heartbeat_s": 0.2, "ttl_s": 2.0, "claim_retry_s": 0.5, "lease_s": 3.0, "attempt_deadline_s": 20.0}
+# Nobody is taken for dead, and no attempt ends, because a busy machine lets a process stand still for some seconds.
+PATIENT = {"heartbeat_s": 1.5, "ttl_s": 10.0, "claim_retry_s": 0.5, "lease_s": 60.0, "attempt_deadline_s": 120.0}
 PAUSE_S = 0.005
+WAIT_S = 100.0
 
 
 def answer(token_ids: list[int]) -> int:
@@ -70,7 +72,7 @@ class LightEngine:
             member = msgspec.structs.replace(member, host_id=f"elsewhere/{member.incarnation}")
         self.worker = TransferWorker(NixlTransport(member.incarnation, self.memory, cache, progress_thread=False))
         self.bell = threading.Event()
-        config = PDConfig.parse(role, {**QUICK, **settings})
+        config = PDConfig.parse(role, {**PATIENT, **settings})
         self.agent = ControlAgent(config, member, self.worker._transport.metadata(), self.bell.set)
         self.work_s, self.room = work_s, room
         self.free = list(range(BLOCKS))
@@ -102,7 +104,11 @@ class LightEngine:
                 "view": msgspec.structs.asdict(self.agent.view()), "role": self.agent.standing.role.value,
                 "left": self.agent.standing.left, "error": repr(self.agent.error) if self.agent.error else None,
                 "fds": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss,
-                "moved": self.moved}
+                "moved": self.moved, "reached": self._reached()}
+
+    def _reached(self) -> list[str]:
+        """The peers whose lifelines have been found once: from now on their deaths are seen there."""
+        return [name for name, peer in list(self.agent._thread._vitals._pulse._peers.items()) if peer.reached]
 
     def do_drain(self) -> None:
         self.agent.drain()
@@ -111,7 +117,10 @@ class LightEngine:
         return self.agent.set_role(m.Role(role))
 
     def do_work(self, seconds: float) -> None:
+        """How long a prefill takes, those that wait included."""
         self.work_s = seconds
+        for job in self.jobs.values():
+            job.due = min(job.due, time.monotonic() + seconds)
 
     def do_notify(self, peer: str, attempt: m.Attempt) -> None:
         """Deliver a notice of that attempt, without a write."""
@@ -248,7 +257,7 @@ class Light:
         self._pipe = pipe
         self.member: m.Member = self.ask("start")
 
-    def ask(self, name: str, *arguments: object, timeout_s: float = 20.0) -> object:
+    def ask(self, name: str, *arguments: object, timeout_s: float = WAIT_S) -> object:
         self._pipe.send((name, arguments))
         assert self._pipe.poll(timeout_s), f"{name} is not answered by {self.pid}"
         fine, result = self._pipe.recv()
@@ -258,7 +267,7 @@ class Light:
     def state(self) -> dict:
         return self.ask("state")
 
-    def wait_until(self, condition, timeout_s: float = 15.0) -> dict:
+    def wait_until(self, condition, timeout_s: float = WAIT_S) -> dict:
         deadline = time.monotonic() + timeout_s
         while not condition(state := self.state()):
             assert time.monotonic() < deadline, state
@@ -268,7 +277,7 @@ class Light:
     def wait_for_peers(self, count: int) -> dict:
         return self.wait_until(lambda state: state["view"]["broker_up"] and state["view"]["prefill_peers"] == count)
 
-    def wait_ended(self, names: set[str], timeout_s: float = 20.0) -> dict[str, str]:
+    def wait_ended(self, names: set[str], timeout_s: float = WAIT_S) -> dict[str, str]:
         """How these ended; nothing else may."""
         ended: dict[str, str] = {}
         deadline = time.monotonic() + timeout_s
@@ -286,6 +295,15 @@ class Light:
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """SIGSTOP; returns when each of its threads has stopped."""
+        self.send(signal.SIGSTOP)
+        deadline = time.monotonic() + WAIT_S
+        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T"
+                  for task in Path(f"/proc/{self.pid}/task").iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -308,7 +326,7 @@ class Nursery:
         root = Path(__file__).resolve().parents[2]
         self._process = subprocess.Popen([sys.executable, str(Path(__file__)), self._address],
                                          env={**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"})
-        self._pipe = self._accept(60.0)
+        self._pipe = self._accept(200.0)
         self._made: list[Light] = []
         self._born: dict[int, Connection] = {}
         return self
@@ -324,7 +342,7 @@ class Nursery:
 
     def start(self, pid: int) -> Light:
         while pid not in self._born:
-            connection = self._accept(20.0)
+            connection = self._accept(WAIT_S)
             self._born[connection.recv()] = connection
         self._made.append(Light(pid, self._born.pop(pid)))
         return self._made[-1]
@@ -337,7 +355,7 @@ class Nursery:
         for light in self._made:
             light.kill()
         self._pipe.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self._listener.close()
         self._folder.cleanup()
 

@@ -47,6 +47,12 @@ class Server:
         self.exits.append(number)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A control thread that stands still for some seconds is not silent."""
+    monkeypatch.setattr(front, "ANSWER_S", 60.0)
+
+
 @contextlib.asynccontextmanager
 async def serving(tmp_path, api_token=None, host="127.0.0.1", **settings):
     """(ask, agent, on_sigterm, server, stops, release): an application with an agent behind it."""
@@ -101,7 +107,7 @@ async def serving(tmp_path, api_token=None, host="127.0.0.1", **settings):
 def run(body, *arguments, **options):
     async def main():
         async with serving(*arguments, **options) as served:
-            await asyncio.wait_for(body(served), 15)
+            await asyncio.wait_for(body(served), 100)
     asyncio.run(main())
 
 
@@ -116,9 +122,9 @@ def test_b43_sigterm_refuses_new_requests_and_waits_for_the_open_one(tmp_path):
         assert served.server.exits == [], "the server goes on accepting"
         served.agent.set_load(m.Load(running=1))
         asked = asyncio.create_task(served.ask("POST", "/v1/completions"))
-        await asyncio.sleep(0.05)
+        await until(lambda: served.door._open)
         served.on_sigterm()
-        await asyncio.sleep(0.2)
+        await until(lambda: served.door._draining)
         status, said, headers = await served.ask("POST", "/v1/completions")
         assert (status, headers[b"retry-after"]) == (503, b"5") and "drained" in said["message"]
         assert (await served.ask("GET", "/health"))[0] == (await served.ask("POST", "/tokenize"))[0] == 200
@@ -168,7 +174,7 @@ def test_b43_a_silent_control_thread_cuts_no_open_request(tmp_path, monkeypatch)
 
     async def body(served):
         asked = asyncio.create_task(served.ask("POST", "/v1/completions"))
-        await asyncio.sleep(0.05)
+        await until(lambda: served.door._open)
         served.agent.close()
         served.on_sigterm()
         await asyncio.sleep(1.0)
