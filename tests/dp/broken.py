@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from tests.dp.models import At, Rank, RpcModel, Setting, ShmModel, State, astuple, put
+from tests.dp.models import At, Rank, RpcModel, Setting, ShmModel, State, astuple, put, without
 from vllm_pd.dp.calls import Turns
 from vllm_pd.dp.core import Known, Participant, Reach
 from vllm_pd.dp.interface import Decision
@@ -205,6 +205,27 @@ class MissesNobodyWhoHasLeft(ShmModel):
     def may_be_dead(self, state: State, rank: Rank) -> bool:
         step = max(other.known[0] for other in state.ranks)
         return all(other.known[1] for other in state.ranks) and self.done(rank, step, 0)
+
+
+class NeverPutsOff(ShmModel):
+    """Rank 0 waits for those who will never be ready, whoever waits behind."""
+
+    def put_off(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        yield from ()
+
+
+class ForgetsWhatIsPutOff(ShmModel):
+    """A rank that was ready for a number which is dropped holds the call no longer."""
+
+    def advanced(self, state: State, rank: Rank) -> tuple[str, Rank] | None:
+        before = Participant(*rank.participant).turns
+        advanced = super().advanced(state, rank)
+        if advanced and advanced[0].startswith("does RELAX"):
+            what, rank = advanced
+            participant = Participant(*rank.participant)
+            participant.turns = replace(participant.turns, held=without(before.held, before.promised))
+            advanced = what, rank._replace(participant=astuple(participant))
+        return advanced
 
 
 class GivesUpAfterItsPromise(RpcModel):

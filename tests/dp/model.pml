@@ -4,14 +4,17 @@
  *
  *     spin -a model.pml && cc -O2 -DSAFETY -o pan pan.c && ./pan -m100000
  *
- * -DN=ranks -DREQUESTS=n -DABORTS=n choose the size, -DLEAD=n how far ahead to ask, -DSHM the shared page instead of the coordinator,
- * and with it -DCALLS=n so many calls that all ranks make, each of which waits for all ranks or, with -DNO_WAIT, for none.
+ * -DN=ranks -DREQUESTS=n (-DSHORT: of one forward only) -DABORTS=n choose the size, -DLEAD=n how far ahead to ask, -DSHM the shared page instead of the coordinator,
+ * and with it -DCALLS=n so many calls that all ranks make, each of which waits for all ranks or, with -DNO_WAIT, for none;
+ * -DPUT_OFFS=n how often rank 0 may put one off, and -DSTOPS=1 has one rank stop for ever anywhere.
  * -DONE_SIDED, -DSENDER_EXCLUDED, -DEDGE_WAKE, -DLATCHED, -DCACHED_STOP, (with SHM) -DNO_BELL and -DLATE_STORE, and (with CALLS)
- * -DREADY_ASKS, -DNOT_FINAL, -DREAD_LAST and -DNO_CALL_BELL break it; spin must find that.
+ * -DREADY_ASKS, -DNOT_FINAL, -DREAD_LAST, -DNO_CALL_BELL, (with PUT_OFFS) -DSTAYS_READY and -DFORGETS, and (with STOPS) -DNO_DONE
+ * break it; spin must find that.
  *
  * Spin looks at every order of events. What it proves: there is no state in which nothing can happen, but that in which all
  * ranks wait at their queue without work, having begun equally many forwards, none beyond the horizon, and made all calls, each
- * after the same forward.
+ * after the same forward. With STOPS: but that in which each other rank waits for nobody, or the watching threads look, as there are
+ * steps to run, or a call waits for somebody or is not done everywhere: then they find out who is silent.
  */
 #ifndef N
 #define N 2
@@ -44,13 +47,13 @@ bool inbox[N];    /* something is in the input queue; how much does not matter *
 byte asked[N];    /* the page */
 bool bell[N];
 #ifdef CALLS
-byte ready[N];    /* the page: ready for which call; the rest is rank 0's to write */
-byte proposed, released, final;
-byte all_ready, saw_proposed[N], saw_released[N], saw_final[N]; /* what each has read, rank 0 of the first */
+byte ready[N];    /* the page: ready for which call, but rank 0's, which it keeps to itself; the rest is rank 0's to write */
+byte proposed, dropped, released, final;
+byte all_ready, saw_proposed[N], saw_dropped[N], saw_released[N], saw_final[N]; /* what each has read, rank 0 of the first */
 byte coming[N];   /* calls in the input queue */
 byte held[N], made[N], made_after[CALLS + 1];
 bool promised[N];
-#define open(i) (saw_proposed[i] > saw_released[i])
+#define open(i) (saw_proposed[i] > saw_released[i] && saw_proposed[i] > saw_dropped[i])
 #define told(i) (promised[i] && saw_released[i] == ready[i])
 #ifdef NOT_FINAL
 #define last_step(i) agreed[i]
@@ -62,15 +65,37 @@ bool promised[N];
 #else
 #define may_step(i) (!promised[i] || begun[i] < last_step(i))
 #endif
-#define moves(i) (held[i] > 0 && (promised[i] -> told(i) && begun[i] >= last_step(i) : \
-                  (i == 0 -> !open(0) || all_ready >= saw_proposed[0] : open(i) && saw_proposed[i] > ready[i])))
+#ifdef STAYS_READY
+#define off(i) false
 #else
-#define last_step(i) agreed[i]
-#define may_step(i) true
+#define off(i) (!told(i) && saw_dropped[i] >= ready[i])
+#endif
+#define moves(i) (held[i] > 0 && (promised[i] -> told(i) && begun[i] >= last_step(i) || off(i) : \
+                  (i == 0 -> !open(0) || all_ready >= saw_proposed[0] : open(i) && saw_proposed[i] > ready[i])))
+#ifdef PUT_OFFS
+byte put_offs;
+#endif
+#ifdef STOPS
+byte ended[N], finished[N]; /* the page: forwards ended; nothing more to do with calls up to this one */
+bool stopped[N], resting[N], gone;
+#ifdef NO_DONE
+#define called(i) false
+#else
+#define called(i) (finished[i] < released)
+#endif
+#define may_stop(i) if :: atomic { !gone -> gone = true; stopped[i] = true } goto stop :: true fi;
+#else
+#define may_stop(i)
 #endif
 #else
 #define last_step(i) agreed[i]
 #define may_step(i) true
+#define may_stop(i)
+#endif
+#else
+#define last_step(i) agreed[i]
+#define may_step(i) true
+#define may_stop(i)
 byte step;        /* the coordinator's */
 chan say = [6] of { byte, byte };
 chan told[N] = [6] of { byte };
@@ -116,7 +141,8 @@ inline see_ready(i, j) {
             }
             j = 0
         :: else
-        fi
+        fi;
+        saw_dropped[i] = dropped
     }
 }
 
@@ -151,6 +177,7 @@ proctype Rank(byte i) {
 decide:
     skip;
 #ifdef CALLS
+    may_stop(i)
     d_step { held[i] = held[i] + coming[i]; coming[i] = 0 }
     if
     :: held[i] == 0 -> goto begin
@@ -158,7 +185,14 @@ decide:
     fi;
     see(i, j);
     if
-    :: atomic { moves(i) && promised[i] ->
+    :: atomic { moves(i) && promised[i] && off(i) ->
+        promised[i] = false
+#ifdef FORGETS
+        ; held[i]--
+#endif
+       }
+        goto decide
+    :: atomic { moves(i) && promised[i] && !off(i) ->
         promised[i] = false;
         held[i]--;
         made[i]++;
@@ -167,6 +201,7 @@ decide:
         :: else
         fi;
         assert(made_after[made[i]] == begun[i] + 1) }
+        may_stop(i)
 #ifdef NO_WAIT
         skip;
 #elif N == 2
@@ -174,7 +209,22 @@ decide:
 #else
         (made[(i + 1) % 3] >= made[i] && made[(i + 2) % 3] >= made[i]);
 #endif
+        may_stop(i)
+#ifdef STOPS
+        finished[i] = ready[i];
+#endif
         goto decide
+#ifdef PUT_OFFS
+    :: atomic { i == 0 && !promised[0] && open(0) && all_ready < saw_proposed[0] && put_offs < PUT_OFFS ->
+        put_offs++; dropped = proposed; saw_dropped[0] = dropped }
+#ifndef NO_CALL_BELL
+        for (j : 0 .. N - 1) {
+            bell[j] = true
+        }
+        j = 0;
+#endif
+        goto decide
+#endif
     :: atomic { moves(i) && !promised[i] ->
         if
         :: i == 0 && !open(0) -> proposed++; saw_proposed[0] = proposed
@@ -259,6 +309,7 @@ begin:
 #ifndef LATE_STORE
     inside[i] = begun[i];
 #endif
+    may_stop(i)
     /* the forward: it ends when it has begun everywhere */
 #if N == 2
     (inside[1 - i] >= begun[i]);
@@ -279,6 +330,9 @@ begin:
         latch[i] = begun[i] >= agreed[i];
 #endif
         worked = false
+#ifdef STOPS
+        ; ended[i] = begun[i]
+#endif
     };
     goto decide;
 check:
@@ -308,13 +362,27 @@ check:
 #ifdef EDGE_WAKE
     asleep[i] = true; /* and only now does it hear */
 #endif
+#ifdef STOPS
+    resting[i] = work[i] == 0 && !promised[i];
+#endif
 end_get:
+#ifdef STOPS
+    if
+    :: atomic { !gone -> gone = true; stopped[i] = true } goto stop
+    :: atomic { inbox[i] -> inbox[i] = false; resting[i] = false }
+    fi;
+#else
     atomic { inbox[i] -> inbox[i] = false }
+#endif
     asleep[i] = false;
 #ifdef EDGE_WAKE
     goto decide
 #else
     goto check
+#endif
+#ifdef STOPS
+stop:
+    false
 #endif
 }
 
@@ -383,7 +451,9 @@ proctype Requests() {
         atomic {
             if
             :: work[i] = work[i] + 1
+#ifndef SHORT
             :: work[i] = work[i] + 2
+#endif
             fi;
             put(i);
             left--
@@ -410,6 +480,15 @@ proctype Monitor() {
     byte j;
 end_monitor:
     timeout ->
+#ifdef STOPS
+        bool watched = proposed > released && proposed > dropped;
+        for (j : 0 .. N - 1) {
+            watched = watched || called(j) || ended[j] < asked[0] || ended[j] < asked[1]
+        }
+        for (j : 0 .. N - 1) {
+            assert(stopped[j] || resting[j] || watched)
+        }
+#else
         for (j : 0 .. N - 1) {
             assert(work[j] == 0 && !inbox[j]);
 #ifdef CALLS
@@ -417,6 +496,7 @@ end_monitor:
 #endif
             assert(begun[j] == begun[0] && begun[j] == agreed[j])
         }
+#endif
 }
 
 init {

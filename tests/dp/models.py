@@ -64,6 +64,7 @@ class Spare(NamedTuple):
     calls: int = 0  # for all ranks
     lone_calls: int = 0  # for one
     stops: int = 0
+    put_offs: int = 0  # of a call that all hear of, or it could go on for ever
 
 
 class State(NamedTuple):
@@ -84,6 +85,7 @@ class Setting(NamedTuple):
     leaves: bool = False
     joined: bool = True  # from the beginning; otherwise any rank may be late
     names: tuple[int, ...] = (1,)  # of calls; those of one name come in order
+    lone_names: tuple[int, ...] = (1,)  # of those for one rank; rank 0 may put these off whenever they are in the way
     expire: bool = False  # whether calls may be given up
     collective: bool = True  # whether a call waits until all make it
 
@@ -158,7 +160,7 @@ class LoopModel:
             yield "pauses", put(state, index, rank._replace(paused=True, queue=True), spare=less(spare, "pauses"))
         if rank.paused:
             yield "resumes", put(state, index, rank._replace(paused=False, queue=True))
-        for name in self.setting.names if spare.lone_calls else ():
+        for name in self.setting.lone_names if spare.lone_calls else ():
             yield f"is to be called {name}", put(state, index, rank._replace(coming=(*rank.coming, name)),
                                                  spare=less(spare, "lone_calls"))
         for name in self.setting.names if spare.calls and not index else ():
@@ -168,7 +170,7 @@ class LoopModel:
             yield from self.utility(state, index, rank)
 
     def utility(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
-        """The loop finds a call in its queue, or that one has waited too long."""
+        """The loop finds a call in its queue, or that one has waited, or kept others waiting, too long."""
         at = At.LOOP if rank.at is At.LOOP else At.CHECK
         for name in set(rank.coming):
             participant = Participant(*rank.participant)
@@ -180,6 +182,20 @@ class LoopModel:
             if participant.give_up(name):
                 given_up = rank._replace(participant=astuple(participant), at=at)
                 yield f"gives {name} up", put(state, index, self.published(state, given_up))
+        yield from self.put_off(state, index, rank._replace(at=at))
+
+    def put_off(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """Rank 0 has kept others waiting too long: be it that not all will ever be ready, or too early, when they have
+        yet to hear of it; this no more often than is spared."""
+        participant = Participant(*rank.participant)
+        if not participant.put_off():
+            return
+        rank = rank._replace(participant=astuple(participant))
+        after = put(state, index, self.published(state, rank))
+        if participant.turns.known.name in self.setting.lone_names and not self.setting.expire:
+            yield "puts off a call that not all hear of", after
+        elif state.spare.put_offs:
+            yield "puts a call off", after._replace(spare=less(state.spare, "put_offs"))
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """One move of the engine loop."""
@@ -251,7 +267,7 @@ class LoopModel:
         rank = rank._replace(participant=astuple(participant), at=At.LOOP)
         if move is Move.MAKE:
             rank = rank._replace(at=At.CALL, made=(*rank.made, (name, participant.local)))
-        elif move is not Move.FAIL:
+        elif move is not Move.RELAX:
             rank = self.published(state, rank)
         return f"does {move.name} {name}", rank
 
@@ -313,7 +329,9 @@ class LoopModel:
         made = {len(rank.made) for rank in state.ranks}
         if len(made) > 1 or not self.setting.expire and made != {self.setting.spare.calls}:
             return f"a call was not made by all, or not at all: {[rank.made for rank in state.ranks]}"
-        if any(Participant(*rank.participant).turns.held and rank.at is not At.ENDED for rank in state.ranks):
+        held = {name for rank in state.ranks if rank.at is not At.ENDED
+                for name in Participant(*rank.participant).turns.held}
+        if held - (set() if self.setting.expire else set(self.setting.lone_names)):
             return "a call waits for ever"
         return None
 

@@ -16,10 +16,12 @@ from vllm_pd.dp.group import join
 from vllm_pd.dp.interface import CallEnd, Decision, GroupFailed, Settings
 
 _FORK = multiprocessing.get_context("fork")
-SETTINGS = Settings(timeout_s=1.5, grace_s=0.3, join_s=20.0)
+BOUND_S = 100.0  # far more than any of what follows: a machine may be busy
+SETTINGS = Settings(timeout_s=10.0, grace_s=5.0, join_s=BOUND_S)  # where nobody dies: a busy machine may hold a rank up
+CALM = Settings(timeout_s=4.0, grace_s=5.0, join_s=BOUND_S)  # where it is waited for a beat of the watching threads
+QUICK = Settings(timeout_s=1.5, grace_s=0.3, join_s=BOUND_S)  # where ranks have to end for one that does not answer
 SLOW_CALL = 8  # takes SLOW_S
-SLOW_S = 2 * SETTINGS.timeout_s
-BOUND_S = 30.0  # far more than any of the above: a machine may be busy
+SLOW_S = 5.0
 FAILED = 3
 
 
@@ -44,7 +46,7 @@ def file_exchange(folder: Path, rank: int, size: int) -> Callable[[bytes], list[
 
 def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], None], report: Callable) -> None:
     """Until END. Reports ("served",) for each request, ("made", name, forwards) for each call, which waits for all as a
-    forward does (and before SLOW_CALL ("makes", name)), ("failed call", name), and, when asked, ("state", counters,
+    forward does (and before SLOW_CALL ("makes", name)), ("put off", name), and, when asked, ("state", counters,
     cpu_s, switches) and ("given up", whether it was)."""
     work: list[int] = []
     while True:
@@ -72,7 +74,7 @@ def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], Non
                 forward()
                 report(("made", name, member.counters.forwards))
             else:
-                report(("failed call", name))
+                report(("put off", name))
         works = work and member.may_step
         decision = member.before_step(True, max(work)) if works else member.before_step(False)
         if decision is Decision.END:

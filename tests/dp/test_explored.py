@@ -24,6 +24,8 @@ def too_low(work):
 A_CALL = Setting(2, Spare(requests=1, calls=1), tokens=(2,))
 A_CALL_AND_A_STOP = Setting(2, Spare(requests=1, calls=1, stops=1), tokens=(1,))
 A_CALL_WHILE_ALL_LEAVE_AND_A_DEATH = Setting(2, Spare(calls=1, crashes=1), leaves=True, expire=True)
+A_CALL_BEHIND_ONE_THAT_NOT_ALL_HEAR_OF = Setting(2, Spare(calls=1, lone_calls=1), names=(2,))
+A_CALL_PUT_OFF = Setting(2, Spare(calls=1, lone_calls=1, put_offs=1), names=(2,))
 A_CALL_AND_ALL_LEAVE = Setting(2, Spare(calls=1), leaves=True, expire=True)
 
 # name: model, setting, states
@@ -45,8 +47,10 @@ EXPLORED = {
     "network, 3 ranks, a death": (RpcModel, Setting(3, Spare(requests=1, crashes=1)), 14_792),
     "network, 4 ranks": (RpcModel, Setting(4, Spare(requests=1), tokens=(2,)), 5_067),
     "network, 2 ranks, a call": (RpcModel, A_CALL, 16_619),
-    "network, 2 ranks, calls of two front ends": (RpcModel, Setting(2, Spare(calls=2), names=(1, 2)), 24_993),
-    "network, 2 ranks, calls that not all hear of": (RpcModel, Setting(2, Spare(lone_calls=2), expire=True), 3_444),
+    "network, 2 ranks, calls of two front ends": (RpcModel, Setting(2, Spare(calls=2), names=(1, 2)), 46_230),
+    "network, 2 ranks, calls that not all hear of": (RpcModel, Setting(2, Spare(lone_calls=2), expire=True), 4_200),
+    "network, 2 ranks, a call behind one that not all hear of": (
+        RpcModel, A_CALL_BEHIND_ONE_THAT_NOT_ALL_HEAR_OF, 6_657),
     "network, 3 ranks, a call": (RpcModel, Setting(3, Spare(calls=1)), 9_816),
     "memory, 2 ranks, early ends and pauses": (ShmModel, Setting(2, Spare(requests=1, aborts=1, pauses=2)), 12_697),
     "memory, 2 ranks, nothing known ahead": (ShmModel, Setting(2, Spare(requests=2, aborts=1), hint=no_hint), 26_748),
@@ -56,13 +60,14 @@ EXPLORED = {
     "memory, 3 ranks": (ShmModel, Setting(3, Spare(requests=2), tokens=(1,)), 37_221),
     "memory, 3 ranks, a death": (ShmModel, Setting(3, Spare(requests=1, crashes=1)), 13_047),
     "memory, 2 ranks, a call": (ShmModel, A_CALL, 21_495),
-    "memory, 2 ranks, calls that not all hear of": (ShmModel, Setting(2, Spare(lone_calls=2), expire=True), 7_279),
+    "memory, 2 ranks, calls that not all hear of": (ShmModel, Setting(2, Spare(lone_calls=2), expire=True), 8_572),
+    "memory, 2 ranks, a call put off": (ShmModel, A_CALL_PUT_OFF, 42_540),
     "memory, 2 ranks, a call, all leave": (
-        ShmModel, A_CALL_AND_ALL_LEAVE, 62_615),
+        ShmModel, A_CALL_AND_ALL_LEAVE, 71_897),
     "memory, 2 ranks, a call and a death": (
         ShmModel, Setting(2, Spare(requests=1, calls=1, crashes=1), tokens=(1,)), 25_514),
     "memory, 2 ranks, a call and a stop": (ShmModel, A_CALL_AND_A_STOP, 42_832),
-    "memory, 2 ranks, a call, all leave, a death": (ShmModel, A_CALL_WHILE_ALL_LEAVE_AND_A_DEATH, 80_020),
+    "memory, 2 ranks, a call, all leave, a death": (ShmModel, A_CALL_WHILE_ALL_LEAVE_AND_A_DEATH, 90_702),
     "memory, 4 ranks": (ShmModel, Setting(4, Spare(requests=1), tokens=(2,)), 11_705),
 }
 
@@ -92,6 +97,8 @@ BROKEN = {
     broken.LeavesAfterItsPromise: (A_CALL_AND_ALL_LEAVE, "hangs"),
     broken.WatchesNoCall: (A_CALL_AND_A_STOP, "hangs beside"),
     broken.MissesNobodyWhoHasLeft: (A_CALL_WHILE_ALL_LEAVE_AND_A_DEATH, "hangs after"),
+    broken.NeverPutsOff: (A_CALL_BEHIND_ONE_THAT_NOT_ALL_HEAR_OF, "by all"),
+    broken.ForgetsWhatIsPutOff: (A_CALL_PUT_OFF, "by all"),
     broken.GivesUpAfterItsPromise: (Setting(2, Spare(calls=1), expire=True), "hangs|by all"),
 }
 

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from tests.dp.rank_process import FAILED, SLOW_CALL, Group
-from vllm_pd.dp.interface import Settings
+from tests.dp.rank_process import CALM, FAILED, QUICK, SLOW_CALL, SLOW_S, Group
 
 SHM = Path("/dev/shm")
+STALL_S = 2.0
 
 
 @pytest.fixture(params=[True, False], ids=["memory", "network"])
@@ -81,10 +82,15 @@ def test_a_call_that_not_all_hear_of_is_made_by_none(make):
     group.wait(2, "served")
     group.ask(0, "give up", 5)
     assert group.wait(0, "given up")[1] is True
-    assert group.wait(1, "failed call")[1] == 5
+    assert group.wait(1, "put off")[1] == 5
+    group.ask(1, "give up", 5)
+    assert group.wait(1, "given up")[1] is True
     group.ask(2, "call", 5)
     group.ask(2, "give up", 5)
-    assert group.wait(2, "given up")[1] or group.wait(2, "failed call")  # the word that it is dropped may be late
+    if not group.wait(2, "given up")[1]:  # the word that it is dropped may be late
+        assert group.wait(2, "put off")[1] == 5
+        group.ask(2, "give up", 5)
+        assert group.wait(2, "given up")[1] is True
     for rank, names in ((0, (6, 7)), (1, (7, 6)), (2, (7, 6))):
         for name in names:
             group.ask(rank, "call", name)
@@ -92,8 +98,21 @@ def test_a_call_that_not_all_hear_of_is_made_by_none(make):
     assert made[0] == made[1] == made[2]
 
 
+def test_a_call_that_not_all_hear_of_does_not_stand_in_the_way_of_others(make):
+    """The front end that has sent it to some died; others' calls, which all hear of, are made before its time is over.
+    """
+    group = make(3, settings=CALM)
+    for rank in (0, 1):
+        group.ask(rank, "call", 5)
+    for rank in (2, 1, 0):
+        group.ask(rank, "call", 6)
+    assert {group.wait(rank, "made")[1] for rank in range(3)} == {6}
+    group.ask(2, "call", 5)  # it was late, but none has given it up
+    assert {group.wait(rank, "made")[1] for rank in range(3)} == {5}
+
+
 def test_b73_rank_0_stops_while_a_call_waits_and_ends_the_others(make):
-    group = make(3)
+    group = make(3, settings=QUICK)
     for rank in (0, 1):
         group.ask(rank, "call", 5)
     time.sleep(0.2)
@@ -102,7 +121,7 @@ def test_b73_rank_0_stops_while_a_call_waits_and_ends_the_others(make):
 
 
 def test_a_call_may_take_longer_than_a_rank_may_be_silent(make):
-    group = make(3)
+    group = make(3, settings=replace(CALM, timeout_s=0.7 * SLOW_S))
     for rank in range(3):
         group.ask(rank, "call", SLOW_CALL)
     group.ask(2, "request", 3)
@@ -113,7 +132,7 @@ def test_a_call_may_take_longer_than_a_rank_may_be_silent(make):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_b73_a_process_that_stops_in_a_call_ends_the_others(make, victim):
     """They wait for it in a collective, no step is to be run, and nobody can ask for one."""
-    group = make(3)
+    group = make(3, settings=QUICK)
     for rank in range(3):
         group.ask(rank, "call", SLOW_CALL)
     for rank in range(3):
@@ -126,10 +145,10 @@ def test_b73_a_process_that_stops_in_a_call_ends_the_others(make, victim):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_b73_a_loop_that_is_stuck_while_a_call_waits_for_it_ends_the_others(make, victim):
     """Rank 0, which is to decide, or one that has yet to begin the call that the others are in."""
-    group = make(3, settings=Settings(timeout_s=1.5, stall_s=3.0, grace_s=0.3, join_s=20.0))
+    group = make(3, settings=replace(QUICK, stall_s=STALL_S))
     for rank in (0, 1):
         group.ask(rank, "call", 5)
-    time.sleep(3.0 * 1.5)  # nobody is stuck: this is no fault
+    time.sleep(1.5 * STALL_S)  # nobody is stuck: this is no fault
     group.ask(victim, "stick")
     time.sleep(0.2)
     group.ask(2, "call", 5)
@@ -162,7 +181,7 @@ def test_b72_a_request_before_the_last_rank_is_there_is_served(make):
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_b73_a_killed_process_ends_the_others(make, victim, busy):
-    group = make(3)
+    group = make(3, settings=replace(CALM, grace_s=0.3) if busy else CALM)
     if busy:
         group.ask(2, "request", 100_000)
         time.sleep(0.2)
@@ -180,7 +199,7 @@ def test_b73_a_killed_process_ends_the_others(make, victim, busy):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_b73_a_stopped_process_ends_the_others(make, victim, shared):
-    group = make(3)
+    group = make(3, settings=QUICK)
     group.states()
     group.signal(victim, signal.SIGSTOP)
     others = [rank for rank in range(3) if rank != victim]
@@ -204,17 +223,20 @@ def test_a_process_that_has_left_may_end_before_the_others(make):
 
 
 def test_a_quiet_group_does_not_run(make):
-    group = make(2)
+    group = make(2, settings=CALM)
     group.ask(0, "request", 2)
     group.wait(0, "served")
     group.states()
-    time.sleep(1.5)  # the watch goes to sleep after a beat or two
-    before = group.states()
-    time.sleep(1.5)
-    after = group.states()
+    time.sleep(2.5 * CALM.timeout_s / 4)  # the watch goes to sleep after a beat or two
     polls = 2 * 4  # rounds of `states`, at both ends
-    for (_, _, switches), (_, _, later) in zip(before, after, strict=True):
-        assert later - switches <= 6 * polls, "something polls"
+    for _ in range(3):  # what is polled is so each time; what a busy machine does is not
+        before = group.states()
+        time.sleep(1.5)
+        after = group.states()
+        switches = [later - earlier for (_, _, earlier), (_, _, later) in zip(before, after, strict=True)]
+        if max(switches) <= 6 * polls:
+            return
+    raise AssertionError(f"something polls: {switches}")
 
 
 def test_nothing_is_left_behind_in_memory(make, shared):

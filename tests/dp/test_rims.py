@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 
+import msgspec
 import pytest
 import zmq
 
@@ -23,7 +24,7 @@ from vllm_pd.dp.shm import Board, ShmMember
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.sockets import SendResult
 
-SETTINGS = Settings(timeout_s=2.0, grace_s=5.0, join_s=20.0)
+SETTINGS = Settings(timeout_s=10.0, grace_s=5.0, join_s=BOUND_S)
 
 
 class Door:
@@ -79,7 +80,7 @@ def test_b72_a_late_rank_reads_the_present_state(make_door):
 
 
 def test_b73_a_rank_that_never_comes_fails_the_others(make_door):
-    door = make_door(2, Settings(timeout_s=0.4, join_s=0.5))
+    door = make_door(2, Settings(timeout_s=3.0, join_s=0.5))
     woken = threading.Event()
     member = door.member(1, woken.set)
     assert woken.wait(BOUND_S)
@@ -89,13 +90,13 @@ def test_b73_a_rank_that_never_comes_fails_the_others(make_door):
 
 
 def test_b73_a_loop_that_does_not_come_is_aborted(make_door):
-    door = make_door(2, Settings(timeout_s=0.4, join_s=0.5, grace_s=0.2))
+    door = make_door(2, Settings(timeout_s=3.0, join_s=0.5, grace_s=0.2))
     door.member(1)
     wait_for(lambda: door.aborted)
     assert isinstance(door.aborted[0], GroupFailed)
 
 
-AWAY = Settings(timeout_s=2.0, stall_s=1.0, grace_s=0.2)
+AWAY = Settings(timeout_s=2.0, stall_s=2.0, grace_s=0.2)
 
 
 def test_b73_rank_0_that_does_not_come_back_to_a_call_fails_the_others(make_door):
@@ -121,7 +122,7 @@ def test_an_idle_loop_that_comes_by_may_let_a_call_wait_for_longer(make_door):
     one.wait_joined()
     one.hold(9)
     one.next_call()
-    time.sleep(3 * AWAY.stall_s)
+    time.sleep(2 * AWAY.stall_s)
     assert visits and not door.aborted
     assert one.next_call() is None and one.give_up(9)
 
@@ -264,14 +265,16 @@ def test_b80_an_address_that_is_not_ours_is_refused_by_name():
         join(0, 1, "192.0.2.1", wake=lambda: None, exchange=lambda mine: [mine], shared_memory=False)
 
 
-def test_b80_ranks_with_different_settings_refuse_each_other():
+@pytest.mark.parametrize("key, ours, theirs", [("horizon", 8, 9), ("call_wait_s", 30.0, 0.0)])
+def test_b80_ranks_with_different_settings_refuse_each_other(key, ours, theirs):
     def exchange(mine):
-        others = mine.replace(b"\x08", b"\x09", 1)  # a horizon of 9
+        others = mine.replace(*(msgspec.msgpack.encode(Settings(**{key: value})) for value in (ours, theirs)))
         assert others != mine
         return [mine, others]
 
-    with pytest.raises(ConfigError, match="horizon=9"):
-        join(0, 2, "127.0.0.1", wake=lambda: None, exchange=exchange, settings=Settings())
+    settings = Settings(**{key: ours})
+    with pytest.raises(ConfigError, match=rf"dp_sync\.{key}={ours}.*rank 1 has {key}={theirs}.*the same"):
+        join(0, 2, "127.0.0.1", wake=lambda: None, exchange=exchange, settings=settings)
 
 
 def test_ranks_that_do_not_share_memory_use_the_network():

@@ -20,11 +20,14 @@ GOOD = {
     "-DN=2 -DREQUESTS=2 -DABORTS=1 -DSHM": 1_611_851,
     "-DN=3 -DREQUESTS=1 -DABORTS=0 -DSHM": 478_178,
     "-DN=2 -DREQUESTS=1 -DABORTS=0 -DSHM -DCALLS=1 -DNO_WAIT": 2_186_537,
+    "-DN=2 -DREQUESTS=1 -DABORTS=0 -DSHM -DCALLS=1 -DNO_WAIT -DSHORT -DPUT_OFFS=1": 4_038_688,
+    "-DN=2 -DREQUESTS=1 -DABORTS=0 -DSHM -DCALLS=1 -DSTOPS=1": 3_449_426,
 }
 BROKEN = ["-DONE_SIDED", "-DSENDER_EXCLUDED", "-DEDGE_WAKE", "-DLATCHED", "-DCACHED_STOP", "-DSHM -DNO_BELL",
           "-DSHM -DLATE_STORE", "-DSHM -DEDGE_WAKE", "-DSHM -DCACHED_STOP",
           *(f"-DSHM -DREQUESTS=1 -DABORTS=0 -DCALLS=1 {broken}" for broken in (
-              "-DNO_CALL_BELL", "-DNO_WAIT -DNOT_FINAL", "-DNO_WAIT -DREAD_LAST"))]
+              "-DNO_CALL_BELL", "-DNO_WAIT -DNOT_FINAL", "-DNO_WAIT -DREAD_LAST", "-DPUT_OFFS=1 -DSTAYS_READY",
+              "-DPUT_OFFS=1 -DFORGETS", "-DSTOPS=1 -DNO_DONE"))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +49,8 @@ def spin(folder, options, optimised="-O1"):
 
     run("spin", *options.split(), "-a", str(MODEL))
     run(COMPILER, "-w", optimised, "-DSAFETY", "-DMEMLIM=2048", "-o", "pan", "pan.c")
-    report = run("./pan", "-m100000")
+    stuck = ["-E"] if "-DSTOPS" in options else []  # whoever waits for a stopped rank
+    report = run("./pan", "-m100000", *stuck)
     assert "max search depth too small" not in report
     assert "Search not completed" not in report or "errors: 1" in report
     return report

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which utility calls an engine keeps until all ranks make them, and what becomes of them."""
-
+import queue
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
+from vllm_pd.dp import engine as engine_module
 from vllm_pd.dp import utility
 from vllm_pd.dp.calls import Move, Turns
 from vllm_pd.dp.core import Participant
-from vllm_pd.dp.engine import LINGER_S, EngineSync, GroupSettings, settings_of
+from vllm_pd.dp.engine import EngineSync, GroupSettings, settings_of
 from vllm_pd.dp.interface import CallEnd, Decision
 from vllm_pd.dp.utility import UtilityCalls, kind_of, name_of
 from vllm_pd.errors import ConfigError
@@ -19,7 +22,7 @@ class Sync:
     """A step sync that says what it is told to say."""
 
     def __init__(self):
-        self.held, self.ends, self.decides = [], [], True
+        self.rank, self.held, self.ends, self.decides = 1, [], [], True
 
     def hold(self, name):
         self.held.append(name)
@@ -68,9 +71,40 @@ def test_calls_of_two_front_ends_are_made_in_the_order_that_rank_0_gives(sync, m
     calls = make()
     first, second, behind = (0, 1, "sleep", (1,)), (1, 2, "sleep", (1,)), (0, 3, "is_sleeping", ())
     assert all(calls.hold(request) for request in (first, second, behind))
-    sync.ends = [(CallEnd.MAKE, sync.held[1]), (CallEnd.FAIL, sync.held[0])]
+    sync.ends = [(CallEnd.PUT_OFF, sync.held[0]), (CallEnd.MAKE, sync.held[1])]
     calls.turn()
-    assert calls.done == [("made", second), ("failed", first), ("made", behind)]
+    assert calls.done == [("made", second)] and calls
+    sync.ends = [(CallEnd.MAKE, sync.held[0])]
+    calls.turn()
+    assert calls.done == [("made", second), ("made", first), ("made", behind)] and not calls
+
+
+def test_what_was_overdue_when_rank_0_puts_it_off_is_given_up_before_this_rank_is_ready_again(sync, make):
+    calls = make()
+    request = (0, 1, "sleep", (1,))
+    assert calls.hold(request)
+    sync.decides = False
+    calls.expire()
+    calls.turn()
+    assert calls.done == [] and not calls.overdue
+    sync.decides, sync.ends = True, [(CallEnd.PUT_OFF, sync.held[0]), (CallEnd.MAKE, sync.held[0])]
+    calls.turn()
+    assert calls.done == [("failed", request)] and len(sync.ends) == 1
+
+
+def test_rank_0_holds_the_calls_of_one_front_end_one_after_another(sync, make):
+    """Or it could put the first off and make the second before it."""
+    sync.rank = 0
+    calls = make()
+    requests = [(0, 1, "sleep", (1,)), (0, 2, "wake_up", (None,)), (1, 3, "sleep", (1,)), (0, 4, "sleep", (2,))]
+    assert all(calls.hold(request) for request in requests)
+    assert sync.held == [name_of(kind_of(*request[::2][:2], request[3])) for request in (requests[0], requests[2])]
+    sync.ends = [(CallEnd.MAKE, sync.held[0])]
+    calls.turn()
+    assert calls.done == [("made", requests[0])] and len(sync.held) == 3
+    calls.expire()
+    calls.turn()
+    assert calls.done[1:] == [("failed", request) for request in requests[1:]] and not calls
 
 
 def test_a_call_waits_no_longer_than_it_may_unless_rank_0_has_yet_to_decide(sync, make):
@@ -114,9 +148,12 @@ def test_ranks_know_a_call_by_front_end_method_and_what_is_called_inside():
 
 
 class Rank:
-    """A member that hears of the others at once, and makes no forwards."""
+    """A member that hears of the others at once and makes no forwards. If told to be impatient it puts a call off once.
+    """
+    impatient = False
 
     def __init__(self, group):
+        self.rank = len(group)
         self.participant = Participant(turns=Turns(leads=not group))
         self.group = group
         group.append(self)
@@ -128,9 +165,29 @@ class Rank:
             calls = self.group[0].participant.turns.known
             ready = min(other.participant.turns.ready for other in self.group[1:])
             self.participant.told(0, False, calls=replace(calls, ready=ready))
+            self.impatient = self.impatient and not self.participant.put_off()
             moved = self.participant.advance()
-            if not moved or moved[0] in (Move.MAKE, Move.FAIL):
-                return moved and (CallEnd[moved[0].name], moved[1])
+            if not moved or moved[0] in (Move.MAKE, Move.RELAX):
+                return moved and (CallEnd.MAKE if moved[0] is Move.MAKE else CallEnd.PUT_OFF, moved[1])
+
+
+def test_a_call_that_not_all_are_told_of_does_not_keep_another_front_ends_waiting(make):
+    """Nor does that one expire with it."""
+    group = []
+    leader, other = (make(member=Rank(group)) for _ in range(2))
+    lone, told = (0, 1, "sleep", (1,)), (1, 2, "sleep", (1,))
+    assert leader.hold(lone) and leader.hold(told) and other.hold(told)
+    leader.turn()
+    other.turn()
+    leader.turn()
+    assert leader.done == other.done == []
+    group[0].impatient = True
+    for calls in (leader, other, leader, other):
+        calls.turn()
+    assert leader.done == other.done == [("made", told)] and leader and not other
+    leader.expire()
+    leader.turn()
+    assert leader.done[1:] == [("failed", lone)]
 
 
 def test_a_rank_that_was_away_does_not_make_a_call_that_was_given_up_beside_the_next_one(make):
@@ -186,18 +243,112 @@ def test_b80_a_wait_that_cannot_be_is_refused():
 
 class Lingering:
     """A member that no step wants."""
-    engaged = True
+    engaged, due, may_step, ended = True, False, True, 0
 
-    def before_step(self, has_work):
-        return Decision.IDLE
+    def before_step(self, has_work, most=None):
+        return Decision.FORWARD if has_work else Decision.IDLE
+
+    def after_step(self):
+        self.ended += 1
+
+    def leave(self):
+        pass
 
 
-def test_an_engine_that_leaves_does_not_end_while_it_is_ready_for_a_call():
+@pytest.fixture
+def leaving(monkeypatch):
+    """An EngineSync that is leaving, behind a queue."""
+    monkeypatch.setattr(engine_module, "LINGER_S", 0.4)
+    monkeypatch.setattr(engine_module, "LINGER_POLL_S", 0.02)
+    sync = EngineSync(SimpleNamespace(input_queue=queue.Queue(), scheduler=SimpleNamespace(requests={}),
+                                      batch_queue=None, abort_requests=lambda requests: None))  # fmt: skip
+    sync._member = Lingering()
+    sync._calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
+    sync._may_linger = True
+    assert sync.leave()
+    return sync
+
+
+def test_an_engine_that_leaves_does_not_end_while_it_is_ready_for_a_call(leaving):
     """Rank 0 may release the call later; the others would then wait in it for this rank."""
-    sync = object.__new__(EngineSync)
-    sync._member, sync._leaving, sync._left = Lingering(), True, True
-    sync._last_due_s = time.monotonic() - 2 * LINGER_S
-    sync.keep_up(None)
-    sync._member.engaged = False
+    leaving.keep_up(None)
+    time.sleep(0.5)
+    assert not leaving.due
+    leaving.keep_up(None)
+    leaving._member.engaged = False
+    assert leaving.due
     with pytest.raises(SystemExit):
-        sync.keep_up(None)
+        leaving.keep_up(None)
+
+
+def test_an_engine_that_leaves_sleeps_until_it_has_something_to_do(leaving):
+    """It leaves, waits at its queue like any idle one, and ends: two turns, not as many as the processor can."""
+    leaving._member.engaged = False
+    turns = 0
+    with pytest.raises(SystemExit):
+        while True:
+            while not leaving.due:
+                leaving._engine.input_queue.get(timeout=20)
+            turns += 1
+            leaving.keep_up(None)
+    assert turns == 2
+
+
+class Scheduler:
+    """Of an engine with requests that have ended, for the next step to report."""
+    max_num_scheduled_tokens, ended = 512, False
+
+    def has_finished_requests(self):
+        return self.ended
+
+
+def test_while_ranks_come_to_rest_for_a_call_steps_have_no_tokens_but_still_give_what_there_is(make):
+    """Batches of a pipeline that have ended, requests that have, and transfers of KV do not wait as long as the call.
+    """
+    waked, group = [], []
+    made = []
+    sync = EngineSync(SimpleNamespace(batch_queue=queue.Queue(), scheduler=Scheduler(),
+                                      input_queue=SimpleNamespace(put_nowait=waked.append)))  # fmt: skip
+    sync._member = Lingering()
+    sync._calls = make(member=Rank(group))
+    Rank(group)
+    engine, calls = sync._engine, sync._calls
+    sync.make_calls(made.append)
+    assert engine.scheduler.max_num_scheduled_tokens == 512
+    assert calls.hold((0, 1, "sleep", (1,)))
+    sync._member.may_step = False
+    sync.make_calls(made.append)
+    assert engine.scheduler.max_num_scheduled_tokens == 0 and not sync.due
+    engine.batch_queue.put("a batch")
+    assert sync.due
+    engine.batch_queue.get()
+    assert not sync.due
+    engine.scheduler.ended = True
+    assert sync.due
+    engine.scheduler.ended = False
+    sync._has_transfers = True
+    sync.make_calls(made.append)
+    until = time.monotonic() + 20
+    while not waked and time.monotonic() < until:
+        time.sleep(0.01)
+    assert waked and sync.due
+    sync._member.may_step = True
+    sync.make_calls(made.append)
+    assert engine.scheduler.max_num_scheduled_tokens == 512 and not sync.due
+
+
+def test_the_last_forwards_of_a_pipeline_are_ended_before_the_loop_may_block():
+    """Else the group would look busy, and after stall_s stuck."""
+    batches = queue.Queue()
+    sync = EngineSync(SimpleNamespace(batch_queue=batches, scheduler=SimpleNamespace(requests={})))
+    sync._member, sync._budget_tokens = Lingering(), 512
+    sync._calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
+    assert not sync.due
+    forward = Future()
+    batches.put(sync.forward(lambda: forward))
+    assert sync.due
+    forward.set_result("tokens")
+    batches.get()
+    assert sync.due and sync._member.ended == 0
+    sync.keep_up(None)
+    assert not sync.due and sync._member.ended == 1

@@ -11,8 +11,10 @@ time, from a front end that all of them have, or from one of its own. Rank 0 lea
 3. When all others are ready, rank 0 asks for none either, so nobody asks: the agreed step is *final*. Rank 0 says so.
 4. Every rank goes on to the final step, makes the call, and may ask again.
 
-While some rank is not ready rank 0 may *drop* the call instead: then nobody makes it. A rank that is not ready may give
-a call up by itself, for nobody makes it without this rank. So all depends on one decision of one rank.
+While some rank is not ready rank 0 may *drop* the number instead: nobody makes the call as number `k`, and whoever was
+ready for it holds it as before. Rank 0 does so when it gives the call up itself, or to put it off, behind the others
+that it holds, as one of those may be held by all ranks. A rank that is not ready may give a call up by itself, for
+nobody makes it without this rank. So all depends on one decision of one rank.
 
 What rank 0 says are registers that only grow, as the agreed step is: no message is an event. `released` is not
 overwritten before all are ready for a later call, hence have made this one; `dropped` may be, and a call that is not
@@ -60,7 +62,7 @@ class Move(Enum):
     READY = "say that it is ready"
     RELEASE = "release"
     MAKE = "make the call"
-    FAIL = "know that the call is dropped"
+    RELAX = "ask again, as the call is not made under this number"
 
 
 class Turns(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -78,7 +80,7 @@ class Turns(msgspec.Struct, frozen=True, array_like=True, order=True):
         if self.promised:
             if known.released == self.ready:
                 return Move.MAKE if local >= known.final else None
-            return Move.FAIL if known.dropped >= self.ready else None
+            return Move.RELAX if known.dropped >= self.ready else None
         if not self.held:
             return None
         if self.leads:
@@ -102,11 +104,26 @@ class Turns(msgspec.Struct, frozen=True, array_like=True, order=True):
         if move is Move.RELEASE:
             calls = msgspec.structs.replace(known, released=known.proposed, final=agreed)
             return msgspec.structs.replace(self, ready=known.proposed, promised=known.name, known=calls)
+        if move is Move.RELAX:
+            return msgspec.structs.replace(self, promised=0)
         return msgspec.structs.replace(self, held=_without(self.held, self.promised), promised=0)
 
+    @property
+    def in_the_way(self) -> bool:
+        """Whether rank 0 has proposed a call that not all are ready for, and holds others."""
+        known = self.known
+        return (self.leads and not self.promised and known.open and known.ready < known.proposed
+                and any(name != known.name for name in self.held))
+
+    def put_off(self) -> "Turns":
+        """The call that is in the way waits behind the others."""
+        known = self.known
+        calls = msgspec.structs.replace(known, dropped=known.proposed)
+        return msgspec.structs.replace(self, held=(*_without(self.held, known.name), known.name), known=calls)
+
     def given_up(self, name: int) -> "Turns | None":
-        """Without the oldest call of that name, as nobody will make it. None where that is no longer for this rank to
-        say."""
+        """Without the oldest call of that name, as nobody will make it. None where that is not for this rank to say
+        now: it has said that it is ready."""
         if self.promised == name:
             return None
         calls = self.known

@@ -172,6 +172,12 @@ class Participant(msgspec.Struct):
         """A call that was to be made has ended."""
         self.calling = False
 
+    def put_off(self) -> bool:
+        """Let others go first, if there are any, where some rank is not ready. Whether that changed anything."""
+        if in_the_way := self.turns.in_the_way:
+            self.turns = self.turns.put_off()
+        return in_the_way
+
     def give_up(self, name: int) -> bool:
         """The oldest call of that name will not be made, by any rank. False: it may be, so wait."""
         after = self.turns.given_up(name)

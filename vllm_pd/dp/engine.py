@@ -3,8 +3,10 @@
 
 The engine loop hands every forward pass to `forward`, calls `keep_up` where a step ran none, and may block on its input
 queue while `due` is false, if it has no request or `may_step` is false. It leaves utility calls with `hold`, which
-keeps those that all ranks make together, and `make_calls` makes them before a step. All of that, `close`
-included, happens on the loop's thread; only `leave` is called from a signal handler.
+keeps those that all ranks make together, and `make_calls` makes them before a step. While all come to rest for one,
+steps go on, but the scheduler gives them no tokens: what a pipeline still has comes out, and requests that have ended
+and transfers of KV are seen to. All of that, `close` included, happens on the loop's thread; only `leave` is called
+from a signal handler.
 
 A front end that ends takes its engine with it. Where several front ends own one rank each (`LLM` in a process per
 rank), the others may still need this rank's part of their forward passes, so such an engine leaves the group instead
@@ -36,16 +38,17 @@ SETTINGS_KEY = "dp_sync"  # in VllmConfig.additional_config: the fields of Group
 LINGER_S = 3.0
 TOGETHER_S = 30.0
 LINGER_POLL_S = 0.5
+REST_POLL_S = 0.05  # how often a rank at rest looks after transfers of KV, which tell nobody when they end
 
 
 class GroupSettings(Settings, frozen=True, forbid_unknown_fields=True):
     """What a user may set: the bounds of the group, and how its ranks talk."""
     shared_memory: bool = True  # false: over the network, even where all ranks are on one machine
-    # A call that all ranks have to make together fails if some are not told of it for so long. 0: made at once, alone.
-    call_wait_s: float | None = None  # None: `default_wait_s`
 
-    def bounds(self) -> Settings:
-        return Settings(**{key: getattr(self, key) for key in Settings.__struct_fields__})
+    def bounds(self, one_front_end: bool, offline: bool) -> Settings:
+        """What all ranks must have alike, be it said or left to the default."""
+        given = {key: getattr(self, key) for key in Settings.__struct_fields__}
+        return Settings(**given | {"call_wait_s": self.wait_s(one_front_end, offline)})
 
     def wait_s(self, one_front_end: bool, offline: bool) -> float:
         """`call_wait_s`. One front end for all ranks calls all of them at once. Offline ranks run one program, some
@@ -90,21 +93,25 @@ class EngineSync:
         self._may_linger = False
         self._leaving = self._left = False
         self._last_due_s = 0.0
+        self._budget: int | None = None  # of the scheduler, while it rests
+        self._rest_until_s = 0.0
+        self._has_transfers = False  # of KV, by a connector
 
     def join(self, config: Any) -> EngineSync:
         """Meet the other ranks. `config`: the engine's VllmConfig. Raises GroupFailed, ConfigError."""
         parallel = config.parallel_config
         self._budget_tokens = config.scheduler_config.max_num_batched_tokens
+        self._has_transfers = config.kv_transfer_config is not None
         online = self._engine.publish_dp_lb_stats or parallel.data_parallel_external_lb
         self._may_linger = not online
         settings = settings_of(config.additional_config)
+        one_front_end = self._engine.publish_dp_lb_stats
+        bounds = settings.bounds(one_front_end, not online)
         self._member = dp.join(
             parallel.data_parallel_rank, parallel.data_parallel_size, parallel.data_parallel_master_ip, wake=self._wake,
             exchange=dp.over(self._engine.dp_group), abort=self._abort,
-            settings=settings.bounds(), shared_memory=settings.shared_memory)  # fmt: skip
-        one_front_end = self._engine.publish_dp_lb_stats
-        self._calls = UtilityCalls(self._engine, self._member, settings.wait_s(one_front_end, not online), self._wake,
-                                   numbered=one_front_end)
+            settings=bounds, shared_memory=settings.shared_memory)  # fmt: skip
+        self._calls = UtilityCalls(self._engine, self._member, bounds.call_wait_s, self._wake, numbered=one_front_end)
         return self
 
     @property
@@ -114,7 +121,8 @@ class EngineSync:
     @property
     def due(self) -> bool:
         """Whether the engine loop has something to do here although it may have no request."""
-        return self._leaving or self._calls.overdue or self._member.due
+        return (self._calls.overdue or self._member.due or self._leaving and self._leaves_now or self._under_way
+                or self._rest_is_due)
 
     @property
     def may_step(self) -> bool:
@@ -125,14 +133,39 @@ class EngineSync:
         """Whether a utility call, by its message, has to wait for the other ranks; then `make_calls` will make it."""
         return self._calls.hold(request)
 
-    def make_calls(self, make: Callable[[Any, Request], None]) -> bool:
-        """Make the utility calls that all ranks make now. Gives `may_step`. Raises GroupFailed."""
-        if not self._calls:
-            return True
-        self._calls.carry_out(lambda request: self._make(make, request))
-        if not (may_step := self.may_step):
-            self._end_forwards()  # a loop that may block must have read what others say after its last forward
-        return may_step
+    def make_calls(self, make: Callable[[Any, Request], None]) -> None:
+        """Make the utility calls that all ranks make now. Afterwards the scheduler gives tokens only if `may_step`.
+        Raises GroupFailed."""
+        if self._calls:
+            self._calls.carry_out(lambda request: self._make(make, request))
+        if not self.may_step:
+            self._rest()
+        elif self._budget is not None:
+            self._engine.scheduler.max_num_scheduled_tokens, self._budget = self._budget, None
+
+    def _rest(self) -> None:
+        self._end_forwards()  # a loop that may block must have read what others say after its last forward
+        scheduler = self._engine.scheduler
+        if self._budget is None:
+            self._budget, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 0
+        now = time.monotonic()
+        if self._has_transfers and now >= self._rest_until_s:
+            self._rest_until_s = now + REST_POLL_S
+            alarm = threading.Timer(REST_POLL_S, self._wake)
+            alarm.daemon = True
+            alarm.start()
+
+    @property
+    def _rest_is_due(self) -> bool:
+        """Whether a step without tokens has something to do while this rank rests."""
+        return self._budget is not None and (self._engine.scheduler.has_finished_requests() or self._has_transfers
+                                             and time.monotonic() >= self._rest_until_s)
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether a pipeline has forwards whose end is to be seen: a loop may block only afterwards."""
+        batches = self._engine.batch_queue
+        return bool(self._unfinished) or batches is not None and not batches.empty()
 
     def forward(self, run: Callable, *args: Any) -> Any:
         """Run a forward pass of this rank's own. Gives what `run` gives."""
@@ -140,15 +173,14 @@ class EngineSync:
         result = run(*args)
         if isinstance(result, Future):
             self._unfinished.append(result)
-            while self._unfinished and self._unfinished[0].done():
-                self._unfinished.popleft()
-                self._member.after_step()
+            self._count_ended()
         else:
             self._member.after_step()
         return result
 
     def keep_up(self, dummy: Callable[[], Any]) -> None:
         """Where the loop had no forward pass to run: run the one that the others wait for, if they do."""
+        self._count_ended()
         if self._leaving:
             self._go_on_leaving()
         decision = self._member.before_step(False)
@@ -181,7 +213,10 @@ class EngineSync:
     def _end_forwards(self) -> None:
         """Wait for what is under way of a pipeline. All of it is agreed, so it ends."""
         wait(self._unfinished)
-        while self._unfinished:
+        self._count_ended()
+
+    def _count_ended(self) -> None:
+        while self._unfinished and self._unfinished[0].done():
             self._unfinished.popleft()
             self._member.after_step()
 
@@ -198,17 +233,23 @@ class EngineSync:
 
     def _linger(self) -> None:
         while True:
-            self._wake()
+            if self._engine.input_queue.empty():  # or the loop is elsewhere, or about to look anyway
+                self._wake()
             time.sleep(LINGER_POLL_S)
 
+    @property
+    def _leaves_now(self) -> bool:
+        """Whether there is something to do about leaving."""
+        lingered = time.monotonic() - self._last_due_s > LINGER_S
+        return not self._left or lingered and not self._member.engaged
+
     def _go_on_leaving(self) -> None:
-        now = time.monotonic()
         if not self._left:
-            self._left, self._last_due_s = True, now
+            self._left, self._last_due_s = True, time.monotonic()
             self._engine.abort_requests(list(self._engine.scheduler.requests))
             self._calls.expire()
             self._member.leave()
-        elif now - self._last_due_s > LINGER_S and not self._member.engaged:
+        elif self._leaves_now:
             raise SystemExit
 
     def _abort(self, error: GroupFailed) -> None:

@@ -65,6 +65,15 @@ def check(settings: Settings) -> Settings:
     return settings
 
 
+def _compare(ours: Settings, theirs: Settings, peer: int) -> None:
+    """Raises ConfigError unless they are the same."""
+    for key in Settings.__struct_fields__:
+        mine, other = getattr(ours, key), getattr(theirs, key)
+        if mine != other:
+            raise ConfigError(f"additional_config.dp_sync.{key}", mine,
+                              f"rank {peer} has {key}={other!r}; start all ranks with the same")
+
+
 def over(group: "ProcessGroup") -> Exchange:
     """An all-gather of byte strings over the ranks' process group on the CPU."""
     import torch
@@ -89,8 +98,7 @@ def _share(rank: int, size: int, exchange: Exchange, settings: Settings, wake: W
     try:
         offers = _all(exchange, _Offer(settings, _machine() if wanted else f"network only {rank}", os.getpid(), folder))
         for peer, offer in enumerate(offers):
-            if offer.settings != settings:
-                raise ConfigError("dp_sync", settings, f"rank {peer} has {offer.settings!r}; give all ranks the same")
+            _compare(settings, offer.settings, peer)
         if offers[0].folder and len({offer.machine for offer in offers}) == 1:
             board, pidfds = _open(offers, rank)
         everyone = all(one.shared for one in _all(exchange, _Shared(board is not None)))

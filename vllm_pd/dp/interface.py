@@ -29,7 +29,7 @@ request.
 
 Calls that run collectives of their own, or that change what forwards use, must come after the same forward on all
 ranks: `hold` each, call `next_call` between two steps, make those that it gives, and call `before_step(True)` only
-while `may_step`. Either all ranks are given a call or none is.
+while `may_step`. Either all ranks are given a call or none is, if each gives up what it no longer waits for.
 """
 from collections.abc import Callable
 from enum import Enum
@@ -50,8 +50,8 @@ class Decision(Enum):
 
 class CallEnd(Enum):
     """What becomes of a call that was held."""
-    MAKE = "make"  # now, as all ranks do
-    FAIL = "fail"  # no rank makes it
+    MAKE = "make"  # now, as all ranks do; it is no longer held
+    PUT_OFF = "put off"  # no rank makes it now; it is held as before
 
 
 class GroupFailed(PDError):
@@ -59,7 +59,7 @@ class GroupFailed(PDError):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of a group. All ranks must have the same."""
+    """Bounds of a group. All ranks must have the same: those that differ refuse to meet."""
     horizon: int = 8  # most steps agreed on ahead of the present one
     timeout_s: float = 10.0  # a process silent for longer while there are steps, or calls, is taken for dead
     # No rank ends a forward for so long while there are steps to run, or a rank's engine loop does not come by while a
@@ -67,6 +67,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stall_s: float = 300.0
     join_s: float = 120.0  # all ranks must be there by then
     grace_s: float = 5.0  # after a failure the engine loop must call the member by then, or `abort` is called
+    # A call that all ranks have to make together fails if some are not told of it for so long. 0: made at once, alone.
+    call_wait_s: float | None = None  # None: by who calls, see vllm_pd.dp.engine
 
 
 class Counters(msgspec.Struct):
@@ -118,7 +120,7 @@ class Member(Protocol):
 
     def give_up(self, name: int) -> bool:
         """Hold the oldest call of that name no longer, and have nobody make it. False: other ranks may be about to make
-        it; `next_call` is going to say what becomes of it. Never blocks."""
+        it; `next_call` is going to say what becomes of it. Ask again then. Never blocks."""
 
     @property
     def may_step(self) -> bool:

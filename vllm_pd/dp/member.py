@@ -20,6 +20,8 @@ from vllm_pd.rpc.sockets import Waker
 
 log = logging.getLogger(__name__)
 
+PATIENCE_S = 1.0  # for how long rank 0 keeps others waiting for a call that not all ranks are ready for
+
 AWAY = ("its engine loop has not come back to its steps for stall_s while a call that all ranks make waits for it: "
         "look for what holds it elsewhere")
 
@@ -51,6 +53,7 @@ class BaseMember(ABC):
         self._visits = 0  # of the engine loop
         self._visits_seen = 0
         self._loop_watch = Liveness([], settings.timeout_s, settings.stall_s)
+        self._proposed_s = 0.0
         self._begun_at = 0.0
         self._had_work = False
         self._thread = threading.Thread(target=self._run, name=f"vllm-pd-dp-{rank}", daemon=True)
@@ -69,7 +72,12 @@ class BaseMember(ABC):
             return False
         with self._lock:
             self._refresh()
-            return self._participant.due
+            return self._participant.due or self._is_in_the_way
+
+    @property
+    def _is_in_the_way(self) -> bool:
+        """Whether the call that this rank, rank 0, has proposed keeps others waiting. Locked."""
+        return self._participant.turns.in_the_way and time.monotonic() > self._proposed_s + PATIENCE_S
 
     def before_step(self, has_work: bool, max_remaining_tokens: int | None = None) -> Decision:
         """See interface.Member."""
@@ -121,13 +129,17 @@ class BaseMember(ABC):
         with self._lock:
             self._ended_call()
             self._refresh()
+            if self._is_in_the_way and self._participant.put_off():
+                self._publish_call()
             while moved := self._participant.advance():
                 move, name = moved
                 if move is Move.MAKE:
                     self.counters.calls += 1
                     return CallEnd.MAKE, name
-                if move is Move.FAIL:
-                    return CallEnd.FAIL, name
+                if move is Move.RELAX:
+                    return CallEnd.PUT_OFF, name
+                if move is Move.PROPOSE:
+                    self._proposed_s = time.monotonic()
                 self._publish_call()
             return None
 

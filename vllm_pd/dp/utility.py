@@ -6,7 +6,9 @@ Ranks know a call by who sent it and what it is. Where a front end calls all ran
 one order, so its how-manieth such call it is belongs to the name: a rank that was away while the others gave a call up
 does not take it for the next one. Ranks of which each has a front end of its own have no such number in common, since
 one may have been called more often; there the oldest calls of one name are taken for the same. Calls of several front
-ends may come in any order. A call of the same front end that comes behind one that waits stays behind it.
+ends may come in any order: rank 0, which proposes them, lets another front end's go first where one is not known
+everywhere. A call of the same front end that comes behind one that waits stays behind it, so rank 0 holds, of each
+front end, one at a time.
 """
 from __future__ import annotations
 
@@ -33,11 +35,12 @@ Request = tuple[int, int, str, Any]  # number of the front end, of the call, met
 
 
 class _Held(NamedTuple):
-    """A call that waits. `name`: 0 where it waits only for those before it."""
+    """A call that waits. `name`: 0 where it waits only for those before it. `told`: the step sync holds it, too."""
     request: Request
     name: int
     until_s: float
     alarm: threading.Timer | None
+    told: bool = False
 
 
 def kind_of(client: int, method: str, args: Any) -> str:
@@ -87,10 +90,10 @@ class UtilityCalls:
         if not together:
             self._held.append(_Held(request, 0, math.inf, None))
             return True
-        self._member.hold(name)
         alarm = threading.Timer(self._wait_s + ALARM_SLACK_S, self._wake)
         alarm.daemon = True
         self._held.append(_Held(request, name, time.monotonic() + self._wait_s, alarm))
+        self._tell()
         alarm.start()
         return True
 
@@ -100,35 +103,54 @@ class UtilityCalls:
         return name_of(kind, self._received[kind])
 
     def carry_out(self, make: Callable[[Request], None]) -> None:
-        """Make those whose time has come, fail those that nobody makes. Raises GroupFailed."""
+        """Make those whose time has come, fail those that have waited for too long. Raises GroupFailed."""
         while self._held and (end := self._member.next_call()):
             what, name = end
-            held = self._taken(name)
+            self._look_again(name)
             if what is CallEnd.MAKE:
-                make(held.request)
-            else:
-                self._give_up(held)
-            self._follow(make)
-        now = time.monotonic()
-        for held in [held for held in self._held if held.until_s <= now]:
-            if self._member.give_up(held.name):
-                self._give_up(self._taken(held.name))
+                make(self._taken(self._oldest(name)).request)
                 self._follow(make)
-            else:  # rank 0 is about to say what becomes of it
-                self._held = [one._replace(until_s=math.inf) if one is held else one for one in self._held]
+            else:
+                self._end_overdue(make)  # before this rank is ready for another number of that name
+        self._end_overdue(make)
 
     def expire(self) -> None:
         """Wait no longer."""
         self._held = [held._replace(until_s=0.0) if held.name else held for held in self._held]
 
-    def _taken(self, name: int) -> _Held:
-        held = next(held for held in self._held if held.name == name)
-        held.alarm.cancel()
-        self._held.remove(held)
-        # Of a later one of that name nobody knew whether rank 0 had yet to decide about it, or about this one.
+    def _end_overdue(self, make: Callable[[Request], None]) -> None:
+        now = time.monotonic()
+        while held := next((held for held in self._held if held.until_s <= now), None):
+            if not held.told or self._member.give_up(held.name):
+                self._give_up(self._taken(self._oldest(held.name) if held.told else held))
+                self._follow(make)
+            else:  # this rank is ready, so rank 0 is about to say what becomes of it
+                self._held = [one._replace(until_s=math.inf) if one is held else one for one in self._held]
+
+    def _look_again(self, name: int) -> None:
+        """Those of that name which were overdue while rank 0 had yet to decide about one of them are so now."""
         self._held = [one._replace(until_s=0.0) if one.name == name and one.until_s == math.inf else one
                       for one in self._held]
+
+    def _oldest(self, name: int) -> _Held:
+        return next(held for held in self._held if held.name == name)
+
+    def _taken(self, held: _Held) -> _Held:
+        held.alarm.cancel()
+        self._held.remove(held)
+        self._tell()
         return held
+
+    def _tell(self) -> None:
+        """Have the step sync hold what it may."""
+        fronts = set()
+        for place, held in enumerate(self._held):
+            front_end = held.request[0]
+            if held.name and not held.told and not (self._member.rank == 0 and front_end in fronts):
+                self._member.hold(held.name)
+                self._held[place] = held._replace(told=True)
+            if held.name:
+                fronts.add(front_end)
 
     def _follow(self, make: Callable[[Request], None]) -> None:
         """Make what waited only for a call before it."""
