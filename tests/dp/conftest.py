@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel groups of real engine processes, started once: each costs half a minute.
+"""Data-parallel groups of real engine processes, started once and off one process that has imported vLLM.
 
 VLLM_PD_DP_TREE names another vLLM to run the same tests on, to see what it does.
 """
 
 import contextlib
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from dp_loads import CALL_WAIT, MAX_TOKENS, PROMPTS, TREE
+from dp_forked import Forks
+from dp_loads import BOUND_S, CALL_WAIT, MAX_TOKENS, PROMPTS, TREE
 
 from vllm_pd.dpbench.group import Group
 
@@ -37,21 +39,34 @@ def starting() -> Iterator[contextlib.ExitStack]:
 
 
 @pytest.fixture(scope="session")
-def mono(moe, logs, starting) -> Group:
+def forks(starting) -> Forks:
+    forks = Forks(TREE)
+    starting.callback(forks.close)
+    return forks
+
+
+@pytest.fixture(scope="session")
+def start_group(forks) -> Callable[..., Group]:
+    """Makes a Group."""
+    return functools.partial(Group, tree=TREE, start=forks.driver)
+
+
+@pytest.fixture(scope="session")
+def mono(moe, logs, starting, start_group) -> Group:
     """The same model without data parallelism."""
-    group = Group(moe, 1, TREE, logs / "mono.log")
+    group = start_group(moe, 1, log=logs / "mono.log")
     starting.callback(group.close)
     return group
 
 
 @pytest.fixture(scope="session")
-def experts_pair(moe, logs, starting, mono) -> Group:
+def experts_pair(moe, logs, starting, mono, start_group) -> Group:
     """Two ranks, half of the experts each. Its very first request went to rank 1; `first` has what came of it (B72)."""
-    group = Group(moe, 2, TREE, logs / "experts.log", enable_expert_parallel=True, additional_config=CALL_WAIT)
+    group = start_group(moe, 2, log=logs / "experts.log", enable_expert_parallel=True, additional_config=CALL_WAIT)
     starting.callback(group.close)
     group.ready()
     group.first = group.generate(PROMPTS[0], rank=1, max_tokens=6)
-    group.first.exception(30)
+    group.first.exception(BOUND_S)
     return group
 
 
@@ -63,9 +78,9 @@ def group(experts_pair) -> Group:
 
 
 @pytest.fixture(scope="session")
-def quad(moe, logs, starting) -> Group:
+def quad(moe, logs, starting, start_group) -> Group:
     """Four ranks, each with a slice of every expert."""
-    group = Group(moe, 4, TREE, logs / "quad.log")
+    group = start_group(moe, 4, log=logs / "quad.log")
     starting.callback(group.close)
     return group
 

@@ -13,7 +13,8 @@ _tree = os.environ.get("VLLM_PD_DP_TREE")
 TREE = Path(_tree) if _tree else None
 CALL_WAIT_S = 4.0
 CALL_WAIT = {"dp_sync": {"call_wait_s": CALL_WAIT_S}}
-END_S = 30.0  # the longest that a group may take to end when one of its processes is dead
+BOUND_S = 100.0  # for whatever comes at once, unless the machine is busy
+END_S = 60.0  # the longest that a group may take to end when one of its processes is dead
 
 
 def _prompts() -> list[list[int]]:
@@ -31,7 +32,7 @@ def forwards(probes: list[dict]) -> list[int]:
     return [len(probe["steps"]) for probe in probes]
 
 
-def at_rest(group: Group, within_s: float = 5.0) -> list[dict]:
+def at_rest(group: Group, within_s: float = BOUND_S) -> list[dict]:
     """The probes, once the ranks have run equally many forward passes and run no more."""
     deadline = time.monotonic() + within_s
     before = None

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from dp_loads import MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
+from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, at_rest, forwards
 
 from vllm_pd.dpbench.group import Group
 
@@ -13,22 +13,22 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def servers(moe, logs) -> Iterator[Group]:
+def servers(moe, logs, start_group) -> Iterator[Group]:
     """Each with half of the experts. The group's very first request is the second front end's, to rank 1 (B72)."""
-    with Group(moe, 2, TREE, logs / "servers.log", enable_expert_parallel=True, front_ends=2,
-               disable_log_stats=False) as group:  # fmt: skip
+    with start_group(moe, 2, log=logs / "servers.log", enable_expert_parallel=True, front_ends=2,
+                     disable_log_stats=False) as group:  # fmt: skip
         group.first = group.generate(PROMPTS[0], rank=1, max_tokens=MAX_TOKENS[0], front=1)
-        group.first.exception(30)
+        group.first.exception(BOUND_S)
         yield group
 
 
 def test_b71_requests_of_two_front_ends(servers, expected):
     """B71, B72: a rank that one front end wakes takes along the rank that only the other one has sent something to."""
-    assert servers.first.result(1)["tokens"] == expected[0]
+    assert servers.first.result(BOUND_S)["tokens"] == expected[0]
     servers.start_probe()
     for number in range(1, 7):
         asked = servers.generate(PROMPTS[number], rank=number % 2, max_tokens=MAX_TOKENS[number], front=number // 2 % 2)
-        assert asked.result(20)["tokens"] == expected[number]
+        assert asked.result(BOUND_S)["tokens"] == expected[number]
     asked = [servers.generate(prompt, rank=front, max_tokens=most, front=front)
              for number, (prompt, most) in enumerate(zip(PROMPTS[:30], MAX_TOKENS, strict=False))
              for front in [number % 2]]  # fmt: skip
@@ -49,7 +49,7 @@ def test_b70_the_load_is_spread_and_then_all_is_still(servers, kind):
     assert [len(tokens) for tokens in servers.tokens(asked)] == [10] * 100
     done = [now - then for now, then in zip(_finished(servers), before, strict=True)]
     assert sum(done) == 100 and min(done) > 100 // 3
-    assert [servers.submit("chosen", front=front).result(10) for front in (0, 1)] == [{}, {}]
+    assert [servers.submit("chosen", front=front).result(BOUND_S) for front in (0, 1)] == [{}, {}]
     at_rest(servers)
     servers.start_probe()
     time.sleep(1)
@@ -62,7 +62,7 @@ def test_calls_of_two_front_ends_at_once(servers):
     for _ in range(4):
         called = [servers.submit("call", method="collective_rpc", args=["probe_collective"], ranks=[0, 1], front=front)
                   for front in (0, 1)]  # fmt: skip
-        assert [each.result(30) for each in called] == [[[2], [2]]] * 2
+        assert [each.result(BOUND_S) for each in called] == [[[2], [2]]] * 2
     assert [len(tokens) for tokens in servers.tokens(busy)] == [60, 60]
 
 
@@ -70,12 +70,12 @@ def test_a_request_is_aborted_by_its_own_front_end(servers):
     """The other one's go on."""
     mine = servers.generate(PROMPTS[2], rank=0, max_tokens=400, abort_after=3, front=0)
     others = servers.generate(PROMPTS[3], rank=0, max_tokens=60, front=1)
-    assert len(mine.result(30)["tokens"]) < 20 and len(others.result(60)["tokens"]) == 60
+    assert len(mine.result(BOUND_S)["tokens"]) < 400 and len(others.result(BOUND_S)["tokens"]) == 60
     servers.start_probe()
     assert forwards(at_rest(servers))[0] < 60
 
 
 def _finished(group: Group) -> list[int]:
     """By rank, what all front ends together have seen the end of."""
-    return [sum(ranks) for ranks in zip(*(group.submit("finished", front=front).result(10) for front in (0, 1)),
+    return [sum(ranks) for ranks in zip(*(group.submit("finished", front=front).result(BOUND_S) for front in (0, 1)),
                                         strict=True)]  # fmt: skip

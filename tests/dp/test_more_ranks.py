@@ -5,16 +5,15 @@ import contextlib
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from dp_loads import END_S, MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
+from dp_forked import ENDED
+from dp_loads import BOUND_S, END_S, MAX_TOKENS, PROMPTS, at_rest, forwards
 
-from vllm_pd.dpbench.group import ENGINE, Group, GroupError, environment
+from vllm_pd.dpbench.group import ENGINE, MEETINGS, GroupError
+from vllm_pd.ports import take_free, take_free_run
 
 NETWORK = {"dp_sync": {"shared_memory": False}}
 
@@ -34,8 +33,11 @@ def test_b70_four_ranks_give_the_tokens_of_one(quad, expected):
 
 def test_b73_rank_0_dies_while_all_step(quad):
     """B73: the process of rank 0 is killed in the middle of a request of rank 2: an error, in time. Ends the group."""
-    asked = quad.generate(PROMPTS[0], rank=2, max_tokens=400)
-    time.sleep(0.3)
+    quad.start_probe()
+    asked = quad.generate(PROMPTS[0], rank=2, max_tokens=480 - len(PROMPTS[0]))
+    deadline = time.monotonic() + BOUND_S
+    while not all(forwards(quad.take_probe())) and time.monotonic() < deadline:
+        time.sleep(0.01)
     os.kill(quad.pids["EngineCore_0"], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(GroupError):
@@ -46,74 +48,72 @@ def test_b73_rank_0_dies_while_all_step(quad):
 @pytest.fixture
 def meeting() -> dict:
     """Where the processes of one group meet."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return {"data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": free.getsockname()[1]}
+    return {"data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": take_free("127.0.0.1")}
 
 
-def test_b72_first_request_on_a_headless_node_54762(moe, logs, meeting, expected):
+def test_b72_first_request_on_a_headless_node_54762(moe, logs, meeting, expected, forks, start_group):
     """B72: rank 1 runs without a front end, as on another machine, and gets the very first request: served.
     The ranks talk over the network, as two machines would."""
     arguments = {**ENGINE, **meeting, "data_parallel_size": 2, "data_parallel_size_local": 1}
     options = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}")
                for key, value in arguments.items()]  # fmt: skip
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context((logs / "headless.log").open("wb"))
-        node = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(moe), "--headless", *options,
-             "--data-parallel-start-rank=1", '--additional-config={"dp_sync": {"shared_memory": false}}',
-             "--enable-expert-parallel"], env=environment(TREE), stdout=log, stderr=log)  # fmt: skip
-        stack.callback(node.wait, 20)
+        log = stack.enter_context((logs / "headless.log").open("ab"))
+        node = forks.script(
+            "vllm.entrypoints.cli.main", ["serve", str(moe), "--headless", *options, "--data-parallel-start-rank=1",
+                                          '--additional-config={"dp_sync": {"shared_memory": false}}',
+                                          "--enable-expert-parallel"], Path(log.name), log.fileno())  # fmt: skip
+        stack.callback(node.wait, BOUND_S)
         stack.callback(node.terminate)
-        head = stack.enter_context(Group(moe, 2, TREE, logs / "head.log", data_parallel_size_local=1, **meeting,
-                                         additional_config=NETWORK, enable_expert_parallel=True))  # fmt: skip
+        head = stack.enter_context(start_group(moe, 2, log=logs / "head.log", data_parallel_size_local=1, **meeting,
+                                               additional_config=NETWORK, enable_expert_parallel=True))  # fmt: skip
         asked = [head.generate(prompt, rank=1 - number % 2, max_tokens=most)
                  for number, (prompt, most) in enumerate(zip(PROMPTS[:20], MAX_TOKENS[:20], strict=True))]  # fmt: skip
-        assert asked[0].result(30)["tokens"] == expected[0]
-        assert head.call("collective_rpc", "probe_collective", timeout_s=30) == [[2], [2]]  # in the middle of them
+        assert asked[0].result(BOUND_S)["tokens"] == expected[0]
+        assert head.call("collective_rpc", "probe_collective", timeout_s=BOUND_S) == [[2], [2]]  # in the middle of them
         assert head.tokens(asked) == expected[:20]
 
 
-def test_each_rank_with_a_front_end_of_its_own(logs, meeting, tmp_path):
+def test_each_rank_with_a_front_end_of_its_own(logs, meeting, tmp_path, start_group):
     """External load balancing of a dense model: no front end knows of another rank, and no coordinator process is there
     to tell it. An adapter (LoRA) that is loaded and used on one rank only does not disturb the other."""
     model = Path(os.environ["VLLM_PD_TINY_MODEL"])
     adapter = ["adapter", 1, str(_adapter(tmp_path, model))]
     with contextlib.ExitStack() as stack:
-        fronts = [Group(model, 2, TREE, logs / f"front{rank}.log", ranks=[rank], data_parallel_rank=rank, **meeting,
-                        enable_lora=True, max_loras=1) for rank in (0, 1)]  # fmt: skip
+        fronts = [start_group(model, 2, log=logs / f"front{rank}.log", ranks=[rank], data_parallel_rank=rank, **meeting,
+                              enable_lora=True, max_loras=1) for rank in (0, 1)]  # fmt: skip
         for front in fronts:
             stack.callback(front.close)
         for front in fronts:
             front.ready().start_probe()
-        plain = [fronts[rank].generate(PROMPTS[1], max_tokens=12).result(30)["tokens"] for rank in (1, 0)]
+        plain = [fronts[rank].generate(PROMPTS[1], max_tokens=12).result(BOUND_S)["tokens"] for rank in (1, 0)]
         assert plain[0] == plain[1]
         busy = fronts[0].generate(PROMPTS[2], max_tokens=150)
         assert fronts[1].call("add_lora", adapter) == [True]
-        changed = fronts[1].generate(PROMPTS[1], max_tokens=12, adapter=adapter).result(30)["tokens"]
-        assert changed != plain[0] and len(busy.result(60)["tokens"]) == 150
+        changed = fronts[1].generate(PROMPTS[1], max_tokens=12, adapter=adapter).result(BOUND_S)["tokens"]
+        assert changed != plain[0] and len(busy.result(BOUND_S)["tokens"]) == 150
         for front in fronts:
             front.call("remove_lora", 1)  # upstream's dummy batches may have removed it before
-        assert fronts[0].generate(PROMPTS[1], max_tokens=12, adapter=adapter).result(30)["tokens"] == changed
+        assert fronts[0].generate(PROMPTS[1], max_tokens=12, adapter=adapter).result(BOUND_S)["tokens"] == changed
         steps = [forwards(at_rest(front))[0] for front in fronts]
         assert steps[0] == steps[1]
 
 
-def test_an_offline_rank_that_ends_early_leaves_the_others_their_group(moe, logs):
+def test_an_offline_rank_that_ends_early_leaves_the_others_their_group(moe, logs, forks):
     """`LLM` in a process per rank: rank 0 has one short prompt and ends; rank 1 goes on for long and is not harmed.
     Before that both make a call with a collective in it, one of them while the other still generates."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("offline_rank.py")
-    ranks = []
+    port = take_free_run("127.0.0.1", MEETINGS)
+    said, ranks = [logs / f"offline{rank}.txt" for rank in (0, 1)], []
     for rank, tokens in ((0, 2), (1, 300)):
-        env = environment(TREE) | {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": "2",
-                                   "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}  # fmt: skip
-        with (logs / f"offline{rank}.log").open("wb") as log:
-            ranks.append(subprocess.Popen([sys.executable, str(script), str(moe), str(tokens)], env=env,
-                                          stdout=subprocess.PIPE, stderr=log, text=True))  # fmt: skip
-    said = [process.communicate(timeout=150)[0].splitlines()[-1] for process in ranks]
-    assert said == ["called [2] served 2", "called [2] served 300"]
-    assert [process.returncode for process in ranks] == [0, 0]
+        env = {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": "2",
+               "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}  # fmt: skip
+        with said[rank].open("wb") as output:
+            ranks.append(forks.script(str(Path(__file__).with_name("offline_rank.py")), [str(moe), str(tokens)],
+                                      logs / f"offline{rank}.log", output.fileno(), **env))  # fmt: skip
+    for rank in ranks:
+        rank.wait(2 * BOUND_S)
+    assert [text.read_text().splitlines()[-2:] for text in said] == [["called [2] served 2", ENDED],
+                                                                     ["called [2] served 300", ENDED]]  # fmt: skip
 
 
 def _adapter(folder: Path, model: Path) -> Path:

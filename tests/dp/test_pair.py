@@ -7,7 +7,17 @@ import signal
 import time
 
 import pytest
-from dp_loads import CALL_WAIT_S, END_S, HORIZON_STEPS, MAX_TOKENS, PROMPTS, at_rest, forwards, trailing_dummies
+from dp_loads import (
+    BOUND_S,
+    CALL_WAIT_S,
+    END_S,
+    HORIZON_STEPS,
+    MAX_TOKENS,
+    PROMPTS,
+    at_rest,
+    forwards,
+    trailing_dummies,
+)
 
 from vllm_pd.dpbench.group import GroupError
 
@@ -23,7 +33,7 @@ def drain_dummies(probes: list[dict]) -> int:
 
 def test_b72_first_request_on_another_rank_51983(experts_pair, expected):
     """B72: a group just started, whose first request ever is not rank 0's: served."""
-    assert experts_pair.first.result(1)["tokens"] == expected[0][:6] or MAX_TOKENS[0] < 6
+    assert experts_pair.first.result(BOUND_S)["tokens"] == expected[0][:6] or MAX_TOKENS[0] < 6
 
 
 def test_b70_unequal_load_gives_the_tokens_of_one_rank(group, expected):
@@ -45,6 +55,12 @@ def test_b70_stops_within_the_horizon_and_stays_idle(group):
     time.sleep(2)
     probes = group.take_probe()
     assert forwards(probes) == [0, 0]
+    for _ in range(2):
+        if all(probe["cpu"] < 0.2 for probe in probes):
+            return
+        group.start_probe()  # something else may have run in it
+        time.sleep(2)
+        probes = group.take_probe()
     assert all(probe["cpu"] < 0.2 for probe in probes)
 
 
@@ -53,7 +69,7 @@ def test_b71_a_request_that_no_front_end_sent(group):
     for rank in (1, 0):
         group.start_probe()
         group.call("add_request", _request(f"inner{rank}", 7), ranks=[rank])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + BOUND_S
         while forwards(group.take_probe())[rank] < 7 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert min(forwards(at_rest(group))) >= 7
@@ -73,7 +89,7 @@ def test_request_that_meets_the_drain_16277(group):
     """A request sent while, or right after, the group comes to rest: it could belong to a wave that had ended."""
     for number in range(30):
         asked = group.generate(PROMPTS[3], rank=number % 2, max_tokens=1 + number % 3)
-        asked.result(20)
+        asked.result(BOUND_S)
         time.sleep(0.0007 * number)
     at_rest(group)
 
@@ -87,14 +103,17 @@ def test_sender_is_woken_by_its_own_request_39366(group):
 
 def test_late_wake_up_meets_a_collective_call_36608(group):
     """A call that runs a collective of its own on all ranks, right behind a request and in the middle of one: a late
-    wake-up had one rank in a dummy batch and the other in the call, each waiting for the other."""
+    wake-up had one rank in a dummy batch and the other in the call, each waiting for the other. The tokens are the same
+    wherever in the request the calls came, and a rank had to rest for them."""
+    answers = set()
     for number in range(6):
         asked = group.generate(PROMPTS[2], rank=number % 2, max_tokens=40)
         for _ in range(5):
-            assert group.call("collective_rpc", "probe_collective", timeout_s=20) == [[2], [2]]
+            assert group.call("collective_rpc", "probe_collective", timeout_s=BOUND_S) == [[2], [2]]
             time.sleep(0.003 * number)
-        asked.result(20)
-        assert group.call("collective_rpc", "probe_collective", timeout_s=20) == [[2], [2]]
+        answers.add(tuple(asked.result(BOUND_S)["tokens"]))
+        assert group.call("collective_rpc", "probe_collective", timeout_s=BOUND_S) == [[2], [2]]
+    assert len(answers) == 1
     at_rest(group)
 
 
@@ -107,7 +126,7 @@ def test_calls_on_all_ranks_meet_requests_at_both_36608(group):
         method, args = chance.choice(CALLS)
         calls.append(group.submit("call", method=method, args=args, ranks=[0, 1]))
         time.sleep(chance.choice([0, 0, 0.001, 0.01, 0.03]))
-    assert all(len(call.result(60)) == 2 for call in calls)
+    assert all(len(call.result(BOUND_S)) == 2 for call in calls)
     group.tokens(asked, 60)
     group.call("wake_up")
     at_rest(group)
@@ -115,25 +134,30 @@ def test_calls_on_all_ranks_meet_requests_at_both_36608(group):
 
 def test_a_call_that_does_not_reach_all_ranks_fails_and_harms_nobody(group):
     """Each rank is called alone: an error in time, that says what to do. Requests are served meanwhile, and the next
-    call is made."""
+    call is made. Who asked for a call may have gone away when it fails."""
     began = time.monotonic()
+    gone = [group.submit("call", method="wake_up", args=(), ranks=[0], patience_s=0.2)]
     lone = [group.submit("call", method="collective_rpc", args=("probe_collective",), ranks=[0]),
             group.submit("call", method="collective_rpc", args=("probe_take",), ranks=[1])]  # fmt: skip
     behind = group.submit("call", method="is_sleeping", args=(), ranks=[1])
     group.tokens([group.generate(PROMPTS[2], rank=rank, max_tokens=5) for rank in (0, 1)])
     for call in lone:
         with pytest.raises(GroupError, match=r"made by no rank.*call_wait_s"):
-            call.result(20)
+            call.result(BOUND_S)
     assert time.monotonic() > began + CALL_WAIT_S
-    assert behind.result(20) == [False]
+    assert behind.result(BOUND_S) == [False]
     # Each hears of the other's too late, and of another call behind it: they make that one, both of them.
     late = group.submit("call", method="collective_rpc", args=("probe_collective",), ranks=[1])
-    assert group.call("collective_rpc", "probe_collective", timeout_s=20) == [[2], [2]]
+    gone.append(group.submit("call", method="wake_up", args=(), ranks=[1], patience_s=0.2))
+    assert group.call("collective_rpc", "probe_collective", timeout_s=BOUND_S) == [[2], [2]]
     with pytest.raises(GroupError, match="made by no rank"):
-        late.result(20)
+        late.result(BOUND_S)
     with pytest.raises(GroupError, match="made by no rank"):
-        group.call("collective_rpc", "probe_take", ranks=[0], timeout_s=20)
-    assert len(group.call("collective_rpc", "probe_take", timeout_s=20)) == 2
+        group.call("collective_rpc", "probe_take", ranks=[0], timeout_s=BOUND_S)
+    for call in gone:
+        with pytest.raises(GroupError, match="TimeoutError"):
+            call.result(BOUND_S)
+    assert len(group.call("collective_rpc", "probe_take", timeout_s=BOUND_S)) == 2
 
 
 def test_aborted_request_leaves_nothing_running_51476(group):
@@ -141,7 +165,7 @@ def test_aborted_request_leaves_nothing_running_51476(group):
     for number in range(8):
         name = f"gone{number}"
         asked = group.generate(PROMPTS[5], rank=number % 2, max_tokens=200, name=name, abort_after=1 + number)
-        assert len(asked.result(20)["tokens"]) >= 1 + number
+        assert len(asked.result(BOUND_S)["tokens"]) >= 1 + number
     for rank in (0, 1):
         group.call("add_request", _request("early", 50), ranks=[rank])
         group.call("abort_requests", ["early"], ranks=[rank])
@@ -165,8 +189,8 @@ def test_utility_calls_while_idle_and_while_stepping(group, busy):
     asked = [group.generate(PROMPTS[6], rank=0, max_tokens=200)] if busy else []
     for method, args in (("reset_prefix_cache", ()), ("sleep", (1,)), ("is_sleeping", ()), ("wake_up", ()),
                          ("reset_mm_cache", ()), ("execute_dummy_batch", ())):  # fmt: skip
-        group.call(method, *args, timeout_s=30)
-    assert len(group.call("collective_rpc", "probe_take", timeout_s=30)) == 2
+        group.call(method, *args, timeout_s=BOUND_S)
+    assert len(group.call("collective_rpc", "probe_take", timeout_s=BOUND_S)) == 2
     for tokens in group.tokens(asked, 60):
         assert len(tokens) == 200
     at_rest(group)
@@ -174,12 +198,12 @@ def test_utility_calls_while_idle_and_while_stepping(group, busy):
 
 def test_requests_are_balanced_by_their_counts(group):
     """Without a rank named, requests go where fewer are, by the counts that the coordinator spreads."""
-    asked = [group.generate(PROMPTS[7], max_tokens=30, name=f"b{number}") for number in range(8)]
-    chosen = group.submit("chosen").result(10)
+    asked = [group.generate(PROMPTS[7], max_tokens=200, name=f"b{number}") for number in range(8)]
+    chosen = group.submit("chosen").result(BOUND_S)
     ranks = [chosen[f"b{number}"] for number in range(8) if f"b{number}" in chosen]
     assert abs(ranks.count(0) - ranks.count(1)) <= 1
     group.tokens(asked, 60)
-    held = [group.generate(PROMPTS[8], rank=0, max_tokens=250) for _ in range(4)]
+    held = [group.generate(PROMPTS[8], rank=0, max_tokens=150) for _ in range(4)]
     assert _counts_become(group, [[0, 4], [0, 0]])
     group.tokens(held, 60)
     assert _counts_become(group, [[0, 0], [0, 0]])
@@ -198,8 +222,8 @@ def test_b73_an_idle_rank_dies(experts_pair):
 
 def _counts_become(group, wanted: list) -> bool:
     """Whether the [waiting, running] counts of the ranks are as `wanted` within ten seconds."""
-    deadline = time.monotonic() + 10
-    while group.submit("counts").result(10) != wanted:
+    deadline = time.monotonic() + BOUND_S
+    while group.submit("counts").result(BOUND_S) != wanted:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

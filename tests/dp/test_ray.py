@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from dp_loads import END_S, MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
+from dp_loads import BOUND_S, END_S, MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
 
 from vllm_pd.dpbench.group import Group, GroupError
 
@@ -28,13 +28,13 @@ def actors(moe, logs) -> Group:
         stack.callback(group.close)
         group.ready()
         group.first = group.generate(PROMPTS[0], rank=1, max_tokens=MAX_TOKENS[0])
-        group.first.exception(30)
+        group.first.exception(BOUND_S)
         yield group
 
 
 def test_b72_b70_actors_give_the_tokens_of_one_rank(actors, expected):
     """B72: the first request is rank 1's. B70: then 40 mixed ones, four of five at rank 0; equally many forwards."""
-    assert actors.first.result(1)["tokens"] == expected[0]
+    assert actors.first.result(BOUND_S)["tokens"] == expected[0]
     actors.start_probe()
     asked = [actors.generate(prompt, rank=0 if number % 5 else 1, max_tokens=most)
              for number, (prompt, most) in enumerate(zip(PROMPTS[:40], MAX_TOKENS, strict=False))]  # fmt: skip
@@ -49,7 +49,7 @@ def test_b70_idle_actors_run_nothing(actors):
     time.sleep(1)
     assert forwards(actors.take_probe()) == [0, 0]
     for rank in (1, 0):
-        actors.generate(PROMPTS[1], rank=rank, max_tokens=6).result(30)
+        actors.generate(PROMPTS[1], rank=rank, max_tokens=6).result(BOUND_S)
     assert min(forwards(at_rest(actors))) >= 12
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from dp_loads import MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
+from dp_loads import MAX_TOKENS, PROMPTS, at_rest, forwards
 
 from vllm_pd.dpbench.group import Group
 
@@ -24,16 +24,16 @@ def dense() -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(dense, moe, logs) -> Iterator[Callable[[int], Group]]:
-    """Gives the group GROUPS[number], while the one after it starts already: its imports keep only one core busy."""
+def started(dense, moe, logs, start_group) -> Iterator[Callable[[int], Group]]:
+    """Gives the group GROUPS[number], while the one after it starts already."""
     groups: list[Group] = []
     with contextlib.ExitStack() as stack:
 
         def group(number: int) -> Group:
             for experts, size, spread in GROUPS[len(groups) : number + 2]:
                 model = moe if experts else dense
-                groups.append(Group(model, size, TREE, logs / f"{model.name}-{size}-{spread}.log",
-                                    enable_expert_parallel=spread))  # fmt: skip
+                groups.append(start_group(model, size, log=logs / f"{model.name}-{size}-{spread}.log",
+                                          enable_expert_parallel=spread))  # fmt: skip
                 stack.callback(groups[-1].close)
             return groups[number].ready()
 
@@ -41,9 +41,9 @@ def started(dense, moe, logs) -> Iterator[Callable[[int], Group]]:
 
 
 @pytest.fixture(scope="module")
-def dense_expected(dense, logs, started) -> list[list[int]]:
+def dense_expected(dense, logs, started, start_group) -> list[list[int]]:
     """What one rank of the Llama alone answers to each of PROMPTS."""
-    with Group(dense, 1, TREE, logs / "dense.log") as alone:
+    with start_group(dense, 1, log=logs / "dense.log") as alone:
         return alone.tokens([alone.generate(prompt, max_tokens=most)
                              for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)])  # fmt: skip
 

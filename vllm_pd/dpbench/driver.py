@@ -49,11 +49,12 @@ async def generate(engine: Any, ask: dict) -> dict:
 
 
 async def call(engine: Any, ask: dict) -> list:
-    """What the engine core of each of `ranks` says to a utility call."""
+    """What the engine core of each of `ranks` says to a utility call; waited for no longer than `patience_s`, if given.
+    """
     client = engine.engine_core
     ranks = [rank.to_bytes(2, "little") for rank in ask["ranks"]]
     calls = [client._call_utility_async(ask["method"], *ask["args"], engine=rank) for rank in ranks]
-    return await asyncio.gather(*calls)
+    return await asyncio.wait_for(asyncio.gather(*calls), ask.get("patience_s"))
 
 
 async def counts(engine: Any, ask: dict) -> list:
@@ -108,7 +109,10 @@ class Fronts:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         front_ends = arguments.pop("front_ends", 1)
         quiet = arguments["disable_log_stats"]
+        meet_at = arguments.pop("ranks_meet_at")
         config = AsyncEngineArgs(**arguments).create_engine_config()
+        # Upstream's own choice is one that the kernel may give to any connection before the ranks listen there.
+        config.parallel_config.data_parallel_master_port = meet_at
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         for pipe in pipes:  # else the other end would take an engine that lives on for this process
             os.register_at_fork(after_in_child=functools.partial(os.close, pipe))

@@ -2,24 +2,28 @@
 """One data-parallel group with its front end in a process of its own, for tests and `vllm-pd bench dp`."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from ..errors import PDError
+from ..ports import take_free_run
 
 PROBE = "vllm_pd.dpbench.probe.StepProbe"
 # What each engine of a group is started with, as fields of AsyncEngineArgs.
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32,
           "skip_tokenizer_init": True, "disable_log_stats": True, "worker_extension_cls": PROBE}  # fmt: skip
 START_S, ANSWER_S, STOP_S = 240.0, 120.0, 20.0
+MEETINGS = 8  # ports in a row that upstream takes, one for each process group of the ranks, and some to spare
+Start = Callable[[list[str], tuple[int, int], Path | None], Any]  # gives `pid`, `wait` and `kill` of subprocess.Popen
 
 
 def environment(tree: Path | None) -> dict[str, str]:
@@ -32,6 +36,13 @@ def environment(tree: Path | None) -> dict[str, str]:
                          "PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
 
 
+def _popen(env: dict[str, str], arguments: list[str], pipes: tuple[int, int], log: Path | None) -> subprocess.Popen:
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(log.open("ab")) if log else None
+        return subprocess.Popen([sys.executable, "-m", "vllm_pd.dpbench.driver", *map(str, pipes), *arguments], env=env,
+                                pass_fds=pipes, stdout=output, stderr=output, start_new_session=True)  # fmt: skip
+
+
 class GroupError(PDError):
     """The group, or one of its requests, ended with an error."""
 
@@ -41,11 +52,12 @@ class Group:
 
     tree: the vLLM to run, a folder that holds `vllm/`; None: the one that is imported here. `arguments` are
     `AsyncEngineArgs`; they may give this front end a part of the group only, and then `ranks` says which. One more,
-    `front_ends`: how many there are, of which `front` of each question chooses one.
+    `front_ends`: how many there are, of which `front` of each question chooses one. `start` makes the driver's process,
+    with the driver's last argument, the descriptors of its pipes, and `log`; None: by the command line.
     """
 
     def __init__(self, model: Path, size: int, tree: Path | None = None, log: Path | None = None,
-                 ranks: list[int] | None = None, **arguments: Any) -> None:  # fmt: skip
+                 ranks: list[int] | None = None, start: Start | None = None, **arguments: Any) -> None:  # fmt: skip
         self.size, self.pids = size, {}
         self.ranks = list(range(size)) if ranks is None else ranks
         self._asked: dict[int, Future] = {}
@@ -53,15 +65,12 @@ class Group:
         self._lock = threading.Lock()
         self._gone = False
         self._ready: Future = Future()
-        engine = {"model": str(model), "data_parallel_size": size} | ENGINE | arguments
+        engine = {"model": str(model), "data_parallel_size": size,
+                  "ranks_meet_at": take_free_run("127.0.0.1", MEETINGS)} | ENGINE | arguments  # fmt: skip
         ask_out, ask_in = os.pipe()
         answer_out, answer_in = os.pipe()
-        with contextlib.ExitStack() as stack:
-            output = stack.enter_context(log.open("ab")) if log else None
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_pd.dpbench.driver", str(ask_out), str(answer_in), json.dumps(engine)],
-                pass_fds=(ask_out, answer_in), env=environment(tree), stdout=output, stderr=output,
-                start_new_session=True)  # fmt: skip
+        start = start or functools.partial(_popen, environment(tree))
+        self.process = start([json.dumps(engine)], (ask_out, answer_in), log)
         os.close(ask_out)
         os.close(answer_in)
         self._asks = os.fdopen(ask_in, "w", buffering=1)
