@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens a prompt will have at the engines, found out beside the event loop, or in it where that is sooner.
 
-Threads do what is long: the tokenizer's own code runs without the interpreter's lock. The queue before them is bounded,
-and so is the wait; a prompt that is not ready in time, or that this can't tokenise, goes without. A short one would
-spend half as long again on its way to a thread and back, so the loop does it, but for no more of its time than
-`LOOP_REST` says; where there is one core only, a thread would do nothing meanwhile, and the loop does all short ones.
+Threads do it: the tokenizer's own code runs without the interpreter's lock, and one prompt after the other in the same
+thread takes less time than each between other work. The queue before them is bounded, and so is the wait; a prompt that
+is not ready in time, or that this can't tokenise, goes without. But the way to a thread and back is long for a short
+prompt, so where little comes the loop does those itself, for no more of its time than `LOOP_REST` leaves.
 Nothing here changes a request.
 """
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ MAX_TEXT_BYTES = 1 << 19  # of a request whose prompt is text; a longer one coul
 MAX_PARSED_BYTES = 2 << 20  # token ids take 6 ms a MiB, of the loop; of a longer request only the model is looked for
 BEGINNING_BYTES = 256
 MAX_LOOP_BYTES = 4096  # of a request that the loop does itself: English takes 0.7 ms, the worst that was found 2 ms
-LOOP_REST = 3.0  # times what such a one has taken, before the loop does another
+LOOP_REST = 10.0  # times what such a one has taken, before the loop does another
 
 
 class Tokenized(StrEnum):
@@ -172,7 +171,6 @@ class TokenPool:
         self._loading: asyncio.Task | None = None
         self._tokenizer: Tokenizer | None = None
         self._queued = 0
-        self._rest = LOOP_REST if len(os.sched_getaffinity(0)) > 1 else 0.0
         self._rests_until_s = 0.0
         self.problem = ""
         if self._wanted not in (None, NO_TOKENIZER):
@@ -237,7 +235,7 @@ class TokenPool:
             return self._work(prompt, given, finish)
         finally:
             ended_s = time.monotonic()
-            self._rests_until_s = ended_s + self._rest * (ended_s - began_s)
+            self._rests_until_s = ended_s + LOOP_REST * (ended_s - began_s)
 
     async def _do_there(self, prompt: Prompt, given: bool,
                         finish: Callable[[Sequence[int]], Any]) -> tuple[int, Any]:
