@@ -94,7 +94,7 @@ class Search:
     each request; `heat_blocks`: how many hits a move may lose at first, once in e times."""
 
     def __init__(self, trace: Sequence[Arrival], block_size: int, worker_blocks: int, start: Sequence[int],
-                 workers: int, seed: int, heat_blocks: float = 30.0) -> None:
+                 workers: int, seed: int, heat_blocks: float = 10.0) -> None:
         self._runs = Runs.of(trace, block_size)
         self._worker_blocks = worker_blocks
         self._placed = list(start)
