@@ -4,6 +4,7 @@
 States are tuples. A path that can't go on must have come to a good end, and no path may run in a circle: together that
 says that nobody waits for ever and that everything comes to rest.
 """
+import gc
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -38,6 +39,16 @@ class Explored(NamedTuple):
 
 def explore(model: Model, limit: int = 2_000_000) -> Explored:
     """All states. Raises Violation, and OverflowError beyond `limit` states."""
+    collects = gc.isenabled()
+    gc.disable()  # nothing here refers to itself, and there is more and more to look through
+    try:
+        return _explore(model, limit)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _explore(model: Model, limit: int) -> Explored:
     first = model.first()
     number = {first: 0}
     parent: list[tuple[int, str]] = [(-1, "")]

@@ -344,9 +344,15 @@ class RpcModel(LoopModel):
         super().__init__(setting)
         self.name_first = self.calls or setting.spare.crashes > 0
         self.lossy = setting.spare.losses > 0
+        self._tidy: dict[Rank, Rank] = {}
 
     def sorted(self, state: State) -> State:
-        return super().sorted(state._replace(ranks=tuple(self.tidied(rank) for rank in state.ranks)))
+        tidy = self._tidy
+        for rank in state.ranks:
+            if rank not in tidy:  # as a rule only one has changed
+                tidied = tidy[rank] = self.tidied(rank)
+                tidy[tidied] = tidied
+        return super().sorted(state._replace(ranks=tuple([tidy[rank] for rank in state.ranks])))
 
     def tidied(self, rank: Rank) -> Rank:
         """Less to tell apart. What nobody would act upon is left out: the numbers of forwards and calls ended go with a
