@@ -40,7 +40,6 @@ TICK_S = 0.02
 IDLE_TICK_S = 0.1  # where nothing is awaited
 MAX_SOCKETS = 16384  # of all subscribers of a loop, four each
 MESSAGES_A_TURN = 32
-GATHER_S = 0.002  # from the first message to reading it and what has come meanwhile
 SLICE_S = 0.002  # of the loop's time in one piece
 QUEUED_BATCHES = 20_000
 FIND_S = 2.0  # for an answer to GET /pd/events
@@ -232,14 +231,12 @@ class Subscriber:
                 if notice.replay is not None:
                     connect = lambda: _client(context, notice.replay)
                 follower = replay = ReplayFollower(connect, self, self.counters, now)
-            more = False
             while True:
-                tick_s = 0 if more else TICK_S if follower.waits else IDLE_TICK_S
-                if await poller.poll(tick_s * 1000) and not more:
-                    await asyncio.sleep(GATHER_S)  # waking for each costs more than the messages themselves
+                tick_s = 0 if follower.more else TICK_S if follower.waits else IDLE_TICK_S
+                await poller.poll(tick_s * 1000)
                 while line is not None and sockets.receive(line) is not None:
                     follower.hung_up(time.monotonic())
-                more = await self._turn(events, follower)
+                await self._turn(events, follower)
         finally:
             if replay is not None:
                 replay.close()
@@ -249,14 +246,11 @@ class Subscriber:
             for socket in opened:
                 socket.close()
 
-    async def _turn(self, events: zmq.Socket | None, follower: SideFollower | ReplayFollower) -> bool:
-        """Read and do what is due. Whether something may be left unread."""
-        more = False
-        for number in range(MESSAGES_A_TURN):
+    async def _turn(self, events: zmq.Socket | None, follower: SideFollower | ReplayFollower) -> None:
+        for _ in range(MESSAGES_A_TURN):
             frames = sockets.receive(events) if events is not None else None
             if frames is None:
                 break
-            more = number == MESSAGES_A_TURN - 1
             try:
                 follower.batch(time.monotonic(), frames)
             except BadFrame as fault:
@@ -275,7 +269,6 @@ class Subscriber:
             follower.ask(time.monotonic())
         self.state = SubscriberState.LIVE if follower.live else SubscriberState.SYNCING
         await asyncio.sleep(0)
-        return more or follower.more
 
     async def _carry_out(self) -> None:
         """What the batches say, in slices."""
