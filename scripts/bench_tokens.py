@@ -8,6 +8,7 @@ earlier prompts remembered. They must be equal. Conversations take turns, as the
 take turns, too. A figure is the median of CPU time over all conversations and rounds; making the text is not in it.
 """
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -19,6 +20,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from vllm_pd.router.pieces import Pieces
+from vllm_pd.router.tokens import encode
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -45,20 +47,17 @@ def timed(find: Callable[[str], Sequence[int]], text: str) -> tuple[float, Seque
 def measure(args: argparse.Namespace) -> dict[str, list]:
     """Per turn: tokens, and milliseconds of both ways. Raises RuntimeError where the ids differ."""
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    backend = tokenizer.backend_tokenizer
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
-
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    by_library = functools.partial(encode, tokenizer.backend_tokenizer)
     taken_s: dict[str, list[list[float]]] = {way: [[] for _ in range(args.turns)] for way in ("whole", "pieces")}
     tokens: list[list[int]] = [[] for _ in range(args.turns)]
     for number in range(args.rounds):
-        pieces = Pieces(backend.get_added_tokens_decoder().values(), encode)
+        pieces = Pieces(added, by_library)
         chats = conversations(args, random.Random(args.seed + number))
         for turn in range(args.turns):
             for chat in chats:
                 text = tokenizer.apply_chat_template(chat[:2 + 2 * turn], tokenize=False, add_generation_prompt=True)
-                whole_s, ids = timed(lambda text: encode([text])[0], text)
+                whole_s, ids = timed(lambda text: by_library([text])[0], text)
                 pieces_s, same = timed(pieces.ids, text)
                 if list(same) != list(ids):
                     raise RuntimeError(f"turn {turn}: the ids differ for {text!r}")

@@ -8,6 +8,7 @@ prompt, so where little comes the loop does those itself, for no more of its tim
 Nothing here changes a request.
 """
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -86,6 +87,12 @@ def parse(body: bytes) -> Prompt | None:
         return None
 
 
+def encode(backend: Any, texts: list[str], special: bool = False) -> list[list[int]]:
+    """The ids of each text by the library's fast code, in two thirds of the time that its own wrapper takes: no
+    offsets, no dictionary around them. `special`: with those that stand before and after a text."""
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
+
+
 class Tokenizer:
     """One model's, with its chat template. Safe to use from several threads."""
 
@@ -98,7 +105,7 @@ class Tokenizer:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._pieces = None if self._backend is None else Pieces(
-            self._backend.get_added_tokens_decoder().values(), lambda texts: self._encode(texts, False))
+            self._backend.get_added_tokens_decoder().values(), functools.partial(encode, self._backend))
 
     @property
     def quick(self) -> bool:
@@ -128,12 +135,8 @@ class Tokenizer:
 
     def _ids(self, text: str, special: bool) -> Sequence[int]:
         if self._pieces is not None:
-            return self._encode([text], True)[0] if special else self._pieces.ids(text)
+            return encode(self._backend, [text], True)[0] if special else self._pieces.ids(text)
         return self._tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False).input_ids
-
-    def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
-        """The library's ids in two thirds of the time: no offsets, no dictionary around them."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=special)]
 
     @staticmethod
     def _cut(ids: Sequence[int], prompt: Prompt) -> Sequence[int] | None:
