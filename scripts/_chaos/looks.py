@@ -43,7 +43,7 @@ def open_counts(engine) -> dict[str, int]:
         "open_attempts": len(disagg._agent.open_attempts()),
         "held_blocks": len(prefills._held_blocks),
         "given_up": len(prefills._fallen) + len(prefills._freed),
-        "resumed": len(prefills._resumed),
+        "resumed": len(prefills._arrived) + len(prefills._resumed),
         "jobs": len(jobs._jobs) if jobs is not None else 0,
         "live_handles": disagg._transfer.live_handles(),
         "agent_errors": int(disagg._agent.error is not None),
