@@ -118,6 +118,7 @@ class Group:
         self.size = size
         barrier = _FORK.Barrier(size)
         self._pipes, self.processes = [], []
+        self._reports: list[list[tuple]] = [[] for _ in range(size)]
         for rank in range(size):
             ours, theirs = _FORK.Pipe()
             arguments = (rank, size, folder, barrier, theirs, shared, settings)
@@ -138,12 +139,17 @@ class Group:
         self._pipes[rank].send(what)
 
     def wait(self, rank: int, kind: str) -> tuple:
-        """The next report of that kind."""
+        """The oldest report of that kind that has not been waited for. Those of other kinds may come before it: which
+        comes first is often up to the other ranks."""
         until = time.monotonic() + BOUND_S
-        while self._pipes[rank].poll(max(0.0, until - time.monotonic())):
-            got = self._pipes[rank].recv()
-            if got[0] == kind:
-                return got
+        reports = self._reports[rank]
+        while True:
+            for at, report in enumerate(reports):
+                if report[0] == kind:
+                    return reports.pop(at)
+            if not self._pipes[rank].poll(max(0.0, until - time.monotonic())):
+                break
+            reports.append(self._pipes[rank].recv())
         raise AssertionError(f"rank {rank} has not said {kind!r}; its process: {self.processes[rank].exitcode}")
 
     def states(self) -> list[tuple]:

@@ -124,6 +124,8 @@ def test_a_call_may_take_longer_than_a_rank_may_be_silent(make):
     group = make(3, settings=replace(CALM, timeout_s=0.7 * SLOW_S))
     for rank in range(3):
         group.ask(rank, "call", SLOW_CALL)
+    for rank in range(3):
+        group.wait(rank, "makes")
     group.ask(2, "request", 3)
     assert len({group.wait(rank, "made")[1:] for rank in range(3)}) == 1
     group.wait(2, "served")
