@@ -24,7 +24,7 @@ from vllm_pd.transfer.requests import (
     Write,
 )
 from vllm_pd.transfer.transport import PeerMetadata
-from vllm_pd.transfer.worker import SETTLE_S, TransferWorker
+from vllm_pd.transfer.worker import SETTLE_S, SETTLE_STEP_S, TransferWorker
 
 BLOCKS = 6
 
@@ -219,5 +219,18 @@ def test_b34_a_new_peer_is_polled_for_while_its_connection_is_made():
     assert not p.busy, "a refused peer has no connection"
     p.execute([add])
     assert p.busy and p.settling
-    clock.now_s += SETTLE_S
-    assert not p.busy
+    polls = 0
+    while p.busy:
+        clock.now_s += SETTLE_STEP_S
+        p.take_progress()
+        polls += 1
+    assert SETTLE_S <= (polls + 0.01) * SETTLE_STEP_S < SETTLE_S + 2 * SETTLE_STEP_S
+
+
+def test_b34_an_engine_that_stands_still_has_polled_no_more_for_a_new_peer():
+    clock, _, p, _, add = pair()
+    p.execute([add])
+    p.take_progress()
+    clock.now_s += 10 * SETTLE_S
+    p.take_progress()
+    assert p.settling

@@ -29,6 +29,7 @@ from vllm_pd.transfer.transport import Transport
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.5
+SETTLE_STEP_S = 0.02  # of it, between two polls
 
 
 def _nothing() -> None:
@@ -41,7 +42,7 @@ class TransferWorker:
 
     A connection is made in several rounds, and a sender does its part only while it polls. Left in the middle of one,
     UCX's thread at the receiver takes a whole core until the sender polls again. So for `SETTLE_S` after a peer was
-    added there is something to poll for.
+    added there is something to poll for; time in which nobody polled does not count.
     """
 
     def __init__(self, transport: Transport, synchronize: Callable[[], None] = _nothing, rank: int = 0,
@@ -50,7 +51,8 @@ class TransferWorker:
         self._synchronize = synchronize
         self._rank = rank
         self._clock = clock
-        self._settled_at = -math.inf
+        self._unsettled_s = 0.0
+        self._polled_at = -math.inf
         self._open: set[str] = set()
         self._finished: list[Finished] = []
         self._refused: list[Refusal] = []
@@ -78,6 +80,10 @@ class TransferWorker:
     def take_progress(self) -> TransferProgress:
         """Poll the transport and hand out everything that is new since the last call."""
         progress = self._transport.poll()
+        if self._unsettled_s > 0:
+            now = self._clock()
+            self._unsettled_s -= min(now - self._polled_at, SETTLE_STEP_S)
+            self._polled_at = now
         finished, self._finished = self._finished + progress.finished, []
         refused, self._refused = self._refused, []
         self._open.difference_update(end.key for end in progress.finished)
@@ -91,7 +97,7 @@ class TransferWorker:
     @property
     def settling(self) -> bool:
         """Whether a peer is so new that its connection may need a poll."""
-        return self._clock() < self._settled_at
+        return self._unsettled_s > 0
 
     def live_handles(self) -> int:
         """Transfers that are not released yet."""
@@ -126,4 +132,4 @@ class TransferWorker:
             logger.warning("Peer %s is refused: %s", request.name, error)
             self._refused.append(Refusal(peer=request.name, reason=str(error)))
         else:
-            self._settled_at = self._clock() + SETTLE_S
+            self._unsettled_s, self._polled_at = SETTLE_S, self._clock()
