@@ -18,7 +18,7 @@ from vllm_pd.dp.interface import CallEnd, Decision, GroupFailed, Settings
 _FORK = multiprocessing.get_context("fork")
 BOUND_S = 100.0  # far more than any of what follows: a machine may be busy
 SETTINGS = Settings(timeout_s=10.0, grace_s=5.0, join_s=BOUND_S)  # where nobody dies: a busy machine may hold a rank up
-CALM = Settings(timeout_s=4.0, grace_s=5.0, join_s=BOUND_S)  # where it is waited for a beat of the watching threads
+CALM = Settings(timeout_s=4.0, grace_s=BOUND_S, join_s=BOUND_S)  # where it is waited for a beat of the watching threads
 QUICK = Settings(timeout_s=1.5, grace_s=0.3, join_s=BOUND_S)  # where ranks have to end for one that does not answer
 SLOW_CALL = 8  # takes SLOW_S
 SLOW_S = 5.0
@@ -46,8 +46,9 @@ def file_exchange(folder: Path, rank: int, size: int) -> Callable[[bytes], list[
 
 def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], None], report: Callable) -> None:
     """Until END. Reports ("served",) for each request, ("made", name, forwards) for each call, which waits for all as a
-    forward does (and before SLOW_CALL ("makes", name)), ("put off", name), and, when asked, ("state", counters,
-    cpu_s, switches) and ("given up", whether it was)."""
+    forward does (and before SLOW_CALL ("makes", name)), ("put off", name), ("sticks",), and, when asked, ("state",
+    counters, cpu_s, switches, whether it has something to run), ("engaged", whether it is) and ("given up", whether it
+    was)."""
     work: list[int] = []
     while True:
         while not inbox.empty() or not (work and member.may_step) and not member.due:
@@ -55,6 +56,7 @@ def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], Non
             if kind == "request":
                 work.append(rest[0])
             elif kind == "stick":
+                report(("sticks",))
                 time.sleep(BOUND_S * 2)
             elif kind == "leave":
                 member.leave()
@@ -64,7 +66,9 @@ def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], Non
                 report(("given up", member.give_up(rest[0])))
             elif kind == "state":
                 usage = resource.getrusage(resource.RUSAGE_SELF)
-                report(("state", member.counters, time.process_time(), usage.ru_nvcsw))
+                report(("state", member.counters, time.process_time(), usage.ru_nvcsw, bool(work) or member.due))
+            elif kind == "engaged":
+                report(("engaged", member.engaged))
         while end := member.next_call():
             what, name = end
             if what is CallEnd.MAKE:
@@ -161,11 +165,21 @@ class Group:
                 self.ask(rank, "state")
             states = [self.wait(rank, "state")[1:] for rank in range(self.size)]
             forwards = [state[0].forwards for state in states]
-            if forwards == seen and len(set(forwards)) == 1:
-                return states
+            if forwards == seen and len(set(forwards)) == 1 and not any(busy for *_, busy in states):
+                return [tuple(state) for *state, _ in states]
             seen = forwards
             time.sleep(0.1)
         raise AssertionError(f"the group does not come to rest: {seen}")
+
+    def wait_engaged(self, rank: int) -> None:
+        """Until others can't make a call, or know that it is off, without that rank."""
+        until = time.monotonic() + BOUND_S
+        while time.monotonic() < until:
+            self.ask(rank, "engaged")
+            if self.wait(rank, "engaged")[1]:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"rank {rank} does not become ready for a call")
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to one rank."""

@@ -75,7 +75,7 @@ def test_a_call_that_not_all_hear_of_is_made_by_none(make):
     group = make(3)
     for rank in (0, 1):
         group.ask(rank, "call", 5)
-    time.sleep(0.2)
+    group.wait_engaged(1)
     group.ask(1, "give up", 5)
     assert group.wait(1, "given up")[1] is False
     group.ask(2, "request", 5)
@@ -115,7 +115,7 @@ def test_b73_rank_0_stops_while_a_call_waits_and_ends_the_others(make):
     group = make(3, settings=QUICK)
     for rank in (0, 1):
         group.ask(rank, "call", 5)
-    time.sleep(0.2)
+    group.wait_engaged(1)
     group.signal(0, signal.SIGSTOP)
     assert set(group.exit_codes(1, 2)) <= {FAILED, 1}
 
@@ -147,12 +147,12 @@ def test_b73_a_process_that_stops_in_a_call_ends_the_others(make, victim):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_b73_a_loop_that_is_stuck_while_a_call_waits_for_it_ends_the_others(make, victim):
     """Rank 0, which is to decide, or one that has yet to begin the call that the others are in."""
-    group = make(3, settings=replace(QUICK, stall_s=STALL_S))
+    group = make(3, settings=replace(CALM, grace_s=0.3, stall_s=STALL_S))
     for rank in (0, 1):
         group.ask(rank, "call", 5)
     time.sleep(1.5 * STALL_S)  # nobody is stuck: this is no fault
     group.ask(victim, "stick")
-    time.sleep(0.2)
+    group.wait(victim, "sticks")
     group.ask(2, "call", 5)
     others = [rank for rank in range(3) if rank != victim]
     assert set(group.exit_codes(*others)) <= {FAILED, 1}
