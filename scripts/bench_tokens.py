@@ -20,7 +20,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from vllm_pd.router.pieces import Pieces
-from vllm_pd.router.tokens import encode
+from vllm_pd.router.tokenizer import encode
 
 
 def words(rng: random.Random, count: int) -> str:

@@ -9,7 +9,7 @@ import threading
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from vllm_pd.router.pieces import Pieces
+from vllm_pd.router.pieces import Pieces, parts_between_words
 
 PLAIN = (AddedToken("<|a|>", special=True, normalized=False), AddedToken("<|b|>", special=True, normalized=False))
 KINDS = {
@@ -74,6 +74,42 @@ def test_the_pieces_ids_are_the_texts(build, kind):
     assert len(asked) == len(set(asked)), "nothing is tokenised twice"
 
 
+@pytest.mark.parametrize("build", ["bytes", "bytes, space first", "spaces as letters, everywhere", "lower case"])
+def test_a_beginning_is_that_of_the_whole(build):
+    tokenizer = made(PLAIN, *BUILDS[build])
+    draw = random.Random(7)
+    for _ in range(200):
+        pieces, asked = pieces_of(tokenizer)
+        known = "".join(draw.choices(LETTERS, k=6)) + "x <|b|>ab"
+        pieces.ids(known + "<|a|>")
+        asked.clear()
+        text = known + "<|a|>" * draw.randint(1, 2) + " ".join(draw.choices(["ab", "a", "x", "é", "xab"], k=60))
+        begun = pieces.beginning(text, 12)
+        whole = tokenizer.encode(text, add_special_tokens=False).ids
+        assert list(begun.ids) == whole[:len(begun.ids)] and len(begun.ids) < len(whole), text
+        assert sum(map(len, asked)) <= 24 + len("<|a|>"), "only that much is tokenised"
+        assert abs(begun.tokens - len(whole)) < 0.5 * len(whole)
+
+
+def test_a_beginning_is_not_worth_it_or_not_to_be_had():
+    pieces, _ = pieces_of(made(PLAIN, *BUILDS["bytes"]))
+    words = "ab " * 100
+    assert pieces.beginning(words, 76) is None, "what is left is too little"
+    assert pieces.beginning(words, 75) is not None
+    assert pieces.beginning("ab" * 200, 10) is None, "no place between words"
+    assert pieces.beginning("a. 1, " * 100, 10) is None
+    pieces.ids(words)
+    assert pieces.beginning(words, 10) is None, "all is known"
+
+
+@pytest.mark.parametrize("build, parts", [
+    ("bytes", True), ("bytes, space first", True), ("spaces as letters, everywhere", True), ("lower case", True),
+    ("spaces as letters, at the start", False), ("normalized", False)])
+def test_it_is_tried_whether_words_run_into_one_another(build, parts):
+    tokenizer = made(PLAIN, *BUILDS[build])
+    assert parts_between_words(lambda texts: [tokenizer.encode(text).ids for text in texts]) is parts
+
+
 def test_only_what_is_new_is_tokenised():
     pieces, asked = pieces_of(made(PLAIN, *BUILDS["bytes"]))
     pieces.ids("s<|a|>one<|b|>")
@@ -115,7 +151,7 @@ def test_chats_of_a_model_have_the_librarys_ids():
         import os, sys
         from vllm_pd.router.server import LIBRARY
         os.environ.update(LIBRARY)
-        from vllm_pd.router.tokens import Prompt, Tokenizer
+        from vllm_pd.router.tokenizer import Prompt, Tokenizer
         tokenizer = Tokenizer(sys.argv[1])
         said, asked = [], []
         encode = tokenizer._pieces._encode
@@ -126,6 +162,15 @@ def test_chats_of_a_model_have_the_librarys_ids():
             whole = tokenizer._tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
             library = tokenizer._tokenizer(whole, add_special_tokens=False).input_ids
             assert list(tokenizer.tokens(Prompt(messages=said))) == library
+        new = [*said, {"role": "user", "content": "Tell me at length of the capital of France and of its river. " * 9}]
+        for prompt in (Prompt(messages=new), Prompt(prompt=new[-1]["content"])):
+            begun = tokenizer.beginning(prompt, 60)
+            ids = list(tokenizer.tokens(prompt))
+            assert 10 < len(begun.ids) < len(ids) and list(begun.ids) == ids[:len(begun.ids)]
+            assert abs(begun.tokens - len(ids)) < 0.2 * len(ids)
+        for prompt in (Prompt(prompt="a b"), Prompt(prompt=[1]), Prompt(prompt="a b " * 99, truncate_prompt_tokens=3)):
+            assert tokenizer.beginning(prompt, 60) is None
+        del asked[-2:]
         assert len(asked) == len(set(asked)) and sum(map(len, asked)) < 1.2 * len(whole), "each turn once"
     """
     subprocess.run([sys.executable, "-c", program, os.environ["VLLM_PD_TINY_MODEL"]], check=True, timeout=300)

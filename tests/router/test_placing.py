@@ -20,15 +20,14 @@ from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.policy import Policy, PolicyConfig, Reason
+from vllm_pd.router.tokenizer import Prompt, Tokenizer
 from vllm_pd.router.tokens import (
     LOOP_REST,
     MAX_LOOP_BYTES,
     MAX_PARSED_BYTES,
     MAX_QUEUED,
     MAX_TEXT_BYTES,
-    Prompt,
     Tokenized,
-    Tokenizer,
     TokenPool,
     parse,
 )
@@ -44,6 +43,9 @@ class Words:
     def __init__(self, name):
         if name == "missing":
             raise OSError("there is no such folder")
+
+    def beginning(self, prompt, chars):
+        return None
 
     def tokens(self, prompt):
         if prompt.messages is not None:
@@ -204,8 +206,8 @@ async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():
     async with placing(load=Slow, tokenize_timeout_s=0.05, tokenize_threads=1) as (_, _, pool, _):
         outcomes = await asyncio.gather(*(pool.tokens(parse(body()), len, 100) for _ in range(MAX_QUEUED + 5)))
         heard.set()
-        assert [outcome for outcome, _, _ in outcomes].count(Tokenized.BUSY) == 5
-        assert {outcome for outcome, _, _ in outcomes} == {Tokenized.BUSY, Tokenized.LATE}
+        assert [found.outcome for found in outcomes].count(Tokenized.BUSY) == 5
+        assert {found.outcome for found in outcomes} == {Tokenized.BUSY, Tokenized.LATE}
 
 
 @pytest.mark.parametrize("size_bytes, quick, in_the_loop", [
@@ -304,7 +306,7 @@ def test_the_fast_way_gives_the_librarys_ids():
         import os, sys
         from vllm_pd.router.server import LIBRARY
         os.environ.update(LIBRARY)
-        from vllm_pd.router.tokens import Tokenizer
+        from vllm_pd.router.tokenizer import Tokenizer
         tokenizer = Tokenizer(sys.argv[1])
         assert tokenizer._backend is not None and "torch" not in sys.modules
         for text in ("", "a", "The capital of France is", "\u00e9\U0001f600 <|im_start|>user\\n x", "7" * 300):

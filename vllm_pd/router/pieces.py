@@ -5,15 +5,50 @@ A tokenizer looks for its special tokens first, and treats what stands between t
 cut before each special token, and the pieces' ids, one after the other, are those of the text. What pieces that have
 come before (system prompts, earlier turns) gave is kept, for the last used ones, up to `MAX_KEPT_CHARS`. Nothing is
 cut before a special token on which the text before it has a say, or which has one on that.
+
+A prompt's beginning can be had by itself, for who need not know the rest yet. Where it ends in the middle of a piece it
+ends between two words: most tokenizers begin anew at the space before a word. Whether one does is tried on a sample
+(`parts_between_words`).
 """
 import re
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 MAX_KEPT_CHARS = 16 << 20  # of text; with its ids about twice as many bytes
+WORTH = 3  # what is left for later is at least so many times what is done now
+
+SAMPLE = (
+    "One of the best things about the end of the year is that it can be as quiet as you want it to be, at least for a "
+    "while. In the case of the United States it is not clear what will happen in the future, and there is a lot to do. "
+    "Es ist nicht so, dass es in der Stadt an der Elbe zu viele von den Leuten gibt, die das auch sagen. "
+    "Il y a une partie de la ville que l'on ne voit pas, et c'est la plus belle de toutes. "
+    "Lo que no se puede decir de una vez se dice en la noche, por lo que es de los que lo son. "
+    "Это было не так, как мы думали, и в том числе для того, чтобы он не был один. def f(x): return x if x else None")
+
+_BETWEEN_WORDS = re.compile(r"[^\W\d_](?= [^\W\d_])")
+
+
+class Beginning(NamedTuple):
+    """Of a text. `tokens` is what it will have in all, as far as its beginning tells."""
+    ids: Sequence[int]
+    tokens: int
+
+    @classmethod
+    def of(cls, ids: Sequence[int], chars: int, all_chars: int) -> "Beginning":
+        """These ids are those of the first `chars` of a text."""
+        return cls(ids, round(len(ids) * all_chars / chars))
+
+
+def place_to_cut(text: str, chars: int) -> int | None:
+    """Between two words, after `chars` of a text or a little more; None where no such place is near, or where what
+    follows is not worth it."""
+    if len(text) < (1 + WORTH) * chars:
+        return None
+    found = _BETWEEN_WORDS.search(text, chars - 1, 2 * chars)
+    return None if found is None else found.end()
 
 
 class Special(Protocol):
@@ -22,6 +57,14 @@ class Special(Protocol):
     single_word: bool  # not within a word
     lstrip: bool  # the space before it belongs to it
     normalized: bool  # looked for later, in what the others have left
+
+
+def parts_between_words(encode: Callable[[list[str]], list[Sequence[int]]]) -> bool:
+    """Whether this tokenizer's texts can be cut between words: at each such place of the sample what stands before has
+    the ids that it has in the whole."""
+    [whole] = encode([SAMPLE])
+    beginnings = encode([SAMPLE[:found.end()] for found in _BETWEEN_WORDS.finditer(SAMPLE)])
+    return all(list(ids) == list(whole[:len(ids)]) for ids in beginnings)
 
 
 class Pieces:
@@ -57,6 +100,25 @@ class Pieces:
         for known in found:
             whole.extend(known)
         return whole
+
+    def beginning(self, text: str, chars: int) -> Beginning | None:
+        """What is known of its beginning, and about `chars` more of it. None where all is known, what is not is short,
+        or there is no place to cut it. Raises whatever `encode` raises."""
+        ids, at = array("I"), 0
+        for piece in self._cut(text):
+            with self._lock:
+                known = self._kept.get(piece)
+            if known is not None:
+                ids.extend(known)
+                at += len(piece)
+                continue
+            end = place_to_cut(piece, chars)
+            if end is None:
+                return None
+            [new] = self._encode([piece[:end]])
+            rest = round(len(new) * (len(text) - at - end) / end)
+            return Beginning((*ids, *new), len(ids) + len(new) + rest)
+        return None
 
     def _cut(self, text: str) -> list[str]:
         if self._special is None:

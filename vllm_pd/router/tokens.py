@@ -4,22 +4,22 @@
 Threads do it: the tokenizer's own code runs without the interpreter's lock, and one prompt after the other in the same
 thread takes less time than each between other work. The queue before them is bounded, and so is the wait; a prompt that
 is not ready in time, or that this can't tokenise, goes without. But the way to a thread and back is long for a short
-prompt, so where little comes the loop does those itself, for no more of its time than `LOOP_REST` leaves.
-Nothing here changes a request.
+prompt, so where little comes the loop does those itself, for no more of its time than `LOOP_REST` leaves. Of a prompt
+with much that is new it does the beginning. Where that is enough to see where the prompt should go, because nobody
+holds as much, the threads do the rest only if it is asked for. Nothing here changes a request.
 """
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from vllm_pd.router.options import NO_TOKENIZER, RouterOptions
-from vllm_pd.router.pieces import Pieces
+from vllm_pd.router.tokenizer import Prompt, Tokenizer
 
 logger = logging.getLogger("vllm_pd.router")
 
@@ -29,12 +29,15 @@ MAX_TEXT_BYTES = 1 << 19  # of a request whose prompt is text; a longer one coul
 MAX_PARSED_BYTES = 2 << 20  # token ids take 6 ms a MiB, of the loop; of a longer request only the model is looked for
 BEGINNING_BYTES = 256
 MAX_LOOP_BYTES = 4096  # of a request that the loop does itself: English takes 0.7 ms, the worst that was found 2 ms
+MAX_BEGUN_BYTES = 1 << 16  # of a request of which the loop does the beginning, which takes 0.1 ms
+MAX_BEGUN_MESSAGES = 64  # 0.3 ms
 LOOP_REST = 10.0  # times what such a one has taken, before the loop does another
 
 
 class Tokenized(StrEnum):
     """What came of one prompt; the label of a counter."""
     DONE = "done"
+    BEGUN = "begun"  # the beginning only, which was enough
     GIVEN = "given"  # the client sent token ids
     NONE = "none"  # nothing to tokenise: another kind of request, or content that is no text or brings its own program
     LONG = "long"
@@ -44,24 +47,20 @@ class Tokenized(StrEnum):
     FAILED = "failed"
 
 
-class Prompt(msgspec.Struct):
-    """The parts of a request's body that decide where it goes. Everything else is left alone."""
-    model: Any = None
-    prompt: Any = None
-    messages: Any = None
-    user: Any = None
-    session_id: Any = None
-    cache_salt: Any = None
-    add_special_tokens: Any = None
-    add_generation_prompt: Any = True
-    continue_final_message: Any = False
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    documents: Any = None
-    mm_processor_kwargs: Any = None
-    truncate_prompt_tokens: Any = None
+class Opening(NamedTuple):
+    """May a prompt's beginning do? Its ids are to be those of about `chars` more than is known, and `enough` says of
+    what `finish` made of them whether the others can wait."""
+    chars: int
+    enough: Callable[[Any], bool]
+
+
+class Found(NamedTuple):
+    """How many tokens (of one that is BEGUN about so many), and what `finish` made of them; None where nothing was
+    found. Of one that is BEGUN `rest` makes it of all, or gives None where that can't be had."""
+    outcome: Tokenized
+    tokens: int = 0
+    made: Any = None
+    rest: Callable[[], Awaitable[Any]] | None = None
 
 
 class _Outline(msgspec.Struct):
@@ -85,82 +84,6 @@ def parse(body: bytes) -> Prompt | None:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def encode(backend: Any, texts: list[str], special: bool = False) -> list[list[int]]:
-    """The ids of each text by the library's fast code, in two thirds of the time that its own wrapper takes: no
-    offsets, no dictionary around them. `special`: with those that stand before and after a text."""
-    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
-
-
-class Tokenizer:
-    """One model's, with its chat template. Safe to use from several threads."""
-
-    def __init__(self, name: str) -> None:
-        """Loads it. Raises whatever the library raises."""
-        from transformers import AutoTokenizer
-        self._tokenizer = AutoTokenizer.from_pretrained(name)
-        self._backend = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
-        if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
-        self._pieces = None if self._backend is None else Pieces(
-            self._backend.get_added_tokens_decoder().values(), functools.partial(encode, self._backend))
-
-    @property
-    def quick(self) -> bool:
-        """Whether the library's fast code does it, so that a short prompt may be done while others wait."""
-        return self._backend is not None
-
-    def tokens(self, prompt: Prompt) -> Sequence[int] | None:
-        """The ids of the first prompt, None where there is no text in it. Raises whatever the library raises."""
-        if prompt.messages is not None:
-            return self._chat(prompt)
-        text = prompt.prompt[0] if isinstance(prompt.prompt, list) and prompt.prompt else prompt.prompt
-        if not isinstance(text, str):
-            return None
-        special = True if prompt.add_special_tokens is None else bool(prompt.add_special_tokens)
-        return self._cut(self._ids(text, special), prompt)
-
-    def _chat(self, prompt: Prompt) -> Sequence[int] | None:
-        messages = [_flattened(message) for message in prompt.messages]
-        if any(message is None for message in messages):
-            return None
-        tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
-        text = self._tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=None, tokenize=False,
-            add_generation_prompt=bool(prompt.add_generation_prompt) and not prompt.continue_final_message,
-            continue_final_message=bool(prompt.continue_final_message), **(prompt.chat_template_kwargs or {}))
-        return self._cut(self._ids(text, bool(prompt.add_special_tokens)), prompt)
-
-    def _ids(self, text: str, special: bool) -> Sequence[int]:
-        if self._pieces is not None:
-            return encode(self._backend, [text], True)[0] if special else self._pieces.ids(text)
-        return self._tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False).input_ids
-
-    @staticmethod
-    def _cut(ids: Sequence[int], prompt: Prompt) -> Sequence[int] | None:
-        """vLLM keeps the end of a prompt that it truncates; how much is left where it is told -1, only it knows."""
-        if prompt.truncate_prompt_tokens is None:
-            return ids
-        return ids[-prompt.truncate_prompt_tokens:] if prompt.truncate_prompt_tokens > 0 else None
-
-
-def _flattened(message: Any) -> dict[str, Any] | None:
-    """As vLLM gives it to templates that want strings: text parts joined, the arguments of tool calls as objects. None
-    where a part is no text."""
-    content = message.get("content")
-    if content is None:
-        content = ""
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            return None
-        content = "\n".join(part["text"] for part in content)
-    message = {**message, "content": content}
-    if message.get("role") == "assistant" and isinstance(message.get("tool_calls"), list):
-        message["tool_calls"] = [{**call, "function": {**call["function"], "arguments": msgspec.json.decode(
-            call["function"]["arguments"])}} for call in message["tool_calls"]]
-    return message
 
 
 class TokenPool:
@@ -189,38 +112,33 @@ class TokenPool:
         if self._wanted is None and root and self._tokenizer is None and self._loading is None:
             self._begin(root)
 
-    async def tokens(self, prompt: Prompt | None, finish: Callable[[Sequence[int]], Any],
-                     size_bytes: int) -> tuple[Tokenized, int, Any]:
-        """(what came of it, how many tokens, what `finish` made of them, in the thread that found them, or None).
-        `size_bytes` is the whole request's. A client's own template is never run: nothing could end it."""
+    async def tokens(self, prompt: Prompt | None, finish: Callable[[Sequence[int]], Any], size_bytes: int,
+                     opening: Opening | None = None) -> Found:
+        """What `finish` makes of the prompt's ids, in the thread that finds them. `size_bytes` is the whole request's.
+        A client's own template is never run: nothing could end it."""
         if prompt is None or prompt.cache_salt is not None or prompt.mm_processor_kwargs or prompt.documents:
-            return Tokenized.NONE, 0, None
+            return Found(Tokenized.NONE)
         if prompt.chat_template is not None:
-            return Tokenized.NONE, 0, None
+            return Found(Tokenized.NONE)
         if size_bytes > MAX_PARSED_BYTES:
-            return Tokenized.LONG, 0, None
+            return Found(Tokenized.LONG)
         given = _is_given(prompt.prompt)
         if not given and not (isinstance(prompt.messages, list) and prompt.messages or prompt.prompt):
-            return Tokenized.NONE, 0, None
+            return Found(Tokenized.NONE)
         if not given and self._tokenizer is None:
-            return Tokenized.NOT_LOADED, 0, None
+            return Found(Tokenized.NOT_LOADED)
         if not given and size_bytes > MAX_TEXT_BYTES:
-            return Tokenized.LONG, 0, None
+            return Found(Tokenized.LONG)
         try:
-            if self._may_do_here(given, size_bytes):
-                count, made = self._do_here(prompt, given, finish)
-            elif self._queued < MAX_QUEUED:
-                count, made = await self._do_there(prompt, given, finish)
-            else:
-                return Tokenized.BUSY, 0, None
+            found = self._here(prompt, given, finish, size_bytes, opening)
+            if found is None and self._queued < MAX_QUEUED:
+                found = await self._there(prompt, given, finish)
+            return found or Found(Tokenized.BUSY)
         except TimeoutError:
-            return Tokenized.LATE, 0, None
+            return Found(Tokenized.LATE)
         except Exception as error:  # a template may raise anything
             logger.debug("a prompt could not be tokenised: %r", error)
-            return Tokenized.FAILED, 0, None
-        if not count:
-            return Tokenized.NONE, 0, None
-        return (Tokenized.GIVEN if given else Tokenized.DONE), count, made
+            return Found(Tokenized.FAILED)
 
     def close(self) -> None:
         """End the threads with what they are doing."""
@@ -228,30 +146,57 @@ class TokenPool:
             self._loading.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _may_do_here(self, given: bool, size_bytes: int) -> bool:
-        return (size_bytes <= MAX_LOOP_BYTES and (given or self._tokenizer.quick)
-                and time.monotonic() >= self._rests_until_s)
-
-    def _do_here(self, prompt: Prompt, given: bool, finish: Callable[[Sequence[int]], Any]) -> tuple[int, Any]:
+    def _here(self, prompt: Prompt, given: bool, finish: Callable[[Sequence[int]], Any], size_bytes: int,
+              opening: Opening | None) -> Found | None:
+        """What the loop finds by itself; None where that is for the threads."""
+        if not given and not self._tokenizer.quick:
+            return None
+        if opening is not None and not given and size_bytes <= MAX_BEGUN_BYTES:
+            found = self._begun(prompt, finish, opening)
+            if found is not None:
+                return found
         began_s = time.monotonic()
+        if began_s < self._rests_until_s or size_bytes > MAX_LOOP_BYTES:
+            return None
         try:
             return self._work(prompt, given, finish)
         finally:
             ended_s = time.monotonic()
             self._rests_until_s = ended_s + LOOP_REST * (ended_s - began_s)
 
-    async def _do_there(self, prompt: Prompt, given: bool,
-                        finish: Callable[[Sequence[int]], Any]) -> tuple[int, Any]:
-        """Raises TimeoutError besides."""
+    def _begun(self, prompt: Prompt, finish: Callable[[Sequence[int]], Any], opening: Opening) -> Found | None:
+        if len(prompt.messages or ()) > MAX_BEGUN_MESSAGES:
+            return None
+        beginning = self._tokenizer.beginning(prompt, opening.chars)
+        if beginning is None:
+            return None
+        made = finish(beginning.ids)
+        if not opening.enough(made):
+            return None
+        return Found(Tokenized.BEGUN, beginning.tokens, made, lambda: self._rest(prompt, finish))
+
+    async def _rest(self, prompt: Prompt, finish: Callable[[Sequence[int]], Any]) -> Any:
+        if self._queued >= MAX_QUEUED:
+            return None
+        try:
+            return (await self._there(prompt, False, finish)).made
+        except Exception as error:  # TimeoutError too: without it others of the kind may go elsewhere, no more
+            logger.debug("the rest of a prompt could not be tokenised: %r", error)
+            return None
+
+    async def _there(self, prompt: Prompt, given: bool, finish: Callable[[Sequence[int]], Any]) -> Found:
+        """By a thread. Raises TimeoutError besides."""
         self._queued += 1
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._work, prompt, given, finish)
         work.add_done_callback(self._done)
         async with asyncio.timeout(self._timeout_s):
             return await asyncio.shield(work)
 
-    def _work(self, prompt: Prompt, given: bool, finish: Callable[[Sequence[int]], Any]) -> tuple[int, Any]:
+    def _work(self, prompt: Prompt, given: bool, finish: Callable[[Sequence[int]], Any]) -> Found:
         ids = _given(prompt.prompt) if given else self._tokenizer.tokens(prompt)
-        return (len(ids), finish(ids)) if ids else (0, None)
+        if not ids:
+            return Found(Tokenized.NONE)
+        return Found(Tokenized.GIVEN if given else Tokenized.DONE, len(ids), finish(ids))
 
     def _done(self, work: asyncio.Future) -> None:
         self._queued -= 1
