@@ -13,10 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from vllm_pd.broker import nats_store
 from vllm_pd.broker.server import Broker
 from vllm_pd.ports import take_free
 
 START_S = 60.0
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """A NATS server that stands still, or a client of it, is not given up: the machine may be busy with others."""
+    for name in ("REQUEST_S", "PING_S", "ACK_WAIT_S"):
+        monkeypatch.setattr(nats_store, name, PATIENCE_S)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ class FakeEngine:
         self.parked = prometheus_client.Histogram("vllm:pd_parked_seconds", "", registry=self.registry)
         self.prefill = prometheus_client.Histogram("vllm:request_prefill_time_seconds", "", registry=self.registry)
         self.bytes = prometheus_client.Counter("vllm:pd_transfer_bytes_total", "", registry=self.registry)
+        self._counting = threading.Lock()  # a page shows all of a request's figures, or none
         engine = self
 
         class Handler(_Handler):
@@ -47,20 +48,26 @@ class FakeEngine:
         self._server.server_close()
         self._thread.join()
 
+    def page(self) -> bytes:
+        with self._counting:
+            return prometheus_client.generate_latest(self.registry)
+
     def count(self, prompt_tokens: int) -> None:
-        self.prefill.observe(self.first_s / 2)
-        if prompt_tokens <= self.max_local:
-            self.decisions.labels("local", "threshold").inc()
-            return
-        self.decisions.labels("remote", "length").inc()
+        with self._counting:
+            self.prefill.observe(self.first_s / 2)
+            if prompt_tokens <= self.max_local:
+                self.decisions.labels("local", "threshold").inc()
+                return
+            self.decisions.labels("remote", "length").inc()
         threading.Timer(self.late_s, self._count_late, [prompt_tokens]).start()
 
     def _count_late(self, prompt_tokens: int) -> None:
-        self.attempts.labels("done").inc()
-        self.bytes.inc(1000 * prompt_tokens)
-        self.parked.observe(0.03)
-        for stage, seconds in self.stages_s:
-            self.handover.labels(stage).observe(seconds)
+        with self._counting:
+            self.attempts.labels("done").inc()
+            self.bytes.inc(1000 * prompt_tokens)
+            self.parked.observe(0.03)
+            for stage, seconds in self.stages_s:
+                self.handover.labels(stage).observe(seconds)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -68,7 +75,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
-            self._reply(prometheus_client.generate_latest(self.engine.registry))
+            self._reply(self.engine.page())
         elif self.path == "/v1/models":
             self._reply(json.dumps({"data": [{"id": "fake"}]}).encode())
         elif self.path == "/health":

@@ -222,9 +222,22 @@ class Raw:
         self.context.term()
 
 
+class Clock:
+    """Stands still between two words of a test."""
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
 @pytest.fixture
-def broker():
-    with serving(ttl_s=4.0) as broker:
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def broker(clock):
+    with serving(ttl_s=4.0, clock=clock) as broker:
         yield broker
 
 
@@ -235,7 +248,7 @@ def raw(broker):
     raw.close()
 
 
-def test_through_a_socket(broker, raw):
+def test_through_a_socket(broker, raw, clock):
     peers = raw.ask("d", m.Register(member("d", m.Role.DECODE)))
     assert [one.incarnation for one in peers.members] == ["d"]
     other = Raw(broker.address)
@@ -249,6 +262,7 @@ def test_through_a_socket(broker, raw):
     while [one.incarnation for one in broker.members()] != ["d"]:
         assert time.monotonic() < deadline
         raw.ask("d", m.Register(member("d", m.Role.DECODE), peers.broker, 99))
+        clock.now_s += 1.0
         time.sleep(0.05)
 
 

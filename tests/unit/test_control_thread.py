@@ -36,8 +36,7 @@ def test_a_peer_has_its_answer_before_the_thread_looks_after_others():
             answered.set()
         finally:
             answered.set()
-            decode.agent.close()
-            decode.agent.end_lifeline()
+            decode.close()
     assert in_time and all(in_time)
 
 

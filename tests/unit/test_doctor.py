@@ -27,7 +27,7 @@ def member(name: str, role: Role, **changes: object) -> Member:
 
 @pytest.fixture
 def broker():
-    with serving() as broker:
+    with serving(ttl_s=600.0) as broker:
         yield broker
 
 

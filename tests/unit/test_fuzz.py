@@ -272,6 +272,7 @@ def test_b81_a_decode_engines_socket(broker, context):
                 prefill.agent.ended(event.attempt)
         prefill.events.clear()
         prefill.agent.set_room(4)
+        agent._sides.decode.limits = msgspec.structs.replace(agent._sides.decode.limits, lease_s=60.0)
         hand_over(decode, prefill, "afterwards")
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """B20, B21, B28: the ranks of one engine report over their own line, and end with their engine."""
+import collections
 import os
 import pickle
 import socket
@@ -23,7 +24,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self.requests: list = []
-        self.progress = TransferProgress()
+        self.ended: collections.deque[TransferProgress] = collections.deque()
         self.busy = False
         self.looks = 0
         self.closed = 0
@@ -34,15 +35,16 @@ class Transfers:
         self.busy = True
 
     def end(self, *finished: Finished, refused: tuple[Refusal, ...] = (), notices: tuple[Notice, ...] = ()) -> None:
-        self.progress = TransferProgress(list(finished), list(notices), list(refused))
+        self.ended.append(TransferProgress(list(finished), list(notices), list(refused)))
 
     def take_progress(self) -> TransferProgress:
         self.looks += 1
         if self.stumbles:
             self.stumbles -= 1
             raise RuntimeError("injected")
-        progress, self.progress = self.progress, TransferProgress()
-        self.busy = self.busy and not progress.finished
+        progress = self.ended.popleft() if self.ended else TransferProgress()
+        if progress.finished:
+            self.busy = False
         return progress
 
     def live_handles(self) -> int:

@@ -60,8 +60,7 @@ def test_b82_engines_with_the_key_work_as_without(broker, key_file):
         assert all(finding.ok for finding in doctor.check_peers(broker.address, Access(key_file)))
     finally:
         for one in (decode, prefill):
-            one.agent.close()
-            one.agent.end_lifeline()
+            one.close()
 
 
 @pytest.mark.parametrize("other", ["none", "another", "only the public half"])
@@ -96,8 +95,7 @@ def test_b82_without_the_key_nothing_comes_in_and_nothing_goes_out(broker, key_f
         assert engine.agent.view().broker_up
     finally:
         context.destroy(linger=0)
-        engine.agent.close()
-        engine.agent.end_lifeline()
+        engine.close()
     with pytest.raises(ControlError, match="another key"):
         take_census(broker.address, timeout_s=2.0)
     with pytest.raises(ControlError, match="another key"):
@@ -115,8 +113,7 @@ def test_b82_a_client_with_a_key_speaks_to_no_server_without_it(key_file):
             assert not false.poll(500)
             assert not engine.agent.view().broker_up
         finally:
-            engine.agent.close()
-            engine.agent.end_lifeline()
+            engine.close()
             false.close()
 
 
