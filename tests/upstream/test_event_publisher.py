@@ -135,6 +135,7 @@ class Wire:
 
     def __init__(self, source_address: str, address: str, seed: int) -> None:
         self.faulty = 0.0
+        self.kept_back = 0  # batches that were lost, or held up
         self._rng = random.Random(seed)
         self._context = zmq.Context()
         self._from = self._context.socket(zmq.SUB)
@@ -156,6 +157,7 @@ class Wire:
                 continue
             frames = self._from.recv_multipart()
             draw = self._rng.random() / self.faulty if self.faulty else 2.0
+            self.kept_back += draw < 1.0
             if draw < 0.5:
                 continue
             if draw < 1.0:
@@ -207,8 +209,12 @@ async def test_b61_a_v1_engine_with_replay_is_followed_over_a_bad_wire_and_a_res
     try:
         async with watched(f"ipc://{tmp_path}/wire", addresses[1]) as (index, subscriber):
             await until_right(engine, index, subscriber)
+            deadline = time.monotonic() + PATIENCE_S
             for life in range(2):
-                for _ in range(3):
+                rounds = 0
+                while rounds < 3 or not subscriber.counters["gaps"]:  # the wire's thread may have been late
+                    assert time.monotonic() < deadline, subscriber.counters
+                    rounds += 1
                     wire.faulty = 0.4
                     for _ in range(rng_steps(seed)):
                         engine.step()
@@ -220,11 +226,16 @@ async def test_b61_a_v1_engine_with_replay_is_followed_over_a_bad_wire_and_a_res
                     engine = V1Engine(f"tcp://*:{ports[0]}", addresses[1], seed + 50)
                     engine.step()
                     await until_right(engine, index, subscriber)
-                    assert subscriber.counters["restarts"]
-            assert subscriber.counters["gaps"] and not subscriber.counters["stumbles"]
+                    assert has_begun_anew(subscriber)
+            assert not subscriber.counters["stumbles"]
     finally:
         wire.close()
         engine.close()
+
+
+def has_begun_anew(subscriber: Subscriber) -> bool:
+    """As it has seen another life of the engine, or has given up what it knew as twice nobody answered."""
+    return bool(subscriber.counters["restarts"]) or subscriber.counters["replays_unanswered"] >= 2
 
 
 def rng_steps(seed: int) -> int:
@@ -255,9 +266,11 @@ async def test_b61_what_a_short_replay_no_longer_holds_is_not_claimed(ports, tmp
             for _ in range(20):
                 engine.step()
             wire.faulty = 1.0
-            for _ in range(10):
+            deadline = time.monotonic() + PATIENCE_S
+            while wire.kept_back < 10:
+                assert time.monotonic() < deadline
                 engine.step()
-            await asyncio.sleep(0.3)
+                await asyncio.sleep(0.03)
             wire.faulty = 0.0
             deadline = time.monotonic() + PATIENCE_S
             before = subscriber.counters["batches"]
@@ -266,11 +279,19 @@ async def test_b61_what_a_short_replay_no_longer_holds_is_not_claimed(ports, tmp
                 await asyncio.sleep(0.05)
                 assert time.monotonic() < deadline, subscriber.counters
             deadline = time.monotonic() + PATIENCE_S
+            next_step = time.monotonic() + 1.0
             while not (set() < held(index, subscriber) <= set(engine.truth) and subscriber.counters["incomplete"]):
                 assert time.monotonic() < deadline, subscriber.counters
+                if time.monotonic() > next_step:  # all that the replay has may hang on what it no longer has
+                    engine.step()
+                    next_step = time.monotonic() + 1.0
                 await asyncio.sleep(0.05)
-            await asyncio.sleep(1.2)
-            assert held(index, subscriber) <= set(engine.truth) and held(index, subscriber)
+            unanswered = subscriber.counters["replays_unanswered"]
+            until = time.monotonic() + 1.2
+            while time.monotonic() < until:
+                await asyncio.sleep(0.05)
+                assert held(index, subscriber) <= set(engine.truth)
+            assert held(index, subscriber) or subscriber.counters["replays_unanswered"] > unanswered
     finally:
         wire.close()
         engine.close()
