@@ -40,7 +40,7 @@ from vllm_pd.v0.progress import ArrivalNotice
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE, LAYERS, BLOCKS = 16, 2, 16, 2, 64
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "none", "int32", "int32", BLOCK_SIZE, LAYERS, KV_HEADS, HEAD_SIZE, "hnd")
 # Nobody is taken for dead, and no attempt ends, because a busy machine lets a process stand still for some seconds.
-PATIENT = {"heartbeat_s": 1.5, "ttl_s": 10.0, "claim_retry_s": 0.5, "lease_s": 60.0, "attempt_deadline_s": 120.0}
+PATIENT = {"heartbeat_s": 2.5, "ttl_s": 10.0, "claim_retry_s": 0.5, "lease_s": 60.0, "attempt_deadline_s": 120.0}
 PAUSE_S = 0.005
 WAIT_S = 100.0
 
@@ -306,8 +306,14 @@ class Light:
             time.sleep(0.001)
 
     def kill(self) -> None:
+        """SIGKILL; returns when nothing of it is left."""
+        deadline = time.monotonic() + WAIT_S
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+            while True:
+                os.kill(self.pid, 0)
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
         self._pipe.close()
 
     def quit(self) -> None:
