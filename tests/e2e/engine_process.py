@@ -86,6 +86,8 @@ class Driver:
     def op_add(self, requests: list) -> None:
         """[[id, token ids or text, sampling parameters], ...], all before the next step."""
         for request_id, prompt, parameters in requests:
+            self.started.discard(request_id)  # an earlier request may have had that id
+            self.finished.pop(request_id, None)
             self.engine.add_request(request_id, as_prompt(prompt), sampling(parameters))
 
     def op_abort(self, ids: list) -> None:

@@ -23,6 +23,7 @@ START_S = 400
 WAIT_S = 150  # nothing here takes a tenth of it, but on a machine that is busy with others
 VOCABULARY = range(1000, 40000)  # plain tokens of the models' tokenizer
 SIDES = "disagg._agent._sides"
+CANCELLED = "agent:prefill_cancelled"
 # Somebody who stands still for some seconds, because others need the machine, is not taken for one that is gone.
 PATIENT = {"heartbeat_s": 1.5, "ttl_s": 8, "lease_s": 60}
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
@@ -232,7 +233,13 @@ while True:
     def hear_last_words(self) -> None:
         """Until this decode engine has counted what peers say of a transfer after its end."""
         self.wait_until(f"not {SIDES}.decode._done")
+        self.execute(f"with {SIDES}.lock: pass")  # what emptied it has left word
         self.do("step", count=1)
+
+    def hear_cancel(self, before: "Counters") -> None:
+        """Until the control thread of this prefill engine, which is held, has heard that a job is not wanted any more,
+        which it had not `before`."""
+        eventually(lambda: self.counters()[CANCELLED] > before[CANCELLED], "P has heard of it")
 
     def at_rest(self, timeout_s: float = WAIT_S) -> None:
         """B20: nothing of any request is left."""

@@ -85,6 +85,7 @@ def test_b25_abort_between_two_chunks_on_p(sender, both, mono):
     prefiller.do("step", count=2)
     assert prefiller.stats()["running"] == 1
     decoder.abort("x")
+    prefiller.hear_cancel(before)
     prefiller.do("hold", held=False)
     both.at_rest()
     assert prefiller.counters().since(before)["transfer_bytes_total"] == 0
