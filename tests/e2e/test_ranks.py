@@ -23,6 +23,7 @@ def stop_first(progress):
     return requests
 jobs.take_requests = stop_first
 """
+GRANTED = f"[state.value for state in {SIDES}.prefill.states().values()].count('running')"
 LENGTHS = (2, 15, 16, 17, 33, 60, 120, 300)  # twice these is what D parks at most
 
 
@@ -86,7 +87,7 @@ def test_b40_b44_two_ranks_and_one_prefill_side_by_side(trio, two, mono):
         engine.do("hold", held=True)
     names = trio.d.add_all(prompts)
     for engine in (trio.p, two):  # the queue has more than either may hold
-        eventually(lambda engine=engine: engine.evaluate("disagg._agent.counts()['prefill_jobs']") >= 2, "it has jobs")
+        eventually(lambda engine=engine: engine.evaluate(GRANTED) >= 2, "it has jobs")
     for engine in (trio.p, two):
         engine.do("hold", held=False)
     assert [result["outputs"][0]["token_ids"] for result in trio.d.wait(names)] == expected
