@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from dp_forked import Forks
-from dp_loads import BOUND_S, CALL_WAIT, MAX_TOKENS, PROMPTS, TREE
+from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, TREE
 
 from vllm_pd.dpbench.group import Group
 
@@ -62,7 +62,8 @@ def mono(moe, logs, starting, start_group) -> Group:
 @pytest.fixture(scope="session")
 def experts_pair(moe, logs, starting, mono, start_group) -> Group:
     """Two ranks, half of the experts each. Its very first request went to rank 1; `first` has what came of it (B72)."""
-    group = start_group(moe, 2, log=logs / "experts.log", enable_expert_parallel=True, additional_config=CALL_WAIT)
+    group = start_group(moe, 2, log=logs / "experts.log", enable_expert_parallel=True,
+                        worker_extension_cls="call_wait.CallWaitProbe")  # fmt: skip
     starting.callback(group.close)
     group.ready()
     group.first = group.generate(PROMPTS[0], rank=1, max_tokens=6)

@@ -12,7 +12,6 @@ HORIZON_STEPS = 8  # vllm_pd.dp.interface.Settings
 _tree = os.environ.get("VLLM_PD_DP_TREE")
 TREE = Path(_tree) if _tree else None
 CALL_WAIT_S = 4.0
-CALL_WAIT = {"dp_sync": {"call_wait_s": CALL_WAIT_S}}
 BOUND_S = 100.0  # for whatever comes at once, unless the machine is busy
 END_S = 60.0  # the longest that a group may take to end when one of its processes is dead
 

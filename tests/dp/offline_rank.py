@@ -6,7 +6,10 @@ import sys
 
 from vllm import LLM, SamplingParams
 
+from vllm_pd.dp import engine
+
 if __name__ == "__main__":
+    engine.LINGER_S = 60.0  # a rank that has ended waits so long for another that a machine may hold up
     llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
               worker_extension_cls="vllm_pd.dpbench.probe.StepProbe")  # fmt: skip
     def served(tokens: int) -> int:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two front ends over the same two ranks, as with several API servers: neither knows what the other sends."""
 
+import contextlib
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
+import psutil
 import pytest
 from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, at_rest, forwards
 
 from vllm_pd.dpbench.group import Group
+
+LONGEST = 4096  # tokens of a request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -16,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def servers(moe, logs, start_group) -> Iterator[Group]:
     """Each with half of the experts. The group's very first request is the second front end's, to rank 1 (B72)."""
     with start_group(moe, 2, log=logs / "servers.log", enable_expert_parallel=True, front_ends=2,
-                     disable_log_stats=False) as group:  # fmt: skip
+                     disable_log_stats=False, max_model_len=LONGEST) as group:  # fmt: skip
         group.first = group.generate(PROMPTS[0], rank=1, max_tokens=MAX_TOKENS[0], front=1)
         group.first.exception(BOUND_S)
         yield group
@@ -56,6 +61,18 @@ def test_b70_the_load_is_spread_and_then_all_is_still(servers, kind):
     assert forwards(servers.take_probe()) == [0, 0]
 
 
+def test_requests_are_balanced_by_their_counts(servers):
+    """Without a rank named, requests go where fewer are: by what this front end has sent itself, between two words of
+    the coordinator's, which here says nothing; and by the counts that the coordinator spreads."""
+    _wait_for_counts(servers, [[0, 0], [0, 0]])
+    before = _finished(servers)
+    with _stopped(servers):
+        servers.tokens([servers.generate(PROMPTS[7], max_tokens=20) for _ in range(8)])
+    assert [now - then for now, then in zip(_finished(servers), before, strict=True)] == [4, 4]
+    _wait_for_counts(servers, [[0, 4], [0, 0]], running=4)
+    _wait_for_counts(servers, [[0, 0], [0, 0]])
+
+
 def test_calls_of_two_front_ends_at_once(servers):
     """Each calls both ranks, with a collective in it, while requests run: the ranks make the calls in one order."""
     busy = [servers.generate(PROMPTS[4], rank=rank, max_tokens=60, front=rank) for rank in (0, 1)]
@@ -68,11 +85,40 @@ def test_calls_of_two_front_ends_at_once(servers):
 
 def test_a_request_is_aborted_by_its_own_front_end(servers):
     """The other one's go on."""
-    mine = servers.generate(PROMPTS[2], rank=0, max_tokens=400, abort_after=3, front=0)
+    most = LONGEST - len(PROMPTS[2])  # it takes the engines far longer than a front end may be late
+    mine = servers.generate(PROMPTS[2], rank=0, max_tokens=most, abort_after=3, front=0)
     others = servers.generate(PROMPTS[3], rank=0, max_tokens=60, front=1)
-    assert len(mine.result(BOUND_S)["tokens"]) < 400 and len(others.result(BOUND_S)["tokens"]) == 60
+    assert len(mine.result(BOUND_S)["tokens"]) < most and len(others.result(BOUND_S)["tokens"]) == 60
     servers.start_probe()
     assert forwards(at_rest(servers))[0] < 60
+
+
+def _wait_for_counts(group: Group, wanted: list, running: int = 0) -> None:
+    """Until the first front end has these [waiting, running] counts of the ranks. Meanwhile rank 0 has `running`
+    requests, again and again: they may end before everyone has been told of them."""
+    deadline = time.monotonic() + BOUND_S
+    held: list[Future] = []
+    while group.submit("counts").result(BOUND_S) != wanted:
+        assert time.monotonic() < deadline, "the counts do not come"
+        if all(each.done() for each in held):
+            held = [group.generate(PROMPTS[8], rank=0, max_tokens=150) for _ in range(running)]
+        time.sleep(0.02)
+    group.tokens(held)
+
+
+@contextlib.contextmanager
+def _stopped(group: Group) -> Iterator[None]:
+    """The coordinator's process stands still: the driver's only child that is no engine, besides helpers of Python's.
+    """
+    others = [child for child in psutil.Process(group.process.pid).children() if child.pid not in group.pids.values()]
+    assert others
+    for child in others:
+        child.suspend()
+    try:
+        yield
+    finally:
+        for child in others:
+            child.resume()
 
 
 def _finished(group: Group) -> list[int]:
