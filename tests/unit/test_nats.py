@@ -20,7 +20,7 @@ from tests.unit import certificates, test_agent, test_broker_contract
 from tests.unit.brokers import NatsServer, patience  # noqa: F401
 from tests.unit.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
 from vllm_pd import doctor, peers
-from vllm_pd.broker import nats_session, nats_store, nats_uplink
+from vllm_pd.broker import nats_census, nats_session, nats_store, nats_uplink
 from vllm_pd.broker.directory import Directory
 from vllm_pd.core import messages as m
 from vllm_pd.core.events import Fallback, FallbackReason
@@ -486,6 +486,42 @@ def test_b42_doctor_asks_a_nats_server(server, prefix, speaker, monkeypatch):
     assert all(finding.ok for finding in doctor.check_peers(server.url, access))
     broken = list(doctor.check_peers("nats://127.0.0.1:1"))
     assert [finding.ok for finding in broken] == [False] and "nats-server" in broken[0].cure
+
+
+class SlowStore:
+    """Of a server whose clock shows what ours does, and is a second away. Somebody was there half a second ago."""
+
+    def __init__(self, monkeypatch):
+        self.time_s = 100.0
+        for module in (nats_session, nats_census):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.time_s))
+
+    async def open(self, *_, **__):
+        return self
+
+    async def now_s(self):
+        self.time_s += 1.0
+        return self.time_s
+
+    async def watch_members(self):
+        frame = codec.encode("a", m.Register(m.Member("a", m.Role.DECODE, "", FINGERPRINT)))
+        yield nats_store.Member("a", frame, self.time_s - 0.5)
+        yield None
+
+    async def all_waiting(self):
+        return 0
+
+    async def close(self):
+        pass
+
+
+async def test_a_server_that_is_slow_to_say_its_time_makes_nobody_old(monkeypatch):
+    store, told = SlowStore(monkeypatch), []
+    store.generation = "g"
+    monkeypatch.setattr(nats_census, "Store", store)
+    assert len((await nats_census._read(None, ttl_s=1.0))[0]) == 1
+    await nats_session.Session(store, "b", 1.0, told.append, collections.Counter(), None)._watch()
+    assert [len(peers.members) for peers in told] == [1]
 
 
 def test_the_directory_trusts_one_clock_and_counts_from_its_stamps():

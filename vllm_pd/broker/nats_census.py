@@ -26,7 +26,8 @@ async def _read(address: NatsAddress, ttl_s: float) -> tuple[list[m.Member], int
     store = await Store.open(address, lambda: None, lambda error: None, make=False)
     try:
         directory = Directory(ttl_s)
-        directory.clock_is(time.monotonic(), await store.now_s())
+        server_s = await store.now_s()
+        directory.clock_is(time.monotonic(), server_s)
         async for change in store.watch_members():
             if change is None:
                 break

@@ -165,7 +165,8 @@ class Session:
         return m.Peers(self._store.generation, self._directory.version, self._directory.members(), self._queue_length)
 
     async def _watch(self) -> None:
-        self._directory.clock_is(time.monotonic(), await self._store.now_s())
+        server_s = await self._store.now_s()
+        self._directory.clock_is(time.monotonic(), server_s)
         async for change in self._store.watch_members():
             now = time.monotonic()
             if change is None:
