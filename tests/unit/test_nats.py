@@ -273,6 +273,24 @@ def test_a_fault_of_ours_ends_one_connection_only(speaker, monkeypatch):
     assert p.offer() == 1
 
 
+async def test_a_cancellation_that_is_lost_does_not_keep_a_session(monkeypatch):
+    """As asyncio.wait_for does it where its result has come in the same moment."""
+    async def stubborn(self):
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            await asyncio.sleep(1000)
+
+    async def listen(callback):
+        return "inbox"
+
+    monkeypatch.setattr(nats_session.Session, "_watch", stubborn)
+    commands = nats_session.Mailbox(asyncio.get_running_loop(), 1)
+    session = nats_session.Session(SimpleNamespace(listen=listen), "b", 1.0, None, collections.Counter(), None)
+    commands.put(None)
+    await asyncio.wait_for(session.run(commands), 60)
+
+
 def test_a_servers_clock_that_was_set_back_is_taken_anew(speaker, monkeypatch):
     now_s, looks, ours = nats_store.Store.now_s, [], nats_session.time
     later_s = [0.0]

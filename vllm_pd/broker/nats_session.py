@@ -39,6 +39,7 @@ TICK_S = 0.5
 PROGRESS_S = ACK_WAIT_S / 5
 PULL_S = 5.0
 PULL_GRACE_S = 1.0
+CANCEL_S = 0.02
 PAUSE_S = 0.1
 PAUSE_MAX_S = 0.5
 STRANGE_DELIVERIES = 4  # so often a job of a D that is not known, yet, is handed back
@@ -109,8 +110,10 @@ class Session:
             for ended in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
                 await ended
         finally:
-            for task in tasks:
-                task.cancel()
+            while not all(task.done() for task in tasks):  # wait_for loses one to a word that comes just then
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=CANCEL_S)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, commands: Mailbox) -> None:
