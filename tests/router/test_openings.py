@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts whose first blocks show where they go: the rest is found when another one begins alike, and counts then."""
 import asyncio
-import contextlib
 import json
+import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from tests.router.test_placing import BLOCK, Words, placing
-from vllm_pd.router import placing as placing_module
+from vllm_pd.router import openings, tokens
+from vllm_pd.router.openings import Opening
 from vllm_pd.router.pieces import Beginning
 from vllm_pd.router.placing import CHARS_PER_TOKEN, OPENING_BLOCKS
-from vllm_pd.router.tokens import MAX_BEGUN_BYTES, MAX_BEGUN_MESSAGES
+from vllm_pd.router.tokens import LOOP_REST, MAX_BEGUN_BYTES, MAX_QUEUED
 from vllm_pd.router.workers import Source
 
 OPENING = OPENING_BLOCKS * BLOCK  # tokens
 LONG = range(100, 100 + 10 * OPENING)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Nothing takes long, whatever the machine does meanwhile: so the loop has never to rest."""
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: 100.0))
 
 
 class Openings(Words):
@@ -55,10 +63,10 @@ async def test_a_new_prompt_is_placed_by_its_beginning_and_draws_its_like_to_its
         assert (plan.request.prompt_tokens, choice.prompt_blocks) == (len(LONG), len(LONG) // BLOCK)
         assert len(plan.hashes) == OPENING_BLOCKS and held(placer, LONG) == {worker.url: OPENING_BLOCKS}
         again = await placer.plan([], body(LONG), True)
-        assert again.rest is None and held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
+        assert again.opening is None and held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
         assert placer.place(again, ())[1].overlap_blocks == len(LONG) // BLOCK
         assert (sample(metrics, "begun"), sample(metrics, "done")) == (1, 1)
-        assert not placer._begun
+        assert not len(placer._openings)
 
 
 async def test_where_prompts_part_decides_and_not_how_much_was_read_first():
@@ -86,28 +94,47 @@ async def test_of_many_at_once_all_wait_for_the_first_ones_rest():
         pool._rests_until_s = float("inf")
         plans = await asyncio.gather(*(placer.plan([], body(LONG), True) for _ in range(10)))
         assert held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
-        assert [len(plan.hashes) for plan in plans] == [len(LONG) // BLOCK] * 10 and not placer._begun
+        assert [len(plan.hashes) for plan in plans] == [len(LONG) // BLOCK] * 10 and not len(placer._openings)
 
 
-async def test_the_rest_counts_where_the_request_went_last_and_not_at_one_that_has_left():
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, workers, _, _):
+async def test_the_rest_counts_where_the_request_went_last():
+    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
         plan = await placer.plan([], body(LONG), True)
         first, _ = placer.place(plan, ())
         second, _ = placer.place(plan, [first])
         await placer.plan([], body(LONG), True)
         assert held(placer, LONG) == {first.url: OPENING_BLOCKS, second.url: len(LONG) // BLOCK}
-        other = range(9000, 9000 + len(LONG))
-        worker, _ = placer.place(await placer.plan([], body(other), True), ())
-        workers.add("http://c:1", Source.STATIC).good()
-        workers.remove(worker.url)
-        placer.index.drop(worker.url)
-        await placer.plan([], body(other), True)
-        assert held(placer, other) == {} and not placer._begun
+        assert (plan.request.prompt_tokens, plan.request.prompt_blocks) == (len(LONG), len(LONG) // BLOCK)
+        assert placer.place(plan, [first])[1].overlap_blocks == len(LONG) // BLOCK
+        assert metrics.registry.get_sample_value("vllm:pd_router_rests_total", {"outcome": "done"}) == 1
 
 
-@pytest.mark.parametrize("case", ["late", "failed", "closed"])
-async def test_a_rest_that_does_not_come_harms_nobody(case):
-    async with placing(load=Openings, tokenize_timeout_s=0.05, expected_s=1000.0) as (placer, _, pool, _):
+@pytest.mark.parametrize("happens", ["left", "dropped", "cleared", "evicted"])
+async def test_what_is_gone_does_not_come_back(happens):
+    """Between a prompt that was begun and its like the worker has lost the first blocks: so it has lost the others."""
+    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, workers, _, _):
+        plan = await placer.plan([], body(LONG), True)
+        worker, _ = placer.place(plan, ())
+        if happens == "left":
+            workers.add("http://c:1", Source.STATIC).good()
+            workers.remove(worker.url)
+            placer.index.drop(worker.url)
+        elif happens == "dropped":
+            placer.index.drop(worker.url)
+        elif happens == "cleared":
+            placer.index.cleared(worker.url)
+        else:
+            placer.index.stored(worker.url, [1, 2, 3], None, LONG[:OPENING])
+            placer.index.removed(worker.url, [3])
+        await placer.plan([], body(LONG), True)
+        assert held(placer, LONG) == ({worker.url: 2} if happens == "evicted" else {})
+        assert not len(placer._openings)
+
+
+@pytest.mark.parametrize("case, outcome", [("late", "late"), ("failed", "failed"), ("closed", "failed"),
+                                           ("full", "busy")])
+async def test_a_rest_that_does_not_come_harms_nobody(case, outcome):
+    async with placing(load=Openings, tokenize_timeout_s=0.05, expected_s=1000.0) as (placer, _, pool, metrics):
         plan = await placer.plan([], body(LONG), True)
         worker, _ = placer.place(plan, ())
         pool._tokenizer.may_go_on.clear()
@@ -115,28 +142,129 @@ async def test_a_rest_that_does_not_come_harms_nobody(case):
             pool._tokenizer.tokens = None
         if case == "closed":
             pool.close()
-        with contextlib.suppress(RuntimeError if case == "closed" else ()):
-            await placer._go_on(plan.hashes)
+        if case == "full":
+            pool._queued = MAX_QUEUED
+        await asyncio.gather(*placer._openings.go_on(plan.hashes))
         pool._tokenizer.may_go_on.set()
-        assert held(placer, LONG) == {worker.url: OPENING_BLOCKS} and not placer._begun
+        assert metrics.registry.get_sample_value("vllm:pd_router_rests_total", {"outcome": outcome}) == 1
+        assert held(placer, LONG) == {worker.url: OPENING_BLOCKS} and not len(placer._openings)
         assert placer.place(plan, [worker]) is not None
 
 
-async def test_what_nobody_asked_for_is_dropped_in_time(monkeypatch):
-    monkeypatch.setattr(placing_module, "MAX_BEGUN", 3)
-    async with placing(load=Openings, expected_s=1000.0) as (placer, _, _, _):
-        for number in range(5):
-            placer.place(await placer.plan([], body(range(1000 * number, 1000 * number + len(LONG))), True), ())
-        assert len(placer._begun) == 3
-        placer._now = lambda: asyncio.get_running_loop().time() + 2000.0
-        placer.place(await placer.plan([], body(LONG), True), ())
-        assert len(placer._begun) == 1
+async def test_one_who_goes_away_while_he_waits_leaves_the_others_their_rest():
+    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, pool, _):
+        worker, _ = placer.place(await placer.plan([], body(LONG), True), ())
+        pool._tokenizer.may_go_on.clear()
+        pool._rests_until_s = float("inf")
+        waiting = [asyncio.create_task(placer.plan([], body(LONG), True)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        pool._tokenizer.may_go_on.set()
+        await asyncio.gather(*waiting[1:])
+        assert held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
 
 
-async def test_a_huge_request_or_one_of_many_messages_is_for_the_threads():
+async def test_a_beginning_that_took_long_is_not_tried_again_at_once(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Odd(Openings):
+        def beginning(self, prompt, chars):
+            now[0] += 0.01
+            return super().beginning(prompt, chars)
+
+    async with placing(load=Odd, tokenize_timeout_s=50.0) as (placer, _, _, _):
+        begun = []
+        for number, wait_s in enumerate((0, 0, LOOP_REST * 0.011)):
+            now[0] += wait_s
+            plan = await placer.plan([], body(range(1000 * number, 1000 * number + len(LONG))), True)
+            begun.append(plan.opening is not None)
+        assert begun == [True, False, True]
+
+
+async def test_a_huge_request_is_for_the_threads():
     async with placing(load=Openings, tokenize_timeout_s=50.0) as (placer, _, _, metrics):
-        assert (await placer.plan([], body(LONG) + b" " * MAX_BEGUN_BYTES, True)).rest is None
-        said = [{"role": "user", "content": str(number)} for number in LONG][:MAX_BEGUN_MESSAGES + 1]
-        assert (await placer.plan([], json.dumps({"messages": said}).encode(), True)).rest is None
-        assert (await placer.plan([], json.dumps({"messages": said[1:]}).encode(), True)).rest is not None
-        assert sample(metrics, "done") == 2
+        assert (await placer.plan([], body(LONG) + b" " * MAX_BEGUN_BYTES, True)).opening is None
+        assert sample(metrics, "done") == 1
+
+
+async def nothing():
+    """A rest."""
+
+
+async def test_what_nobody_asks_for_is_forgotten_in_time(monkeypatch):
+    monkeypatch.setattr(openings, "MAX_OPENINGS", 3)
+    kept, now = openings.Openings(), asyncio.get_running_loop().time
+    one, again = Opening(7, nothing), Opening(8, nothing)
+    kept.put(one, now() + 0.05)
+    kept.put(again, now() + 0.05)
+    kept.put(one, now() + 0.1)  # a second try
+    async with asyncio.timeout(50):
+        while len(kept):
+            await asyncio.sleep(0.01)
+    for number in range(5):
+        kept.put(Opening(number, nothing), now() + 1000)
+    assert len(kept) == 3 and not kept.go_on([0, 1, 9])
+    kept.put(Opening(4, nothing), now() + 1000)  # the older one stays
+    tasks = kept.go_on([2, 4])
+    assert len(tasks) == 2 and kept.go_on([2]) == tasks[:1]
+    await asyncio.gather(*tasks)
+    await asyncio.sleep(0)
+    assert len(kept) == 1
+    kept.put(Opening(5, nothing), now())
+    assert not kept.go_on([5]), "its time is over"
+    kept.close()
+    assert not len(kept)
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_placers_that_read_the_beginning_and_the_whole_see_the_same(seed):
+    """Two take the same prompts, many of which begin as earlier ones do, while time passes and events come: in the end
+    both know the same of each prompt at each worker."""
+    draw = random.Random(seed)
+    urls = ("http://a:1", "http://b:1", "http://c:1")
+    now = [100.0]
+
+    class Uneven(Openings):
+        def beginning(self, prompt, chars):
+            return super().beginning(prompt, chars + draw.choice([0, 0, 4, 40, 80]))
+
+    def prompt(earlier):
+        start = draw.randrange(1, 10 ** 6)
+        new = range(start, start + draw.randint(1, 120))
+        old = draw.choice(earlier) if earlier and draw.random() < 0.75 else []
+        return [*old[:draw.randint(0, len(old))], *new] if draw.random() < 0.85 or not old else old
+
+    async with (placing(load=Uneven, workers=urls, tokenize_timeout_s=50.0) as (begins, _, _, metrics),
+                placing(workers=urls, tokenize_timeout_s=50.0) as (reads, all_workers, _, _)):
+        begins._now = reads._now = lambda: now[0]
+        begins._openings._loop = SimpleNamespace(time=lambda: now[0], create_task=asyncio.create_task,
+                                                 call_at=lambda *given: None)
+        earlier, sent, stored = [], [], []
+        for _ in range(60):
+            chance = draw.random()
+            if chance < 0.65 or not sent:
+                words = prompt(earlier)
+                plans = [await placer.plan([], body(words), True) for placer in (begins, reads)]
+                names = reads.index.hashes(words)
+                assert begins.index.matches(names, now[0]) == reads.index.matches(names, now[0])
+                worker, choice = begins.place(plans[0], ())
+                same = [other for other in all_workers if other.url != worker.url]
+                assert reads.place(plans[1], same)[1].overlap_blocks == choice.overlap_blocks
+                earlier.append(words)
+                sent.append((worker.url, words))
+            elif chance < 0.8:
+                now[0] += draw.choice([0.1, 1, 3, 6])
+            elif chance < 0.95:
+                url, words = draw.choice(sent[-5:])
+                names = reads.index.hashes(words)
+                for placer in (begins, reads):
+                    placer.index.stored(url, names, None, words[:len(names) * BLOCK])
+                stored.append((url, names))
+            elif stored:
+                url, names = draw.choice(stored)
+                gone = [name for name in names if name in reads.index.engine_hashes(url)]
+                for placer in (begins, reads):
+                    placer.index.removed(url, gone)
+        assert sample(metrics, "begun") > 3

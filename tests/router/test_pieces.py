@@ -9,7 +9,7 @@ import threading
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from vllm_pd.router.pieces import Pieces, parts_between_words
+from vllm_pd.router.pieces import SAMPLE_CHARS, Pieces, parts_between_words
 
 PLAIN = (AddedToken("<|a|>", special=True, normalized=False), AddedToken("<|b|>", special=True, normalized=False))
 KINDS = {
@@ -83,11 +83,12 @@ def test_a_beginning_is_that_of_the_whole(build):
         known = "".join(draw.choices(LETTERS, k=6)) + "x <|b|>ab"
         pieces.ids(known + "<|a|>")
         asked.clear()
+        known += draw.choice(["", "<|a|>yes, of course", "<|a|>ab<|b|>ab<|a|>"])
         text = known + "<|a|>" * draw.randint(1, 2) + " ".join(draw.choices(["ab", "a", "x", "é", "xab"], k=60))
         begun = pieces.beginning(text, 12)
         whole = tokenizer.encode(text, add_special_tokens=False).ids
         assert list(begun.ids) == whole[:len(begun.ids)] and len(begun.ids) < len(whole), text
-        assert sum(map(len, asked)) <= 24 + len("<|a|>"), "only that much is tokenised"
+        assert sum(map(len, asked)) <= 24 + 25 + 3 * SAMPLE_CHARS, "only that much is tokenised"
         assert abs(begun.tokens - len(whole)) < 0.5 * len(whole)
 
 
@@ -98,6 +99,8 @@ def test_a_beginning_is_not_worth_it_or_not_to_be_had():
     assert pieces.beginning(words, 75) is not None
     assert pieces.beginning("ab" * 200, 10) is None, "no place between words"
     assert pieces.beginning("a. 1, " * 100, 10) is None
+    assert pieces.beginning("<|a|>a, b, c" * 100, 10) is None, "much of little pieces is done together"
+    assert pieces_of(made(PLAIN, *BUILDS["bytes"]))[0].beginning("ab " * 20 + "7" * 1000, 10).tokens > 700
     pieces.ids(words)
     assert pieces.beginning(words, 10) is None, "all is known"
 
@@ -125,6 +128,15 @@ def test_what_was_used_last_is_kept():
     assert asked == ["<|a|>111", "<|a|>222", "<|a|>333", "<|a|>444", "<|a|>222"]
     pieces.ids("x" * 100)
     assert pieces.kept_chars == 24, "what is too long leaves the others alone"
+
+
+def test_what_beginnings_use_is_kept_too():
+    pieces, asked = pieces_of(made(PLAIN, *BUILDS["bytes"]), max_kept_chars=400)
+    pieces.ids("<|a|>system<|b|>")
+    for number in range(50):
+        pieces.ids(f"<|a|>{number} 111111")
+        assert pieces.beginning(f"<|a|>system<|b|>{number}" + " ab" * 60, 12) is not None
+    assert asked.count("<|a|>system") == 1
 
 
 def test_several_threads_may_ask():

@@ -27,6 +27,7 @@ from vllm_pd.router.tokens import (
     MAX_PARSED_BYTES,
     MAX_QUEUED,
     MAX_TEXT_BYTES,
+    Asked,
     Tokenized,
     TokenPool,
     parse,
@@ -192,7 +193,7 @@ async def test_whatever_is_sent_is_routed_and_counted(sent, outcome):
 async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():
     async with placing(tokenizer="missing") as (_, _, pool, _):
         assert "missing" in pool.problem and not pool.loaded
-        assert (await pool.tokens(parse(body()), len, 100))[0] is Tokenized.NOT_LOADED
+        assert (await pool.tokens(Asked(parse(body()), len, 100)))[0] is Tokenized.NOT_LOADED
 
     heard = threading.Event()
 
@@ -204,7 +205,7 @@ async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():
             return super().tokens(prompt)
 
     async with placing(load=Slow, tokenize_timeout_s=0.05, tokenize_threads=1) as (_, _, pool, _):
-        outcomes = await asyncio.gather(*(pool.tokens(parse(body()), len, 100) for _ in range(MAX_QUEUED + 5)))
+        outcomes = await asyncio.gather(*(pool.tokens(Asked(parse(body()), len, 100)) for _ in range(MAX_QUEUED + 5)))
         heard.set()
         assert [found.outcome for found in outcomes].count(Tokenized.BUSY) == 5
         assert {found.outcome for found in outcomes} == {Tokenized.BUSY, Tokenized.LATE}
@@ -228,7 +229,7 @@ async def test_the_loop_does_what_is_short_and_leaves_itself_time(monkeypatch, s
     async with placing(load=Noted, tokenize_timeout_s=50.0) as (_, _, pool, _):
         for wait_s in (0, 0, 0, LOOP_REST * 0.06):
             now[0] += wait_s
-            assert (await pool.tokens(parse(body()), len, size_bytes))[:2] == (Tokenized.DONE, 16)
+            assert (await pool.tokens(Asked(parse(body()), len, size_bytes)))[:2] == (Tokenized.DONE, 16)
     assert [thread is threading.main_thread() for thread in done_by] == in_the_loop
 
 
@@ -245,7 +246,7 @@ async def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(monkeypatch):
         async with asyncio.timeout(50):
             while not pool.loaded:
                 await asyncio.sleep(0.01)
-        assert not pool.problem and (await pool.tokens(parse(body()), len, 100))[0] is Tokenized.DONE
+        assert not pool.problem and (await pool.tokens(Asked(parse(body()), len, 100)))[0] is Tokenized.DONE
 
 
 class TestTokenizer:

@@ -79,6 +79,7 @@ class Router:
         await self._membership.close()
         await self._prober.close()
         await self._feeds.close()
+        self.placer.close()
         self._pool.close()
         self._upstream.close()
         await self._session.close()

@@ -38,6 +38,8 @@ class RouterMetrics:
                                ["worker"])
         self.tokenized = counter("vllm:pd_router_tokenized_total", "Prompts by what came of tokenising them.",
                                  ["outcome"])
+        self.rests = counter("vllm:pd_router_rests_total", "Prompts that were begun and then asked for whole, by what "
+                             "came of it.", ["outcome"])
         self.prompt_blocks = counter("vllm:pd_router_prompt_blocks_total", "Full KV blocks of the prompts routed.")
         self.overlap_blocks = counter("vllm:pd_router_overlap_blocks_total", "Of these, those that the chosen worker "
                                       "was known to hold.")

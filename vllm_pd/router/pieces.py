@@ -20,7 +20,9 @@ from typing import NamedTuple, Protocol
 MAX_KEPT_CHARS = 16 << 20  # of text; with its ids about twice as many bytes
 WORTH = 3  # what is left for later is at least so many times what is done now
 
-SAMPLE = (
+SAMPLES = 3
+SAMPLE_CHARS = 50
+WORDS = (
     "One of the best things about the end of the year is that it can be as quiet as you want it to be, at least for a "
     "while. In the case of the United States it is not clear what will happen in the future, and there is a lot to do. "
     "Es ist nicht so, dass es in der Stadt an der Elbe zu viele von den Leuten gibt, die das auch sagen. "
@@ -32,14 +34,9 @@ _BETWEEN_WORDS = re.compile(r"[^\W\d_](?= [^\W\d_])")
 
 
 class Beginning(NamedTuple):
-    """Of a text. `tokens` is what it will have in all, as far as its beginning tells."""
+    """Of a text: its first ids, and how many it will have in all, a guess."""
     ids: Sequence[int]
     tokens: int
-
-    @classmethod
-    def of(cls, ids: Sequence[int], chars: int, all_chars: int) -> "Beginning":
-        """These ids are those of the first `chars` of a text."""
-        return cls(ids, round(len(ids) * all_chars / chars))
 
 
 def place_to_cut(text: str, chars: int) -> int | None:
@@ -59,11 +56,22 @@ class Special(Protocol):
     normalized: bool  # looked for later, in what the others have left
 
 
+def samples(text: str, start: int) -> list[str]:
+    """A little of the text from `start` on, from places all over it, by which its length in tokens is guessed."""
+    step = (len(text) - start) // SAMPLES
+    return [text[at:at + SAMPLE_CHARS] for at in range(start + step // 2, len(text), step)][:SAMPLES]
+
+
+def guess(samples: Sequence[str], encoded: Sequence[Sequence[int]], chars: int) -> int:
+    """How many tokens so many characters have, if they are as the samples."""
+    return round(chars * sum(map(len, encoded)) / sum(map(len, samples)))
+
+
 def parts_between_words(encode: Callable[[list[str]], list[Sequence[int]]]) -> bool:
     """Whether this tokenizer's texts can be cut between words: at each such place of the sample what stands before has
     the ids that it has in the whole."""
-    [whole] = encode([SAMPLE])
-    beginnings = encode([SAMPLE[:found.end()] for found in _BETWEEN_WORDS.finditer(SAMPLE)])
+    [whole] = encode([WORDS])
+    beginnings = encode([WORDS[:found.end()] for found in _BETWEEN_WORDS.finditer(WORDS)])
     return all(list(ids) == list(whole[:len(ids)]) for ids in beginnings)
 
 
@@ -86,11 +94,7 @@ class Pieces:
     def ids(self, text: str) -> array:
         """Those of the whole text. Raises whatever `encode` raises."""
         pieces = self._cut(text)
-        with self._lock:
-            found = [self._kept.get(piece) for piece in pieces]
-            for piece, known in zip(pieces, found, strict=True):
-                if known is not None:
-                    self._kept.move_to_end(piece)
+        found = self._known(pieces)
         missing = list(dict.fromkeys(piece for piece, known in zip(pieces, found, strict=True) if known is None))
         if missing:
             new = dict(zip(missing, (array("I", ids) for ids in self._encode(missing)), strict=True))
@@ -102,23 +106,42 @@ class Pieces:
         return whole
 
     def beginning(self, text: str, chars: int) -> Beginning | None:
-        """What is known of its beginning, and about `chars` more of it. None where all is known, what is not is short,
-        or there is no place to cut it. Raises whatever `encode` raises."""
-        ids, at = array("I"), 0
-        for piece in self._cut(text):
-            with self._lock:
-                known = self._kept.get(piece)
-            if known is not None:
-                ids.extend(known)
-                at += len(piece)
-                continue
-            end = place_to_cut(piece, chars)
-            if end is None:
-                return None
-            [new] = self._encode([piece[:end]])
-            rest = round(len(new) * (len(text) - at - end) / end)
-            return Beginning((*ids, *new), len(ids) + len(new) + rest)
-        return None
+        """What is known of its beginning, and of what is not short pieces and about `chars` of the first long one. None
+        where there is none, or no place to cut it. Raises whatever `encode` raises."""
+        pieces = self._cut(text)
+        found = self._known(pieces)
+        short: list[str] = []
+        at = room = 0
+        for number, piece in enumerate(pieces):
+            if found[number] is None:
+                end = place_to_cut(piece, chars)
+                if end is not None:
+                    break
+                room += len(piece)
+                if room > 4 * chars:
+                    return None
+                short.append(piece)
+            at += len(piece)
+        else:
+            return None
+        short = list(dict.fromkeys(short))
+        later = samples(text, at + end)
+        encoded = self._encode([*short, piece[:end], *later])
+        new = dict(zip(short, (array("I", ids) for ids in encoded), strict=False))
+        self._keep(new)
+        ids = array("I")
+        for piece_before, known in zip(pieces[:number], found, strict=False):
+            ids.extend(new[piece_before] if known is None else known)
+        ids.extend(array("I", encoded[len(short)]))
+        return Beginning(ids, len(ids) + guess(later, encoded[len(short) + 1:], len(text) - at - end))
+
+    def _known(self, pieces: list[str]) -> list[array | None]:
+        with self._lock:
+            found = [self._kept.get(piece) for piece in pieces]
+            for piece, known in zip(pieces, found, strict=True):
+                if known is not None:
+                    self._kept.move_to_end(piece)
+        return found
 
     def _cut(self, text: str) -> list[str]:
         if self._special is None:

@@ -3,7 +3,7 @@
 import asyncio
 import collections
 import random
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,8 +11,10 @@ import msgspec
 from vllm_pd.router import tokens
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.openings import Opening, Openings
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import Candidate, Choice, Policy, PolicyConfig, Request, choose
+from vllm_pd.router.tokens import Asked, Tokenized
 from vllm_pd.router.workers import Worker, Workers
 
 if TYPE_CHECKING:
@@ -24,21 +26,17 @@ MAX_RECENT = 10_000
 KEY_BYTES = 256
 OPENING_BLOCKS = 3  # so much of a prompt that is new shows where it leaves what others have sent
 CHARS_PER_TOKEN = 4  # of English
-MAX_BEGUN = 1000  # prompts, of 64 KiB at most
 SESSION_HEADER = b"x-session-id"
 
 
 class Plan(msgspec.Struct):
-    """What placing a request goes by; made once, used for each try. `hashes` are those of its first blocks as long as
-    there is a `rest`, which gives all; then `worker` is where it went last, and its blocks are expected there until
-    `until_s`."""
+    """What placing a request goes by; made once, used for each try. Where there is an `opening`, `hashes` are only
+    those of the prompt's first blocks, and the request's numbers are guesses; `worker` is where it went last."""
     request: Request = Request()
     model: str | None = None
     hashes: list[int] | None = None
-    rest: Callable[[], Awaitable[list[int] | None]] | None = None
+    opening: Opening | None = None
     worker: Worker | None = None
-    until_s: float = 0.0
-    task: asyncio.Task | None = None
 
 
 class Recent:
@@ -78,7 +76,7 @@ class Placer:
         self._rng = rng or random.Random()
         self._recent: dict[str, Recent] = collections.defaultdict(Recent)
         self._turn = 0
-        self._begun: collections.OrderedDict[int, Plan] = collections.OrderedDict()  # by their last block that is known
+        self._openings = Openings()
         self._now = asyncio.get_running_loop().time
         workers.on_leave.append(self._left)
         metrics.show_index(lambda: self.index)
@@ -96,17 +94,24 @@ class Placer:
         if policy is not Policy.KV or not generates or self.index is None or len(self._workers) < 2:
             return Plan(Request(turn=self._turn), model)
         index, adapter = self.index, self._adapter(model)
-        opening = tokens.Opening(OPENING_BLOCKS * CHARS_PER_TOKEN * index.block_size, self._is_left)
-        found = await self._pool.tokens(prompt, lambda ids: index.hashes(ids, adapter), len(body), opening)
+        asked = Asked(prompt, lambda ids: index.hashes(ids, adapter), len(body))
+        beginning = tokens.Beginning(OPENING_BLOCKS * CHARS_PER_TOKEN * index.block_size, self._is_left)
+        found = await self._pool.tokens(asked, beginning)
         self._metrics.tokenized.labels(found.outcome.value).inc()
-        if found.made and found.rest is None:
-            await self._go_on(found.made)
-        return Plan(Request(found.tokens, found.tokens // index.block_size, turn=self._turn), model, found.made,
-                    found.rest)
+        plan = Plan(self._request(found), model, found.made)
+        if found.outcome is Tokenized.BEGUN:
+            plan.opening = Opening(found.made[-1], lambda: self._place_rest(plan, body, asked.finish))
+        elif found.made:
+            for task in self._openings.go_on(found.made):
+                await asyncio.shield(task)
+        return plan
+
+    def _request(self, found: tokens.Found) -> Request:
+        return Request(found.tokens, found.tokens // self.index.block_size, turn=self._turn)
 
     def _is_left(self, hashes: list[int]) -> bool:
         """Whether no worker holds all of these blocks, so that none holds what comes after them."""
-        if not hashes or self._begun and not self._begun.keys().isdisjoint(hashes):
+        if not hashes or self._openings.go_on(hashes):
             return False
         return max(self.index.matches(hashes, self._now()).values(), default=0) < len(hashes)
 
@@ -125,40 +130,25 @@ class Placer:
             self._recent[worker.url].sent(now_s, max(0, new_tokens))
         if plan.hashes:
             self.index.expect(worker.url, plan.hashes, now_s + self._options.expected_s)
-        if plan.rest is not None:
-            self._put_off(plan, now_s)
+        if plan.opening is not None:
+            self._openings.put(plan.opening, now_s + self._options.expected_s)
         plan.worker = worker
         self._metrics.decisions.labels(choice.policy.value, choice.reason.value).inc()
         self._metrics.prompt_blocks.inc(choice.prompt_blocks)
         self._metrics.overlap_blocks.inc(choice.overlap_blocks)
         return worker, choice
 
-    def _put_off(self, plan: Plan, now_s: float) -> None:
-        """The blocks after the first ones are to count as held, too, if another prompt begins with those."""
-        plan.until_s = now_s + self._options.expected_s
-        self._begun[plan.hashes[-1]] = plan
-        while len(self._begun) > MAX_BEGUN or next(iter(self._begun.values())).until_s <= now_s:
-            self._begun.popitem(last=False)
-
-    async def _go_on(self, hashes: list[int]) -> None:
-        """With the prompts of which only the beginning was looked at, where one with these blocks begins with that."""
-        for name in hashes if self._begun else ():
-            plan = self._begun.get(name)
-            if plan is None:
-                continue
-            if plan.task is None:
-                plan.task = asyncio.get_running_loop().create_task(self._place_rest(name, plan))
-            await asyncio.shield(plan.task)
-
-    async def _place_rest(self, name: int, plan: Plan) -> None:
-        hashes = await plan.rest()
-        plan.rest = None
-        if self._begun.get(name) is plan:
-            del self._begun[name]
-        if hashes:
-            plan.hashes = hashes
-            if self._workers.get(plan.worker.url) is plan.worker:
-                self.index.expect(plan.worker.url, hashes, plan.until_s)
+    async def _place_rest(self, plan: Plan, body: bytes, finish: Callable[[Sequence[int]], list[int]]) -> None:
+        """All blocks of a prompt count as held where its first ones still do."""
+        first, opening = plan.hashes, plan.opening
+        found = await self._pool.whole(body, finish)
+        self._metrics.rests.labels(found.outcome.value).inc()
+        plan.opening = None
+        if not found.made:
+            return
+        plan.hashes, plan.request = found.made, self._request(found)
+        if self.index.matches(first, self._now()).get(plan.worker.url) == len(first):
+            self.index.expect(plan.worker.url, found.made, opening.until_s)
 
     def _candidate(self, worker: Worker, overlaps: dict[str, int]) -> Candidate:
         if self.config.policy in (Policy.ROUND_ROBIN, Policy.CONSISTENT_HASH):
@@ -176,6 +166,10 @@ class Placer:
         if model is None or not any(model in worker.models - worker.base_models for worker in self._workers):
             return None
         return model
+
+    def close(self) -> None:
+        """Forget what was put off."""
+        self._openings.close()
 
     def _left(self, worker: Worker) -> None:
         self._recent.pop(worker.url, None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.router.pieces import Beginning, Pieces, parts_between_words, place_to_cut
+from vllm_pd.router.pieces import Beginning, Pieces, guess, parts_between_words, place_to_cut, samples
 
 
 class Prompt(msgspec.Struct):
@@ -73,7 +73,11 @@ class Tokenizer:
         if not special:
             return self._pieces.beginning(text, chars)
         end = None if self._ends_specially else place_to_cut(text, chars)
-        return None if end is None else Beginning.of(encode(self._backend, [text[:end]], True)[0], end, len(text))
+        if end is None:
+            return None
+        [ids] = encode(self._backend, [text[:end]], True)
+        later = samples(text, end)
+        return Beginning(ids, len(ids) + guess(later, encode(self._backend, later), len(text) - end))
 
     def _text(self, prompt: Prompt) -> tuple[str | None, bool]:
         """(the text, None where there is none in it, whether special tokens go before and after it)."""
@@ -107,7 +111,7 @@ class Tokenizer:
 
 
 def _newest(prompt: Prompt) -> str:
-    """What is certainly not known of it: the last message, or all."""
+    """What most likely has not been there before: the last message, or all."""
     last = prompt.prompt if prompt.messages is None else (_flattened(prompt.messages[-1]) or {}).get("content")
     return last if isinstance(last, str) else ""
 

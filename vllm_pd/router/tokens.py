@@ -11,7 +11,7 @@ holds as much, the threads do the rest only if it is asked for. Nothing here cha
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ MAX_TEXT_BYTES = 1 << 19  # of a request whose prompt is text; a longer one coul
 MAX_PARSED_BYTES = 2 << 20  # token ids take 6 ms a MiB, of the loop; of a longer request only the model is looked for
 BEGINNING_BYTES = 256
 MAX_LOOP_BYTES = 4096  # of a request that the loop does itself: English takes 0.7 ms, the worst that was found 2 ms
-MAX_BEGUN_BYTES = 1 << 16  # of a request of which the loop does the beginning, which takes 0.1 ms
-MAX_BEGUN_MESSAGES = 64  # 0.3 ms
+MAX_BEGUN_BYTES = 1 << 16  # of a request of which the loop does the beginning
+BEGINNING_S = 0.0005  # it takes 0.1 ms; where it took more the loop rests from it
 LOOP_REST = 10.0  # times what such a one has taken, before the loop does another
 
 
@@ -47,20 +47,25 @@ class Tokenized(StrEnum):
     FAILED = "failed"
 
 
-class Opening(NamedTuple):
-    """May a prompt's beginning do? Its ids are to be those of about `chars` more than is known, and `enough` says of
-    what `finish` made of them whether the others can wait."""
+class Asked(NamedTuple):
+    """`finish` is called with the prompt's ids, where they are found. `size_bytes` is the whole request's."""
+    prompt: Prompt | None
+    finish: Callable[[Sequence[int]], Any]
+    size_bytes: int
+
+
+class Beginning(NamedTuple):
+    """May a prompt's beginning do? About `chars` more of it than is known, if `enough` says so of what `finish` made of
+    that; it is asked in the loop."""
     chars: int
     enough: Callable[[Any], bool]
 
 
 class Found(NamedTuple):
-    """How many tokens (of one that is BEGUN about so many), and what `finish` made of them; None where nothing was
-    found. Of one that is BEGUN `rest` makes it of all, or gives None where that can't be had."""
+    """How many tokens (a guess where only begun), and what `finish` made of them; None where nothing was found."""
     outcome: Tokenized
     tokens: int = 0
     made: Any = None
-    rest: Callable[[], Awaitable[Any]] | None = None
 
 
 class _Outline(msgspec.Struct):
@@ -98,9 +103,10 @@ class TokenPool:
         self._tokenizer: Tokenizer | None = None
         self._queued = 0
         self._rests_until_s = 0.0
+        self._begins_no_more_until_s = 0.0
         self.problem = ""
         if self._wanted not in (None, NO_TOKENIZER):
-            self._begin(self._wanted)
+            self._start_loading(self._wanted)
 
     @property
     def loaded(self) -> bool:
@@ -110,12 +116,11 @@ class TokenPool:
     def offer(self, root: str | None) -> None:
         """A worker has said what its model is. Taken where no tokenizer was named and none is there."""
         if self._wanted is None and root and self._tokenizer is None and self._loading is None:
-            self._begin(root)
+            self._start_loading(root)
 
-    async def tokens(self, prompt: Prompt | None, finish: Callable[[Sequence[int]], Any], size_bytes: int,
-                     opening: Opening | None = None) -> Found:
-        """What `finish` makes of the prompt's ids, in the thread that finds them. `size_bytes` is the whole request's.
-        A client's own template is never run: nothing could end it."""
+    async def tokens(self, asked: Asked, beginning: Beginning | None = None) -> Found:
+        """What is asked. A client's own template is never run: nothing could end it."""
+        prompt, size_bytes = asked.prompt, asked.size_bytes
         if prompt is None or prompt.cache_salt is not None or prompt.mm_processor_kwargs or prompt.documents:
             return Found(Tokenized.NONE)
         if prompt.chat_template is not None:
@@ -130,14 +135,26 @@ class TokenPool:
         if not given and size_bytes > MAX_TEXT_BYTES:
             return Found(Tokenized.LONG)
         try:
-            found = self._here(prompt, given, finish, size_bytes, opening)
-            if found is None and self._queued < MAX_QUEUED:
-                found = await self._there(prompt, given, finish)
-            return found or Found(Tokenized.BUSY)
+            found = None
+            if beginning is not None and not given and self._tokenizer.quick:
+                found = self._begun(asked, beginning)
+            if found is None and (given or self._tokenizer.quick):
+                found = self._here(asked)
+            return found or await self._there(self._work, asked)
         except TimeoutError:
             return Found(Tokenized.LATE)
         except Exception as error:  # a template may raise anything
             logger.debug("a prompt could not be tokenised: %r", error)
+            return Found(Tokenized.FAILED)
+
+    async def whole(self, body: bytes, finish: Callable[[Sequence[int]], Any]) -> Found:
+        """Of a request of which only the beginning was asked before: a thread reads it once more."""
+        try:
+            return await self._there(lambda: self._work(Asked(parse(body), finish, len(body))))
+        except TimeoutError:
+            return Found(Tokenized.LATE)
+        except Exception as error:
+            logger.debug("the rest of a prompt could not be tokenised: %r", error)
             return Found(Tokenized.FAILED)
 
     def close(self) -> None:
@@ -146,64 +163,54 @@ class TokenPool:
             self._loading.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _here(self, prompt: Prompt, given: bool, finish: Callable[[Sequence[int]], Any], size_bytes: int,
-              opening: Opening | None) -> Found | None:
-        """What the loop finds by itself; None where that is for the threads."""
-        if not given and not self._tokenizer.quick:
-            return None
-        if opening is not None and not given and size_bytes <= MAX_BEGUN_BYTES:
-            found = self._begun(prompt, finish, opening)
-            if found is not None:
-                return found
+    def _begun(self, asked: Asked, beginning: Beginning) -> Found | None:
+        """By the loop: the beginning, where that is enough. Quick but for odd texts, after which it rests."""
         began_s = time.monotonic()
-        if began_s < self._rests_until_s or size_bytes > MAX_LOOP_BYTES:
+        if asked.size_bytes > MAX_BEGUN_BYTES or began_s < self._begins_no_more_until_s:
             return None
         try:
-            return self._work(prompt, given, finish)
+            ids = self._tokenizer.beginning(asked.prompt, beginning.chars)
+            made = None if ids is None else asked.finish(ids.ids)
+            return Found(Tokenized.BEGUN, ids.tokens, made) if made and beginning.enough(made) else None
+        finally:
+            ended_s = time.monotonic()
+            if ended_s - began_s > BEGINNING_S:
+                self._begins_no_more_until_s = ended_s + LOOP_REST * (ended_s - began_s)
+
+    def _here(self, asked: Asked) -> Found | None:
+        """By the loop, where that is short and it has rested."""
+        began_s = time.monotonic()
+        if asked.size_bytes > MAX_LOOP_BYTES or began_s < self._rests_until_s:
+            return None
+        try:
+            return self._work(asked)
         finally:
             ended_s = time.monotonic()
             self._rests_until_s = ended_s + LOOP_REST * (ended_s - began_s)
 
-    def _begun(self, prompt: Prompt, finish: Callable[[Sequence[int]], Any], opening: Opening) -> Found | None:
-        if len(prompt.messages or ()) > MAX_BEGUN_MESSAGES:
-            return None
-        beginning = self._tokenizer.beginning(prompt, opening.chars)
-        if beginning is None:
-            return None
-        made = finish(beginning.ids)
-        if not opening.enough(made):
-            return None
-        return Found(Tokenized.BEGUN, beginning.tokens, made, lambda: self._rest(prompt, finish))
-
-    async def _rest(self, prompt: Prompt, finish: Callable[[Sequence[int]], Any]) -> Any:
+    async def _there(self, work: Callable[..., Found], *given: Any) -> Found:
+        """By a thread, if there is room in its queue. Raises TimeoutError besides."""
         if self._queued >= MAX_QUEUED:
-            return None
-        try:
-            return (await self._there(prompt, False, finish)).made
-        except Exception as error:  # TimeoutError too: without it others of the kind may go elsewhere, no more
-            logger.debug("the rest of a prompt could not be tokenised: %r", error)
-            return None
-
-    async def _there(self, prompt: Prompt, given: bool, finish: Callable[[Sequence[int]], Any]) -> Found:
-        """By a thread. Raises TimeoutError besides."""
+            return Found(Tokenized.BUSY)
+        task = asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
         self._queued += 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._work, prompt, given, finish)
-        work.add_done_callback(self._done)
+        task.add_done_callback(self._done)
         async with asyncio.timeout(self._timeout_s):
-            return await asyncio.shield(work)
+            return await asyncio.shield(task)
 
-    def _work(self, prompt: Prompt, given: bool, finish: Callable[[Sequence[int]], Any]) -> Found:
-        ids = _given(prompt.prompt) if given else self._tokenizer.tokens(prompt)
+    def _work(self, asked: Asked) -> Found:
+        given = _is_given(asked.prompt.prompt)
+        ids = _given(asked.prompt.prompt) if given else self._tokenizer.tokens(asked.prompt)
         if not ids:
             return Found(Tokenized.NONE)
-        return Found(Tokenized.GIVEN if given else Tokenized.DONE, len(ids), finish(ids))
+        return Found(Tokenized.GIVEN if given else Tokenized.DONE, len(ids), asked.finish(ids))
 
     def _done(self, work: asyncio.Future) -> None:
         self._queued -= 1
         if not work.cancelled():
             work.exception()  # heard, also where nobody waits any more
 
-    def _begin(self, name: str) -> None:
+    def _start_loading(self, name: str) -> None:
         self._loading = asyncio.get_running_loop().create_task(self._load(name))
 
     async def _load(self, name: str) -> None:
