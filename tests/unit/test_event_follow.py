@@ -23,6 +23,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.messages: collections.deque[list[bytes]] = collections.deque()
+        self.sent: list[list[bytes]] = []
 
     def recv_multipart(self, flags: int) -> list[bytes]:
         if not self.messages:
@@ -30,7 +31,7 @@ class Wire:
         return self.messages.popleft()
 
     def send_multipart(self, frames, flags: int) -> None:
-        pass
+        self.sent.append(frames)
 
     def close(self) -> None:
         pass
@@ -80,6 +81,24 @@ def test_a_snapshot_is_read_in_slices():
         assert follower.more is bool(wire.messages) or follower.live
         turns += 1
     assert told.replaced == MANY and turns >= MANY / follow.MESSAGES_A_TURN
+
+
+def test_b61_an_engine_that_is_slow_with_its_snapshot_is_waited_for():
+    """It answers each request, in order, 3 s after that; an answer to any but the last one is of no use."""
+    wire, told, counters, now = Wire(), Told(), Counter(), 0.0
+    follower = SideFollower(wire, told, counters, now)
+    answers: list[tuple[float, int]] = []
+    while not follower.live and now < 60.0:
+        wire.messages.append([m.encode(m.Pulse("e", 5, 4, m.EngineLoad()))])
+        while answers and answers[0][0] <= now:
+            number = answers.pop(0)[1]
+            wire.messages.append([m.encode(m.Snapshot(number, "e", 5, 0, 1, batch_of(1).events))])
+        follower.turn(now)
+        requests = [message for [frame] in wire.sent if isinstance(message := m.decode([frame]), m.SnapshotRequest)]
+        answers += [(now + 3.0, request.number) for request in requests]
+        wire.sent.clear()
+        now += 0.1
+    assert follower.live and now < 12.0 and counters["snapshots_asked"] <= 6
 
 
 def test_a_replay_is_read_in_slices():

@@ -22,7 +22,8 @@ from vllm_pd.events.stream import Stream
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import BadFrame
 
-SNAPSHOT_RETRY_S = 0.4  # without a part of the answer
+SNAPSHOT_RETRY_S = 0.4  # without a part of the answer; twice as long each time
+SNAPSHOT_RETRY_MOST_S = 6.4
 BEHIND_S = 0.15  # a pulse may overtake the batches before it
 LOST_S = 2.0  # without a pulse
 HUNG_UP_S = 0.4  # after the engine's end of the line was closed
@@ -92,6 +93,7 @@ class SideFollower:
         self._number = 0
         self._asked_at: float | None = None  # for a snapshot that is not complete yet
         self._part_at = now
+        self._retry_s = SNAPSHOT_RETRY_S
         self._runs: list[m.BlockStored] = []
         self._received = 0
 
@@ -175,6 +177,7 @@ class SideFollower:
             self._counters["snapshot_parts_unused"] += 1
             return
         self._part_at = now
+        self._retry_s = SNAPSHOT_RETRY_S
         self._runs.extend(part.runs)
         self._received += sum(len(run.block_hashes) for run in part.runs)
         if self._received >= part.total_blocks:
@@ -193,7 +196,8 @@ class SideFollower:
         if self.epoch is None:
             return
         if self._asked_at is not None:
-            if now - self._part_at > SNAPSHOT_RETRY_S:
+            if now - self._part_at > self._retry_s:
+                self._retry_s = min(2 * self._retry_s, SNAPSHOT_RETRY_MOST_S)
                 self.ask(now)
             return
         behind = self._stream.next_seq is not None and self._stream.next_seq < self._told_seq
