@@ -262,8 +262,29 @@ def test_through_a_socket(broker, raw, clock):
     while [one.incarnation for one in broker.members()] != ["d"]:
         assert time.monotonic() < deadline
         raw.ask("d", m.Register(member("d", m.Role.DECODE), peers.broker, 99))
-        clock.now_s += 1.0
+        clock.now_s += 0.5
         time.sleep(0.05)
+
+
+def test_a_broker_that_stood_still_takes_nobody_for_silent(broker, raw, clock):
+    raw.ask("d", m.Register(member("d", m.Role.DECODE)))
+    other = Raw(broker.address)
+    other.ask("p", m.Register(member("p", m.Role.PREFILL)))
+    clock.now_s += 10.0
+    deadline = time.monotonic() + 60
+    while not broker.counts().get("slept"):
+        assert time.monotonic() < deadline
+        broker._waker.set()
+        time.sleep(0.01)
+    assert len(broker.members()) == 2
+    raw.ask("d", m.Register(member("d", m.Role.DECODE)))
+    while [one.incarnation for one in broker.members()] != ["d"]:  # the other one has its time, and no more
+        assert time.monotonic() < deadline and clock.now_s < 115.0
+        clock.now_s += 0.5
+        broker._waker.set()
+        time.sleep(0.05)
+        raw.ask("d", m.Register(member("d", m.Role.DECODE)))
+    other.close()
 
 
 def test_b42_other_protocol_is_answered_with_both_versions(raw):

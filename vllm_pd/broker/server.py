@@ -64,15 +64,25 @@ class Broker:
                         break
                     self._on_frames(frames)
                 if self._clock() >= next_tick:
-                    next_tick = self._clock() + TICK_S
-                    self._deliver(self._registry.tick(self._clock()))
-                    self._prune_routes()
+                    next_tick = self._tick(next_tick)
         finally:
             self._socket.close()
             if self._gate is not None:
                 self._gate.close()
             self._context.term()
             self._waker.close()
+
+    def _tick(self, due_s: float) -> float:
+        """Do what is due by time; returns when that is to be done again. While we stood still ourselves nobody's
+        heartbeats were heard: who is there gets the time to say so."""
+        now = self._clock()
+        ttl_s = self._registry.limits.ttl_s
+        if now - due_s > ttl_s / 4:
+            self.counters["slept"] += 1
+            return now + ttl_s / 2
+        self._deliver(self._registry.tick(now))
+        self._prune_routes()
+        return now + TICK_S
 
     def stop(self) -> None:
         """End `run`. Safe from any thread and from a signal handler."""
