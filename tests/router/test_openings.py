@@ -23,7 +23,7 @@ LONG = range(100, 100 + 10 * OPENING)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Nothing takes long, whatever the machine does meanwhile: so the loop has never to rest."""
-    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: 100.0, thread_time=lambda: 0.0))
 
 
 class Openings(Words):
@@ -167,7 +167,7 @@ async def test_one_who_goes_away_while_he_waits_leaves_the_others_their_rest():
 
 async def test_a_beginning_that_took_long_is_not_tried_again_at_once(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: now[0]))
 
     class Odd(Openings):
         def beginning(self, prompt, chars):

@@ -22,6 +22,7 @@ from vllm_pd.router.placing import Placer
 from vllm_pd.router.policy import Policy, PolicyConfig, Reason
 from vllm_pd.router.tokenizer import Prompt, Tokenizer
 from vllm_pd.router.tokens import (
+    LONGEST_REST_S,
     LOOP_REST,
     MAX_LOOP_BYTES,
     MAX_PARSED_BYTES,
@@ -216,21 +217,35 @@ async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():
     (100, False, [False] * 4)])
 async def test_the_loop_does_what_is_short_and_leaves_itself_time(monkeypatch, size_bytes, quick, in_the_loop):
     now = [100.0]
-    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: 0.0))
     done_by = []
 
     class Noted(Words):
         def tokens(self, prompt):
             done_by.append(threading.current_thread())
-            now[0] += 0.05
+            now[0] += 0.005
             return super().tokens(prompt)
 
     Noted.quick = quick
     async with placing(load=Noted, tokenize_timeout_s=50.0) as (_, _, pool, _):
-        for wait_s in (0, 0, 0, LOOP_REST * 0.06):
+        for wait_s in (0, 0, 0, LOOP_REST * 0.006):
             now[0] += wait_s
             assert (await pool.tokens(Asked(parse(body()), len, size_bytes)))[:2] == (Tokenized.DONE, 16)
     assert [thread is threading.main_thread() for thread in done_by] == in_the_loop
+
+
+async def test_a_pause_of_the_process_does_not_keep_the_loop_from_its_work_for_long(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: 0.0))
+
+    class Paused(Words):
+        def tokens(self, prompt):
+            now[0] += 5.0
+            return super().tokens(prompt)
+
+    async with placing(load=Paused, tokenize_timeout_s=50.0) as (_, _, pool, _):
+        await pool.tokens(Asked(parse(body()), len, 100))
+        assert now[0] < pool._rests_until_s <= now[0] + LONGEST_REST_S + 1e-9
 
 
 async def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(monkeypatch):

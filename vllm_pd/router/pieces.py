@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 MAX_KEPT_CHARS = 16 << 20  # of text; with its ids about twice as many bytes
 WORTH = 3  # what is left for later is at least so many times what is done now
 
-SAMPLES = 3
-SAMPLE_CHARS = 50
+SAMPLES = 3  # places
+SAMPLE_CHARS = 40  # at each
 WORDS = (
     "One of the best things about the end of the year is that it can be as quiet as you want it to be, at least for a "
     "while. In the case of the United States it is not clear what will happen in the future, and there is a lot to do. "
@@ -56,15 +56,15 @@ class Special(Protocol):
     normalized: bool  # looked for later, in what the others have left
 
 
-def samples(text: str, start: int) -> list[str]:
+def sample(text: str, start: int) -> str:
     """A little of the text from `start` on, from places all over it, by which its length in tokens is guessed."""
     step = (len(text) - start) // SAMPLES
-    return [text[at:at + SAMPLE_CHARS] for at in range(start + step // 2, len(text), step)][:SAMPLES]
+    return " ".join(text[at:at + SAMPLE_CHARS] for at in range(start + step // 2, start + SAMPLES * step, step))
 
 
-def guess(samples: Sequence[str], encoded: Sequence[Sequence[int]], chars: int) -> int:
-    """How many tokens so many characters have, if they are as the samples."""
-    return round(chars * sum(map(len, encoded)) / sum(map(len, samples)))
+def guess(sampled: str, ids: Sequence[int], chars: int) -> int:
+    """How many tokens so many characters have, if they are as this sample with these ids."""
+    return round(chars * len(ids) / len(sampled))
 
 
 def parts_between_words(encode: Callable[[list[str]], list[Sequence[int]]]) -> bool:
@@ -125,15 +125,15 @@ class Pieces:
         else:
             return None
         short = list(dict.fromkeys(short))
-        later = samples(text, at + end)
-        encoded = self._encode([*short, piece[:end], *later])
+        later = sample(text, at + end)
+        encoded = self._encode([*short, piece[:end], later])
         new = dict(zip(short, (array("I", ids) for ids in encoded), strict=False))
         self._keep(new)
         ids = array("I")
         for piece_before, known in zip(pieces[:number], found, strict=False):
             ids.extend(new[piece_before] if known is None else known)
         ids.extend(array("I", encoded[len(short)]))
-        return Beginning(ids, len(ids) + guess(later, encoded[len(short) + 1:], len(text) - at - end))
+        return Beginning(ids, len(ids) + guess(later, encoded[-1], len(text) - at - end))
 
     def _known(self, pieces: list[str]) -> list[array | None]:
         with self._lock:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.router.pieces import Beginning, Pieces, guess, parts_between_words, place_to_cut, samples
+from vllm_pd.router.pieces import Beginning, Pieces, guess, parts_between_words, place_to_cut, sample
 
 
 class Prompt(msgspec.Struct):
@@ -76,8 +76,8 @@ class Tokenizer:
         if end is None:
             return None
         [ids] = encode(self._backend, [text[:end]], True)
-        later = samples(text, end)
-        return Beginning(ids, len(ids) + guess(later, encode(self._backend, later), len(text) - end))
+        later = sample(text, end)
+        return Beginning(ids, len(ids) + guess(later, encode(self._backend, [later])[0], len(text) - end))
 
     def _text(self, prompt: Prompt) -> tuple[str | None, bool]:
         """(the text, None where there is none in it, whether special tokens go before and after it)."""

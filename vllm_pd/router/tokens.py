@@ -9,6 +9,7 @@ with much that is new it does the beginning. Where that is enough to see where t
 holds as much, the threads do the rest only if it is asked for. Nothing here changes a request.
 """
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +31,9 @@ MAX_PARSED_BYTES = 2 << 20  # token ids take 6 ms a MiB, of the loop; of a longe
 BEGINNING_BYTES = 256
 MAX_LOOP_BYTES = 4096  # of a request that the loop does itself: English takes 0.7 ms, the worst that was found 2 ms
 MAX_BEGUN_BYTES = 1 << 16  # of a request of which the loop does the beginning
-BEGINNING_S = 0.0005  # it takes 0.1 ms; where it took more the loop rests from it
+BEGINNING_S = 0.001  # of CPU time; it takes 0.1 to 0.5 ms, and where it took more the loop rests from it
 LOOP_REST = 10.0  # times what such a one has taken, before the loop does another
+LONGEST_REST_S = 0.1  # it may have taken long because the process stood still
 
 
 class Tokenized(StrEnum):
@@ -165,17 +167,17 @@ class TokenPool:
 
     def _begun(self, asked: Asked, beginning: Beginning) -> Found | None:
         """By the loop: the beginning, where that is enough. Quick but for odd texts, after which it rests."""
-        began_s = time.monotonic()
-        if asked.size_bytes > MAX_BEGUN_BYTES or began_s < self._begins_no_more_until_s:
+        if asked.size_bytes > MAX_BEGUN_BYTES or time.monotonic() < self._begins_no_more_until_s:
             return None
+        began_s = time.thread_time()
         try:
             ids = self._tokenizer.beginning(asked.prompt, beginning.chars)
             made = None if ids is None else asked.finish(ids.ids)
             return Found(Tokenized.BEGUN, ids.tokens, made) if made and beginning.enough(made) else None
         finally:
-            ended_s = time.monotonic()
-            if ended_s - began_s > BEGINNING_S:
-                self._begins_no_more_until_s = ended_s + LOOP_REST * (ended_s - began_s)
+            took_s = time.thread_time() - began_s
+            if took_s > BEGINNING_S:
+                self._begins_no_more_until_s = time.monotonic() + min(LOOP_REST * took_s, LONGEST_REST_S)
 
     def _here(self, asked: Asked) -> Found | None:
         """By the loop, where that is short and it has rested."""
@@ -186,7 +188,7 @@ class TokenPool:
             return self._work(asked)
         finally:
             ended_s = time.monotonic()
-            self._rests_until_s = ended_s + LOOP_REST * (ended_s - began_s)
+            self._rests_until_s = ended_s + min(LOOP_REST * (ended_s - began_s), LONGEST_REST_S)
 
     async def _there(self, work: Callable[..., Found], *given: Any) -> Found:
         """By a thread, if there is room in its queue. Raises TimeoutError besides."""
@@ -218,6 +220,7 @@ class TokenPool:
         while True:
             try:
                 self._tokenizer = await asyncio.to_thread(self._load_with, name)
+                gc.freeze()  # the library is there to stay; to look through it each time takes 40 ms
                 self.problem = ""
                 logger.info("prompts are tokenised with that of %s", name)
                 return
