@@ -287,6 +287,17 @@ def test_a_broker_that_stood_still_takes_nobody_for_silent(broker, raw, clock):
     other.close()
 
 
+def test_a_broker_that_is_always_late_looks_all_the_same(broker, raw, clock):
+    raw.ask("d", m.Register(member("d", m.Role.DECODE)))
+    deadline = time.monotonic() + 60
+    while broker.members():
+        assert time.monotonic() < deadline
+        clock.now_s += 10.0
+        broker._waker.set()
+        time.sleep(0.01)
+    assert broker.counts()["slept"] >= 1
+
+
 def test_b42_other_protocol_is_answered_with_both_versions(raw):
     raw.socket.send(b"PD" + bytes((m.PROTOCOL + 1,)) + b"from the future")
     assert raw.answer() == m.Refused("protocol", str(m.PROTOCOL), str(m.PROTOCOL + 1))
