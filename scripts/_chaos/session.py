@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _chaos import blows, report
-from _chaos.fleet import Fleet, Health, Slot
+from _chaos.fleet import BrokerKind, Fleet, Health, Slot
 from _chaos.load import SURPLUS, Request, draw_prompts, safe
 from _chaos.picture import draw
 from _chaos.record import Record
 from _chaos.rest import Rest, come_to_rest, come_to_rest_as
 from _chaos.run import Run
 from vllm_pd.core.messages import Role
+from vllm_pd.errors import ConfigError
 
 START_S = 240.0
 EXPECT_S = 600.0
@@ -42,6 +43,12 @@ class Settings:
     delayed: float = 0.05
     delay_s: float = 0.4
     proxy: bool = True
+    broker: BrokerKind = BrokerKind.OURS
+    keys: bool = False
+
+    def __post_init__(self) -> None:
+        if self.proxy and (self.keys or self.broker is not BrokerKind.OURS):
+            raise ConfigError("proxy", True, "it can't read what has keys or goes to NATS: give --no-proxy with those")
 
 
 @dataclass
@@ -106,7 +113,8 @@ def fleet_of(settings: Settings) -> Iterator[Fleet]:
     env = {**os.environ, "VLLM_USE_V1": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
            "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TQDM_DISABLE": "1"}
-    fleet = Fleet(env, settings.model, settings.seed, PD, LLM, sorted(os.sched_getaffinity(0)), settings.proxy)
+    fleet = Fleet(env, settings.model, settings.seed, PD, LLM, sorted(os.sched_getaffinity(0)), settings.proxy,
+                  settings.broker, settings.keys)
     try:
         yield fleet
     finally:
