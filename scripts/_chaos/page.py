@@ -4,7 +4,7 @@
 ROWS = (
     ("requests", "{requests}: {requests_by_end}"),
     ("kills and stops", "{kills} and {stops}: {blows_by_kind}"),
-    ("control messages", "{messages}"),
+    ("control messages that went through the proxy", "{messages}"),
     ("**wrong answers**", "**{wrong_answers}**"),
     ("**unfinished requests**", "**{unfinished}**"),
     ("**leaked blocks**", "**{leaked_blocks}**"),
