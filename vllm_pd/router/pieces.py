@@ -93,7 +93,32 @@ class Pieces:
 
     def ids(self, text: str) -> array:
         """Those of the whole text. Raises whatever `encode` raises."""
+        return self._ids(self._cut(text))
+
+    def beginning(self, text: str, chars: int) -> Beginning | None:
+        """What is known of its beginning, and of what is not short pieces and about `chars` of the first long one. None
+        where there is none, or no place to cut it. Raises whatever `encode` raises."""
         pieces = self._cut(text)
+        found = self._known(pieces)
+        at = room = 0
+        for number, piece in enumerate(pieces):
+            if found[number] is None:
+                end = place_to_cut(piece, chars)
+                if end is not None:
+                    break
+                room += len(piece)
+                if room > 4 * chars:
+                    return None
+            at += len(piece)
+        else:
+            return None
+        later = sample(text, at + end)
+        new, sampled = self._encode([piece[:end], later])
+        ids = self._ids(pieces[:number])
+        ids.extend(new)
+        return Beginning(ids, len(ids) + guess(later, sampled, len(text) - at - end))
+
+    def _ids(self, pieces: list[str]) -> array:
         found = self._known(pieces)
         missing = list(dict.fromkeys(piece for piece, known in zip(pieces, found, strict=True) if known is None))
         if missing:
@@ -104,36 +129,6 @@ class Pieces:
         for known in found:
             whole.extend(known)
         return whole
-
-    def beginning(self, text: str, chars: int) -> Beginning | None:
-        """What is known of its beginning, and of what is not short pieces and about `chars` of the first long one. None
-        where there is none, or no place to cut it. Raises whatever `encode` raises."""
-        pieces = self._cut(text)
-        found = self._known(pieces)
-        short: list[str] = []
-        at = room = 0
-        for number, piece in enumerate(pieces):
-            if found[number] is None:
-                end = place_to_cut(piece, chars)
-                if end is not None:
-                    break
-                room += len(piece)
-                if room > 4 * chars:
-                    return None
-                short.append(piece)
-            at += len(piece)
-        else:
-            return None
-        short = list(dict.fromkeys(short))
-        later = sample(text, at + end)
-        encoded = self._encode([*short, piece[:end], later])
-        new = dict(zip(short, (array("I", ids) for ids in encoded), strict=False))
-        self._keep(new)
-        ids = array("I")
-        for piece_before, known in zip(pieces[:number], found, strict=False):
-            ids.extend(new[piece_before] if known is None else known)
-        ids.extend(array("I", encoded[len(short)]))
-        return Beginning(ids, len(ids) + guess(later, encoded[-1], len(text) - at - end))
 
     def _known(self, pieces: list[str]) -> list[array | None]:
         with self._lock:

@@ -12,7 +12,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -136,34 +136,35 @@ class TokenPool:
             return Found(Tokenized.NOT_LOADED)
         if not given and size_bytes > MAX_TEXT_BYTES:
             return Found(Tokenized.LONG)
-        try:
-            found = None
-            if beginning is not None and not given and self._tokenizer.quick:
-                found = self._begun(asked, beginning)
-            if found is None and (given or self._tokenizer.quick):
-                found = self._here(asked)
-            return found or await self._there(self._work, asked)
-        except TimeoutError:
-            return Found(Tokenized.LATE)
-        except Exception as error:  # a template may raise anything
-            logger.debug("a prompt could not be tokenised: %r", error)
-            return Found(Tokenized.FAILED)
+        return await self._safely(self._anywhere(asked, given, beginning))
 
     async def whole(self, body: bytes, finish: Callable[[Sequence[int]], Any]) -> Found:
         """Of a request of which only the beginning was asked before: a thread reads it once more."""
-        try:
-            return await self._there(lambda: self._work(Asked(parse(body), finish, len(body))))
-        except TimeoutError:
-            return Found(Tokenized.LATE)
-        except Exception as error:
-            logger.debug("the rest of a prompt could not be tokenised: %r", error)
-            return Found(Tokenized.FAILED)
+        return await self._safely(self._there(lambda: self._work(Asked(parse(body), finish, len(body)))))
 
     def close(self) -> None:
         """End the threads with what they are doing."""
         if self._loading is not None:
             self._loading.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @staticmethod
+    async def _safely(finding: Awaitable[Found]) -> Found:
+        try:
+            return await finding
+        except TimeoutError:
+            return Found(Tokenized.LATE)
+        except Exception as error:  # a template may raise anything
+            logger.debug("a prompt could not be tokenised: %r", error)
+            return Found(Tokenized.FAILED)
+
+    async def _anywhere(self, asked: Asked, given: bool, beginning: Beginning | None) -> Found:
+        found = None
+        if beginning is not None and not given and self._tokenizer.quick:
+            found = self._begun(asked, beginning)
+        if found is None and (given or self._tokenizer.quick):
+            found = self._here(asked)
+        return found or await self._there(self._work, asked)
 
     def _begun(self, asked: Asked, beginning: Beginning) -> Found | None:
         """By the loop: the beginning, where that is enough. Quick but for odd texts, after which it rests."""
@@ -177,7 +178,7 @@ class TokenPool:
         finally:
             took_s = time.thread_time() - began_s
             if took_s > BEGINNING_S:
-                self._begins_no_more_until_s = time.monotonic() + min(LOOP_REST * took_s, LONGEST_REST_S)
+                self._begins_no_more_until_s = time.monotonic() + _rest_s(took_s)
 
     def _here(self, asked: Asked) -> Found | None:
         """By the loop, where that is short and it has rested."""
@@ -188,7 +189,7 @@ class TokenPool:
             return self._work(asked)
         finally:
             ended_s = time.monotonic()
-            self._rests_until_s = ended_s + min(LOOP_REST * (ended_s - began_s), LONGEST_REST_S)
+            self._rests_until_s = ended_s + _rest_s(ended_s - began_s)
 
     async def _there(self, work: Callable[..., Found], *given: Any) -> Found:
         """By a thread, if there is room in its queue. Raises TimeoutError besides."""
@@ -231,6 +232,11 @@ class TokenPool:
                 self.problem = problem
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
+
+
+def _rest_s(took_s: float) -> float:
+    """Of the loop, from prompts, after it has spent so much time on one."""
+    return min(LOOP_REST * took_s, LONGEST_REST_S)
 
 
 def _is_given(prompt: Any) -> bool:
