@@ -114,13 +114,17 @@ class TestPlan:
 
     @pytest.mark.parametrize("key", ["--port", "--broker-port"])
     def test_b80_port_in_use(self, key):
-        with socket.socket() as other:
-            other.bind(("127.0.0.1", 0))
-            other.listen()
-            taken = other.getsockname()[1]
+        taken = take_free_run("127.0.0.1", 2) + 1  # the one before it is free too
+        with socket.create_server(("127.0.0.1", taken)):
             with pytest.raises(ConfigError, match="in use") as caught:
                 plan(**({"port": taken - 1} if key == "--port" else {"broker_port": taken}))
             assert caught.value.key == key and str(taken) in str(caught.value)
+
+    def test_the_broker_never_gets_a_port_of_an_engine(self, monkeypatch):
+        first = take_free_run("127.0.0.1", 3)
+        offered = iter(range(first, first + 3))
+        monkeypatch.setattr("vllm_pd.fleet.take_free", lambda host: next(offered))
+        assert plan(port=first).broker_port == first + 2
 
     def test_settings_are_json_where_they_can_be(self):
         assert parse_setting("lease_s=30") == ("lease_s", 30)
