@@ -800,6 +800,9 @@ def test_b24_restarts_leave_no_descriptor_and_no_thread(broker, engine, monkeypa
     decode = engine(settings, m.Role.DECODE)
     decode.expect_view(lambda view: view.broker_up)
 
+    def held():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
     def restart():
         prefill = Engine(settings, m.Role.PREFILL)
         prefill.expect(AddPeer)
@@ -807,11 +810,11 @@ def test_b24_restarts_leave_no_descriptor_and_no_thread(broker, engine, monkeypa
 
     restart()
     time.sleep(0.3)
-    before = (len(os.listdir("/proc/self/fd")), threading.active_count())
+    before = held()
     for _ in range(12):
         restart()
     deadline = time.monotonic() + WAIT_S
-    while (len(os.listdir("/proc/self/fd")), threading.active_count()) > before:
-        assert time.monotonic() < deadline, (before, len(os.listdir("/proc/self/fd")), threading.active_count())
+    while any(now > then for now, then in zip(held(), before, strict=True)):
+        assert time.monotonic() < deadline, (before, held())
         time.sleep(0.05)
     decode.expect_view(lambda view: view.prefill_peers == 0)
