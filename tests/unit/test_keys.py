@@ -16,6 +16,7 @@ from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.fleet import UpOptions, plan_fleet
 from vllm_pd.peers import Access, take_census
+from vllm_pd.ports import take_free_run
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
@@ -158,7 +159,8 @@ def test_b82_broker_beyond_loopback_needs_keys(key_file):
 
 
 def test_up_passes_the_key_on(key_file):
-    plan = plan_fleet(UpOptions("model", 1, 1, 20000, pd={"keys": key_file}), ())
+    port = take_free_run("127.0.0.1", 2)
+    plan = plan_fleet(UpOptions("model", 1, 1, port, pd={"keys": key_file}), ())
     assert plan.broker_command[-2:] == ("--keys", key_file)
     assert all(f'"keys": "{key_file}"' in " ".join(engine.command) for engine in plan.engines)
-    assert "--keys" not in plan_fleet(UpOptions("model", 1, 1, 20000), ()).broker_command
+    assert "--keys" not in plan_fleet(UpOptions("model", 1, 1, port), ()).broker_command
