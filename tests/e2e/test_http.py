@@ -223,7 +223,8 @@ def test_b80_a_wrong_setting_ends_vllm_serve_with_its_reason():
     """B80: before a model is loaded, with the key and what to write."""
     wrong = json.dumps({"kv_connector": "PDConnector", "kv_role": "kv_consumer",
                         "kv_connector_extra_config": {"broker": "tcp://127.0.0.1:1", "max_local_prefil_tokens": 5}})
-    ended = subprocess.run([*SERVE, model_folder("VLLM_PD_TINY_MODEL"), "--kv-transfer-config", wrong],
+    ended = subprocess.run([*SERVE, model_folder("VLLM_PD_TINY_MODEL"), "--port", str(take_free("127.0.0.1")),
+                            "--kv-transfer-config", wrong],
                            env=engine_env(0), capture_output=True, text=True, timeout=START_S)
     assert ended.returncode != 0
     said = ended.stdout + ended.stderr
