@@ -11,6 +11,7 @@ import torch
 from nixl_receiver import Rank, receiver
 
 from tests.idle import least_used_s
+from vllm_pd.transfer.nixl import MEET_S
 from vllm_pd.transfer.requests import AddPeer, CancelWrite, DropPeer, Notice, Write
 
 
@@ -115,6 +116,20 @@ def test_b33_a_receiver_sleeps_while_its_new_sender_does_nothing(rank):
             time.sleep(1.0)
             used_s.append(cpu_s(peer.process.pid) - began_s)
         assert min(used_s) < 0.3, used_s
+
+
+def test_b33_a_sender_makes_a_new_connection_in_one_poll(rank, peer):
+    """Its next poll may be a whole model step away."""
+    for progress_thread in (False, True):
+        p = rank(f"p-meets-{progress_thread}", progress_thread=progress_thread)
+        p.worker.execute([AddPeer(peer.name, peer.metadata)])
+        lasted_s = []
+        for _ in range(20):
+            began_s = time.monotonic()
+            p.worker.take_progress()
+            lasted_s.append(time.monotonic() - began_s)
+        assert progress_thread or lasted_s[0] >= MEET_S
+        assert min(lasted_s[1:]) < MEET_S
 
 
 def cpu_s(pid):
