@@ -93,7 +93,8 @@ class Pieces:
 
     def ids(self, text: str) -> array:
         """Those of the whole text. Raises whatever `encode` raises."""
-        return self._ids(self._cut(text))
+        pieces = self._cut(text)
+        return self._ids(pieces, self._known(pieces))
 
     def beginning(self, text: str, chars: int) -> Beginning | None:
         """What is known of its beginning, and of what is not short pieces and about `chars` of the first long one. None
@@ -114,12 +115,12 @@ class Pieces:
             return None
         later = sample(text, at + end)
         new, sampled = self._encode([piece[:end], later])
-        ids = self._ids(pieces[:number])
+        ids = self._ids(pieces[:number], found[:number])
         ids.extend(new)
         return Beginning(ids, len(ids) + guess(later, sampled, len(text) - at - end))
 
-    def _ids(self, pieces: list[str]) -> array:
-        found = self._known(pieces)
+    def _ids(self, pieces: list[str], found: list[array | None]) -> array:
+        """Of pieces of which so much is known."""
         missing = list(dict.fromkeys(piece for piece, known in zip(pieces, found, strict=True) if known is None))
         if missing:
             new = dict(zip(missing, (array("I", ids) for ids in self._encode(missing)), strict=True))
