@@ -111,7 +111,9 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     require_free("--port", HOST, ports)
     if options.broker_port:
         require_free("--broker-port", HOST, [options.broker_port])
-    broker_port = options.broker_port or next(port for port in iter(lambda: take_free(HOST), None) if port not in ports)
+    broker_port = options.broker_port or take_free(HOST)
+    while broker_port in ports:  # they are free as yet
+        broker_port = take_free(HOST)
     broker_url = f"tcp://{HOST}:{broker_port}"
     roles = [Role.DECODE] * options.decode + [Role.PREFILL] * options.prefill
     shares = split_cores(cores, count)
