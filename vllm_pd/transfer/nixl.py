@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 # How long a write is watched after its post: the receiver's answer takes less than 1 ms where it has a progress thread
 # and a core, the notice goes out when we see that answer, and the next chance to look may be a whole model step away.
 LINGER_S = 0.005
+# How long the first poll after a new peer goes on. The worker polls on for a peer that takes longer.
 MEET_S = 0.03
 
 
