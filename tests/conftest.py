@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How all tests draw examples: the same ones each time, however long the machine takes for one.
+"""How all tests draw examples (the same ones each time, however long the machine takes for one), and how a failure is
+judged (tests/verdict.py).
 
 With VLLM_PD_EXAMPLES set, as for a long search, they are drawn at random.
 """
 import os
 
 from hypothesis import HealthCheck, settings
+
+from tests.verdict import (  # noqa: F401  pytest finds hooks in a conftest
+    pytest_assertrepr_compare,
+    pytest_configure,
+    pytest_runtest_makereport,
+    pytest_runtest_setup,
+)
 
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow],
                           derandomize="VLLM_PD_EXAMPLES" not in os.environ)

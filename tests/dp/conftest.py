@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from dp_forked import Forks
 from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, TREE
 
+from tests.verdict import TokenIds
 from vllm_pd.dpbench.group import Group
 
 
@@ -91,4 +92,4 @@ def expected(mono) -> list[list[int]]:
     """What one rank alone answers to each of PROMPTS."""
     mono.ready()
     asked = [mono.generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)]
-    return mono.tokens(asked)
+    return [TokenIds(tokens) for tokens in mono.tokens(asked)]

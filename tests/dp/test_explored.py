@@ -9,6 +9,7 @@ from tests.dp.explorer import Violation, explore
 from tests.dp.models import RpcModel, Setting, ShmModel, Spare
 from vllm_pd.dp.core import Reach
 
+pytestmark = pytest.mark.exact
 SPARE = Spare
 
 

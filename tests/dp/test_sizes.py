@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from dp_loads import MAX_TOKENS, PROMPTS, at_rest, forwards
 
+from tests.verdict import TokenIds
 from vllm_pd.dpbench.group import Group
 
 # Whether the model has experts, how many ranks, whether the experts are spread over them.
@@ -44,8 +45,8 @@ def started(dense, moe, logs, start_group) -> Iterator[Callable[[int], Group]]:
 def dense_expected(dense, logs, started, start_group) -> list[list[int]]:
     """What one rank of the Llama alone answers to each of PROMPTS."""
     with start_group(dense, 1, log=logs / "dense.log") as alone:
-        return alone.tokens([alone.generate(prompt, max_tokens=most)
-                             for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)])  # fmt: skip
+        asked = [alone.generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)]
+        return [TokenIds(tokens) for tokens in alone.tokens(asked)]
 
 
 @pytest.mark.parametrize("number", range(len(GROUPS)), ids=[

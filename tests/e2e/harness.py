@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tests.verdict import Crash, Leak, mark_answers
 from vllm_pd.ports import take_free
 
 PROGRAM = Path(__file__).with_name("engine_process.py")
@@ -105,7 +106,7 @@ class EngineProcess:
 
     def ready(self) -> "EngineProcess":
         if self.process.poll() is not None:
-            raise ChildError(f"the engine {self.role} is dead: {self.process.returncode}")
+            raise Crash(f"the engine {self.role} is dead: {self.process.returncode}")
         if not self._ready:
             self._receive(START_S)
             self._ready = True
@@ -122,9 +123,9 @@ class EngineProcess:
         if not self._pipe.poll(timeout_s):
             raise ChildError(f"the engine {self.role} (pid {self.process.pid}) gives no answer in {timeout_s} s")
         try:
-            reply = json.loads(self._pipe.recv_bytes())
+            reply = json.loads(self._pipe.recv_bytes(), object_hook=mark_answers)
         except EOFError:
-            raise ChildError(f"the engine {self.role} ended with {self.process.wait(10)}") from None
+            raise Crash(f"the engine {self.role} ended with {self.process.wait(10)}") from None
         if "error" in reply:
             raise ChildError(reply["error"])
         return reply["result"]
@@ -252,7 +253,7 @@ while True:
             if not left:
                 return
             if time.monotonic() > deadline:
-                raise AssertionError(f"{self.role} is not at rest (is, should be): {left}")
+                raise Leak(f"{self.role} is not at rest (is, should be): {left}")
             time.sleep(0.05)
 
     # The process.

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts/test.sh does with failures: planted noise is flaky; a planted defect is red, and some kinds at once."""
+
+from pathlib import Path
+
+import pytest
+from _tests import session
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFTEST = """
+from verdict import (pytest_assertrepr_compare, pytest_configure, pytest_runtest_makereport,
+                     pytest_runtest_setup)
+"""
+PLANTED = """
+import pathlib
+import pytest
+from verdict import Crash, Leak, TokenIds
+
+def first_time(name):
+    seen = pathlib.Path(name)
+    try:
+        return not seen.exists()
+    finally:
+        seen.touch()
+
+@pytest.mark.parametrize("value", ["a b", "[::]"])
+def test_noise(value):
+    assert not first_time("noise" + value.replace(":", "_")), "noise was here"
+
+def test_defect():
+    assert 1 == 2
+
+def test_wrong_answer_once():
+    answers = [{"token_ids": TokenIds([1, 2])}]
+    if first_time("wrong"):
+        assert answers == [{"token_ids": [1, 3]}]
+
+@pytest.fixture
+def leaky():
+    yield
+    if first_time("leak"):
+        raise Leak("3 blocks")
+
+def test_leak_once(leaky):
+    assert not first_time("before the leak")
+
+def test_crash_once():
+    if first_time("crash"):
+        raise Crash("the engine ended with -11")
+
+@pytest.mark.exact
+def test_exact_once():
+    assert not first_time("exact")
+
+def test_compares_answers_well_and_fails_by_something_else_once():
+    assert TokenIds([1]) == [1]
+    assert not first_time("else")
+"""
+DIES = """
+import os, signal
+def test_dies():
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Run the planted folders of a project. (exit status, the session)."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+
+    def run(**folders: str) -> tuple[int, session.Session]:
+        for name, text in folders.items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "test_planted.py").write_text(text)
+        one = session.Session(tmp_path, ["-p", "no:cacheprovider"], tmp_path / "kept")
+        return one.run(list(folders)), one
+
+    return run
+
+
+def test_noise_is_flaky_and_defects_are_red(project, capfd):
+    status, one = project(first=PLANTED, second="def test_good(): pass")
+    assert status == 1
+    name = "first/test_planted.py::test_"
+    assert one.flaky == [f"{name}noise[a b]", f"{name}noise[[::]]",
+                         f"{name}compares_answers_well_and_fails_by_something_else_once"]
+    assert one.red == [f"{name}wrong_answer_once (wrong answer)", f"{name}leak_once (leak)",
+                       f"{name}crash_once (crash)", f"{name}exact_once (exact)", f"{name}defect (twice)"]
+    kept = {file.name: file.read_text() for file in one.kept.iterdir()}
+    first, second = (next(text for file, text in kept.items() if "noise_a_b_" in file and which in file)
+                     for which in (".first.", ".second."))
+    assert "noise was here" in first and "1 passed" in second
+    assert "3 blocks" in next(text for file, text in kept.items() if "leak" in file)
+    printed = capfd.readouterr().out
+    assert f"flaky: {name}noise[a b]" in printed and f"red: {name}defect (twice)" in printed
+    assert f"outputs: {one.kept}" in printed
+
+
+def test_only_noise_is_green(project):
+    text = PLANTED[: PLANTED.index("def test_defect")]
+    status, one = project(first=text)
+    assert status == 0 and len(one.flaky) == 2 and not one.red
+
+
+@pytest.mark.parametrize("text", [DIES, "import nothing_of_that_name"], ids=["crash", "import"])
+def test_a_pytest_that_breaks_off_is_red_at_once(project, text):
+    status, one = project(first=text, second="def test_good(): pass")
+    assert status == 1 and not one.flaky
+    assert [line.partition(":")[0] for line in one.red] == ["first"]
+
+
+def test_many_failures_are_no_noise(project, monkeypatch):
+    monkeypatch.setattr(session, "MOST_AGAIN", 1)
+    status, one = project(first=PLANTED)
+    assert status == 1 and not one.flaky
+    assert any("too many for noise" in line for line in one.red)

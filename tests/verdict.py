@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which failures of a test may be noise, and which never are.
+
+`scripts/test.sh` runs a test that failed once more. It does not do so for a wrong answer, a leak or a crash: these are
+defects even if they are rare. A test says so by one of the exceptions below, by comparing `TokenIds`, or by the marker
+`exact` (no clock, thread or other process takes part, so that a failure can't be noise).
+
+tests/conftest.py imports the hooks. With VLLM_PD_FAILURES set to a file they append one JSON object for each failure:
+``test`` (node id), ``phase`` (setup, call, teardown), ``kind`` (what it is, null if it may be noise), ``output``.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+FILE = "VLLM_PD_FAILURES"
+_COMPARED = pytest.StashKey[bool]()
+
+
+class Final(AssertionError):
+    """A failure that is never noise. `kind` is its name in reports."""
+    kind = "defect"
+
+
+class WrongAnswer(Final):
+    """Tokens, text or KV bytes differ from what they must be."""
+    kind = "wrong answer"
+
+
+class Leak(Final):
+    """Blocks, handles, queue entries or processes are left over."""
+    kind = "leak"
+
+
+class Crash(Final):
+    """A process that should live has ended."""
+    kind = "crash"
+
+
+class TokenIds(list):
+    """Token ids that an engine has answered. A comparison with them that fails is a wrong answer."""
+
+
+def same_answer(ours: object, theirs: object) -> None:
+    """WrongAnswer if two answers (each with a method ``same_as``) differ."""
+    if not ours.same_as(theirs):
+        raise WrongAnswer(f"the answer is {ours!r}, it should be {theirs!r}")
+
+
+def same_bytes(same: bool) -> None:
+    """WrongAnswer if a comparison of KV bytes found a difference."""
+    if not same:
+        raise WrongAnswer("KV bytes differ from what was sent")
+
+
+def mark_answers(decoded: dict) -> dict:
+    """An ``object_hook`` for json: every list under ``token_ids`` or ``tokens`` becomes TokenIds."""
+    for key in ("token_ids", "tokens"):
+        if isinstance(decoded.get(key), list):
+            decoded[key] = TokenIds(decoded[key])
+    return decoded
+
+
+def holds_answer(value: object) -> bool:
+    """Whether TokenIds are anywhere in this value."""
+    if isinstance(value, TokenIds):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(holds_answer, value.values()))
+    return isinstance(value, list | tuple) and any(map(holds_answer, value))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_COMPARED] = False
+    config.addinivalue_line("markers", "exact: no clock, thread or other process takes part; a failure is never noise")
+
+
+def pytest_assertrepr_compare(config: pytest.Config, op: str, left: object, right: object) -> None:
+    """Called for each comparison that fails in an assert."""
+    if op == "==" and (holds_answer(left) or holds_answer(right)):
+        config.stash[_COMPARED] = True
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.config.stash[_COMPARED] = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    report = yield
+    if report.failed and os.environ.get(FILE):
+        failure = {"test": item.nodeid, "phase": report.when, "kind": _kind(item, call.excinfo),
+                   "output": "\n".join([report.longreprtext, *("\n".join(section) for section in report.sections)])}
+        with Path(os.environ[FILE]).open("a") as file:
+            file.write(json.dumps(failure) + "\n")
+    return report
+
+
+def _kind(item: pytest.Item, failure: pytest.ExceptionInfo) -> str | None:
+    """What this failure is, None if it may be noise."""
+    for error in _leaves(failure.value):
+        if isinstance(error, Final):
+            return error.kind
+    if item.config.stash[_COMPARED] and isinstance(failure.value, AssertionError):
+        return WrongAnswer.kind
+    if item.get_closest_marker("exact") and "Timeout" not in str(failure.value):
+        return "exact"
+    return None
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The error, or those in its group."""
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error
