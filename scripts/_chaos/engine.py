@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from _chaos.async_output import switch_on
 from _chaos.looks import anonymous_bytes, counters_of, margin_of, open_counts
 
 POLL_MS = 250
@@ -24,12 +25,14 @@ GAUGES_S = 0.2
 COUNTERS_S = 2.0
 
 
-def serve(pipe: Connection, model: str, role: str | None, pd: dict, llm: dict) -> None:
+def serve(pipe: Connection, model: str, role: str | None, pd: dict, llm: dict, async_output: bool) -> None:
     """Build the engine and run it until the pipe is closed or a `stop` comes."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.llm_engine import LLMEngine
     os.environ["VLLM_USE_V1"] = "0"
+    if async_output:
+        switch_on()
     if role is not None:
         llm = {**llm, "kv_transfer_config": KVTransferConfig(kv_connector="PDConnector", kv_role=role,
                                                              kv_connector_extra_config=pd)}

@@ -102,11 +102,11 @@ class Fleet:
     nobody asked for."""
 
     def __init__(self, env: Mapping[str, str], model: str, seed: int, pd: dict, llm: dict, cores: list[int],
-                 through_proxy: bool, broker: BrokerKind, guarded: bool) -> None:
+                 through_proxy: bool, broker: BrokerKind, guarded: bool, async_output: bool) -> None:
         self.zygote = Zygote(env)
         self.slots: dict[str, Slot] = {}
         self.on_message: Callable[[Slot, str, object], None] = lambda *_: None
-        self._model, self._llm, self._cores = model, llm, cores
+        self._model, self._llm, self._cores, self._async_output = model, llm, cores, async_output
         self._selector = selectors.DefaultSelector()
         self._replies: dict[str, object] = {}
         self._folder = tempfile.TemporaryDirectory()
@@ -133,7 +133,7 @@ class Fleet:
         limits = {} if slot.role is Role.PREFILL else {"max_local_prefill_tokens": self._pd["max_local_prefill_tokens"]}
         slot.pid, slot.pipe = self.zygote.fork("_chaos.engine:serve", slot.cores, model=self._model,
                                                role=slot.role and slot.role.value, pd={**self._pd, **limits},
-                                               llm=self._llm)
+                                               llm=self._llm, async_output=self._async_output)
         self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
 
     def kill(self, slot: Slot) -> None:

@@ -45,6 +45,7 @@ class Settings:
     proxy: bool = True
     broker: BrokerKind = BrokerKind.OURS
     keys: bool = False
+    async_output: bool = False
 
     def __post_init__(self) -> None:
         if self.proxy and (self.keys or self.broker is not BrokerKind.OURS):
@@ -114,7 +115,7 @@ def fleet_of(settings: Settings) -> Iterator[Fleet]:
            "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TQDM_DISABLE": "1"}
     fleet = Fleet(env, settings.model, settings.seed, PD, LLM, sorted(os.sched_getaffinity(0)), settings.proxy,
-                  settings.broker, settings.keys)
+                  settings.broker, settings.keys, settings.async_output)
     try:
         yield fleet
     finally:

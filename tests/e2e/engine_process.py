@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One `LLM` in a process of its own, stepped by itself and driven over a pipe.
 
-    python engine_process.py FD '{"model": ..., "role": "kv_consumer" | null, "extra": {...}, "llm": {...}}'
+    python engine_process.py FD '{"model": ..., "role": "kv_consumer" | null, "extra": {...}, "llm": {...},
+                                  "async_output": false}'
 
 Each message on the pipe is a JSON object with an `op`, answered by one JSON object: {"result": ...} or {"error": ...}.
 Between messages the engine steps as `LLM.generate` does, whether there is anything to do or not, unless it is held.
@@ -16,6 +17,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
+from _chaos import async_output
 from _chaos.looks import counters_of, open_counts
 
 IDLE_S = 0.02
@@ -29,6 +31,8 @@ def serve(pipe: Connection, setup: dict) -> None:
     """Build the engine and drive it until the other end is closed."""
     os.environ["VLLM_USE_V1"] = "0"
     from vllm import LLM
+    if setup["async_output"]:
+        async_output.switch_on()
     arguments = dict(setup["llm"])
     if setup["role"] is not None:
         arguments["kv_transfer_config"] = {"kv_connector": "PDConnector", "kv_role": setup["role"],

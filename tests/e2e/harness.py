@@ -78,11 +78,12 @@ class BrokerProcess:
 
 
 class EngineProcess:
-    """One engine. `start` returns at once; the first use waits until it is up."""
+    """One engine. `start` returns at once; the first use waits until it is up. With `async_output` it processes the
+    output of a step during the next one, as on CUDA, unless its role is against it."""
 
     def __init__(self, role: str | None, index: int, broker: str = "", extra: dict | None = None,
-                 model: str | None = None, **llm) -> None:
-        setup = {"model": model or model_folder("VLLM_PD_TINY_MODEL"), "role": role,
+                 model: str | None = None, async_output: bool = False, **llm) -> None:
+        setup = {"model": model or model_folder("VLLM_PD_TINY_MODEL"), "role": role, "async_output": async_output,
                  "extra": {"broker": broker, **(extra or {})},
                  "llm": {"dtype": "float32", "max_model_len": 1024, "block_size": 16, "enable_prefix_caching": True,
                          "num_gpu_blocks_override": 512, "max_num_seqs": 32, **llm}}
