@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.v0 import SETTINGS_KEY
@@ -42,6 +43,13 @@ def test_the_connector_selects_v0_and_is_taken_from_vllm(model, role):
     assert (settings["kv_role"], settings["extra"]) == (role, BROKER)
     assert settings["front"].startswith("ipc:///")
     assert config.scheduler_config.max_num_seqs > 0
+
+
+@pytest.mark.parametrize("role, on", [("kv_consumer", True), ("kv_producer", False), ("kv_both", False)])
+def test_an_engine_that_prefills_processes_its_output_at_once(model, role, on, monkeypatch):
+    """The end of a job must not wait for the next step, which may be that of another prompt."""
+    monkeypatch.setattr(CpuPlatform, "is_async_output_supported", classmethod(lambda cls, eager: True))
+    assert arguments(model, role).create_engine_config().model_config.use_async_output_proc is on
 
 
 def test_a_second_configuration_from_the_same_arguments_is_the_same(model):

@@ -42,6 +42,9 @@ def claim(engine_args: EngineArgs) -> None:
         SETTINGS_KEY: {"kv_role": transfer.kv_role, "extra": extra, "front": _front_address()},
     }
     engine_args.kv_transfer_config = None
+    if config.role.prefills:
+        # With it the engine would learn a step late that a job is computed: its peer would wait for another prompt.
+        engine_args.disable_async_output_proc = True
     logger.info("%s: role %s, broker %s, V0 engine", CONNECTOR, config.role.value, config.broker)
 
 

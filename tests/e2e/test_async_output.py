@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous output processing, CUDA's default: an engine processes the output of a step during the next one."""
+
+from collections.abc import Iterator
+
+import pytest
+from harness import PATIENT, BrokerProcess, EngineProcess, Pair, lend, prompt
+from test_states import GRANTED, TestAbort
+from test_tokens import test_b1_greedy_tokens_equal_those_of_one_engine as greedy
+
+STATES = "[job.state.value for job in disagg.prefill_jobs._jobs.values()]"
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Pair]:
+    broker = BrokerProcess()
+    p = EngineProcess("kv_producer", 0, broker.url, PATIENT, async_output=True, max_num_batched_tokens=1024)
+    d = EngineProcess("kv_consumer", 1, broker.url, {**PATIENT, "max_local_prefill_tokens": 0}, async_output=True)
+    yield Pair(broker, p, d)
+    for process in (d, p, broker):
+        process.stop()
+
+
+@pytest.fixture
+def pair(processes) -> Iterator[Pair]:
+    """A pair on a platform that has it. At rest before and after each test (B20)."""
+    yield from lend(processes)
+
+
+class TestAsyncAbort(TestAbort):
+    """B25, with it on D."""
+
+
+del TestAbort  # those with the other pair are in their own module
+
+
+def test_an_engine_that_prefills_has_it_off(pair):
+    is_on = "engine.model_config.use_async_output_proc"
+    assert pair.d.evaluate(is_on) and not pair.p.evaluate(is_on)
+
+
+def test_b1_with_it_on_d(pair, mono):
+    greedy(pair, mono)
+
+
+def test_p_may_send_a_job_after_the_step_that_computed_it(pair):
+    """Three jobs of one step each: none waits for the next one's step, and the last one takes no step of its own."""
+    pair.p.do("hold", held=True)
+    names = pair.d.add_all([prompt(513 + number, "in a row") for number in range(3)])
+    pair.d.wait_until(GRANTED.format(3))
+    pair.p.do("step", count=1)
+    assert pair.p.evaluate(STATES) == ["computed", "computing", "computing"]
+    pair.p.do("step", count=1)
+    assert pair.p.evaluate(STATES)[-2:] == ["computed", "computing"]
+    pair.p.do("step", count=1)
+    assert pair.p.evaluate(STATES)[-1:] == ["computed"]
+    pair.p.do("hold", held=False)
+    pair.d.wait(names)
