@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short run of scripts/chaos.py: two decode and two prefill engines, a blow every few seconds, a lossy network."""
+"""A short run of scripts/chaos.py: two decode and two prefill engines, a blow every few seconds, a lossy network, and
+asynchronous output processing on the decode engines, as on CUDA."""
 
 from _chaos.blows import Blow
 from _chaos.session import Settings, chaos
@@ -11,7 +12,8 @@ SEED = 88  # its ten blows are of every kind
 def test_b20_to_b34_chaos():
     """B20, B21, B22, B23, B25, B26, B29, B34: every request ends, each answer is the one that one engine alone gives,
     and every engine that lives is back at its base."""
-    settings = Settings(model=model_folder("VLLM_PD_TINY_MODEL"), seed=SEED, requests=150, episodes=10, calm_episodes=2)
+    settings = Settings(model=model_folder("VLLM_PD_TINY_MODEL"), seed=SEED, requests=150, episodes=10, calm_episodes=2,
+                        async_output=True)
     result = chaos(settings, print)
     assert not result.faults, f"seed {settings.seed}: {result.faults}"
     figures = result.figures

@@ -55,6 +55,7 @@ class Disaggregation:
         check_engine(engine.vllm_config)
         config = PDConfig.parse(settings["kv_role"], settings["extra"])
         self._scheduler = engine.scheduler[0]
+        self._outputs = engine.scheduler_contexts[0].output_queue  # of the last step, with asynchronous processing
         self._bell = Bell()
         self._metrics = PDMetrics(engine.model_config.served_model_name)
         member, metadata, self._transfer = attach_transfer(engine, config.role)
@@ -151,7 +152,8 @@ class Disaggregation:
     def has_work(self) -> bool:
         """Whether a step would do something, with what peers have sent up to now."""
         self._collect()
-        self._sleeping = not (self._progress or (self._scheduler.has_schedulable_seqs() and not self._stalled)
+        self._sleeping = not (self._progress or self._outputs
+                              or (self._scheduler.has_schedulable_seqs() and not self._stalled)
                               or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
         if not self._sleeping or not self._expecting():
             self._pause_s = POLL_MIN_S
