@@ -73,14 +73,14 @@ class SimulatedEngine:
 
     def __init__(self, *, blocks: int = 64, caching: bool = True, chunk: int | None = None, max_num_seqs: int = 4,
                  max_model_len: int = 128, wants_remote: Callable[[SequenceGroup], bool] = lambda group: True,
-                 disagg: bool = True, swap_blocks: int = 0) -> None:
+                 disagg: bool = True, swap_blocks: int = 0, policy: str = "fcfs") -> None:
         cache = CacheConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=1.0, swap_space=0, cache_dtype="auto",
                             enable_prefix_caching=caching)
         cache.num_gpu_blocks, cache.num_cpu_blocks = blocks, swap_blocks
         self.scheduler = Scheduler(
             SchedulerConfig("generate", max_num_batched_tokens=chunk or max_model_len * 2, max_num_seqs=max_num_seqs,
                             max_model_len=max_model_len, enable_chunked_prefill=chunk is not None,
-                            preemption_mode="swap" if swap_blocks else None), cache, None)
+                            preemption_mode="swap" if swap_blocks else None, policy=policy), cache, None)
         self.peers = FakePeers(wants_remote)
         if disagg:
             self.scheduler.disagg = self.peers
@@ -95,11 +95,11 @@ class SimulatedEngine:
     # Requests.
 
     def add(self, request_id: str, token_ids: list[int], *, max_tokens: int = 4,
-            remote_decode: str | None = None) -> None:
+            remote_decode: str | None = None, priority: int = 0) -> None:
         seq = Sequence(next(self._seq_ids), inputs=token_inputs(token_ids), block_size=BLOCK_SIZE)
         seq.remote_decode = remote_decode
         group = SequenceGroup(request_id, seqs=[seq], arrival_time=time.time(),
-                              sampling_params=SamplingParams(max_tokens=max_tokens))
+                              sampling_params=SamplingParams(max_tokens=max_tokens), priority=priority)
         self.groups[request_id] = group
         self.scheduler.add_seq_group(group)
 

@@ -198,6 +198,46 @@ def test_b25_abort_of_a_prompt_for_a_peer_half_way():
     engine.check_at_rest()
 
 
+class TestPriority:
+    """B7, B32: priority scheduling takes blocks only for a group that can run with them."""
+
+    @pytest.fixture
+    def engine(self):
+        """"first" is parked, its sibling waits for it, "low" runs, and the rest of the pool takes no other prompt."""
+        engine = SimulatedEngine(blocks=14, policy="priority", wants_remote=lambda group: group.request_id == "first")
+        engine.peers.waits = lambda group: group.request_id == "sibling" and bool(engine.scheduler.remote_prefilling)
+        engine.add("low", list(range(50, 66)), max_tokens=24, priority=5)
+        engine.step()
+        engine.add("first", PROMPT)
+        engine.add("sibling", PROMPT)
+        engine.step()
+        assert engine.attempt_of("first")
+        return engine
+
+    def test_b7_nobody_is_preempted_for_a_group_that_waits_for_its_sibling(self, engine):
+        """B7: before, it was at each second step, and computed anew at each other one."""
+        for _ in range(10):
+            assert engine.step() == ["low"]
+        assert engine.scheduler.num_cumulative_preemption == 0
+        self.finish(engine)
+
+    def test_b7_the_next_in_line_preempts_in_its_place(self, engine):
+        """B7: one that could run is not kept back by one that could not."""
+        engine.add("next", PROMPT[::-1], priority=1)
+        engine.step()
+        assert engine.step() == ["next"]
+        assert [group.request_id for group in engine.scheduler.waiting] == ["sibling", "low"]
+        self.finish(engine)
+
+    @staticmethod
+    def finish(engine):
+        attempt = engine.attempt_of("first")
+        engine.write_remotely(attempt)
+        engine.step(finished_prefills=[attempt])
+        engine.run()
+        engine.check_at_rest()
+
+
 def test_b50_decisions_without_disaggregation():
     """B50: an engine whose peers never want anything, and one that has none, schedule the same."""
     def history(disagg: bool) -> list:
