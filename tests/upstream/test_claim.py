@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """B80: what an engine's arguments must be for disaggregation, seen through upstream's own way in."""
 
+import json
 import os
 import socket
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
+from vllm.utils import FlexibleArgumentParser
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.v0 import SETTINGS_KEY
@@ -69,6 +71,43 @@ def test_b50_no_connector_no_trace(model):
     config = EngineArgs(model=model, dtype="float32", max_model_len=512).create_engine_config()
     assert config.kv_transfer_config is None
     assert SETTINGS_KEY not in (config.additional_config or {})
+
+
+def test_b5_prefix_caching_is_on_where_the_user_said_nothing(model, caplog):
+    """B5, B7: without it there are no prefix hits, no prefix reads and no shared prefill of n > 1."""
+    config = arguments(model).create_engine_config()
+    assert config.cache_config.enable_prefix_caching
+    assert "prefix caching is on" in caplog.text and "--no-enable-prefix-caching" in caplog.text
+
+
+@pytest.mark.parametrize("flag, wanted", [("--enable-prefix-caching", True), ("--no-enable-prefix-caching", False)])
+def test_b5_what_the_user_says_of_prefix_caching_wins(model, flag, wanted, caplog):
+    """B5: as the command line has it."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    transfer = json.dumps({"kv_connector": "PDConnector", "kv_role": "kv_consumer",
+                           "kv_connector_extra_config": BROKER})
+    args = EngineArgs.from_cli_args(parser.parse_args(
+        ["--model", model, "--dtype", "float32", "--max-model-len", "512", "--kv-transfer-config", transfer, flag]))
+    assert args.create_engine_config().cache_config.enable_prefix_caching is wanted
+    assert "prefix caching" not in caplog.text
+
+
+@pytest.mark.parametrize("more", [
+    {"enable_lora": True}, {"prefix_caching_hash_algo": "sha256"}, {"enable_prompt_embeds": True},
+    {"enable_prompt_adapter": True, "max_prompt_adapter_token": 4},
+    {"kv_cache_dtype": "fp8_e5m2"},
+], ids=str)
+def test_b5_prefix_caching_stays_off_where_v0_has_it_wrong(model, more, caplog):
+    """B5: an engine that served these before goes on to, and gives no answer from another prompt's blocks."""
+    config = arguments(model, **more).create_engine_config()
+    assert not config.cache_config.enable_prefix_caching
+    assert "prefix caching stays off" in caplog.text and next(iter(more)) in caplog.text
+
+
+def test_b50_prefix_caching_is_upstreams_choice_without_the_connector(model, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+    config = EngineArgs(model=model, dtype="float32", max_model_len=512).create_engine_config()
+    assert not config.cache_config.enable_prefix_caching
 
 
 def test_b80_v1_is_refused(model, monkeypatch):

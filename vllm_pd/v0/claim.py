@@ -13,6 +13,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.ports import require_free
 from vllm_pd.transfer.transport import MAX_RANKS
 from vllm_pd.v0 import CONNECTOR, SETTINGS_KEY
+from vllm_pd.v0.caching import choose_prefix_caching
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,6 +38,7 @@ def claim(engine_args: EngineArgs) -> None:
         raise ConfigError("VLLM_USE_V1", os.environ["VLLM_USE_V1"],
                           f"unset it: {CONNECTOR} runs in the V0 engine and selects it by itself")
     os.environ["VLLM_USE_V1"] = "0"
+    choose_prefix_caching(engine_args)
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
         SETTINGS_KEY: {"kv_role": transfer.kv_role, "extra": extra, "front": _front_address()},
