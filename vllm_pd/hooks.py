@@ -5,9 +5,10 @@ The hooks for disaggregation return at once, and import nothing more, for an eng
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_pd.v0 import CONNECTOR, SETTINGS_KEY
+from vllm_pd.v0.selection import selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def claim_kv_transfer_config(engine_args: EngineArgs) -> None:
-    """Take a kv_transfer_config that names our connector away from vLLM, and select the V0 engine.
+    """Take a kv_transfer_config that names our connector away from vLLM, and select the V0 engine, for as long as that
+    engine lives.
 
     Called by `EngineArgs.create_engine_config` before anything else. Raises ConfigError for settings that can't work.
     """
@@ -32,6 +34,10 @@ def claim_kv_transfer_config(engine_args: EngineArgs) -> None:
     if config is not None and config.kv_connector == CONNECTOR:
         from vllm_pd.v0.claim import claim
         claim(engine_args)
+    elif _disaggregates(engine_args.additional_config):  # configured once more
+        selection.select(CONNECTOR)
+    else:
+        selection.drop()
 
 
 def attach_engine(engine: LLMEngine) -> Disaggregation | None:
@@ -44,9 +50,10 @@ def attach_engine(engine: LLMEngine) -> Disaggregation | None:
         from vllm_pd.v0.events import attach_events
         attach_events(engine)
     additional = engine.vllm_config.additional_config
-    if not isinstance(additional, dict) or SETTINGS_KEY not in additional:
+    if not _disaggregates(additional):
         return None
     from vllm_pd.v0.engine import Disaggregation
+    selection.hold(engine)
     return Disaggregation(engine, additional[SETTINGS_KEY])
 
 
@@ -58,13 +65,17 @@ def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]
     """
     config = getattr(app.state, "vllm_config", None)
     additional = config.additional_config if config is not None else None
-    if isinstance(additional, dict) and SETTINGS_KEY in additional:
+    if _disaggregates(additional):
         from vllm_pd.v0.front import open_front_door
         stop = open_front_door(app, server, additional[SETTINGS_KEY], stop)
     if _publishes_events(config):
         from vllm_pd.events.route import add_route
         add_route(app, config)
     return stop
+
+
+def _disaggregates(additional_config: Any) -> bool:
+    return isinstance(additional_config, dict) and SETTINGS_KEY in additional_config
 
 
 def _publishes_events(config: VllmConfig | None) -> bool:

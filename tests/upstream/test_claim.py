@@ -7,6 +7,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from vllm import envs
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
@@ -15,6 +16,7 @@ from vllm.utils import FlexibleArgumentParser
 from vllm_pd.errors import ConfigError
 from vllm_pd.v0 import SETTINGS_KEY
 from vllm_pd.v0.claim import check_engine
+from vllm_pd.v0.selection import V0Selection
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}
 
@@ -39,7 +41,7 @@ def arguments(model: str, role: str = "kv_consumer", extra: dict | None = None, 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
 def test_the_connector_selects_v0_and_is_taken_from_vllm(model, role):
     config = arguments(model, role).create_engine_config()
-    assert os.environ["VLLM_USE_V1"] == "0"
+    assert not envs.VLLM_USE_V1
     assert config.kv_transfer_config is None
     settings = config.additional_config[SETTINGS_KEY]
     assert (settings["kv_role"], settings["extra"]) == (role, BROKER)
@@ -108,6 +110,44 @@ def test_b50_prefix_caching_is_upstreams_choice_without_the_connector(model, mon
     monkeypatch.setenv("VLLM_USE_V1", "0")
     config = EngineArgs(model=model, dtype="float32", max_model_len=512).create_engine_config()
     assert not config.cache_config.enable_prefix_caching
+
+
+def test_b50_a_configuration_without_the_connector_is_decided_as_if_none_had_had_it(model):
+    """B50: VLLM_USE_V1 is one for the whole process; what PDConnector needs of it does not stay behind."""
+    plain = EngineArgs(model=model, dtype="float32", max_model_len=512)
+    plain.create_engine_config()
+    upstreams = os.environ.pop("VLLM_USE_V1")
+    assert upstreams == "1", "or nothing is shown here"
+    arguments(model).create_engine_config()  # and no engine comes of it
+    assert not envs.VLLM_USE_V1
+    plain.create_engine_config()
+    assert os.environ["VLLM_USE_V1"] == upstreams
+
+
+class Engine:
+    """Can be gone."""
+
+
+def test_b50_the_selection_of_v0_ends_with_the_last_engine():
+    """B50: a program that is started afterwards inherits nothing."""
+    selection, first, second = V0Selection(), Engine(), Engine()
+    for engine in (first, second):
+        selection.select("PDConnector")
+        selection.hold(engine)
+    del first, engine
+    selection.drop()
+    assert not envs.VLLM_USE_V1, "the second one lives"
+    del second
+    assert "VLLM_USE_V1" not in os.environ
+
+
+def test_b50_v0_by_the_user_stays(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+    selection, engine = V0Selection(), Engine()
+    selection.select("PDConnector")
+    selection.hold(engine)
+    del engine
+    assert os.environ["VLLM_USE_V1"] == "0"
 
 
 def test_b80_v1_is_refused(model, monkeypatch):

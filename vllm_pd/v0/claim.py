@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -14,6 +13,7 @@ from vllm_pd.ports import require_free
 from vllm_pd.transfer.transport import MAX_RANKS
 from vllm_pd.v0 import CONNECTOR, SETTINGS_KEY
 from vllm_pd.v0.caching import choose_prefix_caching
+from vllm_pd.v0.selection import selection
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,10 +34,7 @@ def claim(engine_args: EngineArgs) -> None:
     bind = urlsplit(config.bind)
     if bind.port and ":" not in bind.hostname:
         require_free("bind", bind.hostname, [bind.port])
-    if os.environ.get("VLLM_USE_V1") not in (None, "", "0"):
-        raise ConfigError("VLLM_USE_V1", os.environ["VLLM_USE_V1"],
-                          f"unset it: {CONNECTOR} runs in the V0 engine and selects it by itself")
-    os.environ["VLLM_USE_V1"] = "0"
+    selection.select(CONNECTOR)
     choose_prefix_caching(engine_args)
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
