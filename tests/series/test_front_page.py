@@ -27,6 +27,15 @@ def test_the_sum_is_that_of_the_series():
     assert total and total.group() in README
 
 
+def test_b50_what_a_fix_changes_with_disaggregation_off_is_named():
+    """B50: each patch that mends upstream has its line, or "takes upstream's decisions" is not true."""
+    section = README.partition("### With disaggregation off")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^\| (\w+: [^|]+?) \|", section, re.MULTILINE))
+    fixes = set(re.findall(r"^\| \[(.+?)\]\(\S+\) \| fix \|", TABLE, re.MULTILINE))
+    assert fixes and fixes <= named, fixes - named
+    assert named <= set(re.findall(r"^\| \[(.+?)\]", TABLE, re.MULTILINE))
+
+
 def test_the_pin_is_named():
     version = re.search(r"^version\s*=\s*(\S+)", (ROOT / "UPSTREAM_VERSION").read_text(), re.MULTILINE)
     assert version and f"vLLM {version.group(1)}" in README
