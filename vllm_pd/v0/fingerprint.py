@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_pd.core.messages import PROTOCOL, Fingerprint
+from vllm_pd.errors import ConfigError
+from vllm_pd.weights import SUFFIXES, digest_weights, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-SAMPLE_BYTES = 1 << 20
 IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "architectures"})
+_AS_AUTO = frozenset({"safetensors", "fastsafetensors", "runai_streamer"})  # other ways to read the same files
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def fingerprint(config: VllmConfig, layout: str) -> Fingerprint:
@@ -23,7 +27,7 @@ def fingerprint(config: VllmConfig, layout: str) -> Fingerprint:
     kv_dtype = config.cache_config.cache_dtype
     return Fingerprint(
         protocol=PROTOCOL,
-        model=model_digest(model),
+        model=model_digest(config),
         dtype=dtype,
         kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
         block_size=config.cache_config.block_size,
@@ -45,29 +49,47 @@ def token_bytes(config: VllmConfig) -> int:
     return 2 * layers * model.get_total_num_kv_heads() * model.get_head_size() * dtype.itemsize
 
 
-def model_digest(model: ModelConfig) -> str:
+def model_digest(config: VllmConfig) -> str:
     """Architecture and a digest of configuration and weights, the same wherever the same model lies.
 
-    Of the weights only names, sizes and both ends of each file are read: enough to tell a fine-tune from its base, as
-    its header or its last tensor differ, and quick for any size. A model that is not a local folder is told apart by
-    its name and revision.
+    Of a local folder or file every tensor counts (`vllm_pd.weights`), of a hub's model its name and commit. Raises
+    ConfigError where neither is known.
     """
+    model = config.model_config
     digest = hashlib.sha256()
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED_KEYS}
     digest.update(json.dumps([settings, model.quantization], sort_keys=True, default=str).encode())
-    if os.path.isdir(model.model):
-        for name in sorted(os.listdir(model.model)):
-            if name.endswith((".safetensors", ".bin", ".pt", ".gguf")):
-                digest.update(name.encode() + _both_ends(os.path.join(model.model, name)))
-    else:
-        digest.update(f"{model.model}@{model.revision}".encode())
+    digest.update(_weights(model, _load_format(config)))
     architecture = (model.hf_config.architectures or ["unknown"])[0]
     return f"{architecture}:{digest.hexdigest()[:16]}"
 
 
-def _both_ends(path: str) -> bytes:
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        head = file.read(SAMPLE_BYTES)
-        file.seek(max(0, size - SAMPLE_BYTES))
-        return hashlib.sha256(size.to_bytes(8, "big") + head + file.read(SAMPLE_BYTES)).digest()
+def hub_commit(model: ModelConfig) -> str:
+    """The commit of a hub's model, whose configuration was read at that commit. Raises ConfigError if it is unknown."""
+    commit = model.hf_config._commit_hash or model.revision or ""
+    if not _COMMIT.fullmatch(commit):
+        raise ConfigError("revision", model.revision, f"the commit of {model.model} is not known, so its weights can't "
+                          "be told from a peer's: write --revision with the whole commit, or serve a local folder")
+    return commit
+
+
+def _load_format(config: VllmConfig) -> str:
+    from vllm.config import LoadFormat
+    load_format = config.load_config.load_format
+    if not isinstance(load_format, str) or load_format == LoadFormat.TENSORIZER:
+        raise ConfigError("load_format", load_format, "use one that reads the model's own files: weights from "
+                          "elsewhere can't be told from a peer's")
+    value = LoadFormat(load_format).value
+    return "auto" if value in _AS_AUTO else value
+
+
+def _weights(model: ModelConfig, load_format: str) -> bytes:
+    if load_format == "dummy":
+        return b"dummy"  # from the shapes alone, with a constant seed
+    path = Path(model.model)
+    if not path.exists():
+        return f"{load_format} {model.model}@{hub_commit(model)}".encode()
+    if not weight_files(path):
+        raise ConfigError("model", model.model, "serve a folder or file with the weights in it, or a model of the hub: "
+                          f"there is no {', '.join(SUFFIXES)} file, so its weights can't be told from a peer's")
+    return load_format.encode() + digest_weights(path)

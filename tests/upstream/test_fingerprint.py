@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B42: two models never have one fingerprint, and one model has one wherever it lies."""
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from vllm.config import LoadConfig, LoadFormat, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.v0.fingerprint import fingerprint, model_digest
+
+COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
+
+
+@pytest.fixture(autouse=True)
+def v0(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+
+
+def config_of(model: Path | str, **more) -> VllmConfig:
+    return EngineArgs(model=str(model), dtype="float32", max_model_len=512, **more).create_engine_config()
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    return Path(shutil.copytree(os.environ["VLLM_PD_TINY_MODEL"], tmp_path / "copy"))
+
+
+def test_b42_a_fine_tune_of_the_middle_tensors_has_another_fingerprint(copy):
+    """Same configuration, names, shapes and sizes; the first and the last mebibyte of the file are equal, too."""
+    original = fingerprint(config_of(os.environ["VLLM_PD_TINY_MODEL"]), "")
+    assert fingerprint(config_of(copy), "") == original
+    file = copy / "model.safetensors"
+    before = file.read_bytes()
+    tensors = load_file(file)
+    changed = [name for name, _ in sorted(tensors.items()) if ".1.mlp." in name]
+    save_file(tensors | {name: tensors[name] * 1.5 for name in changed}, file, metadata={"format": "pt"})
+    after = file.read_bytes()
+    assert changed and len(after) == len(before) and after != before
+    assert (after[:1 << 20], after[-1 << 20:]) == (before[:1 << 20], before[-1 << 20:])
+    assert fingerprint(config_of(copy), "").first_difference(original)[0] == "model"
+
+
+def test_dummy_weights_are_other_weights(copy):
+    digests = {model_digest(config_of(copy, load_format=load)) for load in ("auto", "safetensors", "dummy", "pt")}
+    assert len(digests) == 3  # `safetensors` reads what `auto` reads
+
+
+@pytest.mark.parametrize("load_format", [LoadFormat.PT, "pt"])
+def test_the_way_of_writing_a_load_format_does_not_count(copy, load_format):
+    config = config_of(copy)
+    config.load_config = LoadConfig(load_format=load_format)
+    assert model_digest(config) == model_digest(config_of(copy, load_format="pt"))
+
+
+def hub_model(commit: str | None, revision: str | None = None, name: str = "some/model") -> VllmConfig:
+    config = config_of(os.environ["VLLM_PD_TINY_MODEL"])
+    config.model_config.model, config.model_config.revision = name, revision
+    config.model_config.hf_config = LlamaConfig(architectures=["LlamaForCausalLM"], _commit_hash=commit)
+    return config
+
+
+def test_b42_a_hub_model_is_its_commit():
+    one = model_digest(hub_model(COMMIT))
+    assert one == model_digest(hub_model(COMMIT, revision="main")) == model_digest(hub_model(None, revision=COMMIT))
+    assert len({one, model_digest(hub_model(OTHER)), model_digest(hub_model(COMMIT, name="other/model"))}) == 3
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT[:7]])
+def test_b80_a_hub_model_without_a_known_commit_is_refused(revision):
+    with pytest.raises(ConfigError, match=f"(?s)revision={revision!r}.*some/model.*--revision"):
+        model_digest(hub_model(None, revision))
+
+
+def test_b80_weights_from_elsewhere_are_refused(copy):
+    with pytest.raises(ConfigError, match="load_format.*peer"):
+        model_digest(config_of(copy, load_format="tensorizer"))
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model=.*copy.*\.safetensors"):
+        model_digest(config_of(copy))
