@@ -5,7 +5,7 @@ import time
 
 import msgspec
 import pytest
-from harness import PATIENT, ChildError, eventually, prompt
+from harness import GREEDY, PATIENT, ChildError, eventually, prompt
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
@@ -232,6 +232,26 @@ def test_b20_descriptors_and_handles_do_not_grow(pair):
     mix(2001)
     for engine, count in zip(engines, before, strict=True):
         eventually(lambda engine=engine, count=count: engine.do("fds") <= count, f"{count} descriptors, no more")
+
+
+def test_b32_generate_on_a_prefill_engine_ends_with_its_own_requests(pair, mono):
+    """B32: `LLM.generate` waits for its own requests, not for what peers have this engine do meanwhile."""
+    tokens = prompt(60, "own")
+    pair.p.execute("ends = []; disagg.prefill_jobs.ended = lambda end, progress: ends.append(end)")
+    try:
+        name = pair.d.add(prompt(60, "peer's"))
+        pair.p.wait_until("ends")
+        assert pair.p.evaluate("len(scheduler.prefill_sending)") == 1
+        assert pair.p.evaluate("engine.get_num_unfinished_requests()") == 0
+        pair.p.execute("from vllm import SamplingParams\n"
+                       f"[output] = llm.generate({{'prompt_token_ids': {tokens!r}}}, SamplingParams(**{GREEDY!r}), "
+                       "use_tqdm=False)")
+        assert pair.p.evaluate("list(output.outputs[0].token_ids)") == mono.tokens([tokens])[0]
+        assert pair.p.evaluate("len(scheduler.prefill_sending)") == 1, "or nothing is shown here"
+    finally:
+        pair.p.execute("del disagg.prefill_jobs.ended\n"
+                       "for end in ends: disagg.prefill_jobs.ended(end, disagg._progress)")
+    pair.d.wait([name])
 
 
 def test_b20_a_parked_request_is_waiting_for_upstreams_gauges(pair):

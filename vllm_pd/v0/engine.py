@@ -137,6 +137,13 @@ class Disaggregation:
 
     # What the engine and its loops call.
 
+    def get_num_client_requests(self) -> int:
+        """Unfinished requests of this engine's own clients: all but the jobs of peers."""
+        scheduler = self._scheduler
+        return sum(group.first_seq.remote_decode is None
+                   for group in (*scheduler.waiting, *scheduler.running, *scheduler.swapped,
+                                 *scheduler.remote_prefilling.values()))
+
     def take_progress(self) -> dict[str, Any]:
         """The arguments of the `schedule` that follows. A loop that never sleeps, as LLM's, is slowed down here while
         there is nothing to do but wait for peers."""
