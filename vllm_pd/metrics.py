@@ -15,6 +15,7 @@ import prometheus_client
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from vllm_pd.control.degraded import Cause
 from vllm_pd.events.messages import EngineLoad
 
 STAGES = ("queue", "claim", "prefill", "transfer", "first_step")
@@ -49,6 +50,9 @@ class _Families(Collector):
                                             labels + ["role"], registry=None, multiprocess_mode="livesum")
         self.draining = gauge("vllm:pd_draining", "1 once this engine takes nothing new.")
         self.control_dead = gauge("vllm:pd_control_dead", "1 once this engine's control thread has ended.")
+        self.degraded = prometheus_client.Gauge(
+            "vllm:pd_degraded", "1 for the reason why this engine has nobody to work with, if there is one.",
+            labels + ["reason"], registry=None, multiprocess_mode="livesum")
         self.transfer_bytes = counter("vllm:pd_transfer_bytes_total", "KV bytes of completed hand-overs.", labels)
         self.prefix_reads = counter("vllm:pd_prefix_reads_total", "Reads of a prompt's beginning from the decode "
                                     "engine's cache by how they ended: done, failed, or late (over after its use).",
@@ -96,11 +100,18 @@ class PDMetrics:
         self._transfer_bytes = families.transfer_bytes.labels(model_name)
         self._handover = {stage: families.handover.labels(model_name, stage) for stage in STAGES}
         self._parked = families.parked.labels(model_name)
+        for cause in Cause:
+            families.degraded.labels(model_name, cause.value)
         for outcome in OUTCOMES:
             families.attempts.labels(model_name, outcome)
         self._prefix_read_bytes = families.prefix_read_bytes.labels(model_name)
         for outcome in READ_OUTCOMES:
             families.prefix_reads.labels(model_name, outcome)
+
+    def degraded(self, reason: str | None) -> None:
+        """Why the engine can't do its part (see `control.degraded.Cause`); None where it can."""
+        for cause in Cause:
+            self._families.degraded.labels(self._model_name, cause.value).set(cause.value == reason)
 
     def standing(self, role: str, draining: bool, control_dead: bool) -> None:
         """The engine acts in this role now, takes new work or not, and has lost its control thread or not."""

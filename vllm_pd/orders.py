@@ -89,4 +89,5 @@ def describe(reply: m.StatusReply) -> list[str]:
     member = reply.member
     state = "drained" if is_drained(reply) else "draining" if member.draining else "serving"
     return [f"engine {member.incarnation} at {member.address}: {member.role.value}, {state}",
+            *([f"  degraded, {reply.degraded}"] if reply.degraded else []),
             *(f"  {name:<15} {value}" for name, value in reply.gauges.items())]

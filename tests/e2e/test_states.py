@@ -295,6 +295,8 @@ def stranger(pair):
         agent.close()
     pair.p.thaw()
     pair.d.wait_for_peers()
+    pair.d.wait_until("disagg._degraded is None")
+    assert set(pair.d.counters().with_prefix("degraded:").values()) == {0}
 
 
 @pytest.mark.parametrize(("key", "value", "ours"), [("block_size", 32, "16"), ("dtype", "bfloat16", "float32"),
@@ -308,6 +310,9 @@ def test_b42_a_peer_that_differs(key, value, ours, pair, mono, stranger):
     pair.d.wait_until(f"{key!r} in (disagg._agent.view().mismatch or '')")
     named = pair.d.evaluate("disagg._agent.view().mismatch")
     assert key in named and str(value) in named and ours in named
+    pair.d.wait_until("disagg._agent.degraded().cause == 'mismatch'")
+    pair.d.wait_until("disagg._degraded is not None and disagg._degraded.cause == 'mismatch'")
+    assert pair.d.counters().with_prefix("degraded:") == {"broker": 0, "control": 0, "mismatch": 1, "peer": 0}
     before = pair.d.counters()
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     assert pair.d.counters().since(before)["decisions_total:local,peer"] == 1

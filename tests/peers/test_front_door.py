@@ -256,6 +256,15 @@ def test_b43_requests_of_an_operator(tmp_path):
     run(body, tmp_path)
 
 
+def test_b42_the_status_says_why_an_engine_is_degraded(tmp_path):
+    async def body(served):
+        said = (await served.ask("GET", "/pd/status"))[1]["degraded"]
+        assert said == "broker: the broker tcp://127.0.0.1:1 does not answer"
+        assert (await served.ask("POST", "/pd/drain"))[1]["degraded"] is None
+
+    run(body, tmp_path)
+
+
 HOST, JSON = LOCAL
 OPERATORS = [[HOST, JSON], [(b"host", b"localhost"), JSON], [(b"host", b"[::1]:8000"), JSON],
              [HOST, (b"content-type", b"Application/JSON; charset=utf-8")]]

@@ -10,6 +10,7 @@ import pytest
 from vllm_pd import metrics
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.degraded import Cause
 from vllm_pd.control.process import local_member
 from vllm_pd.core.events import FallbackReason, Outcome
 from vllm_pd.core.messages import PROTOCOL, DenyReason, Fingerprint, Role
@@ -50,7 +51,7 @@ def test_every_family_is_described():
     assert figures() <= TICKED
 
 
-@pytest.mark.parametrize("words", [Reason, FallbackReason, Outcome, metrics.STAGES], ids=str)
+@pytest.mark.parametrize("words", [Reason, FallbackReason, Outcome, metrics.STAGES, Cause], ids=str)
 def test_every_label_is_described(words):
     """Each value that a label takes."""
     assert {getattr(word, "value", word) for word in words} <= TICKED

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine decides as a peer, in a time that is passed in: heartbeats, room for jobs, news, leaving."""
+import msgspec
 import pytest
 
 from vllm_pd.config import PDConfig
+from vllm_pd.control.degraded import Cause, Degraded, DegradedLog
 from vllm_pd.control.room import Room
 from vllm_pd.control.sides import RECONNECT_POLL_S, Sides
 from vllm_pd.core import messages as m
@@ -118,3 +120,60 @@ def test_a_new_broker_is_told_of_all_jobs_and_the_same_one_of_none_twice(sides):
     sides.from_broker(2.0, "c", m.Peers("c", 1, [US], 0))
     outbox, take = sides.to_send()
     assert [type(action.message) for action in outbox] == [m.Put] and take == m.Take(0, 0)
+
+
+def prefill_engine(**difference) -> m.Member:
+    return m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:2", msgspec.structs.replace(FINGERPRINT, **difference))
+
+
+def listed(sides, *others, now=1.0):
+    """The broker's list, with us and these."""
+    sides.from_broker(now, "b", m.Peers("b", sides.outlook.version + 1, [US, *others], 0))
+    sides.tick(now)
+
+
+def cause(sides, now=1.0):
+    degraded = sides.degraded(now)
+    return None if degraded is None else degraded.cause
+
+
+def test_b42_an_engine_says_why_it_has_nobody_to_work_with(sides):
+    """B42: and its engine is woken for each change, for the gauge."""
+    listed(sides)
+    assert cause(sides) is Cause.PEER and sides.announce()
+    listed(sides, prefill_engine(block_size=32))
+    assert cause(sides) is Cause.MISMATCH and sides.announce()
+    assert all(word in sides.degraded(1.0).detail for word in ("block_size", "16", "32"))
+    listed(sides, prefill_engine())
+    assert cause(sides) is Cause.PEER, "it has not reached us yet"
+    sides.from_prefill(1.0, "p", m.Hello(prefill_engine(), b"its memory"))
+    sides.tick(1.0)
+    assert cause(sides) is None and sides.announce()
+    sides.tick(1.0)
+    assert not sides.announce(), "nothing is new"
+    sides.unsent(1.0, m.Leave())
+    assert cause(sides) is Cause.BROKER and CONFIG.broker in sides.degraded(1.0).detail
+    sides.drain(2.0)
+    assert cause(sides) is None, "it is to have none"
+
+
+def test_b42_a_prefill_engine_wants_decode_engines(sides):
+    """B42: those that have answered it."""
+    sides.set_role(1.0, m.Role.PREFILL)
+    listed(sides, prefill_engine())
+    assert cause(sides) is Cause.PEER
+    other = msgspec.structs.replace(prefill_engine(), role=m.Role.DECODE)
+    listed(sides, other)
+    sides.from_decode(1.0, "p", m.HelloReply(other, b"its memory"))
+    assert cause(sides) is None
+
+
+def test_b42_the_log_says_each_cause_once_when_it_lasts():
+    """B42: not at every restart of somebody, and not at every request."""
+    log, peer = DegradedLog(5.0), Degraded(Cause.PEER, "no prefill engine is there")
+    assert [log.line(now, peer) for now in (0.0, 4.0)] == [None, None]
+    assert "degraded (peer): no prefill engine is there" in log.line(5.0, peer)
+    assert log.line(6.0, peer) is log.line(60.0, peer) is None
+    assert log.line(61.0, None) is log.line(62.0, peer) is log.line(80.0, peer) is None, "it was away for a moment"
+    assert log.line(90.0, None) is None and "no longer degraded" in log.line(95.0, None)
+    assert DegradedLog(5.0).line(100.0, None) is None

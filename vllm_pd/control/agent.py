@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from vllm_pd.control import process
+from vllm_pd.control.degraded import Cause, Degraded
 from vllm_pd.control.lifeline import Lifeline
 from vllm_pd.control.links import Links
 from vllm_pd.control.outlook import QueueView
@@ -116,6 +117,13 @@ class ControlAgent:
         """What the policy wants to know of the world, for a request that shall not go to these Ps again."""
         with self._lock:
             return self._sides.view(self._clock(), avoid)
+
+    def degraded(self) -> Degraded | None:
+        """Why this engine can't do its part at present; None where it can."""
+        with self._lock:
+            if self.error is not None:
+                return Degraded(Cause.CONTROL, f"the control thread ended: {self.error!r}")
+            return self._sides.degraded(self._clock())
 
     def open_attempts(self) -> list[m.Attempt]:
         """Every attempt with a record, on either side: empty when all has ended and all fences are down."""

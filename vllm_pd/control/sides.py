@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+from vllm_pd.control.degraded import Cause, Degraded
 from vllm_pd.control.outlook import Outlook, QueueView
 from vllm_pd.control.room import Room
 from vllm_pd.control.standing import Standing
@@ -44,6 +45,9 @@ class Sides:
         self.standing = Standing(member)
         self._room = Room()
         self._ttl_s = config.ttl_s
+        self.patience_s = config.ttl_s  # for a state of the world that may be over in a moment
+        self._broker = config.broker
+        self._degraded: Degraded | None = None  # as the engine was last woken for it
         self._rouse = rouse
         self._events: list[Event] = []
         self._outbox: collections.deque[Action] = collections.deque()
@@ -122,6 +126,20 @@ class Sides:
                 self.outlook.refused(now, side.mismatch)
                 side.mismatch = None
         return self.outlook.view(now, 0, ()).mismatch
+
+    def degraded(self, now: float) -> Degraded | None:
+        """Why this engine has nobody to hand prefills to, or to take them from; None where it has, or is to leave."""
+        if self.standing.draining:
+            return None
+        if not self.outlook.up:
+            return Degraded(Cause.BROKER, f"the broker {self._broker} does not answer")
+        decodes = self.standing.role.decodes
+        if self.outlook.prefills(self.decode.peers) if decodes else self.prefill.peers():
+            return None
+        mismatch = self.outlook.view(now, 0, ()).mismatch
+        if mismatch is not None:
+            return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
+        return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there")
 
     def living_peers(self) -> dict[str, m.Member]:
         """Those who have been introduced, on either side, and are not known to be dead."""
@@ -212,6 +230,10 @@ class Sides:
         self.decode.peers_are(now, self.outlook.prefills(self.decode.peers))
         self.do(self.decode.tick(now))
         self.do(self.prefill.tick(now))
+        degraded = self.degraded(now)
+        if degraded != self._degraded:
+            self._degraded = degraded
+            self._announced = False
 
     def next_deadline(self) -> float:
         """When there is next something to do, by the clock or at once (-inf)."""

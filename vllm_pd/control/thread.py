@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from vllm_pd.control import process
+from vllm_pd.control.degraded import DegradedLog
 from vllm_pd.control.lifeline import Lifeline
 from vllm_pd.control.links import Links, Source
 from vllm_pd.control.notices import Notices
@@ -44,6 +45,7 @@ class ControlThread:
         self._shown: tuple[m.Role, bool, bool] | None = None  # what the front end was last told
         self._warned: str | None = None
         self._next_warning = 0.0
+        self._degraded_log = DegradedLog(sides.patience_s)
         for source in (lifeline, self._vitals):
             links.watch(source.fileno())
         self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
@@ -119,8 +121,12 @@ class ControlThread:
         self._liveness()
         self._warn()
         with self._sides.lock:
-            self._sides.tick(self._clock())
+            now = self._clock()
+            self._sides.tick(now)
+            line = self._degraded_log.line(now, self._sides.degraded(now))
             held = self._sides.prefill.states().keys()
+        if line is not None:
+            logger.warning(line)
         self._send()
         self._links.holding(held)
         self._show()
@@ -169,7 +175,9 @@ class ControlThread:
     def _status(self, problem: str = "") -> m.StatusReply:
         standing = self._sides.standing
         gauges = {**self._sides.counts(), "sockets": self.count_sockets(), **standing.gauges()}
-        return m.StatusReply(standing.member(), problem, gauges)
+        degraded = self._sides.degraded(self._clock())
+        return m.StatusReply(standing.member(), problem, gauges,
+                             "" if degraded is None else f"{degraded.cause}: {degraded.detail}")
 
     # What is due.
 

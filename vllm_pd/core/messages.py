@@ -335,10 +335,12 @@ class Status(Wire):
 
 
 class StatusReply(Wire):
-    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `ControlAgent.counts`."""
+    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `ControlAgent.counts`;
+    `degraded` says why the engine has nobody to work with, empty where it has."""
     member: Member
     problem: Text = ""
     gauges: dict[Name, Count] = {}
+    degraded: Text = ""
 
 
 TO_DECODE: tuple[type[Wire], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped)

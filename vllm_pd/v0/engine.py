@@ -21,6 +21,7 @@ import zmq
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.degraded import Degraded
 from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.metrics import PDMetrics
@@ -77,6 +78,7 @@ class Disaggregation:
         self._metrics_stale = True
         self._counted: dict[str, int] = {}
         self._standing: tuple[str, bool, bool] | None = None  # as the gauges show it
+        self._degraded: Degraded | None = None  # as the gauge shows it
         self._scheduler.disagg = self
         # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
         self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._bell)
@@ -246,6 +248,10 @@ class Disaggregation:
         if standing != self._standing:
             self._standing = standing
             self._metrics.standing(*standing)
+        degraded = self._agent.degraded()
+        if degraded != self._degraded:
+            self._degraded = degraded
+            self._metrics.degraded(None if degraded is None else degraded.cause.value)
 
     def _load(self) -> Load:
         scheduler = self._scheduler

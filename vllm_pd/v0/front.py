@@ -249,7 +249,7 @@ class FrontDoor:
         member = status.member
         return {"incarnation": member.incarnation, "role": member.role.value, "draining": member.draining,
                 "drained": self._drained and not self._open, "open_requests": self._open, "address": member.address,
-                "gauges": status.gauges}
+                "degraded": status.degraded or None, "gauges": status.gauges}
 
 
 class _RoleBody(msgspec.Struct, forbid_unknown_fields=True):
