@@ -54,6 +54,8 @@ class _Families(Collector):
             "vllm:pd_degraded", "1 for the reason why this engine has nobody to work with, if there is one.",
             labels + ["reason"], registry=None, multiprocess_mode="livesum")
         self.transfer_bytes = counter("vllm:pd_transfer_bytes_total", "KV bytes of completed hand-overs.", labels)
+        self.jobs = counter("vllm:pd_jobs_total", "Prompts of other engines' clients that were prefilled here.", labels)
+        self.job_tokens = counter("vllm:pd_job_tokens_total", "Their tokens, prefix hits and reads included.", labels)
         self.prefix_reads = counter("vllm:pd_prefix_reads_total", "Reads of a prompt's beginning from the decode "
                                     "engine's cache by how they ended: done, failed, or late (over after its use).",
                                     labels + ["outcome"])
@@ -104,6 +106,8 @@ class PDMetrics:
             families.degraded.labels(model_name, cause.value)
         for outcome in OUTCOMES:
             families.attempts.labels(model_name, outcome)
+        self._jobs = families.jobs.labels(model_name)
+        self._job_tokens = families.job_tokens.labels(model_name)
         self._prefix_read_bytes = families.prefix_read_bytes.labels(model_name)
         for outcome in READ_OUTCOMES:
             families.prefix_reads.labels(model_name, outcome)
@@ -139,6 +143,11 @@ class PDMetrics:
     def transfer_bytes(self, count: int) -> None:
         """So many bytes of KV have landed."""
         self._transfer_bytes.inc(count)
+
+    def job(self, tokens: int) -> None:
+        """A peer's prompt of so many tokens has been prefilled."""
+        self._jobs.inc()
+        self._job_tokens.inc(tokens)
 
     def prefix_read(self, outcome: str, count: int) -> None:
         """One prefix read has ended (see READ_OUTCOMES), with so many bytes that are of use."""

@@ -2,6 +2,7 @@
 """docs/operations.md names every figure that an engine shows. A new one without a word there fails."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -49,6 +50,15 @@ def test_every_family_is_described():
     """Gauges, counters and times of metrics.py, by the name that /metrics shows."""
     assert len(figures()) >= 8
     assert figures() <= TICKED
+
+
+def test_b97_every_family_of_upstreams_is_described():
+    """What it means on D and on P."""
+    source = Path(importlib.util.find_spec("vllm").origin).with_name("engine") / "metrics.py"
+    families = set(re.findall(r'name="(vllm:\w+)"', source.read_text()))
+    section = DOCUMENT.partition("## Upstream's own families")[2].partition("\n## ")[0]
+    assert len(families) > 20
+    assert families == set(re.findall(r"`(vllm:(?!pd_)\w+)`", section.partition("\nBeside them")[0]))
 
 
 @pytest.mark.parametrize("words", [Reason, FallbackReason, Outcome, metrics.STAGES, Cause], ids=str)

@@ -115,6 +115,7 @@ class SimulatedEngine:
     def step(self, **progress: Iterable[str]) -> list[str]:
         """Schedule, compute and sample. The ids of the requests that were in the batch."""
         metadata_list, outputs, _ = self.scheduler.schedule(**progress)
+        self.outputs = outputs
         self._copy(outputs.blocks_to_swap_in, self.swapped_slots, self.slots)
         self._copy(outputs.blocks_to_swap_out, self.slots, self.swapped_slots)
         for metadata in metadata_list:

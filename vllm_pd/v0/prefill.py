@@ -141,6 +141,7 @@ class PrefillJobs:
         job.local_block_ids = list(block_ids[first:first + len(job.prefill.block_ids)])
         job.prefill_s = time.monotonic() - job.started_at
         self._learn(job)
+        self._metrics.job(len(job.prefill.token_ids))
         job.state = JobState.COMPUTED
 
     def return_requests(self, requests: list[transfer.TransferRequest]) -> None:
