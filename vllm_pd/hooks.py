@@ -34,27 +34,41 @@ def claim_kv_transfer_config(engine_args: EngineArgs) -> None:
     if config is not None and config.kv_connector == CONNECTOR:
         from vllm_pd.v0.claim import claim
         claim(engine_args)
-    elif _disaggregates(engine_args.additional_config):  # configured once more
+    elif _settings(engine_args) is not None:  # configured once more
         selection.select(CONNECTOR)
     else:
         selection.drop()
+
+
+def check_engine(config: VllmConfig) -> None:
+    """Refuse an engine that can't take part in disaggregation, or can't publish its KV events where that is asked for.
+
+    Called by `LLMEngine.__init__` before anything else, so before the model is loaded. Raises ConfigError.
+    """
+    if _publishes_events(config):
+        from vllm_pd.v0.events import check_events
+        check_events(config)
+    settings = _settings(config)
+    if settings is not None:
+        from vllm_pd.v0.checks import check_config
+        check_config(config, settings)
 
 
 def attach_engine(engine: LLMEngine) -> Disaggregation | None:
     """The binding of this engine, which then belongs to it; None where disaggregation is off. Its KV events are
     published in either case, where they are asked for.
 
-    Called by `LLMEngine.__init__` when all else is there. Raises ConfigError for an engine that can't take part.
+    Called by `LLMEngine.__init__` when all else is there. Raises ConfigError for what has changed since `check_engine`.
     """
     if _publishes_events(engine.vllm_config):
         from vllm_pd.v0.events import attach_events
         attach_events(engine)
-    additional = engine.vllm_config.additional_config
-    if not _disaggregates(additional):
+    settings = _settings(engine.vllm_config)
+    if settings is None:
         return None
     from vllm_pd.v0.engine import Disaggregation
     selection.hold(engine)
-    return Disaggregation(engine, additional[SETTINGS_KEY])
+    return Disaggregation(engine, settings)
 
 
 def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]) -> Callable[[], None]:
@@ -64,18 +78,20 @@ def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]
     Called by `serve_http` in the server's event loop, before the server starts.
     """
     config = getattr(app.state, "vllm_config", None)
-    additional = config.additional_config if config is not None else None
-    if _disaggregates(additional):
+    settings = _settings(config)
+    if settings is not None:
         from vllm_pd.v0.front import open_front_door
-        stop = open_front_door(app, server, additional[SETTINGS_KEY], stop)
+        stop = open_front_door(app, server, settings, stop)
     if _publishes_events(config):
         from vllm_pd.events.route import add_route
         add_route(app, config)
     return stop
 
 
-def _disaggregates(additional_config: Any) -> bool:
-    return isinstance(additional_config, dict) and SETTINGS_KEY in additional_config
+def _settings(config: VllmConfig | EngineArgs | None) -> dict[str, Any] | None:
+    """What `vllm_pd.v0.claim` left in the configuration; None where disaggregation is off."""
+    additional = config.additional_config if config is not None else None
+    return additional.get(SETTINGS_KEY) if isinstance(additional, dict) else None
 
 
 def _publishes_events(config: VllmConfig | None) -> bool:

@@ -4,7 +4,6 @@
 import json
 import os
 import socket
-from types import SimpleNamespace
 
 import pytest
 from vllm import envs
@@ -15,7 +14,6 @@ from vllm.utils import FlexibleArgumentParser
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.v0 import SETTINGS_KEY
-from vllm_pd.v0.claim import check_engine
 from vllm_pd.v0.selection import V0Selection
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}
@@ -186,18 +184,3 @@ def test_b80_a_port_in_use_is_refused_before_anything_starts(model):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"(?s)bind.*{address}.*in use"):
             arguments(model, extra={**BROKER, "bind": f"tcp://{address}"}).create_engine_config()
-
-
-@pytest.mark.parametrize("changes, word", [
-    ({"runner_type": "pooling"}, "runner_type.*generating"), ({"is_encoder_decoder": True}, "decoder-only"),
-    ({"is_attention_free": True}, "attention"), ({"has_inner_state": True}, "recurrent"),
-], ids=str)
-def test_b7_b80_a_model_whose_prompt_is_more_than_kv_is_refused(changes, word):
-    """B7: pooling, among others."""
-    model = SimpleNamespace(**{"model": "some/model", "runner_type": "generate", "is_encoder_decoder": False,
-                               "is_attention_free": False, "has_inner_state": False,
-                               "get_total_num_kv_heads": lambda: 4, **changes})
-    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(sliding_window=None),
-                             parallel_config=SimpleNamespace(world_size=1, tensor_parallel_size=1))
-    with pytest.raises(ConfigError, match=f"(?s){word}"):
-        check_engine(config)

@@ -82,14 +82,18 @@ def test_a_publisher_that_connects_is_warned_of_and_nobody_is_sent_to_it(endpoin
 
 
 def test_b80_what_cannot_be_is_refused_by_name(endpoint):
+    """Before the model is loaded; a port that is taken while it is loaded, after that."""
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
-        hooks.attach_engine(FakeLLMEngine(events_at(endpoint), stages=2))
-    taken = FakeLLMEngine(events_at(endpoint))
+        hooks.check_engine(FakeLLMEngine(events_at(endpoint), stages=2).vllm_config)
+    taken, late = FakeLLMEngine(events_at(endpoint)), FakeLLMEngine(events_at(endpoint))
+    hooks.check_engine(late.vllm_config)
+    hooks.check_engine(taken.vllm_config)
     hooks.attach_engine(taken)
-    with pytest.raises(ConfigError, match=f"kv_events_config.*{endpoint.rpartition(':')[2]}.*free endpoint"):
-        hooks.attach_engine(FakeLLMEngine(events_at(endpoint)))
+    for refuse in (lambda: hooks.check_engine(late.vllm_config), lambda: hooks.attach_engine(late)):
+        with pytest.raises(ConfigError, match=f"kv_events_config.*{endpoint.rpartition(':')[2]}.*free endpoint"):
+            refuse()
     with pytest.raises(ConfigError, match="nonesuch"):
-        hooks.attach_engine(FakeLLMEngine(events_at(endpoint, publisher="nonesuch")))
+        hooks.check_engine(FakeLLMEngine(events_at(endpoint, publisher="nonesuch")).vllm_config)
 
 
 async def ask(middleware, path: str = "/pd/events", method: str = "GET", key: str | None = None) -> tuple[int, bytes]:

@@ -11,7 +11,7 @@ from vllm.config import LoadConfig, LoadFormat, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.v0.fingerprint import fingerprint, model_digest
+from vllm_pd.v0.fingerprint import fingerprint, model_digest, pin_weights
 
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 
@@ -78,7 +78,8 @@ def test_b80_a_hub_model_without_a_known_commit_is_refused(revision):
 
 def test_b80_weights_from_elsewhere_are_refused(copy):
     with pytest.raises(ConfigError, match="load_format.*peer"):
-        model_digest(config_of(copy, load_format="tensorizer"))
+        pin_weights(config_of(copy, load_format="tensorizer"))
+    pin_weights(config_of(copy))
     (copy / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model=.*copy.*\.safetensors"):
-        model_digest(config_of(copy))
+        pin_weights(config_of(copy))

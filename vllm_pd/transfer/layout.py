@@ -137,7 +137,7 @@ def describe(kv_caches: list[torch.Tensor],
     "TORCH_SDPA"). The tensors must stay alive, and where they are, as long as a transport uses the description.
     Raises ConfigError when the layout is not one that can be transferred.
     """
-    kind = _known_backend(backend)
+    kind = check_backend(backend)
     if platform not in _MEMORY:
         raise ConfigError("platform", platform, f"use one of {sorted(_MEMORY)}")
     if not kv_caches:
@@ -171,7 +171,8 @@ def describe(kv_caches: list[torch.Tensor],
                             planes=tuple(planes))
 
 
-def _known_backend(name: str) -> Backend:
+def check_backend(name: str) -> Backend:
+    """The attention back end of this name. Raises ConfigError where its layout is not known."""
     try:
         return Backend(name)
     except ValueError:

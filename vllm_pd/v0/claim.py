@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from vllm_pd.config import PDConfig
@@ -16,7 +16,6 @@ from vllm_pd.v0.caching import choose_prefix_caching
 from vllm_pd.v0.selection import selection
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.pd")
@@ -71,26 +70,3 @@ def _check_arguments(engine_args: EngineArgs) -> None:
     if engine_args.enable_sleep_mode:
         raise ConfigError("enable_sleep_mode", True,
                           "remove it: a sleeping engine's cache is memory that peers write to")
-
-
-def check_engine(config: VllmConfig) -> None:
-    """Refuse what shows only with the model's own configuration. Called once the engine is built."""
-    model: Any = config.model_config
-    for refused, key, cure in (
-        (model.runner_type != "generate", "runner_type", "serve a generating model: a pooling one has no decode"),
-        (model.is_encoder_decoder, "model", "serve a decoder-only model: cross-attention blocks are not transferred"),
-        (model.is_attention_free, "model", "serve a model with attention: there is no KV to transfer"),
-        (model.has_inner_state, "model", "serve a model without recurrent state: it is not in the KV blocks"),
-        (config.cache_config.sliding_window is not None, "sliding_window",
-         "add --disable-sliding-window: blocks that slide out have no place in the peer's table"),
-    ):
-        if refused:
-            value = config.cache_config.sliding_window if key == "sliding_window" else model.model
-            raise ConfigError(key, value, cure)
-    parallel = config.parallel_config
-    if parallel.world_size > 1 and parallel.distributed_executor_backend != "mp":
-        raise ConfigError("distributed_executor_backend", parallel.distributed_executor_backend,
-                          'write "mp": all workers must be on this host')
-    ranks, kv_heads = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
-    if max(ranks, kv_heads) % min(ranks, kv_heads):
-        raise ConfigError("tensor_parallel_size", ranks, f"choose one that divides the model's {kv_heads} KV heads")

@@ -27,7 +27,6 @@ from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer.gather import GatheredTransfer
 from vllm_pd.transfer.worker import TransferWorker
-from vllm_pd.v0.claim import check_engine
 from vllm_pd.v0.decode import RemotePrefills
 from vllm_pd.v0.idle import Bell
 from vllm_pd.v0.prefill import PrefillJobs
@@ -53,7 +52,6 @@ class Disaggregation:
     """The prefill/decode binding of one engine. `settings` is what `vllm_pd.v0.claim` left in the configuration."""
 
     def __init__(self, engine: LLMEngine, settings: dict[str, Any]) -> None:
-        check_engine(engine.vllm_config)
         config = PDConfig.parse(settings["kv_role"], settings["extra"])
         self._scheduler = engine.scheduler[0]
         self._outputs = engine.scheduler_contexts[0].output_queue  # of the last step, with asynchronous processing

@@ -32,6 +32,7 @@ from vllm_pd.rpc.sockets import Waker
 from vllm_pd.v0 import SETTINGS_KEY
 
 if TYPE_CHECKING:
+    from vllm.config import KVEventsConfig, VllmConfig
     from vllm.core.scheduler import Scheduler
     from vllm.engine.llm_engine import LLMEngine
     from vllm.sequence import Sequence, SequenceGroup
@@ -39,25 +40,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 
-def attach_events(engine: LLMEngine) -> None:
-    """Publish what this engine's prefix cache holds, and its load, for as long as the engine lives. Raises ConfigError
-    where that can't be."""
-    config = engine.vllm_config
-    events = config.kv_events_config
+def check_events(config: VllmConfig) -> None:
+    """Raises ConfigError, before the model is loaded, where `attach_events` would fail."""
     if config.parallel_config.pipeline_parallel_size > 1:
         raise ConfigError("pipeline_parallel_size", config.parallel_config.pipeline_parallel_size,
                           "use 1, or leave out --kv-events-config: each stage batch has a prefix cache of its own")
+    _open_publisher(config.kv_events_config).shutdown()
+
+
+def attach_events(engine: LLMEngine) -> None:
+    """Publish what this engine's prefix cache holds, and its load, for as long as the engine lives. Raises ConfigError
+    where a port that was free when `check_events` looked is free no more."""
+    config = engine.vllm_config
+    events = config.kv_events_config
     host, keys = _side_host(config.additional_config)
     try:
         side = SidePort(f"tcp://{host}:0", keys)
     except zmq.ZMQError as error:
         raise ConfigError("bind", host, f"the events' side socket can't listen there: {error}") from error
     try:
-        publisher = EventPublisherFactory.create(events)
-    except (zmq.ZMQError, ValueError) as error:
+        publisher = _open_publisher(events)
+    except ConfigError:
         side.close()
-        raise ConfigError("kv_events_config", f"{events.publisher} at {events.endpoint}",
-                          f"choose a free endpoint, and publisher zmq: {error}") from error
+        raise
     scheduler = engine.scheduler[0]
     waker = Waker()
     sink = BlockSink(waker.set, explainer(scheduler))
@@ -72,6 +77,14 @@ def attach_events(engine: LLMEngine) -> None:
         logger.warning("the publisher of KV events connects to %s and does not listen there, so nobody can subscribe "
                        'to it: write "endpoint": "tcp://*:PORT" in --kv-events-config', events.endpoint)
     logger.info("KV events at %s, snapshots and load at %s", events.endpoint, announcer.address)
+
+
+def _open_publisher(events: KVEventsConfig) -> EventPublisher:
+    try:
+        return EventPublisherFactory.create(events)
+    except (zmq.ZMQError, ValueError) as error:
+        raise ConfigError("kv_events_config", f"{events.publisher} at {events.endpoint}",
+                          f"choose a free endpoint, and publisher zmq: {error}") from error
 
 
 def bind_sink(scheduler: Scheduler, sink: BlockSink) -> None:

@@ -13,6 +13,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.weights import SUFFIXES, digest_weights, weight_files
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import ModelConfig, VllmConfig
 
 IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "architectures"})
@@ -42,18 +43,23 @@ def fingerprint(config: VllmConfig, layout: str) -> Fingerprint:
 
 def token_bytes(config: VllmConfig) -> int:
     """The KV of one token, over all layers and ranks, in bytes."""
-    from vllm.utils import STR_DTYPE_TO_TORCH_DTYPE
-    model, kv_dtype = config.model_config, config.cache_config.cache_dtype
-    dtype = model.dtype if kv_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_dtype]
+    model = config.model_config
     layers = model.get_num_layers(config.parallel_config)
-    return 2 * layers * model.get_total_num_kv_heads() * model.get_head_size() * dtype.itemsize
+    return 2 * layers * model.get_total_num_kv_heads() * model.get_head_size() * cache_dtype(config).itemsize
+
+
+def cache_dtype(config: VllmConfig) -> torch.dtype:
+    """The type of the cache's elements, or another one of that size."""
+    from vllm.utils import STR_DTYPE_TO_TORCH_DTYPE
+    kv_dtype = config.cache_config.cache_dtype
+    return config.model_config.dtype if kv_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_dtype]
 
 
 def model_digest(config: VllmConfig) -> str:
     """Architecture and a digest of configuration and weights, the same wherever the same model lies.
 
-    Of a local folder or file every tensor counts (`vllm_pd.weights`), of a hub's model its name and commit. Raises
-    ConfigError where neither is known.
+    Of a local folder or file every tensor counts (`vllm_pd.weights`), of a hub's model its name and commit. What it
+    can't see was refused by `pin_weights`.
     """
     model = config.model_config
     digest = hashlib.sha256()
@@ -73,6 +79,20 @@ def hub_commit(model: ModelConfig) -> str:
     return commit
 
 
+def pin_weights(config: VllmConfig) -> None:
+    """Make sure, before the model is loaded, that the digest is going to see what is loaded: the files of a folder, or
+    of a hub's model that very commit by which it will be known. Raises ConfigError where neither can be."""
+    model = config.model_config
+    if _load_format(config) == "dummy":
+        return
+    path = Path(model.model)
+    if not path.exists():
+        model.revision = hub_commit(model)
+    elif not weight_files(path):
+        raise ConfigError("model", model.model, "serve a folder or file with the weights in it, or a model of the hub: "
+                          f"there is no {', '.join(SUFFIXES)} file, so its weights can't be told from a peer's")
+
+
 def _load_format(config: VllmConfig) -> str:
     from vllm.config import LoadFormat
     load_format = config.load_config.load_format
@@ -89,7 +109,4 @@ def _weights(model: ModelConfig, load_format: str) -> bytes:
     path = Path(model.model)
     if not path.exists():
         return f"{load_format} {model.model}@{hub_commit(model)}".encode()
-    if not weight_files(path):
-        raise ConfigError("model", model.model, "serve a folder or file with the weights in it, or a model of the hub: "
-                          f"there is no {', '.join(SUFFIXES)} file, so its weights can't be told from a peer's")
     return load_format.encode() + digest_weights(path)

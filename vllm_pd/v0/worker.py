@@ -7,7 +7,6 @@ then on are reached by the requests that ride with a step. What they report come
 """
 from __future__ import annotations
 
-import importlib.util
 import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +22,7 @@ from vllm_pd.transfer.rank import RankThread
 from vllm_pd.transfer.ranks import RankedTransport
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker
+from vllm_pd.v0.checks import backend_name
 from vllm_pd.v0.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -99,9 +99,5 @@ def _describe(worker: Any, caches: list, heads: range) -> CacheDescription:
                     kv_heads=worker.model_config.get_num_kv_heads(worker.parallel_config),
                     head_size=worker.model_config.get_head_size(),
                     platform=platform,
-                    backend=_cpu_backend() if platform == "cpu" else worker.model_runner.attn_backend.get_name(),
+                    backend=backend_name(platform, worker.model_runner.attn_backend),
                     first_head=heads.start)
-
-
-def _cpu_backend() -> str:
-    return "IPEX" if importlib.util.find_spec("intel_extension_for_pytorch") is not None else "TORCH_SDPA"
