@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
 from vllm.executor.executor_base import ExecutorBase
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.platforms import current_platform
 
 from vllm_pd import hooks
 from vllm_pd.errors import ConfigError
@@ -46,8 +47,8 @@ def loads(monkeypatch) -> list[str]:
     return seen
 
 
-def configuration(extra: dict | None = None, **more) -> VllmConfig:
-    transfer = KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both",
+def configuration(extra: dict | None = None, role: str = "kv_both", **more) -> VllmConfig:
+    transfer = KVTransferConfig(kv_connector="PDConnector", kv_role=role,
                                 kv_connector_extra_config={"broker": "tcp://127.0.0.1:5700", **(extra or {})})
     return EngineArgs(model=os.environ["VLLM_PD_TINY_MODEL"], dtype="float32", max_model_len=512,
                       kv_transfer_config=transfer, **more).create_engine_config()
@@ -150,6 +151,35 @@ def test_a_publisher_that_there_is_not(loads):
 def test_an_address_of_another_machine(loads, tmp_path):
     config = configuration({"bind": "tcp://203.0.113.7:0", "keys": str(Keys.make(tmp_path / "cluster.keys"))})
     assert_refused(config, loads, "bind='tcp://203.0.113.7:0'.*address of its own")
+
+
+@pytest.mark.parametrize("seats, fraction, words", [
+    (1, 0.5, "max_num_seqs=1 .*kv_both.*at least 2"), (1, 0.1, "max_num_seqs=1 "),
+    (2, 1.0, "max_parked_fraction=1.0 .*at most 0.5"), (16, 1.0, "max_parked_fraction=1.0 .*at most 0.937"),
+], ids=str)
+def test_an_engine_of_both_roles_without_a_seat_for_peers(loads, seats, fraction, words):
+    config = configuration({"max_parked_fraction": fraction}, max_num_seqs=seats)
+    assert_refused(config, loads, words)
+
+
+@pytest.mark.parametrize("role, seats, fraction", [("kv_consumer", 1, 1.0), ("kv_producer", 1, 1.0),
+                                                   ("kv_both", 2, 0.5), ("kv_both", 16, 0.937)], ids=str)
+def test_engines_that_have_the_seats_they_need(role, seats, fraction):
+    hooks.check_engine(configuration({"max_parked_fraction": fraction}, role=role, max_num_seqs=seats))
+
+
+@pytest.mark.parametrize("setting, refused", [("expandable_segments:True", True), ("", False),
+                                              ("max_split_size_mb:64, expandable_segments : True", True),
+                                              ("expandable_segments:False", False)])
+def test_memory_of_cuda_that_is_mapped_piece_by_piece(loads, monkeypatch, setting, refused):
+    config = configuration()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    hooks.check_engine(config)  # nothing of it on the CPU
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    if refused:
+        assert_refused(config, loads, "PYTORCH_CUDA_ALLOC_CONF=.*take expandable_segments:True out")
+    else:
+        checks.check_memory()
 
 
 def test_weights_that_no_digest_sees(loads, tmp_path):

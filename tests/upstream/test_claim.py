@@ -168,7 +168,7 @@ def test_b80_a_wrong_setting_names_key_and_value(model, extra, words):
 
 @pytest.mark.parametrize("more", [
     {"tensor_parallel_size": 128}, {"pipeline_parallel_size": 2}, {"num_scheduler_steps": 8},
-    {"enable_sleep_mode": True},
+    {"enable_sleep_mode": True}, {"calculate_kv_scales": True}, {"preemption_mode": "swap"},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
 ], ids=str)
 def test_b80_what_is_not_built_yet_is_refused_with_a_cure(model, more):

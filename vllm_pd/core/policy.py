@@ -76,6 +76,11 @@ def _reason_to_stay(request: PolicyInput, config: PolicyConfig) -> "Reason | Non
         return Reason.QUEUE
     if request.parked_blocks + request.blocks > config.max_parked_fraction * request.total_blocks:
         return Reason.CAP
-    if request.parked_requests + 1 > max(1, config.max_parked_fraction * request.total_requests):
+    if request.parked_requests + 1 > most_parked_requests(config.max_parked_fraction, request.total_requests):
         return Reason.CAP  # a parked request has a seat in the batch, and others need some, peers' jobs among them
     return None
+
+
+def most_parked_requests(max_parked_fraction: float, total_requests: int) -> int:
+    """How many of `total_requests` seats parked requests may take; one at the least."""
+    return max(1, int(max_parked_fraction * total_requests))

@@ -10,6 +10,8 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import math
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vllm_pd.config import PDConfig
+from vllm_pd.core.messages import Role
+from vllm_pd.core.policy import most_parked_requests
 from vllm_pd.errors import ConfigError
 from vllm_pd.transfer.layout import CacheDescription, check_backend, describe
 from vllm_pd.v0.fingerprint import cache_dtype, pin_weights
@@ -27,13 +31,17 @@ if TYPE_CHECKING:
 
 NIXL_TIMEOUT_S = 60  # it takes a second; only a broken installation does not end
 SAMPLE_BLOCKS = 2
+ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     """Raises ConfigError for an engine that can't take part. `settings` is what `vllm_pd.v0.claim` left."""
+    ours = PDConfig.parse(settings["kv_role"], settings["extra"])
     check_model(config)
     check_parallel(config)
-    check_bind(PDConfig.parse(settings["kv_role"], settings["extra"]).bind)
+    check_seats(ours, config.scheduler_config.max_num_seqs)
+    check_memory()
+    check_bind(ours.bind)
     pin_weights(config)
     sample_cache(config)
     check_nixl()
@@ -64,6 +72,29 @@ def check_parallel(config: VllmConfig) -> None:
     ranks, kv_heads = parallel.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     if max(ranks, kv_heads) % min(ranks, kv_heads):
         raise ConfigError("tensor_parallel_size", ranks, f"choose one that divides the model's {kv_heads} KV heads")
+
+
+def check_seats(config: PDConfig, max_num_seqs: int) -> None:
+    """An engine that does both jobs must have a seat in its batch that its own parked requests never take: a peer's job
+    needs one, and that peer may have parked requests that wait for this engine in turn."""
+    if config.role is not Role.BOTH:
+        return
+    if max_num_seqs < 2:
+        raise ConfigError("max_num_seqs", max_num_seqs, "a kv_both engine needs a seat for peers' jobs beside one for "
+                          "a parked request: use at least 2, or start it as kv_consumer or kv_producer")
+    if most_parked_requests(config.max_parked_fraction, max_num_seqs) >= max_num_seqs:
+        raise ConfigError("max_parked_fraction", config.max_parked_fraction, "on a kv_both engine one of the "
+                          f"{max_num_seqs} seats (max_num_seqs) must stay free for peers' jobs: write at most "
+                          f"{math.floor((max_num_seqs - 1) / max_num_seqs * 1000) / 1000:g}")
+
+
+def check_memory() -> None:
+    """The KV cache must lie in memory that can be registered for transfers."""
+    from vllm.platforms import current_platform
+    settings = os.environ.get(ALLOCATOR_VARIABLE, "")
+    if current_platform.device_type == "cuda" and "expandable_segments:true" in settings.replace(" ", "").lower():
+        raise ConfigError(ALLOCATOR_VARIABLE, settings, "take expandable_segments:True out of it: memory that is "
+                          "mapped piece by piece can't be registered for transfers as one")
 
 
 def check_bind(bind: str) -> None:

@@ -70,3 +70,11 @@ def _check_arguments(engine_args: EngineArgs) -> None:
     if engine_args.enable_sleep_mode:
         raise ConfigError("enable_sleep_mode", True,
                           "remove it: a sleeping engine's cache is memory that peers write to")
+    if engine_args.calculate_kv_scales:
+        raise ConfigError("calculate_kv_scales", True,
+                          "remove it: each engine would scale its KV by the first prompt it sees, and read a peer's KV "
+                          "by another scale; use a checkpoint that has its scales")
+    if engine_args.preemption_mode == "swap":
+        raise ConfigError("preemption_mode", "swap",
+                          "remove it: a step's transfers run before its copies to the swap space, so that a peer could "
+                          "read or write blocks that are being swapped; preempted requests are computed again")
