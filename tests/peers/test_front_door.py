@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vllm_pd import hooks
 from vllm_pd.config import PDConfig
@@ -41,7 +42,7 @@ class Server:
 
     def __init__(self, host="127.0.0.1", port=8000):
         self.exits = []
-        self.config = SimpleNamespace(host=host, port=port, is_ssl=False)
+        self.config = SimpleNamespace(host=host, port=port, is_ssl=False, http_protocol_class=HttpToolsProtocol)
 
     def handle_exit(self, number, frame):
         self.exits.append(number)
@@ -114,6 +115,17 @@ def run(body, *arguments, **options):
 async def until(condition):
     while not condition():
         await asyncio.sleep(0.01)
+
+
+def test_b66_only_a_server_with_disaggregation_gets_limits_for_headers(tmp_path):
+    async def body(served):
+        assert served.server.config.http_protocol_class is not HttpToolsProtocol
+
+    run(body, tmp_path)
+    plain, app = Server(), Starlette()
+    app.state.vllm_config = SimpleNamespace(additional_config=None, kv_events_config=None)
+    hooks.attach_server(app, plain, lambda: None)
+    assert plain.config.http_protocol_class is HttpToolsProtocol
 
 
 def test_b43_sigterm_refuses_new_requests_and_waits_for_the_open_one(tmp_path):

@@ -13,6 +13,7 @@ from vllm_pd.ports import take_free
 from vllm_pd.router.app import Router
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import Policy, PolicyConfig
+from vllm_pd.router.server import configure
 
 QUICK = {"probe_interval_s": 30.0, "probe_timeout_s": 0.4, "probe_backoff_s": (0.05, 0.2), "connect_timeout_s": 0.5,
          "tokenizer": "none"}
@@ -36,6 +37,7 @@ class Fault(Enum):
     BREAK = auto()  # the connection ends after the first token
     CUT = auto()  # in the middle of an event
     END = auto()  # a proper end, but no [DONE]
+    LONG = auto()  # a long answer: events of 4 KiB, or 32 MiB in one piece
     STALL = auto()  # nothing more after the first token
     REFUSE = auto()  # 400: the client's own fault
 
@@ -137,6 +139,8 @@ class FaultyEngine:
                 return False
         if asked.get("stream") or fault in (Fault.EMPTY_STREAM, Fault.ERROR_EVENT):
             return await self._stream(fault, reader, writer)
+        if fault is Fault.LONG:
+            return whole(writer, 200, {"choices": [{"index": 0, "text": "a" * (32 << 20)}]})
         if self.gap_s and asked.get("prompt") and await gone(reader, self.gap_s):  # no probe
             self.cancelled += 1
             return False
@@ -152,7 +156,8 @@ class FaultyEngine:
             chunk(writer, b'data: {"error": {"message": "the engine is dead", "code": 500}}\n\n')
             return chunk(writer, b"")
         for number in range(self.chunks):
-            event = b"data: " + json.dumps({"choices": [{"text": f" t{number}"}]}).encode() + b"\n\n"
+            text = f" t{number}" + " " * (4096 * (fault is Fault.LONG))
+            event = b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
             chunk(writer, event[:12] if fault is Fault.CUT and number else event)
             await writer.drain()
             if fault is Fault.END:
@@ -248,8 +253,9 @@ async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = Tr
     settings = {**QUICK, "workers": tuple(engine.url for engine in engines),
                 "events": tuple(f"{engine.url}={at}" for engine, at in zip(engines, events, strict=False)), **options}
     router = Router(RouterOptions(port=port, **settings), PolicyConfig(policy=policy))
-    server = uvicorn.Server(uvicorn.Config(router, host="127.0.0.1", port=port, lifespan="on", log_level="critical",
-                                           server_header=False, date_header=False, timeout_graceful_shutdown=1))
+    config = configure(router)
+    config.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(config)
     serve = asyncio.create_task(server.serve())
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         served = Served(router, f"http://127.0.0.1:{port}", session)

@@ -14,6 +14,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.operators import objection, shows
 from vllm_pd.router import answers
 from vllm_pd.router.answers import Answer, Headers
+from vllm_pd.router.bodies import Bodies, BodyRefused, Held
 from vllm_pd.router.feeds import Feeds
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
@@ -44,6 +45,8 @@ class Router:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
+        self._bodies = Bodies(self.options.max_body_bytes, self.options.max_bodies_bytes)
+        self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
         self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))
         self._running = False
 
@@ -124,16 +127,21 @@ class Router:
     # Requests for workers.
 
     async def _forward(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
-        path, headers = scope["path"], scope["headers"]
+        headers = scope["headers"]
         if scope["method"] not in METHODS:
             return await _say(send, answers.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use one of {', '.join(METHODS)}"))
         if scope["method"] != "OPTIONS" and not self._has_key(headers):
             return await _say(send, Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
-        body = await _body(receive, self.options.max_body_bytes)
-        if body is None:
-            return await _say(send, answers.refusal(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {self.options.max_body_bytes} bytes"))
-        query = scope["query_string"]
+        with self._bodies.hold() as held:
+            try:
+                body = await _body(receive, headers, held)
+            except BodyRefused as refused:
+                retry_after_s = None if refused.final else self.options.retry_after_s
+                return await _say(send, answers.refusal(refused.status, str(refused), retry_after_s))
+            return await self._send_on(scope, body, receive, send)
+
+    async def _send_on(self, scope: dict[str, Any], body: bytes, receive: Receive, send: Send) -> int:
+        path, headers, query = scope["path"], scope["headers"], scope["query_string"]
         target = path.encode() + (b"?" + query if query else b"")
         request = Request(scope["method"].encode(), path, target, headers, body, asyncio.get_running_loop().time(),
                           path in GENERATING and scope["method"] == "POST", explain=_wants_explanation(headers))
@@ -175,9 +183,13 @@ class Router:
                 "workers": [{**worker.shown(), "events": feeds.get(worker.url)} for worker in self.workers],
                 "policy": self._policy.policy.value, "registry": self._membership.problem or "ok",
                 "tokenizer": self._pool.problem or ("ok" if self._pool.loaded else "not loaded")})
-        body = await _body(receive, MAX_OWN_BODY_BYTES)
         try:
-            url = msgspec.json.decode(body or b"", type=_WorkerBody).url
+            with Bodies(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
+                body = await _body(receive, scope["headers"], held)
+        except BodyRefused as refused:
+            return answers.refusal(refused.status, str(refused))
+        try:
+            url = msgspec.json.decode(body, type=_WorkerBody).url
             if scope["method"] == "DELETE":
                 known = self._membership.remove(url)
                 return (Answer.of({"removed": url}) if known else
@@ -229,22 +241,24 @@ async def _say(send: Send, answer: Answer) -> int:
     return answer.status
 
 
-async def _body(receive: Receive, most_bytes: int) -> bytes | None:
-    """All of it; None where it is too long. Raises ClientGone."""
+async def _body(receive: Receive, headers: Headers, held: Held) -> bytes:
+    """All of it. Raises ClientGone, BodyRefused."""
+    length = answers.find(headers, b"content-length")
+    if length is not None:
+        held.announced(int(length))
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientGone
+    held.add(len(message.get("body", b"")))
     if not message.get("more_body", False):
-        body = message.get("body", b"")
-        return body if len(body) <= most_bytes else None
+        return message.get("body", b"")
     parts = bytearray(message.get("body", b""))
     while message.get("more_body", False):
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
+        held.add(len(message.get("body", b"")))
         parts += message.get("body", b"")
-        if len(parts) > most_bytes:
-            return None
     return bytes(parts)
 
 

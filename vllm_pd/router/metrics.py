@@ -46,6 +46,10 @@ class RouterMetrics:
         self.route_s = histogram("vllm:pd_router_route_seconds", "From a whole request to its worker being chosen.")
         self.first_byte_s = histogram("vllm:pd_router_first_byte_seconds", "From a whole request to the first byte of "
                                       "its answer.")
+        self.clients_cut = counter("vllm:pd_router_clients_cut_total", "Connections of clients that were ended by a "
+                                   "limit.", ["reason"])
+        self.connections = gauge("vllm:pd_router_connections", "Connections of clients.")
+        self.body_bytes = gauge("vllm:pd_router_body_bytes", "Bytes of the bodies of open requests.")
         self.registry_silent = gauge("vllm:pd_router_registry_silent", "1 while the broker does not answer.")
         self._index = _IndexCollector()
         self.registry.register(self._index)

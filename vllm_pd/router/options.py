@@ -19,15 +19,17 @@ MAX_TRIES = 3
 _EXAMPLE_WORKER = "http://127.0.0.1:8001"
 _ENDPOINT = re.compile(r"tcp://[^,/]+:\d+|ipc://[^,]+")
 _POSITIVE = ("probe_interval_s", "probe_timeout_s", "connect_timeout_s", "tokenize_timeout_s", "census_period_s",
-             "expected_s", "retry_after_s")
-_COUNTS = {"max_in_flight": 1, "max_body_bytes": 1, "tokenize_threads": 1}
+             "expected_s", "retry_after_s", "header_timeout_s", "body_timeout_s", "write_timeout_s", "idle_timeout_s")
+_COUNTS = {"max_in_flight": 1, "max_body_bytes": 1, "tokenize_threads": 1, "max_connections": 1, "max_bodies_bytes": 1}
 
 
 @dataclass(frozen=True)
 class RouterOptions:
     """Times in seconds. `timeout_s`: how long a worker may take to its first byte, 0 without a bound. `max_in_flight`
     is per worker. `expected_s`: how long a block counts as held by the worker to which its prompt has just gone, while
-    that worker has not announced it."""
+    that worker has not announced it. Of a client: `header_timeout_s` and `body_timeout_s` until all of it is there,
+    `write_timeout_s` in which it reads nothing, `idle_timeout_s` between two requests of a connection.
+    `max_bodies_bytes`: of all requests that are open together."""
     port: int
     host: str = "127.0.0.1"
     workers: tuple[str, ...] = ()
@@ -40,6 +42,12 @@ class RouterOptions:
     worker_api_key: str | None = None
     max_in_flight: int = 1024
     max_body_bytes: int = 64 << 20
+    max_bodies_bytes: int = 1 << 30
+    max_connections: int = 8192  # of clients
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    write_timeout_s: float = 30.0
+    idle_timeout_s: float = 65.0
     timeout_s: float = 600.0
     connect_timeout_s: float = 3.0
     probe_interval_s: float = 5.0

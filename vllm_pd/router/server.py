@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving a router until a signal ends it."""
 import logging
+import math
 import os
 
 import uvicorn
 
+from vllm_pd.edge import Edge, EdgeLimits
 from vllm_pd.ports import require_free
 from vllm_pd.router.app import Router
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import PolicyConfig
 
 GRACE_S = 30  # that open requests have after the first signal
-KEEP_ALIVE_S = 65
+SPARED = (b"/health", b"/metrics")  # paths that are served however many connections there are
 BACKLOG = 2048
 LIBRARY = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
             "USE_TORCH": "0", "USE_TF": "0", "USE_FLAX": "0"}  # half a gigabyte that no tokenizer needs
@@ -25,6 +27,18 @@ def serve(options: RouterOptions, policy: PolicyConfig) -> None:
     if ":" not in router.options.host:
         require_free("--port", router.options.host, [router.options.port])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    uvicorn.run(router, host=router.options.host, port=router.options.port, lifespan="on", log_level="warning",
-                access_log=False, server_header=False, date_header=False, proxy_headers=False, ws="none",
-                timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG)
+    uvicorn.Server(configure(router)).run()
+
+
+def configure(router: Router) -> uvicorn.Config:
+    """How a server serves this router."""
+    options = router.options
+    limits = EdgeLimits(head_s=options.header_timeout_s, body_s=options.body_timeout_s,
+                        write_s=options.write_timeout_s, idle_s=options.idle_timeout_s,
+                        connections=options.max_connections)
+    edge = Edge(limits, lambda reason: router.metrics.clients_cut.labels(reason).inc(), SPARED)
+    router.metrics.connections.set_function(lambda: len(edge))
+    return uvicorn.Config(router, host=options.host, port=options.port, http=edge.connect, lifespan="on",
+                          log_level="warning", access_log=False, server_header=False, date_header=False,
+                          proxy_headers=False, ws="none", timeout_keep_alive=math.ceil(options.idle_timeout_s),
+                          timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG)

@@ -16,6 +16,8 @@ server is reached.
 The engine may be another process. `EngineLine` talks to its control agent, which tells by itself what changes, over a
 socket of the file system that only this user can open; the messages are those of an operator, and nothing is pickled.
 
+The server itself gives up headers that are too large or too slow (`vllm_pd.edge`).
+
 SIGTERM: the first one drains and ends the server when nothing is open any more, or when `drain_timeout_s` is over and
 whatever is left ends as it would upstream; a second one does that at once.
 """
@@ -37,6 +39,7 @@ import zmq.asyncio
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core import messages as m
+from vllm_pd.edge import bound_headers
 from vllm_pd.errors import ControlError
 from vllm_pd.operators import key_of, objection, shows
 from vllm_pd.rpc import codec, sockets
@@ -302,6 +305,7 @@ def open_front_door(app: FastAPI, server: uvicorn.Server, settings: dict[str, An
     door = FrontDoor(settings["front"], config.drain_timeout_s, key_of(app), stop_as_before,
                      _base_url(server.config, config))
     app.add_middleware(_Middleware, door=door)
+    bound_headers(server.config)
     return door.on_sigterm
 
 

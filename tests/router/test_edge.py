@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B66: clients that send too much, too slowly or nothing, or do not read: what they hold is bounded, and no worker is
+blamed for it."""
+import asyncio
+import contextlib
+import json
+
+import pytest
+from faulty import Fault, serving
+
+from vllm_pd import edge
+
+WITHIN_S = 60
+
+
+@contextlib.asynccontextmanager
+async def connected(served):
+    """(reader, writer) of a connection to the router."""
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def said(reader) -> bytes:
+    """All that comes until the router hangs up."""
+    found = bytearray()
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(WITHIN_S):
+            while part := await reader.read(65536):
+                found += part
+    return bytes(found)
+
+
+def request(body: bytes, *headers: str, length: int | None = None, path: str = "/v1/completions") -> bytes:
+    more = "".join(f"{header}\r\n" for header in headers)
+    return (f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body) if length is None else length}\r\n{more}"
+            "\r\n").encode() + body
+
+
+BODY = json.dumps({"model": "m", "prompt": "Hello"}).encode()
+STREAM = json.dumps({"model": "m", "prompt": "Hello", "stream": True}).encode()
+
+
+def assert_nobody_is_blamed(served, engines):
+    assert served.router.workers.counts() == {"up": len(engines)}
+    for engine in engines:
+        for kind in ("connect", "broken", "timeout", "probe"):
+            assert served.count("vllm:pd_router_worker_failures_total", worker=engine.url, kind=kind) == 0
+
+
+def cut(served, reason):
+    return served.count("vllm:pd_router_clients_cut_total", reason=reason)
+
+
+@pytest.mark.parametrize("begin", [b"GET /", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nx: ", b"\r\n",
+                                   b"GET / HTTP/1.1\r\nx",
+                                   b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "],
+                         ids=["target", "fields", "value", "nothing", "name", "trailer"])
+async def test_b66_an_endless_header_is_refused_after_64_kib(begin):
+    pieces = {b"GET / HTTP/1.1\r\n": b"x: y\r\n" * 1000, b"\r\n": b"\r\n" * 4000}
+    piece = pieces.get(begin, b"a" * 8192)
+    async with serving(1) as (served, engines):
+        async with connected(served) as (reader, writer):
+            writer.write(begin)
+            sent, answer = 0, asyncio.create_task(said(reader))
+            with contextlib.suppress(ConnectionError):
+                while not answer.done() and sent < 32 << 20:
+                    writer.write(piece)
+                    sent += len(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            assert sent < 8 << 20, "the kernel's own buffers included"
+            status = (await answer).split(b" ")[1:2]
+            assert status in ([], [b"431"], [b"414"], [b"404"])  # none: the client sent on, and was reset
+        await served.until(lambda: not served.count("vllm:pd_router_connections") and cut(served, "header_size") == 1)
+        assert (await served.ask()).status == 200
+        assert_nobody_is_blamed(served, engines)
+
+
+@pytest.mark.parametrize("head, status", [
+    (b"GET /health HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+    (b"GET /health HTTP/1.1\r\nhost: a\r\n" + b"x: y\r\n" * 101 + b"\r\n", 431),
+    (b"GET /health?" + b"a" * 9000 + b" HTTP/1.1\r\nhost: a\r\n\r\n", 414),
+    (b"GET /health HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 60_000 + b"\r\n\r\n", 200),
+    (b"GET /health HTTP/1.1\r\nhost: a\r\n" + b"x: y\r\n" * 90 + b"\r\n", 200),
+    (b"GET /health HTTP/1.1\r\nno colon\r\n\r\n", 400)], ids=["bytes", "fields", "target", "long", "many", "wrong"])
+async def test_b66_a_header_that_is_too_large_is_refused_and_said_to_be(head, status):
+    async with serving(1) as (served, _), connected(served) as (reader, writer):
+        writer.write(head)
+        line, _, rest = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN_S)).partition(b"\r\n")
+        assert int(line.split(b" ")[1]) == status
+        if status != 200:
+            assert b"connection: close" in rest
+            assert json.loads(await asyncio.wait_for(reader.read(), WITHIN_S))["code"] == status
+
+
+@pytest.mark.parametrize("sent, status", [(b"", b""), (b"GET /health HTT", b"408"),
+                                          (request(BODY[:5], length=50), b"408")], ids=["silent", "header", "body"])
+async def test_b66_what_does_not_come_in_time_is_given_up(sent, status):
+    async with serving(1, header_timeout_s=0.3, body_timeout_s=0.3) as (served, engines):
+        async with connected(served) as (reader, writer):
+            writer.write(sent)
+            answer = await said(reader)
+            assert answer.split(b" ")[1:2] == ([status] if status else [])
+        await served.until(lambda: not served.count("vllm:pd_router_connections"))
+        assert cut(served, "body_time" if sent.startswith(b"POST") else "head_time") == 1
+        assert not engines[0].asked and served.count("vllm:pd_router_body_bytes") == 0
+        assert_nobody_is_blamed(served, engines)
+
+
+@pytest.mark.parametrize("sent", [b"GET /health HTTP/1.1\r\nx: ", request(b"", length=5000)], ids=["header", "body"])
+async def test_b66_a_byte_now_and_then_buys_no_time(sent):
+    options = {"header_timeout_s": 0.4, "body_timeout_s": 0.4}
+    async with serving(1, **options) as (served, _), connected(served) as (reader, writer):
+        writer.write(sent)
+        answer = asyncio.create_task(said(reader))
+        async with asyncio.timeout(WITHIN_S):
+            while not answer.done():
+                writer.write(b"a")
+                await asyncio.sleep(0.05)
+        assert (await answer).split(b" ")[1:2] in ([b"408"], [])
+
+
+async def test_b66_a_refused_body_is_not_read_for_ever():
+    async with serving(1, api_key="k", body_timeout_s=0.4) as (served, _), connected(served) as (reader, writer):
+        writer.write(request(b"a" * 1000, length=1 << 40))
+        answer = await said(reader)
+        assert b" 401 " in answer and answer.count(b"HTTP/1.1") == 1
+
+
+async def test_b66_an_idle_connection_is_closed_and_a_busy_one_is_not():
+    async with serving(1, idle_timeout_s=0.3, header_timeout_s=0.3, body_timeout_s=0.3) as (served, [engine]):
+        engine.gap_s = 1.0
+        async with connected(served) as (reader, writer):
+            writer.write(request(BODY))
+            answer = await said(reader)
+            assert b" 200 " in answer and answer.endswith(b'"text": "all"}]}')
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_b66_a_client_that_does_not_read_loses_its_place(stream):
+    async with serving(1, write_timeout_s=0.5) as (served, [engine]):
+        engine.fault, engine.chunks = Fault.LONG, 1 << 14
+        async with connected(served) as (reader, writer):
+            writer.transport.pause_reading()
+            writer.write(request(STREAM if stream else BODY))
+            await served.until(lambda: engine.asked)
+            await served.until(lambda: not served.worker(engine).flights)
+            await served.until(lambda: not served.count("vllm:pd_router_connections"))
+        assert cut(served, "write_time") == 1
+        assert_nobody_is_blamed(served, [engine])
+
+
+async def test_b66_silent_connections_make_room_for_those_that_ask():
+    async with serving(1, max_connections=40) as (served, engines), contextlib.AsyncExitStack() as stack:
+        for number in range(300):
+            _, writer = await stack.enter_async_context(connected(served))
+            writer.write((b"", b"GET /h", request(b"", length=10))[number % 3])
+        async with asyncio.timeout(WITHIN_S):
+            for _ in range(20):
+                assert (await served.ask(path="/health", method="GET", headers={"connection": "close"})).status == 200
+                assert (await served.ask(headers={"connection": "close"})).status == 200
+        assert served.count("vllm:pd_router_connections") <= 40 and cut(served, "room") >= 250
+        assert_nobody_is_blamed(served, engines)
+
+
+async def test_b66_where_all_connections_work_others_are_refused_and_health_is_not():
+    async with serving(1, max_connections=4) as (served, [engine]), contextlib.AsyncExitStack() as stack:
+        engine.fault = Fault.HANG
+        for _ in range(4):
+            _, writer = await stack.enter_async_context(connected(served))
+            writer.write(request(BODY))
+        await served.until(lambda: len(engine.asked) == 4)
+        answer = await served.ask(headers={"connection": "close"})
+        assert (answer.status, answer.json["code"], answer.headers["retry-after"]) == (503, 503, "1")
+        assert (await served.ask(path="/health", method="GET")).status == 200
+        assert len(engine.asked) == 4 and cut(served, "full") == 1
+        held = [await stack.enter_async_context(connected(served)) for _ in range(edge.SPARE * 2)]
+        await served.until(lambda: served.count("vllm:pd_router_connections") <= 4 + edge.SPARE)
+        assert held
+
+
+async def test_b66_all_bodies_together_have_a_bound():
+    async with serving(1, max_bodies_bytes=10_000) as (served, [engine]), contextlib.AsyncExitStack() as stack:
+        writers = []
+        for _ in range(2):
+            reader, writer = await stack.enter_async_context(connected(served))
+            writer.write(request(b" " * 4000, length=4000 + len(BODY)))
+            writers.append((reader, writer))
+        await served.until(lambda: served.count("vllm:pd_router_body_bytes") == 8000)
+        answer = await served.ask(prompt="x" * 3000)
+        assert answer.status == 503 and "10000" in answer.json["message"] and answer.headers["retry-after"] == "1"
+        assert (await served.ask(prompt="x" * 1000)).status == 200
+        for reader, writer in writers:
+            writer.write(BODY)
+            assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN_S)
+        await served.until(lambda: served.count("vllm:pd_router_body_bytes") == 0)
+        assert len(engine.asked) == 3
+
+
+async def test_b66_a_body_that_says_it_is_too_long_is_refused_before_it_comes():
+    async with serving(1, max_body_bytes=1000) as (served, [engine]), connected(served) as (reader, writer):
+        writer.write(request(b"", length=1 << 40))
+        assert b" 413 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN_S)
+        assert not engine.asked
+
+
+async def test_b66_requests_that_wait_for_the_one_before_them_are_bounded():
+    async with serving(1) as (served, [engine]):
+        engine.gap_s = 0.5
+        async with connected(served) as (reader, writer):
+            writer.write(request(BODY) * 3)
+            for _ in range(3):
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN_S)
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                assert b"all" in await reader.readexactly(length)
+        engine.fault = Fault.HANG
+        async with connected(served) as (reader, writer):
+            writer.write(request(BODY) * 30)
+            assert await said(reader) == b""
+        await served.until(lambda: not served.worker(engine).flights)
+        assert cut(served, "pipelined") == 1
+        assert_nobody_is_blamed(served, [engine])

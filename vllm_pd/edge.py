@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits for the clients of an HTTP server that uvicorn runs: how much each may send, and how long it may take.
+
+uvicorn's protocol upon httptools keeps whatever a header holds, and waits for ever for its end, for the rest of a body
+and for a client that does not read. `Connection` is that protocol with bounds. `Edge` is what all connections of a
+server share; uvicorn gets its `connect` as `http`. One timer, which runs while there are connections, ends those that
+are over a limit. Where there are too many connections, those that have no whole request are ended first.
+"""
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+from http import HTTPStatus
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+SWEEP_S = 0.25
+LINGER_S = 1.0  # in which a client may read why it was refused
+MAX_DISCARDED_BYTES = 1 << 20  # that a refused client may go on sending meanwhile
+MAX_PIPELINED = 16  # requests that wait for the answer of one before them
+SPARE = 32  # connections beyond the bound, for the paths that are always served
+RESCAN_S = 0.25  # after nothing could be ended to make room
+
+
+@dataclass(frozen=True)
+class EdgeLimits:
+    """Times in seconds, None without a bound. `head_s`: from the connection, or from the first byte of a later
+    request, to the end of the header. `body_s`: from there to the end of the body. `write_s`: how long a client may
+    read nothing of what waits for it. `idle_s`: between two requests."""
+    head_bytes: int = 1 << 16  # of a header in all, its request line included
+    target_bytes: int = 1 << 13  # of path and query
+    header_count: int = 100
+    head_s: float | None = 10.0
+    body_s: float | None = None
+    write_s: float | None = None
+    idle_s: float | None = None
+    connections: int | None = None
+
+
+class _Wait(IntEnum):
+    """What a connection waits for. To make room the lowest are ended first; the last two never."""
+    SILENT = 0  # nothing has come yet
+    HEAD = 1
+    IDLE = 2
+    BODY = 3
+    WRITE = 4
+    CLOSE = 5
+
+
+class _Part(Enum):
+    """Of a request, what is being read."""
+    NONE = auto()
+    HEAD = auto()
+    BODY = auto()
+
+
+class _Refused(Exception):
+    """Ends the parsing."""
+
+
+class Edge:
+    """Of one server. `count` is told of each client that was cut off, by the reason: `header_size`, `head_time`,
+    `body_time`, `write_time`, `pipelined`, `room`, `full`. Paths in `spared` are served even where there are too many
+    connections."""
+
+    def __init__(self, limits: EdgeLimits, count: Callable[[str], None] = lambda reason: None,
+                 spared: Collection[bytes] = ()) -> None:
+        self.limits = limits
+        self.count = count
+        self._spared = frozenset(spared)
+        self._open: set[Connection] = set()
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._packed_until_s = 0.0
+        self._times = {_Wait.SILENT: (limits.head_s, "head_time"), _Wait.HEAD: (limits.head_s, "head_time"),
+                       _Wait.IDLE: (limits.idle_s, None), _Wait.BODY: (limits.body_s, "body_time"),
+                       _Wait.WRITE: (limits.write_s, "write_time"), _Wait.CLOSE: (limits.write_s, "write_time")}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def connect(self, **given: Any) -> Connection:
+        """For uvicorn: the protocol of a new connection."""
+        return Connection(self, **given)
+
+    def opened(self, connection: Connection) -> None:
+        """A client has come."""
+        self._open.add(connection)
+        if self._sweeping is None:
+            self._sweeping = connection.loop.call_later(SWEEP_S, self._sweep, connection.loop)
+        most = self.limits.connections
+        if most is not None and len(self._open) > most:
+            self._make_room(connection)
+            if len(self._open) > most + SPARE:
+                self.count("full")
+                connection.transport.abort()
+
+    def closed(self, connection: Connection) -> None:
+        """It has gone."""
+        self._open.discard(connection)
+
+    def has_room_for(self, target: bytes) -> bool:
+        """Whether a request for that is to be served now."""
+        most = self.limits.connections
+        return most is None or len(self._open) <= most or target.partition(b"?")[0] in self._spared
+
+    def abort_all(self) -> None:
+        """End every connection."""
+        for connection in list(self._open):
+            connection.transport.abort()
+
+    def _make_room(self, newest: Connection) -> None:
+        now_s = newest.loop.time()
+        if now_s < self._packed_until_s:
+            return
+        idle = sorted(((*waiting, number, one) for number, one in enumerate(self._open)
+                       if one is not newest and (waiting := one.waiting()) is not None and waiting[0] <= _Wait.BODY),
+                      key=lambda entry: entry[:3])
+        batch = max(len(self._open) - self.limits.connections, self.limits.connections // 32)  # one look for many
+        for *_, one in idle[:batch]:
+            self.count("room")
+            self.closed(one)
+            one.transport.abort()
+        if not idle:
+            self._packed_until_s = now_s + RESCAN_S
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._sweeping = loop.call_later(SWEEP_S, self._sweep, loop) if self._open else None
+        now_s = loop.time()
+        for one in list(self._open):
+            waiting = one.waiting()
+            if waiting is None:
+                continue
+            what, since_s = waiting
+            limit_s, reason = self._times[what]
+            if one.refused_s is not None:
+                limit_s, reason = LINGER_S, None
+            if limit_s is not None and now_s - since_s > limit_s:
+                if reason is not None:
+                    self.count(reason)
+                if what in (_Wait.HEAD, _Wait.BODY):
+                    one.refuse(HTTPStatus.REQUEST_TIMEOUT, f"the rest of the request has not come in {limit_s:g} s")
+                else:
+                    one.transport.abort()
+
+
+class Connection(HttpToolsProtocol):
+    """One client's. uvicorn and httptools call what has no docstring."""
+
+    def __init__(self, edge: Edge, **given: Any) -> None:
+        super().__init__(**given)
+        self._edge = edge
+        self._limits = edge.limits
+        self._part = _Part.NONE
+        self._since_s = self.loop.time()  # that it waits for what it waits for
+        self._full_since_s: float | None = None  # that the client does not read
+        self._refusal: tuple[HTTPStatus, str] | None = None
+        self.refused_s: float | None = None
+        self._discarded_bytes = 0
+        self._unparsed_bytes = 0  # that have come since the parser has last made something of them
+        self._head_bytes = 0
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
+
+    def waiting(self) -> tuple[_Wait, float] | None:
+        """What the client keeps this connection waiting for, and since when; None where it is the server's turn."""
+        if self.refused_s is not None:
+            return _Wait.CLOSE, self.refused_s
+        if self._full_since_s is not None:
+            return _Wait.WRITE, self._full_since_s
+        if self.transport.is_closing():
+            return _Wait.CLOSE, self._since_s
+        if self._is_busy():
+            return (_Wait.BODY, self._since_s) if self._part is _Part.BODY and not self.pipeline else None
+        if self._part is _Part.NONE:
+            return (_Wait.SILENT if self.cycle is None else _Wait.IDLE), self._since_s
+        return (_Wait.HEAD if self._part is _Part.HEAD else _Wait.BODY), self._since_s
+
+    def refuse(self, status: HTTPStatus, text: str) -> None:
+        """Say so, where an answer to this request may be sent, and end the connection."""
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        if self._is_busy():
+            if cycle.response_started or self.pipeline or self._part is not _Part.BODY:
+                self.transport.abort()
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+        elif self._part is _Part.BODY:  # which was answered before its end
+            self.transport.abort()
+            return
+        body = error_body(status, text)
+        self.transport.write(STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
+                             b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        self.refused_s = self.loop.time()
+        if self.transport.can_write_eof():  # a close with unread data would take the answer along
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._edge.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._edge.closed(self)
+        super().connection_lost(exc)
+        running = self._running
+        if running is not None and not running.response_complete:  # uvicorn tells the newest request only
+            running.disconnected = True
+            running.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self.refused_s is not None:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.abort()
+            return
+        self._unparsed_bytes += len(data)
+        super().data_received(data)
+        if self._unparsed_bytes > self._limits.head_bytes and self.refused_s is None:
+            self._edge.count("header_size")
+            self.refuse(*_too_large(self._limits))
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(*(self._refusal or (HTTPStatus.BAD_REQUEST, msg)))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._full_since_s = self.loop.time()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._full_since_s = None
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._part = _Part.HEAD
+        self._head_bytes = 0
+        if self.cycle is not None and not self._is_busy():
+            self._since_s = self.loop.time()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self._limits.target_bytes:
+            self._fail("header_size", HTTPStatus.REQUEST_URI_TOO_LONG,
+                       f"the path has more than {self._limits.target_bytes} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._head_bytes += len(name) + len(value)
+        if len(self.headers) > self._limits.header_count or self._head_bytes > self._limits.head_bytes:
+            self._fail("header_size", *_too_large(self._limits))
+
+    def on_headers_complete(self) -> None:
+        self._unparsed_bytes = 0
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._fail("pipelined", HTTPStatus.TOO_MANY_REQUESTS, f"more than {MAX_PIPELINED} requests wait")
+        if not self._is_busy():
+            self._since_s = self.loop.time()
+        self._part = _Part.BODY
+        self.app = self.config.loaded_app if self._edge.has_room_for(self.url) else self._say_full
+        super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        """Of a chunked body; uvicorn does not use it."""
+        self._unparsed_bytes = 0
+
+    def on_message_complete(self) -> None:
+        self._unparsed_bytes = 0
+        self._part = _Part.NONE
+        super().on_message_complete()
+        if not self._is_busy():
+            self._since_s = self.loop.time()
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
+        super().on_response_complete()
+        if self._part is not _Part.BODY:
+            self._since_s = self.loop.time()
+
+    def _is_busy(self) -> bool:
+        """Whether an answer is under way."""
+        return self.cycle is not None and (not self.cycle.response_complete or bool(self.pipeline))
+
+    def _fail(self, reason: str, status: HTTPStatus, text: str) -> None:
+        self._edge.count(reason)
+        self._refusal = (status, text)
+        raise _Refused
+
+    async def _say_full(self, scope: dict[str, Any], receive: Callable[[], Awaitable[dict[str, Any]]],
+                        send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        self._edge.count("full")
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        body = error_body(status, "too many connections: try again later")
+        await send({"type": "http.response.start", "status": status.value,
+                    "headers": [(b"content-type", b"application/json"), (b"retry-after", b"1"),
+                                (b"connection", b"close"), (b"content-length", str(len(body)).encode())]})
+        await send({"type": "http.response.body", "body": body})
+
+
+def bound_headers(config: uvicorn.Config) -> None:
+    """Have a server that is configured like this, and has not started, give up headers that are too large or too slow.
+    Only upon httptools: h11 bounds their size by itself."""
+    if config.http_protocol_class is HttpToolsProtocol:
+        config.http_protocol_class = Edge(EdgeLimits()).connect
+
+
+def error_body(status: HTTPStatus, text: str) -> bytes:
+    """In the form of vLLM's own errors."""
+    return json.dumps({"object": "error", "message": text, "type": status.phrase, "param": None,
+                       "code": status.value}).encode()
+
+
+def _too_large(limits: EdgeLimits) -> tuple[HTTPStatus, str]:
+    return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, (
+        f"the header has more than {limits.head_bytes} bytes or {limits.header_count} fields")
