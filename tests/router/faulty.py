@@ -52,6 +52,7 @@ class FaultyEngine:
         self.generate_route = True
         self.cards: list[dict] = []  # of /v1/models; else one of `model`
         self.strict = False  # whether other models than its own get a 404
+        self.raw: tuple[bytes, bool] | None = None  # the answer to a request, and whether the connection then goes on
         self.notices: list[tuple[int, dict]] = []  # answers to GET /pd/events, the last for ever; else 404
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.probes = 0
@@ -104,6 +105,10 @@ class FaultyEngine:
         self.probes += probe
         if not probe:
             self.asked.append((target, headers, body))
+        if self.raw is not None and not probe:
+            writer.write(self.raw[0])
+            await writer.drain()
+            return self.raw[1]
         fault = self.sick if probe else Fault.ERROR if b"poison" in body else self.fault
         if not probe and self.strict and json.loads(body)["model"] != self.model:
             return whole(writer, 404, {"object": "error", "message": "The model does not exist.", "code": 404})

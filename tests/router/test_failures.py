@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """B63, B64: workers that refuse, hang, break and lie, and what clients see of it."""
 import asyncio
+import gzip
 import itertools
 import json
 import random
@@ -61,7 +62,7 @@ async def test_b64_never_success_without_a_body(fault):
             await served.until(lambda: served.router.workers.counts() == {"up": 2})
 
 
-@pytest.mark.parametrize("fault", [Fault.BREAK, Fault.CUT, Fault.END], ids=lambda fault: fault.name.lower())
+@pytest.mark.parametrize("fault", [Fault.BREAK, Fault.CUT], ids=lambda fault: fault.name.lower())
 async def test_b64_a_stream_that_breaks_later_ends_with_an_error_and_is_not_tried_again(fault):
     async with serving(2) as (served, engines):
         engines[0].fault = engines[1].fault = fault
@@ -75,6 +76,89 @@ async def test_b64_a_stream_that_breaks_later_ends_with_an_error_and_is_not_trie
         assert sum(len(engine.asked) for engine in engines) == 1
         failed = next(engine for engine in engines if engine.asked)
         assert served.count("vllm:pd_router_broken_streams_total", worker=failed.url) == 1
+
+
+EVENT = b'data: {"choices": [{"text": " t0"}]}\n\n'
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+
+
+def chunked(body: bytes, *headers: bytes, end: bool = True) -> bytes:
+    return (HEAD + b"".join(header + b"\r\n" for header in headers) + b"transfer-encoding: chunked\r\n\r\n"
+            + b"%x\r\n%b\r\n" % (len(body), body) + b"0\r\n\r\n" * end)
+
+
+def sized(body: bytes, missing: int = 0) -> bytes:
+    return HEAD + b"content-length: %d\r\n\r\n" % (len(body) + missing) + body
+
+
+GZIPPED = gzip.compress(EVENT + b"data: [DONE]\n\n")
+DONE = EVENT + b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("raw, goes_on, body", [
+    (chunked(GZIPPED, b"content-encoding: gzip"), True, GZIPPED),
+    (chunked(EVENT + b"data:[DONE]\n\n"), True, EVENT + b"data:[DONE]\n\n"),
+    (chunked(DONE + b": a comment that is rather long, after all of it\n\n"), True, None),
+    (chunked(EVENT + b"event: response.completed\ndata: {}\n\n"), True, None),
+    (sized(EVENT), True, EVENT),
+    (HEAD + b"connection: close\r\n\r\n" + EVENT + b"data:[DONE]\r\n\r\n", False, None),
+], ids=["gzip", "no space", "comment", "no done", "length", "connection"])
+async def test_b64_a_stream_is_complete_where_its_framing_ends(raw, goes_on, body):
+    async with serving(2) as (served, engines):
+        for engine in engines:
+            engine.raw = raw, goes_on
+        for _ in range(4):
+            answer = await served.ask(True)
+            assert answer.status == 200 and b"error" not in answer.body
+            assert answer.body == body or body is None and EVENT in answer.body
+        assert served.router.workers.counts() == {"up": 2}
+        assert not sum(served.count("vllm:pd_router_broken_streams_total", worker=engine.url) for engine in engines)
+
+
+@pytest.mark.parametrize("raw", [chunked(DONE, end=False), HEAD + b"connection: close\r\n\r\n" + EVENT],
+                         ids=["chunked", "connection"])
+async def test_b64_a_stream_that_ends_before_its_framing_does_is_broken(raw):
+    async with serving(1) as (served, [engine]):
+        engine.raw = raw, False
+        answer = await served.ask(True)
+        assert answer.events[-1]["error"]["code"] == 502
+        assert served.count("vllm:pd_router_broken_streams_total", worker=engine.url) == 1
+
+
+@pytest.mark.parametrize("raw", [chunked(GZIPPED[:20], b"content-encoding: gzip", end=False), sized(DONE, missing=7)],
+                         ids=["compressed", "length"])
+async def test_b64_no_event_goes_into_a_stream_that_has_no_place_for_it(raw):
+    async with serving(1) as (served, [engine]):
+        engine.raw = raw, False
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await served.ask(True)
+        assert served.count("vllm:pd_router_broken_streams_total", worker=engine.url) == 1
+
+
+async def test_b63_a_broken_stream_does_not_take_the_last_worker_out():
+    async with serving(2) as (served, engines):
+        for engine in engines:
+            engine.fault, engine.sick = Fault.BREAK, Fault.HANG  # so that it is the stream that decides
+        for _ in range(4):
+            assert (await served.ask(True)).events[-1]["error"]["code"] == 502
+        assert sorted(served.worker(engine).state.value for engine in engines) == ["down", "up"]
+        for engine in engines:
+            engine.fault = Fault.NONE
+        answers = await asyncio.gather(*(served.ask() for _ in range(27)))
+        assert {answer.status for answer in answers} == {200}
+        for engine in engines:
+            engine.sick = Fault.ERROR  # the probe decides
+        await served.until(lambda: served.router.workers.counts() == {"down": 2})
+
+
+async def test_b63_the_last_worker_of_a_model_is_spared_too():
+    async with serving(2) as (served, engines):
+        engines[1].model, engines[1].fault, engines[1].sick = "other", Fault.BREAK, Fault.NONE
+        served.worker(engines[1]).doubt()
+        await served.until(lambda: served.worker(engines[1]).models == {"other"})
+        engines[1].sick = Fault.HANG
+        assert (await served.ask(True, model="other")).events[-1]["error"]["code"] == 502
+        assert served.router.workers.counts() == {"up": 2}
 
 
 async def test_b64_an_answer_in_one_piece_that_breaks_is_tried_elsewhere():

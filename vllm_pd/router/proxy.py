@@ -4,7 +4,8 @@
 Nothing goes to the client before the first byte of a body is there, so up to then a request can be tried elsewhere: at
 once, on at most three workers in all. An answer that says how long it is, is awaited whole, if it is not too long.
 After the first byte nothing is tried again: a stream that breaks is ended by an event that is an error, and anything
-else by the end of the connection.
+else by the end of the connection. An answer is complete where its framing ends (the last chunk, the length); only where
+it has none, and the end of the connection is all that shows, a stream has to end with `[DONE]`.
 """
 import asyncio
 import re
@@ -32,8 +33,9 @@ GENERATING = COMPLETING | {"/v1/embeddings"}
 MAX_WHOLE_BYTES = 1 << 20
 MAX_PAUSE_S = 60.0  # that a worker's Retry-After is believed for
 EVENT_STREAM = b"text/event-stream"
-_ENDED = b"data: [DONE]"
-_TAIL_BYTES = 32
+_ENDED = re.compile(rb"data: ?\[DONE\]")
+_TAIL_BYTES = 256
+_FIXED = (b"content-length", b"content-encoding")
 _ERROR_FIRST = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
 _CLIENTS_FAULT = re.compile(rb'"code":\s*4\d\d\b')
 _BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -194,7 +196,10 @@ class Proxy:
             end = None
             raise TryFailed(Failure.PROBE, worker.problem) from None
         except StreamBroken as broken:
-            worker.fail(Failure.BROKEN, str(broken))
+            if self._workers.another_up(worker):
+                worker.fail(Failure.BROKEN, str(broken))
+            else:
+                worker.doubt()
             await self._break_off(worker, line, str(broken))
             return HTTPStatus.OK
         finally:
@@ -245,9 +250,10 @@ class Proxy:
         tail = first[-_TAIL_BYTES:]
         while chunk := await reply.chunk():
             flight.heard(generated)
-            tail = chunk[-_TAIL_BYTES:] if len(chunk) >= _TAIL_BYTES else (tail + chunk)[-_TAIL_BYTES:]
+            if not reply.framed:
+                tail = (tail + chunk)[-_TAIL_BYTES:]
             await line.more(chunk)
-        if line.streams and reply.status == HTTPStatus.OK and _ENDED not in tail:
+        if line.streams and reply.status == HTTPStatus.OK and not reply.framed and not _ENDED.search(tail):
             raise StreamBroken("the stream ended before its last event")
         await line.end()
 
@@ -319,7 +325,7 @@ class Proxy:
 
     async def _break_off(self, worker: Worker, line: "_Line", why: str) -> None:
         self._metrics.broken_streams.labels(worker.url).inc()
-        if not line.streams:
+        if not line.takes_events:
             raise Broken(why)
         await line.more(answers.broken_event(f"the worker was lost after the answer had begun: {why}"))
         await line.end()
@@ -336,6 +342,7 @@ class _Line:
     def __init__(self, receive: Receive, send: Send) -> None:
         self.begun = False
         self.streams = False
+        self.takes_events = False  # of ours, beside those of the answer
         self._receive = receive
         self._send = send
         self._flight: Flight | None = None
@@ -351,6 +358,7 @@ class _Line:
     async def begin(self, status: int, headers: Headers, first: bytes, more: bool) -> None:
         self.begun = True
         self.streams = is_stream(headers)
+        self.takes_events = self.streams and not any(name in _FIXED for name, _ in headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": first, "more_body": more})
 

@@ -95,6 +95,11 @@ class Reply:
         self._size = 0
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    @property
+    def framed(self) -> bool:
+        """Whether its end shows otherwise than by the end of the connection."""
+        return _has_length(self.headers)
+
     def close(self) -> None:
         """Hang up, unless the answer is complete: the worker then gives the request up."""
         if not self._complete:

@@ -271,8 +271,10 @@ class Workers:
                    for worker in self._workers.values())
 
     def another_up(self, worker: Worker) -> bool:
-        """Whether any other worker works."""
-        return any(one is not worker and one.state is WorkerState.UP for one in self._workers.values())
+        """Whether any other worker works that may have one of its models."""
+        return any(one is not worker and one.state is WorkerState.UP
+                   and (not worker.models or not one.models or not worker.models.isdisjoint(one.models))
+                   for one in self._workers.values())
 
     def _is_known(self, model: str | None) -> bool:
         """Whether anybody is known to have it."""
