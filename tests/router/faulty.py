@@ -36,7 +36,6 @@ class Fault(Enum):
     FULL = auto()  # 429
     BREAK = auto()  # the connection ends after the first token
     CUT = auto()  # in the middle of an event
-    END = auto()  # a proper end, but no [DONE]
     LONG = auto()  # a long answer: events of 4 KiB, or 32 MiB in one piece
     STALL = auto()  # nothing more after the first token
     REFUSE = auto()  # 400: the client's own fault
@@ -165,8 +164,6 @@ class FaultyEngine:
             event = b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
             chunk(writer, event[:12] if fault is Fault.CUT and number else event)
             await writer.drain()
-            if fault is Fault.END:
-                return chunk(writer, b"")
             if fault is Fault.STALL:
                 return await self._stay_silent(reader)
             if fault is Fault.BREAK or fault is Fault.CUT and number:

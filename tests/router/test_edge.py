@@ -3,12 +3,21 @@
 blamed for it."""
 import asyncio
 import contextlib
+import errno
 import json
+import resource
+import shlex
+import socket
+import sys
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
-from faulty import Fault, serving
+from faulty import Fault, FaultyEngine, serving
 
 from vllm_pd import edge
+from vllm_pd.ports import take_free
+from vllm_pd.router import descriptors
 
 WITHIN_S = 60
 
@@ -224,3 +233,154 @@ async def test_b66_requests_that_wait_for_the_one_before_them_are_bounded():
         await served.until(lambda: not served.worker(engine).flights)
         assert cut(served, "pipelined") == 1
         assert_nobody_is_blamed(served, [engine])
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
+async def test_b66_without_descriptors_no_worker_is_blamed(monkeypatch, number):
+    loop = asyncio.get_running_loop()
+    async with serving(2) as (served, engines):
+        async def nothing_left(*_, **__):
+            raise OSError(number, "none left")
+
+        await served.ask(path="/health", method="GET")  # the client has its connection
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "create_connection", nothing_left)
+            answers = [await served.ask(headers={"x-vllm-pd-explain": "1"}) for _ in range(4)]
+        assert {answer.status for answer in answers} == {503}
+        assert answers[0].headers["retry-after"] == "1" and '"router"' in answers[0].headers["x-vllm-pd-explain"]
+        assert_nobody_is_blamed(served, engines)
+        assert (await served.ask()).status == 200
+
+
+async def test_b66_a_probe_without_descriptors_says_nothing(monkeypatch):
+    async with serving(1, probe_interval_s=0.1) as (served, engines):
+        async def nothing_left(*_):
+            raise OSError(errno.EMFILE, "none left")
+
+        monkeypatch.setattr(served.router._prober, "_fetch", nothing_left)
+        await served.until(lambda: served.count("vllm:pd_router_probes_total", worker=engines[0].url,
+                                                outcome="inconclusive") >= 3)
+        assert_nobody_is_blamed(served, engines)
+
+
+def test_b66_an_error_is_ours_where_nothing_can_be_opened():
+    assert descriptors.are_short(OSError(errno.EMFILE, ""))
+    assert not descriptors.are_short(ConnectionRefusedError(errno.ECONNREFUSED, ""))
+    assert not descriptors.are_short(ValueError())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # those that are open stay
+    try:
+        assert descriptors.are_short(socket.gaierror(-3, "Temporary failure in name resolution"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_b66_the_last_descriptor_of_an_idle_connection_is_taken_over(monkeypatch):
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+    async with serving(2) as (served, engines):
+        upstream = served.router._upstream
+
+        async def one_left(*given, **named):
+            if upstream.connections:
+                raise OSError(errno.EMFILE, "none left")
+            return await connect(*given, **named)
+
+        await served.ask()
+        await served.ask()
+        assert upstream.connections == 2
+        upstream._drop_idle()
+        await served.until(lambda: upstream.connections == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "create_connection", one_left)
+            assert [(await served.ask()).status for _ in range(6)] == [200] * 6
+        assert_nobody_is_blamed(served, engines)
+
+
+async def test_connections_to_workers_have_a_bound_that_only_idle_ones_feel():
+    async with serving(3, max_connections=20) as (served, engines):
+        upstream = served.router._upstream
+        for _ in range(3):
+            answers = await asyncio.gather(*(served.ask() for _ in range(18)))
+            assert {answer.status for answer in answers} == {200}
+            assert upstream.connections <= 20
+        upstream.most_connections = 2
+        answers = await asyncio.gather(*(served.ask() for _ in range(18)))
+        assert {answer.status for answer in answers} == {200}
+        await served.until(lambda: upstream.connections <= 3)
+
+
+async def test_b66_a_stream_that_is_silent_in_the_middle_ends_with_an_error():
+    async with serving(1, stream_timeout_s=0.5) as (served, [engine]):
+        engine.fault = Fault.STALL
+        probes = engine.probes
+        answer = await asyncio.wait_for(served.ask(True), WITHIN_S)
+        assert len(answer.events) == 2 and answer.events[-1]["error"]["code"] == 504
+        await served.until(lambda: engine.probes > probes)
+        assert_nobody_is_blamed(served, [engine])
+        engine.fault, engine.gap_s, engine.chunks = Fault.NONE, 0.2, 8  # slower than that in all, never silent
+        answer = await served.ask(True)
+        assert answer.events[-1] == "[DONE]" and len(answer.events) == 9
+
+
+async def test_b66_a_slow_reader_is_no_silent_worker():
+    async with serving(1, stream_timeout_s=0.4) as (served, [engine]):
+        engine.fault, engine.chunks = Fault.LONG, 1 << 12
+        async with connected(served) as (reader, writer):
+            writer.write(request(STREAM))
+            await served.until(lambda: engine.asked)
+            writer.transport.pause_reading()
+            await asyncio.sleep(1.5)
+            assert served.worker(engine).flights
+            writer.transport.resume_reading()
+            found = bytearray()
+            async with asyncio.timeout(WITHIN_S):
+                while not found.endswith(b"0\r\n\r\n"):
+                    part = await reader.read(1 << 20)
+                    assert part, found[-200:]
+                    found += part
+            assert b"[DONE]" in found[-100:]
+
+
+async def test_b66_a_thousand_silent_connections_and_256_descriptors():
+    """A process of its own, with `ulimit -n 256`."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    engines = [FaultyEngine() for _ in range(3)]
+    for engine in engines:
+        await engine.start()
+    port = take_free("127.0.0.1")
+    command = (f"ulimit -n 256; exec {shlex.quote(sys.executable)} -m vllm_pd.cli router --port {port} "
+               "--tokenizer none --policy round-robin " + " ".join(f"--worker {engine.url}" for engine in engines))
+    process = await asyncio.create_subprocess_shell(command)
+    try:
+        async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as stack:
+            async def ask(path, **options):
+                try:
+                    async with session.request("POST" if options else "GET", f"http://127.0.0.1:{port}{path}",
+                                               headers={"connection": "close"}, **options) as response:
+                        return response.status, await response.read()
+                except aiohttp.ClientError as error:
+                    return 0, repr(error)
+
+            async with asyncio.timeout(100):
+                while (await ask("/health"))[0] != 200:
+                    await asyncio.sleep(0.1)
+                served = SimpleNamespace(url=f"http://127.0.0.1:{port}")
+                for _ in range(1000):
+                    await stack.enter_async_context(connected(served))
+            for _ in range(10):
+                assert (await ask("/health"))[0] == 200
+                answers = await asyncio.gather(*(ask("/v1/completions", data=BODY) for _ in range(20)))
+                assert {status for status, _ in answers} == {200}
+            shown = json.loads((await ask("/workers"))[1])["workers"]
+            assert [(one["state"], one["problem"]) for one in shown] == [("up", "")] * 3
+            page = (await ask("/metrics"))[1].decode()
+            assert "worker_failures_total{" not in page
+            assert float(page.partition("\nvllm:pd_router_connections ")[2].partition("\n")[0]) <= 96
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        process.kill()
+        await process.wait()
+        for engine in engines:
+            await engine.stop()

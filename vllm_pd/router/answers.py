@@ -35,11 +35,10 @@ def refusal(status: HTTPStatus, text: str, retry_after_s: float | None = None) -
     return Answer(status.value, body, headers)
 
 
-def broken_event(text: str) -> bytes:
-    """The event that ends a stream whose worker was lost. No `[DONE]` follows. It begins with the end of whatever
-    event the break has cut."""
-    error = {"object": "error", "message": text, "type": HTTPStatus.BAD_GATEWAY.phrase, "param": None,
-             "code": HTTPStatus.BAD_GATEWAY.value}
+def broken_event(text: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> bytes:
+    """The event that ends a stream whose worker was lost, or which is cut for another reason. No `[DONE]` follows. It
+    begins with the end of whatever event the break has cut."""
+    error = {"object": "error", "message": text, "type": status.phrase, "param": None, "code": status.value}
     return b"\n\ndata: " + json.dumps({"error": error}).encode() + b"\n\n"
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.operators import objection, shows
-from vllm_pd.router import answers
+from vllm_pd.router import answers, descriptors
 from vllm_pd.router.answers import Answer, Headers
 from vllm_pd.router.bodies import Bodies, BodyRefused, Held
 from vllm_pd.router.feeds import Feeds
@@ -45,6 +45,7 @@ class Router:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
+        self.most_clients = min(self.options.max_connections, descriptors.for_clients())
         self._bodies = Bodies(self.options.max_body_bytes, self.options.max_bodies_bytes)
         self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
         self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))
@@ -54,7 +55,7 @@ class Router:
         """Begin to know the workers."""
         options = self.options
         tls = ssl.create_default_context()
-        self._upstream = Upstream(options.connect_timeout_s, tls)
+        self._upstream = Upstream(options.connect_timeout_s, tls, self.most_clients)
         self._session = session = aiohttp.ClientSession(  # for what the router itself asks
             connector=aiohttp.TCPConnector(ssl=tls),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),

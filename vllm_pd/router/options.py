@@ -25,11 +25,12 @@ _COUNTS = {"max_in_flight": 1, "max_body_bytes": 1, "tokenize_threads": 1, "max_
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """Times in seconds. `timeout_s`: how long a worker may take to its first byte, 0 without a bound. `max_in_flight`
-    is per worker. `expected_s`: how long a block counts as held by the worker to which its prompt has just gone, while
-    that worker has not announced it. Of a client: `header_timeout_s` and `body_timeout_s` until all of it is there,
-    `write_timeout_s` in which it reads nothing, `idle_timeout_s` between two requests of a connection.
-    `max_bodies_bytes`: of all requests that are open together."""
+    """Times in seconds. `timeout_s`: how long a worker may take to its first byte, `stream_timeout_s`: from there on to
+    each further one; 0 without a bound. `max_in_flight` is per worker. `expected_s`: how long a block counts as held by
+    the worker to which its prompt has just gone, while that worker has not announced it. Of a client:
+    `header_timeout_s` and `body_timeout_s` until all of it is there, `write_timeout_s` in which it reads nothing,
+    `idle_timeout_s` between two requests of a connection. `max_bodies_bytes`: of all requests that are open
+    together."""
     port: int
     host: str = "127.0.0.1"
     workers: tuple[str, ...] = ()
@@ -49,6 +50,7 @@ class RouterOptions:
     write_timeout_s: float = 30.0
     idle_timeout_s: float = 65.0
     timeout_s: float = 600.0
+    stream_timeout_s: float = 300.0
     connect_timeout_s: float = 3.0
     probe_interval_s: float = 5.0
     probe_timeout_s: float = 15.0
@@ -74,8 +76,10 @@ class RouterOptions:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(_flag(name), value, "write a number of seconds above 0")
-        if not (self.timeout_s >= 0 and math.isfinite(self.timeout_s)):
-            raise ConfigError("--timeout-s", self.timeout_s, "write a number of seconds, or 0 for no bound")
+        for name in ("timeout_s", "stream_timeout_s"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(_flag(name), value, "write a number of seconds, or 0 for no bound")
         for name, least in _COUNTS.items():
             if getattr(self, name) < least:
                 raise ConfigError(_flag(name), getattr(self, name), f"write {least} or more")

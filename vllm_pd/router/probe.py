@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from vllm_pd.router import descriptors
 from vllm_pd.router.feeds import Progress
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.workers import Failure, Worker, WorkerState
@@ -148,6 +149,12 @@ class Prober:
                 self._count(worker.url, "inconclusive")
                 return
             problem = f"no token in {worker.now() - began_s:.3g} s"
+        except OSError as error:
+            if descriptors.are_short(error):
+                self._count(worker.url, "inconclusive")
+                await asyncio.sleep(self._options.probe_backoff_s[0])
+                return
+            problem = repr(error)
         except Exception as error:  # whatever a worker's answer does to us, it is one that does not work
             problem = repr(error)
         if problem is None:

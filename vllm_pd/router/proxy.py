@@ -35,6 +35,7 @@ MAX_PAUSE_S = 60.0  # that a worker's Retry-After is believed for
 EVENT_STREAM = b"text/event-stream"
 _ENDED = re.compile(rb"data: ?\[DONE\]")
 _TAIL_BYTES = 256
+_LOST = "the worker was lost after the answer had begun"
 _FIXED = (b"content-length", b"content-encoding")
 _ERROR_FIRST = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
 _CLIENTS_FAULT = re.compile(rb'"code":\s*4\d\d\b')
@@ -122,14 +123,20 @@ class Proxy:
             except TryFailed as failure:
                 worker.tries(failure.kind.value).inc()
                 request.tries.append({"worker": worker.url, "failed": failure.kind.value})
+                if failure.kind is Failure.ROUTER:
+                    return await self._give_up(request, plan.model, True, None, line, short=True)
                 last = failure.answer if failure.answer is not None else last
                 if failure.final:
                     break
         return await self._give_up(request, plan.model, bool(tried), last, line)
 
     async def _give_up(self, request: Request, model: str | None, tried: bool, last: Answer | None,
-                       line: "_Line") -> int:
-        if last is not None:
+                       line: "_Line", short: bool = False) -> int:
+        if short:
+            answer = answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the router has no connection left for this "
+                                     "request: try again later", self._options.retry_after_s)
+            reason = "router"
+        elif last is not None:
             answer, reason = last, "worker_refused"
         elif tried and self._workers.any_up(model):
             answer = answers.refusal(HTTPStatus.BAD_GATEWAY, "no worker could answer this request")
@@ -190,8 +197,13 @@ class Proxy:
             if flight.interruption is Interruption.CLIENT_GONE:
                 end = End.CLIENT_GONE
                 raise ClientGone from None
+            if flight.interruption is Interruption.SILENT:
+                worker.doubt()
+                await self._break_off(worker, line, f"nothing more came in {self._options.stream_timeout_s:g} s",
+                                      HTTPStatus.GATEWAY_TIMEOUT)
+                return HTTPStatus.OK
             if line.begun:
-                await self._break_off(worker, line, "it was taken out")
+                await self._break_off(worker, line, f"{_LOST}: it was taken out")
                 return HTTPStatus.OK
             end = None
             raise TryFailed(Failure.PROBE, worker.problem) from None
@@ -200,7 +212,7 @@ class Proxy:
                 worker.fail(Failure.BROKEN, str(broken))
             else:
                 worker.doubt()
-            await self._break_off(worker, line, str(broken))
+            await self._break_off(worker, line, f"{_LOST}: {broken}")
             return HTTPStatus.OK
         finally:
             line.watch(None)
@@ -245,14 +257,16 @@ class Proxy:
                             answer=Answer(HTTPStatus.OK, first, headers))
         return headers, whole, first
 
-    @staticmethod
-    async def _pass_on(flight: Flight, reply: Reply, first: bytes, generated: bool, line: "_Line") -> None:
+    async def _pass_on(self, flight: Flight, reply: Reply, first: bytes, generated: bool, line: "_Line") -> None:
         tail = first[-_TAIL_BYTES:]
-        while chunk := await reply.chunk():
-            flight.heard(generated)
-            if not reply.framed:
-                tail = (tail + chunk)[-_TAIL_BYTES:]
-            await line.more(chunk)
+        with _Silence(flight, self._options.stream_timeout_s) as silence:
+            while chunk := await reply.chunk():
+                flight.heard(generated)
+                if not reply.framed:
+                    tail = (tail + chunk)[-_TAIL_BYTES:]
+                silence.writing = True
+                await line.more(chunk)
+                silence.writing = False
         if line.streams and reply.status == HTTPStatus.OK and not reply.framed and not _ENDED.search(tail):
             raise StreamBroken("the stream ended before its last event")
         await line.end()
@@ -283,6 +297,8 @@ class Proxy:
 
     def _note(self, worker: Worker, failure: TryFailed, request: Request) -> None:
         """What a failed try says about the worker."""
+        if failure.kind is Failure.ROUTER:
+            return
         if failure.kind is Failure.BUSY:
             after = answers.find(failure.answer.headers, b"retry-after") if failure.answer is not None else None
             seconds = float(after) if after is not None and after.isdigit() else self._options.retry_after_s
@@ -323,17 +339,52 @@ class Proxy:
                 suspect.worker.fail(Failure.SERVER_ERROR, suspect.detail)
         request.suspects.clear()
 
-    async def _break_off(self, worker: Worker, line: "_Line", why: str) -> None:
+    async def _break_off(self, worker: Worker, line: "_Line", why: str,
+                         status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
         self._metrics.broken_streams.labels(worker.url).inc()
         if not line.takes_events:
             raise Broken(why)
-        await line.more(answers.broken_event(f"the worker was lost after the answer had begun: {why}"))
+        await line.more(answers.broken_event(why, status))
         await line.end()
 
     @staticmethod
     def _explained(choice: Choice, request: Request) -> Headers:
         text = choice.header() + "".join(f"; tried {one['worker']}: {one['failed']}" for one in request.tries)
         return [(b"x-vllm-pd-worker", choice.worker.encode()), (b"x-vllm-pd-explain", text.encode("ascii", "replace"))]
+
+
+class _Silence:
+    """Interrupts a flight to which its worker sends nothing for `limit_s`; 0: never. Time in which the client does not
+    take what there is, `writing`, does not count. One timer for all of an answer."""
+
+    def __init__(self, flight: Flight, limit_s: float) -> None:
+        self.writing = False
+        self._flight = flight
+        self._limit_s = limit_s
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> "_Silence":
+        if self._limit_s:
+            self._look_in(self._limit_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_in(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        now_s = self._flight.worker.now()
+        if self.writing:
+            self._since_s = now_s
+        left_s = max(self._since_s, self._flight.heard_s) + self._limit_s - now_s
+        if left_s > 0:
+            self._look_in(left_s)
+        else:
+            self._flight.interrupt(Interruption.SILENT)
 
 
 class _Line:

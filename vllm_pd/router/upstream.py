@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import httptools
 
+from vllm_pd.router import descriptors
 from vllm_pd.router.answers import Answer, Headers, find
 from vllm_pd.router.workers import Failure
 
@@ -141,8 +142,9 @@ class Reply:
 class _Connection(asyncio.Protocol):
     """One, with at most one request at a time. `idle` is where it goes in between."""
 
-    def __init__(self, idle: "collections.deque[_Connection]") -> None:
+    def __init__(self, owner: "Upstream", idle: "collections.deque[_Connection]") -> None:
         self.idle_since_s = 0.0
+        self._owner = owner
         self._idle = idle
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -184,6 +186,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self._owner.connections += 1
 
     def data_received(self, data: bytes) -> None:
         if self._reply is None:  # nobody has asked
@@ -197,6 +200,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
+        self._owner.connections -= 1
         if self._reply is None:
             if self in self._idle:
                 self._idle.remove(self)
@@ -231,7 +235,8 @@ class _Connection(asyncio.Protocol):
         if self._parser.get_status_code() < 200:
             return
         reply, self._reply = self._reply, None
-        if self._parser.should_keep_alive() and self.usable and len(self._idle) < MAX_IDLE:
+        keep = len(self._idle) < MAX_IDLE and self._owner.connections <= self._owner.most_connections
+        if self._parser.should_keep_alive() and self.usable and keep:
             self._transport.resume_reading()
             self.idle_since_s = self._loop.time()
             self._idle.append(self)
@@ -247,9 +252,12 @@ class _Connection(asyncio.Protocol):
 
 
 class Upstream:
-    """The client of all workers. Belongs to the router's event loop. `tls` says whose certificates are believed."""
+    """The client of all workers. Belongs to the router's event loop. `tls` says whose certificates are believed. Beyond
+    `most_connections` none is kept for later."""
 
-    def __init__(self, connect_timeout_s: float, tls: ssl.SSLContext) -> None:
+    def __init__(self, connect_timeout_s: float, tls: ssl.SSLContext, most_connections: int = 1 << 16) -> None:
+        self.most_connections = most_connections
+        self.connections = 0
         self._connect_timeout_s = connect_timeout_s
         self._idle: dict[Origin, collections.deque[_Connection]] = {}
         self._tls = tls
@@ -300,17 +308,42 @@ class Upstream:
         return None
 
     async def _connect(self, origin: Origin) -> _Connection:
+        if self.connections >= self.most_connections:
+            self._drop_idle()
+        try:
+            return await self._connect_once(origin)
+        except OSError as error:
+            if not descriptors.are_short(error):
+                raise TryFailed(Failure.CONNECT, str(error)) from error
+        self._drop_idle()
+        await asyncio.sleep(0)  # in which it is closed
+        await asyncio.sleep(0)
+        try:
+            return await self._connect_once(origin)
+        except OSError as error:
+            kind = Failure.ROUTER if descriptors.are_short(error) else Failure.CONNECT
+            raise TryFailed(kind, str(error)) from error
+
+    async def _connect_once(self, origin: Origin) -> _Connection:
+        """Raises TryFailed where it takes too long, OSError where there is none."""
         idle = self._idle.setdefault(origin, collections.deque())
         context = self._tls if origin.tls else None
+        limit = asyncio.timeout(self._connect_timeout_s)
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with limit:
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(idle), origin.host, origin.port, ssl=context)
-        except TimeoutError:
+                    lambda: _Connection(self, idle), origin.host, origin.port, ssl=context)
+        except TimeoutError as error:
+            if not limit.expired():  # the kernel's own, an OSError
+                raise TryFailed(Failure.CONNECT, str(error)) from error
             raise TryFailed(Failure.CONNECT, f"no connection in {self._connect_timeout_s:g} s") from None
-        except OSError as error:
-            raise TryFailed(Failure.CONNECT, str(error)) from error
         return connection
+
+    def _drop_idle(self) -> None:
+        """Close one that nobody uses, of the worker that has most."""
+        idle = max(self._idle.values(), key=len, default=None)
+        if idle:
+            idle.popleft().abort()
 
 
 def _head(method: bytes, origin: Origin, target: bytes, headers: Headers, body: bytes) -> bytes:

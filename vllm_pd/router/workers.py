@@ -45,6 +45,7 @@ class Failure(StrEnum):
     EMPTY = "empty"  # success without a body
     PROBE = "probe"
     NO_MODEL = "no_model"  # 404; it is not taken out
+    ROUTER = "router"  # the router itself is short of descriptors or the like; it says nothing of the worker
     BUSY = "busy"  # 429 or 503: it takes nothing now, and is not taken out for more than it has asked for
 
 
@@ -52,6 +53,7 @@ class Interruption(Enum):
     """Why a request stops waiting for a worker."""
     CLIENT_GONE = "client_gone"
     WORKER_DOWN = "worker_down"
+    SILENT = "silent"  # nothing has come for too long, in the middle of an answer
 
 
 class Flight:
