@@ -72,6 +72,7 @@ class Edge:
                  spared: Collection[bytes] = ()) -> None:
         self.limits = limits
         self.count = count
+        self.ending = False  # whether each answer is the last on its connection
         self._spared = frozenset(spared)
         self._open: set[Connection] = set()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -265,6 +266,8 @@ class Connection(HttpToolsProtocol):
         self._part = _Part.BODY
         self.app = self.config.loaded_app if self._edge.has_room_for(self.url) else self._say_full
         super().on_headers_complete()
+        if self._edge.ending:
+            self.cycle.keep_alive = False
         if not self.pipeline:
             self._running = self.cycle
 

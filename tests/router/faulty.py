@@ -7,16 +7,15 @@ from collections.abc import AsyncIterator
 from enum import Enum, auto
 
 import aiohttp
-import uvicorn
 
 from vllm_pd.ports import take_free
 from vllm_pd.router.app import Router
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import Policy, PolicyConfig
-from vllm_pd.router.server import configure
+from vllm_pd.router.server import RouterServer
 
 QUICK = {"probe_interval_s": 30.0, "probe_timeout_s": 0.4, "probe_backoff_s": (0.05, 0.2), "connect_timeout_s": 0.5,
-         "tokenizer": "none"}
+         "tokenizer": "none", "unready_s": 0.0, "grace_s": 1.0}
 TOKENS = 5
 
 
@@ -208,6 +207,7 @@ class Served:
 
     def __init__(self, router: Router, url: str, session: aiohttp.ClientSession) -> None:
         self.router, self.url, self.session = router, url, session
+        self.server: RouterServer | None = None
 
     async def ask(self, stream: bool = False, headers: dict | None = None, path: str = "/v1/completions",
                   method: str = "POST", **body) -> "Answered":
@@ -255,12 +255,11 @@ async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = Tr
     settings = {**QUICK, "workers": tuple(engine.url for engine in engines),
                 "events": tuple(f"{engine.url}={at}" for engine, at in zip(engines, events, strict=False)), **options}
     router = Router(RouterOptions(port=port, **settings), PolicyConfig(policy=policy))
-    config = configure(router)
-    config.timeout_graceful_shutdown = 1
-    server = uvicorn.Server(config)
+    server = RouterServer(router)
     serve = asyncio.create_task(server.serve())
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         served = Served(router, f"http://127.0.0.1:{port}", session)
+        served.server = server
         try:
             await served.until(lambda: server.started)
             if up:

@@ -22,7 +22,7 @@ from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.policy import Policy, PolicyConfig
 from vllm_pd.router.probe import Prober
-from vllm_pd.router.proxy import GENERATING, Broken, ClientGone, Proxy, Receive, Request, Send, respond
+from vllm_pd.router.proxy import ENDING, GENERATING, Broken, ClientGone, Proxy, Receive, Request, Send, ended, respond
 from vllm_pd.router.tokens import TokenPool
 from vllm_pd.router.upstream import Upstream
 from vllm_pd.router.workers import Worker, Workers
@@ -50,6 +50,9 @@ class Router:
         self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
         self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))
         self._running = False
+        self._unready = False
+        self._cut = False
+        self._open: set[asyncio.Task] = set()  # each with a request for workers
 
     async def start(self) -> None:
         """Begin to know the workers."""
@@ -87,6 +90,17 @@ class Router:
         self._pool.close()
         self._upstream.close()
         await self._session.close()
+
+    def unready(self) -> None:
+        """From now on `/health` says that nothing more is to come; requests are taken as before."""
+        self._unready = True
+
+    def cut(self) -> None:
+        """End every open request: a stream with an event that is an error, what has not begun with a 503."""
+        self._cut = True
+        self._proxy.ending = True
+        for task in list(self._open):
+            task.cancel()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -133,13 +147,23 @@ class Router:
             return await _say(send, answers.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use one of {', '.join(METHODS)}"))
         if scope["method"] != "OPTIONS" and not self._has_key(headers):
             return await _say(send, Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
-        with self._bodies.hold() as held:
-            try:
-                body = await _body(receive, headers, held)
-            except BodyRefused as refused:
-                retry_after_s = None if refused.final else self.options.retry_after_s
-                return await _say(send, answers.refusal(refused.status, str(refused), retry_after_s))
-            return await self._send_on(scope, body, receive, send)
+        task = asyncio.current_task()
+        self._open.add(task)
+        try:
+            with self._bodies.hold() as held:
+                try:
+                    body = await _body(receive, headers, held)
+                except BodyRefused as refused:
+                    retry_after_s = None if refused.final else self.options.retry_after_s
+                    return await _say(send, answers.refusal(refused.status, str(refused), retry_after_s))
+                except asyncio.CancelledError:
+                    if not self._cut:
+                        raise
+                    task.uncancel()
+                    return await _say(send, ended(self.options))
+                return await self._send_on(scope, body, receive, send)
+        finally:
+            self._open.discard(task)
 
     async def _send_on(self, scope: dict[str, Any], body: bytes, receive: Receive, send: Send) -> int:
         path, headers, query = scope["path"], scope["headers"], scope["query_string"]
@@ -165,6 +189,8 @@ class Router:
 
     async def _health(self, scope: dict[str, Any], receive: Receive) -> Answer:
         counts = self.workers.counts()
+        if self._unready:
+            return answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, self.options.retry_after_s)
         if self.workers.any_up():
             return Answer.of({"status": "ok", "workers": counts})
         answer = answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"no worker is up: {counts}",

@@ -30,7 +30,8 @@ class RouterOptions:
     the worker to which its prompt has just gone, while that worker has not announced it. Of a client:
     `header_timeout_s` and `body_timeout_s` until all of it is there, `write_timeout_s` in which it reads nothing,
     `idle_timeout_s` between two requests of a connection. `max_bodies_bytes`: of all requests that are open
-    together."""
+    together. After SIGTERM: `unready_s` in which requests are taken and /health says 503, then `grace_s` for those that
+    are open."""
     port: int
     host: str = "127.0.0.1"
     workers: tuple[str, ...] = ()
@@ -45,6 +46,8 @@ class RouterOptions:
     max_body_bytes: int = 64 << 20
     max_bodies_bytes: int = 1 << 30
     max_connections: int = 8192  # of clients
+    unready_s: float = 2.0
+    grace_s: float = 30.0
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     write_timeout_s: float = 30.0
@@ -76,10 +79,11 @@ class RouterOptions:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(_flag(name), value, "write a number of seconds above 0")
-        for name in ("timeout_s", "stream_timeout_s"):
+        for name in ("timeout_s", "stream_timeout_s", "unready_s", "grace_s"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(_flag(name), value, "write a number of seconds, or 0 for no bound")
+                none = ", or 0 for no bound" if name.endswith("timeout_s") else " that is not below 0"
+                raise ConfigError(_flag(name), value, f"write a number of seconds{none}")
         for name, least in _COUNTS.items():
             if getattr(self, name) < least:
                 raise ConfigError(_flag(name), getattr(self, name), f"write {least} or more")

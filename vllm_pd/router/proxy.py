@@ -35,6 +35,7 @@ MAX_PAUSE_S = 60.0  # that a worker's Retry-After is believed for
 EVENT_STREAM = b"text/event-stream"
 _ENDED = re.compile(rb"data: ?\[DONE\]")
 _TAIL_BYTES = 256
+ENDING = "the router ends"
 _LOST = "the worker was lost after the answer had begun"
 _FIXED = (b"content-length", b"content-encoding")
 _ERROR_FIRST = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
@@ -56,6 +57,7 @@ class End(Enum):
     STALE = "stale"
     BROKEN_LATER = "broken_later"
     CLIENT_GONE = "client_gone"
+    CUT = "cut"  # the router ends
 
 
 @dataclass
@@ -95,17 +97,35 @@ class Proxy:
         self._authorization = (None if options.worker_api_key is None
                                else f"Bearer {options.worker_api_key}".encode())
         self._now = asyncio.get_running_loop().time
+        self.ending = False  # whether a cancelled request is to tell its client why
 
     async def forward(self, request: Request, receive: Receive, send: Send) -> int:
         """Have it answered. Returns the status that went out. Raises ClientGone, or Broken."""
-        plan = await self._placer.plan(request.headers, request.body, request.path in COMPLETING)
         headers = answers.request_headers(request.headers, self._authorization)
         line = _Line(receive, send)
         try:
+            plan = await self._placer.plan(request.headers, request.body, request.path in COMPLETING)
             return await self._try_all(request, plan, headers, line)
+        except asyncio.CancelledError:
+            if not self.ending:
+                raise
+            asyncio.current_task().uncancel()
+            return await self._cut(line)
         finally:
             line.close()
             self._acquit(request)
+
+    async def _cut(self, line: "_Line") -> int:
+        """The router ends. Raises Broken."""
+        if not line.begun:
+            answer = ended(self._options)
+            await line.whole(answer)
+            return answer.status
+        if not line.takes_events:
+            raise Broken(ENDING)
+        await line.more(answers.broken_event(ENDING, HTTPStatus.SERVICE_UNAVAILABLE))
+        await line.end()
+        return HTTPStatus.OK
 
     async def _try_all(self, request: Request, plan: Plan, headers: Headers, line: "_Line") -> int:
         tried: list[Worker] = []
@@ -193,6 +213,7 @@ class Proxy:
             raise
         except asyncio.CancelledError:
             if not flight.landed():
+                end = End.CUT
                 raise
             if flight.interruption is Interruption.CLIENT_GONE:
                 end = End.CLIENT_GONE
@@ -431,6 +452,11 @@ class _Line:
         self._gone = True
         if self._flight is not None:
             self._flight.interrupt(Interruption.CLIENT_GONE)
+
+
+def ended(options: RouterOptions) -> Answer:
+    """What a request gets for which there is no time any more."""
+    return answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, options.retry_after_s)
 
 
 def is_stream(headers: Headers) -> bool:
