@@ -22,6 +22,7 @@ Without --theirs FOLDER (what `pip install --no-deps --target FOLDER ai-dynamo-r
 from __future__ import annotations
 
 import argparse
+import collections
 import gc
 import json
 import os
@@ -38,7 +39,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from vllm_pd.events.messages import BlockStored, EventBatch, decode_batch
+from vllm_pd.events.formats import Reader
+from vllm_pd.events.messages import BlockStored, EventBatch
 from vllm_pd.router.index import PrefixIndex
 
 BLOCK_SIZE = 16
@@ -85,6 +87,7 @@ class Ours:
 
     def __init__(self) -> None:
         self.index = PrefixIndex(BLOCK_SIZE)
+        self.reader = Reader(collections.Counter())
 
     def stored(self, events: list[Event]) -> None:
         for event in events:
@@ -92,7 +95,7 @@ class Ours:
 
     def wire(self, frames: list[tuple[str, list[bytes]]]) -> None:
         for worker, batch in frames:
-            for event in decode_batch(batch)[1].events:
+            for event in self.reader.read(batch)[1].events:
                 self.index.stored(worker, event.block_hashes, event.parent_block_hash, event.token_ids,
                                   event.block_size, event.lora_name)
 

@@ -245,15 +245,17 @@ class Answered:
 
 @contextlib.asynccontextmanager
 async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = True,
-                  events: tuple[str, ...] = (), **options) -> AsyncIterator[tuple[Served, list[FaultyEngine]]]:
-    """A router over so many engines, all up unless told otherwise, the first of them with `events` at these endpoints;
-    leak-checked in the end (B20)."""
+                  events: tuple[str | list[str], ...] = (),
+                  **options) -> AsyncIterator[tuple[Served, list[FaultyEngine]]]:
+    """A router over so many engines, all up unless told otherwise, the first of them with `events` at these endpoints,
+    several for several ranks; leak-checked in the end (B20)."""
     engines = [FaultyEngine() for _ in range(count)]
     for engine in engines:
         await engine.start()
     port = take_free("127.0.0.1")
     settings = {**QUICK, "workers": tuple(engine.url for engine in engines),
-                "events": tuple(f"{engine.url}={at}" for engine, at in zip(engines, events, strict=False)), **options}
+                "events": tuple(f"{engine.url}={at}" for engine, told in zip(engines, events, strict=False)
+                                 for at in ([told] if isinstance(told, str) else told)), **options}
     router = Router(RouterOptions(port=port, **settings), PolicyConfig(policy=policy))
     server = RouterServer(router)
     serve = asyncio.create_task(server.serve())

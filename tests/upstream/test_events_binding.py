@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from simulated_engine import SimulatedEngine
-from vllm.config import KVEventsConfig
+from vllm.config import KVEventsConfig, ParallelConfig
 
 from vllm_pd import hooks
 from vllm_pd.errors import ConfigError
@@ -25,7 +25,7 @@ class FakeLLMEngine:
         self.model_config = SimpleNamespace(served_model_name="simulated")
         self.vllm_config = SimpleNamespace(
             kv_events_config=events, instance_id="abcde", additional_config=additional,
-            parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+            parallel_config=ParallelConfig(pipeline_parallel_size=stages),
             cache_config=self.simulated.scheduler.cache_config)
 
 
@@ -112,12 +112,14 @@ async def test_the_server_says_where_to_whom_it_may(endpoint):
         await send({"type": "http.response.start", "status": 299, "headers": []})
 
     config = SimpleNamespace(kv_events_config=events_at(endpoint), instance_id="abcde",
-                             cache_config=SimpleNamespace(block_size=16))
+                             cache_config=SimpleNamespace(block_size=16), parallel_config=ParallelConfig())
     middleware = route._Middleware(app, config, "secret")
     status, body = await ask(middleware, key="secret")
     assert status == 200
     assert json.loads(body) == {"events": endpoint, "block_size": 16, "replay": None, "topic": "", "side": None,
-                                "epoch": None}
+                                "epoch": None, "ranks": 1}
+    config.parallel_config = ParallelConfig(data_parallel_size=4)
+    assert json.loads((await ask(middleware, key="secret"))[1])["ranks"] == 4
     assert (await ask(middleware))[0] == (await ask(middleware, key="guess"))[0] == 401
     assert (await ask(middleware, method="POST", key="secret"))[0] == 405
     assert (await ask(middleware, path="/pd/status"))[0] == 299

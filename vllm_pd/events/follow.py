@@ -18,6 +18,7 @@ from typing import Protocol
 import zmq
 
 from vllm_pd.events import messages as m
+from vllm_pd.events.formats import Reader, adapter_of
 from vllm_pd.events.stream import Stream
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import BadFrame
@@ -33,7 +34,7 @@ MESSAGES_A_TURN = 8  # a part of a snapshot takes about 0.4 ms
 END = b"\xff" * 8  # in place of a number
 MAX_SNAPSHOT_BLOCKS = 50_000_000
 
-Blocks = Iterator[tuple[int, int | None, list[int], int | str | None]]
+Blocks = Iterator[tuple[m.Hash, m.Hash | None, list[int], int | str | None]]
 
 
 class Lost(Exception):
@@ -76,7 +77,7 @@ class SideFollower:
     pulse has told of they are taken to be lost."""
 
     def __init__(self, socket: zmq.Socket, target: Target, counters: Counter[str], now: float,
-                 epoch: str | None = None, behind_s: float = BEHIND_S) -> None:
+                 epoch: str | None = None, behind_s: float = BEHIND_S, unread: Counter[str] | None = None) -> None:
         self.epoch: str | None = None
         self.more = False
         self._behind_s = behind_s
@@ -85,6 +86,7 @@ class SideFollower:
         self._target = target
         self._counters = counters
         self._stream = Stream(counters)
+        self._reader = Reader(unread if unread is not None else Counter())
         self._lost_at = now + LOST_S
         self._hung_up = False
         self._subscribe_at = now
@@ -107,7 +109,7 @@ class SideFollower:
 
     def batch(self, now: float, frames: list[bytes]) -> None:
         """What the subscription gave."""
-        seq, batch = m.decode_batch(frames)
+        seq, batch = self._reader.read(frames)
         self._target.apply(self._stream.offer(now, seq, batch, hash(frames[2])))
 
     def turn(self, now: float) -> None:
@@ -231,13 +233,14 @@ class ReplayFollower:
     is given up with its socket, and with the second one in a row all that was known."""
 
     def __init__(self, connect: Callable[[], zmq.Socket] | None, target: Target, counters: Counter[str],
-                 now: float) -> None:
+                 now: float, unread: Counter[str] | None = None) -> None:
         self.more = False
         self._connect = connect
         self._socket = connect() if connect is not None else None
         self._target = target
         self._counters = counters
         self._stream = Stream(counters)
+        self._reader = Reader(unread if unread is not None else Counter())
         self._replay: _Replay | None = None
         self._next_ask = now
         self._unanswered = 0  # in a row
@@ -253,7 +256,7 @@ class ReplayFollower:
 
     def batch(self, now: float, frames: list[bytes]) -> None:
         """What the subscription gave."""
-        seq, batch = m.decode_batch(frames)
+        seq, batch = self._reader.read(frames)
         ready = self._stream.offer(now, seq, batch, hash(frames[2]))
         if ready:
             self._next_ask = max(self._next_ask, now + CHECK_S / 2)  # it is there, and the same
@@ -325,6 +328,8 @@ class ReplayFollower:
 
     def _answer(self, now: float, frames: list[bytes]) -> None:
         replay = self._replay
+        if len(frames) == 4:  # since 0.27 with the topic
+            frames = [frames[0], *frames[2:]]
         if len(frames) == 3 and frames[1] == END:
             self._replay = None
             self._unanswered = 0
@@ -332,7 +337,7 @@ class ReplayFollower:
             self._complete(now, replay)
             return
         try:
-            seq, batch = m.decode_batch(frames)
+            seq, batch = self._reader.read(frames)
         except BadFrame:
             self._counters["malformed"] += 1
             return
@@ -379,10 +384,3 @@ def blocks_of(runs: list[m.BlockStored]) -> Blocks:
         for number, block_hash in enumerate(run.block_hashes):
             yield block_hash, parent, run.token_ids[number * size:(number + 1) * size], adapter
             parent = block_hash
-
-
-def adapter_of(run: m.BlockStored) -> int | str | None:
-    """The adapter's name, or its number where that is all that is known; with whatever else makes the blocks unlike
-    those of other requests."""
-    adapter = run.lora_name if run.lora_name is not None else run.lora_id
-    return adapter if not run.extra_keys else f"{adapter}\0{run.extra_keys}"

@@ -2,8 +2,9 @@
 """What travels: upstream's KV events, as they are, and our own messages on the side socket.
 
 The events are vLLM's V1 ones (`vllm.distributed.kv_events`), written down here again so that a reader of them needs no
-vLLM. Ours have fields behind upstream's last; a reader that does not know them skips them, and they are left out where
-they say nothing. An engine's block hashes mean something within one life of that engine only.
+vLLM: as arrays, with the fields that they had from 0.9.2 to 0.23. Later releases write maps (`vllm_pd.events.formats`
+reads both). What our V0 engines write has the same fields, and leaves those out that say nothing. An engine's block
+hashes mean something within one life of that engine only.
 
 On the side socket a frame is two bytes of magic, one of version, and one message. A subscriber says `Subscribe` now and
 then and gets a `Pulse` for each change of the load, and at least every `PULSE_S`; `SnapshotRequest` gets it the parts
@@ -11,12 +12,12 @@ of a `Snapshot`. Every message of an engine names its *epoch*, one life of its p
 batch of events will have: so a subscriber sees that it has missed something also when nothing follows it.
 """
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from vllm_pd.core.messages import Count, Name
-from vllm_pd.rpc.codec import MAX_FRAME_BYTES, UNREADABLE, BadFrame, FrameFault, Framing
+from vllm_pd.rpc.codec import BadFrame, FrameFault, Framing
 
 PROTOCOL = 1
 PULSE_MIN_S = 0.1  # no two pulses come closer together
@@ -26,7 +27,7 @@ SUBSCRIPTION_S = 5.0  # for how long it is believed
 PART_BLOCKS = 1024  # of a snapshot in one message, at most
 MAX_BATCH_EVENTS = 1_000_000
 
-Hash = int
+Hash = int | bytes
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -34,8 +35,9 @@ class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     """Consecutive blocks of one prompt that have become prefix hits. `parent_block_hash` is that of the block before
     the first, None where the first begins a prompt. `token_ids` are those of all the blocks, `block_size` each.
 
-    Ours: `lora_name`, and `extra_keys` with whatever else than the adapter and the tokens has gone into the hashes:
-    such blocks are hits for requests with the same extras only.
+    `extra_keys` is whatever else has gone into the hashes; such blocks are hits for requests with the same extras only.
+    vLLM gives one list, or None, for each block; our V0 engines give integers that hold for all the blocks. `group_idx`
+    is the engine's KV cache group: a hybrid model has several, each with a block of its own for the same tokens.
     """
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
@@ -44,12 +46,19 @@ class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     lora_id: int | None = None
     medium: str | None = None  # None: the device's memory, the only one that V0 announces
     lora_name: str | None = None
-    extra_keys: list[int] | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    locality: ClassVar[None] = None
+    lookahead_token_ids: ClassVar[None] = None
+    counted: ClassVar[bool] = True  # a block that is stored twice is there twice, and is removed twice
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="BlockRemoved"):
     """Blocks that are no prefix hits any more."""
     block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: ClassVar[None] = None
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="AllBlocksCleared"):
@@ -123,7 +132,6 @@ def life_of(epoch: str) -> str:
 
 
 _framing = Framing(b"PE", PROTOCOL, Message, "side protocol")
-_batch_decoder = msgspec.msgpack.Decoder(EventBatch)
 
 encode = _framing.encode
 
@@ -137,24 +145,16 @@ def decode(frames: Sequence[bytes]) -> Message:
     return message
 
 
-def decode_batch(frames: Sequence[bytes]) -> tuple[int, EventBatch]:
-    """(sequence number, batch) of what a subscription (topic, number, payload) or a replay (nothing, number, payload)
-    gave. Raises BadFrame for anything else."""
-    if len(frames) != 3 or len(frames[1]) != 8:
-        raise BadFrame(FrameFault.SHAPE, f"{len(frames)} frames are no batch of events")
-    if len(frames[2]) > MAX_FRAME_BYTES:
-        raise BadFrame(FrameFault.SIZE, f"{len(frames[2])} bytes are more than {MAX_FRAME_BYTES}")
-    try:
-        batch = _batch_decoder.decode(frames[2])
-    except UNREADABLE as error:
-        raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error
-    for event in batch.events:
-        if isinstance(event, BlockStored):
-            _check(event)
-    return int.from_bytes(frames[1], "big"), batch
-
-
 def _check(run: BlockStored) -> None:
-    if len(run.token_ids) != len(run.block_hashes) * run.block_size:
-        raise BadFrame(FrameFault.CONTENT, f"{len(run.block_hashes)} blocks of {run.block_size} tokens can't have "
-                       f"{len(run.token_ids)} tokens")
+    if not fits(run):
+        raise BadFrame(FrameFault.CONTENT, misfit(run))
+
+
+def fits(run: BlockStored) -> bool:
+    """Whether it has as many tokens as its blocks."""
+    return len(run.token_ids) == len(run.block_hashes) * run.block_size
+
+
+def misfit(run: BlockStored) -> str:
+    """What to say where it does not."""
+    return (f"{len(run.block_hashes)} blocks of {run.block_size} tokens can't have {len(run.token_ids)} tokens")

@@ -37,13 +37,15 @@ class SideNotice(msgspec.Struct, frozen=True):
 class EventsNotice(msgspec.Struct, frozen=True):
     """The answer to `GET /pd/events`. A host `*` or `0.0.0.0` in an address is the one that was asked. `events` is
     empty where the publisher does not listen but connects to somebody. Without `side` (V1) there are no snapshots and
-    no load, only vLLM's events and, with `replay`, its replay of them."""
+    no load, only vLLM's events and, with `replay`, its replay of them. Each of the `ranks` data-parallel ranks behind
+    this front end has a publisher of its own, at the ports told here and its rank."""
     events: Text
     block_size: Count
     replay: Text | None = None
     topic: Text = ""
     side: Text | None = None
     epoch: Text | None = None
+    ranks: Count = 1
 
     @classmethod
     def decode(cls, body: bytes) -> EventsNotice | None:
@@ -71,12 +73,14 @@ def leave(config: VllmConfig, notice: SideNotice) -> Path:
 
 def find(config: VllmConfig) -> EventsNotice:
     """The answer for the engine with this configuration, as far as it can be known here."""
-    events = config.kv_events_config
+    events, parallel = config.kv_events_config, config.parallel_config
     side = _read(_path(config))
-    return EventsNotice(events=events.endpoint if reach.listens(events.endpoint) else "",
-                        replay=events.replay_endpoint, topic=events.topic,
-                        block_size=config.cache_config.block_size or 0, side=side.side if side else None,
-                        epoch=side.epoch if side else None)
+    own_rank = parallel.data_parallel_rank if parallel.data_parallel_external_lb else 0
+    ranks = 1 if side or parallel.data_parallel_external_lb else parallel.data_parallel_size
+    return EventsNotice(events=reach.of_rank(events.endpoint, own_rank) if reach.listens(events.endpoint) else "",
+                        replay=reach.of_rank(events.replay_endpoint, own_rank) if events.replay_endpoint else None,
+                        topic=events.topic, block_size=config.cache_config.block_size or 0,
+                        side=side.side if side else None, epoch=side.epoch if side else None, ranks=ranks)
 
 
 def _path(config: VllmConfig) -> Path:

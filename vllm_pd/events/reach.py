@@ -18,6 +18,12 @@ def seen_from(host: str, address: str) -> str:
     return f"tcp://{f'[{told}]' if ':' in told else told}:{found.group(2)}"
 
 
+def of_rank(address: str, rank: int) -> str:
+    """Where the publisher of that data-parallel rank is, as vLLM moves it."""
+    base, colon, port = address.rpartition(":")
+    return f"{base}{colon}{int(port) + rank}" if rank and address.startswith("tcp://") and port.isdigit() else address
+
+
 def listens(endpoint: str) -> bool:
     """Whether vLLM's publisher listens at this endpoint of its configuration; else it connects to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

@@ -26,7 +26,9 @@ import zmq.asyncio
 from vllm_pd.errors import PDError
 from vllm_pd.events import messages as m
 from vllm_pd.events import reach
-from vllm_pd.events.follow import BEHIND_S, Blocks, Lost, ReplayFollower, SideFollower, adapter_of
+from vllm_pd.events.follow import BEHIND_S, Blocks, Lost, ReplayFollower, SideFollower
+from vllm_pd.events.formats import REMOVED, STORED, Event, Unreadable
+from vllm_pd.events.holdings import Holdings
 from vllm_pd.events.notice import MAX_NOTICE_BYTES, PATH, EventsNotice
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import MAX_FRAME_BYTES, BadFrame
@@ -59,10 +61,15 @@ class SubscriberState(Enum):
 class Index(Protocol):
     """What is kept up to date: `vllm_pd.router.index.PrefixIndex`."""
 
-    def stored(self, worker: str, block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int],
-               block_size: int | None = None, lora: int | str | None = None) -> bool: ...
+    block_size: int
 
-    def removed(self, worker: str, block_hashes: Iterable[int]) -> None: ...
+    def stored(self, worker: str, block_hashes: Sequence[m.Hash], parent: m.Hash | None, token_ids: Sequence[int],
+               block_size: int | None = None, lora: int | str | None = None,
+               extras: Sequence[str | None] | None = None, counted: bool = True) -> bool: ...
+
+    def removed(self, worker: str, block_hashes: Iterable[m.Hash]) -> None: ...
+
+    def looks_ahead(self, worker: str, blocks: int) -> None: ...
 
     def cleared(self, worker: str) -> None: ...
 
@@ -73,23 +80,30 @@ class Index(Protocol):
 
 class Subscriber:
     """Of the engine at `url`. `events`, `replay` and `side` are endpoints where the engine can't be asked for them;
-    `keys` is the cluster's key where the side socket has one. `on_load` is called with the worker's name and each load
-    that it tells.
+    `keys` is the cluster's key where the side socket has one. `rank` is the data-parallel rank that it follows, whose
+    ports are the engine's and so many; each rank needs a `worker` of its own, its name in the index. `on_load` is
+    called with that name and each load that the engine tells.
 
     `start` needs a running event loop; `close` ends it and takes the worker out of the index. Everything else may be
-    read at any time: `worker`, `state`, `epoch`, `load`, `load_age_s`, `counters`.
+    read at any time: `worker`, `state`, `epoch`, `load`, `load_age_s`, `counters`, and `unread`, which says what of its
+    events could not be read, and how often.
     """
 
     def __init__(self, url: str, index: Index, session: aiohttp.ClientSession | None,
                  headers: Mapping[str, str] | None = None, *, events: str | None = None, replay: str | None = None,
                  side: str | None = None, topic: str = "", keys: Keys | None = None,
-                 on_load: Callable[[str, m.EngineLoad], None] | None = None) -> None:
-        self.worker = url.rstrip("/")
+                 on_load: Callable[[str, m.EngineLoad], None] | None = None, rank: int = 0,
+                 worker: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.worker = self.url if worker is None else worker
         self.state = SubscriberState.SEARCHING
         self.epoch: str | None = None
         self.load: m.EngineLoad | None = None
         self.counters: collections.Counter[str] = collections.Counter()
+        self.unread: collections.Counter[str] = collections.Counter()
         self._index = index
+        self._holdings = Holdings(index, self.worker, self._note)
+        self._rank = rank
         self._session = session
         self._headers = dict(headers or {})
         self._given = EventsNotice(events, 0, replay, topic, side) if events is not None else None
@@ -101,6 +115,7 @@ class Subscriber:
         self._batches: collections.deque[m.EventBatch] = collections.deque()  # empty between two turns
         self._incomplete = False
         self._said: str | None = None
+        self._unread_said: set[str] = set()
 
     @property
     def connected(self) -> bool:
@@ -133,11 +148,13 @@ class Subscriber:
     def clear(self) -> None:
         self._replacement = None
         self._batches.clear()
+        self._holdings.forget()
         self._index.cleared(self.worker)
 
     def replace(self, blocks: Blocks, then: Callable[[], None]) -> None:
         self._replacement = (blocks, then)
         self._batches.clear()
+        self._holdings.forget()
 
     def told(self, pulse: m.Pulse) -> None:
         self.epoch, self.load, self._load_at = pulse.epoch, pulse.load, time.monotonic()
@@ -178,7 +195,7 @@ class Subscriber:
     async def _find(self) -> EventsNotice | None:
         """None where the engine answers that it has none. OSError, TimeoutError where it does not answer."""
         try:
-            async with asyncio.timeout(FIND_S), self._session.get(self.worker + PATH, headers=self._headers) as answer:
+            async with asyncio.timeout(FIND_S), self._session.get(self.url + PATH, headers=self._headers) as answer:
                 body = await answer.content.read(MAX_NOTICE_BYTES)
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error
@@ -189,11 +206,11 @@ class Subscriber:
 
     async def _from_here(self, notice: EventsNotice) -> EventsNotice:
         """With its addresses as they are seen from here, and without those that another machine keeps to itself."""
-        host = urlsplit(self.worker).hostname or "127.0.0.1"
+        host = urlsplit(self.url).hostname or "127.0.0.1"
         if not notice.events:
             self._say("its publisher does not listen, so a snapshot a second has to do: start it with "
                       '"endpoint": "tcp://*:PORT" in --kv-events-config')
-        seen = {name: reach.seen_from(host, address) for name in ("events", "replay", "side")
+        seen = {name: reach.of_rank(reach.seen_from(host, address), self._rank) for name in ("events", "replay", "side")
                 if (address := getattr(notice, name))}
         local = [name for name, address in seen.items() if sockets.is_local(address)]
         if local and notice is not self._given and not await reach.is_here(host, FIND_S):
@@ -225,12 +242,12 @@ class Subscriber:
                 line = side.get_monitor_socket(zmq.EVENT_DISCONNECTED)
                 poller.register(line, zmq.POLLIN)
                 follower: SideFollower | ReplayFollower = SideFollower(
-                    side, self, self.counters, now, notice.epoch, BEHIND_S if notice.events else POLLED_S)
+                    side, self, self.counters, now, notice.epoch, BEHIND_S if notice.events else POLLED_S, self.unread)
             else:
                 connect = None
                 if notice.replay is not None:
                     connect = lambda: _client(context, notice.replay)
-                follower = replay = ReplayFollower(connect, self, self.counters, now)
+                follower = replay = ReplayFollower(connect, self, self.counters, now, self.unread)
             while True:
                 tick_s = 0 if follower.more else TICK_S if follower.waits else IDLE_TICK_S
                 await poller.poll(tick_s * 1000)
@@ -257,6 +274,8 @@ class Subscriber:
                 self.counters["malformed"] += 1
                 self.counters[f"malformed_{fault.fault.value}"] += 1
         follower.turn(time.monotonic())
+        if len(self._unread_said) < len(self.unread):
+            self._say_unread()
         if self._replacement is not None:
             blocks, then = self._replacement
             self._replacement = None
@@ -283,19 +302,16 @@ class Subscriber:
 
     # Inside.
 
-    def _apply(self, event: m.KVEvent) -> None:
-        if isinstance(event, m.BlockStored):
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, STORED):
             self.counters["blocks_stored"] += len(event.block_hashes)
-            if not self._index.stored(self.worker, event.block_hashes, event.parent_block_hash, event.token_ids,
-                                      event.block_size, adapter_of(event)):
-                self.counters["not_kept"] += 1
-                self._incomplete = True
-        elif isinstance(event, m.BlockRemoved):
+        elif isinstance(event, REMOVED):
             self.counters["blocks_removed"] += len(event.block_hashes)
-            self._index.removed(self.worker, event.block_hashes)
         else:
-            self.counters["cleared"] += 1
-            self._index.cleared(self.worker)
+            self.counters["unreadable" if isinstance(event, Unreadable) else "cleared"] += 1
+        if not self._holdings.apply(event):
+            self.counters["not_kept"] += 1
+            self._incomplete = True
 
     def _subscription(self, context: zmq.Context, notice: EventsNotice) -> zmq.Socket:
         socket = context.socket(zmq.SUB)
@@ -319,6 +335,7 @@ class Subscriber:
         self._replacement = None
         self._batches.clear()
         self._incomplete = False
+        self._holdings.forget()
         self._index.drop(self.worker)
 
     def _say(self, text: str) -> None:
@@ -326,6 +343,16 @@ class Subscriber:
         if text != self._said:
             self._said = text
             logger.warning("events of %s: %s", self.worker, text)
+
+    def _note(self, reason: str) -> None:
+        self.unread[reason] += 1
+
+    def _say_unread(self) -> None:
+        """Each reason once."""
+        for reason in self.unread.keys() - self._unread_said:
+            self._unread_said.add(reason)
+            logger.warning("events of %s: what can't be read does not count: %s (what vLLM 0.9.2 to 0.33 writes can be "
+                           "read)", self.worker, reason)
 
 
 _contexts: dict[asyncio.AbstractEventLoop, tuple[zmq.Context, list[None]]] = {}  # with its users

@@ -10,14 +10,15 @@ import asyncio
 import functools
 import logging
 import math
+from collections import Counter
 from http import HTTPStatus
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import aiohttp
 import msgspec
 
 from vllm_pd.events.messages import EngineLoad
-from vllm_pd.events.subscriber import Subscriber
+from vllm_pd.events.subscriber import Subscriber, SubscriberState
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.placing import Placer
@@ -30,11 +31,13 @@ ASK_S = 5.0
 RETRY_S = (5.0, 60.0)  # first pause, longest
 SWEEP_S = 0.05
 MAX_ANSWER_BYTES = 65536
+MAX_RANKS = 1024  # of data parallelism in one engine
 
 
 class _Events(msgspec.Struct):
     """Of the answer, what the index needs to know; the subscriber reads the rest."""
     block_size: Annotated[int, msgspec.Meta(ge=1)]
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
 
 
 class Progress(NamedTuple):
@@ -58,24 +61,25 @@ class Feeds:
         key = options.key_for_workers
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._block_size = options.block_size
-        self._told = {url: (events, replay) for url, events, replay in
-                      (parse_events("--worker-events", told) for told in options.events)}
-        self._subscribers: dict[str, Subscriber] = {}
+        self._told: dict[str, list[tuple[str, str | None]]] = {}
+        for url, events, replay in (parse_events("--worker-events", told) for told in options.events):
+            self._told.setdefault(url, []).append((events, replay))
+        self._subscribers: dict[str, list[Subscriber]] = {}  # one for each data-parallel rank
         self._asking: dict[str, asyncio.Task] = {}
         self._sweeper: asyncio.Task | None = None
 
     def load_of(self, url: str) -> tuple[EngineLoad | None, float]:
         """What the worker last said of its load, and how long ago in seconds."""
-        subscriber = self._subscribers.get(url)
-        return (None, math.inf) if subscriber is None else (subscriber.load, subscriber.load_age_s)
+        subscribers = self._subscribers.get(url)
+        return (None, math.inf) if subscribers is None else (subscribers[0].load, subscribers[0].load_age_s)
 
     def progress_of(self, url: str) -> Progress:
         """How far the worker has come."""
-        subscriber = self._subscribers.get(url)
-        if subscriber is None:
+        subscribers = self._subscribers.get(url)
+        if subscribers is None:
             return Progress()
-        load = subscriber.load
-        return Progress(subscriber.counters["batches"], None if load is None else (
+        load = subscribers[0].load
+        return Progress(sum(one.counters["batches"] for one in subscribers), None if load is None else (
             load.running, load.used_blocks, load.queued_prefill_tokens))
 
     def came_up(self, worker: Worker) -> None:
@@ -83,8 +87,8 @@ class Feeds:
         if worker.url in self._subscribers or worker.url in self._asking:
             return
         if worker.url in self._told:
-            events, replay = self._told[worker.url]
-            self._subscribe(worker, self._block_size, events=events, replay=replay)
+            self._subscribe(worker, self._block_size, [{"events": events, "replay": replay}
+                                                       for events, replay in self._told[worker.url]])
         else:
             task = asyncio.get_running_loop().create_task(self._ask(worker), name=f"events of {worker.url}")
             self._asking[worker.url] = task
@@ -94,9 +98,11 @@ class Feeds:
         """Forget it."""
         if (asking := self._asking.pop(worker.url, None)) is not None:
             asking.cancel()
-        subscriber = self._subscribers.pop(worker.url, None)
-        if subscriber is not None:
-            asyncio.get_running_loop().create_task(subscriber.close())
+        subscribers = self._subscribers.pop(worker.url, None)
+        self._placer.ranks.pop(worker.url, None)
+        if subscribers is not None:
+            for subscriber in subscribers:
+                asyncio.get_running_loop().create_task(subscriber.close())
         elif self._placer.index is not None:
             self._placer.index.drop(worker.url)
 
@@ -105,14 +111,13 @@ class Feeds:
         tasks = [*self._asking.values(), *([self._sweeper] if self._sweeper is not None else [])]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *(one.close() for one in self._subscribers.values()), return_exceptions=True)
+        await asyncio.gather(*tasks, *(one.close() for ranks in self._subscribers.values() for one in ranks),
+                             return_exceptions=True)
         self._subscribers.clear()
 
     def shown(self) -> dict[str, dict[str, object]]:
         """For /workers."""
-        return {url: {"state": one.state.name.lower(), "counters": dict(one.counters),
-                      "load": None if one.load is None else msgspec.structs.asdict(one.load)}
-                for url, one in self._subscribers.items()}
+        return {url: _shown(ranks) for url, ranks in self._subscribers.items()}
 
     def _asked(self, url: str, task: asyncio.Task) -> None:
         if self._asking.get(url) is task:
@@ -132,7 +137,8 @@ class Feeds:
                         return
                     body = await response.content.read(MAX_ANSWER_BYTES)
                 if response.status == HTTPStatus.OK:
-                    self._subscribe(worker, msgspec.json.decode(body, type=_Events).block_size)
+                    told = msgspec.json.decode(body, type=_Events)
+                    self._subscribe(worker, told.block_size, [{"rank": rank} for rank in range(told.ranks)])
                     return
                 problem = str(response.status)
             except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
@@ -141,7 +147,8 @@ class Feeds:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    def _subscribe(self, worker: Worker, block_size: int, **endpoints: str | None) -> None:
+    def _subscribe(self, worker: Worker, block_size: int, ranks: list[dict[str, Any]]) -> None:
+        """`ranks` says of each data-parallel rank where its events are."""
         wanted = self._placer.index.block_size if self._placer.index is not None else self._block_size or block_size
         if block_size != wanted:
             logger.error("worker %s has blocks of %d tokens, the others %d: nothing is known of what it holds; start "
@@ -150,10 +157,15 @@ class Feeds:
         if self._placer.index is None:
             self._placer.index = PrefixIndex(block_size)
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="sweep")
-        subscriber = Subscriber(worker.url, self._placer.index, self._session, self._headers, keys=self._keys,
-                                **endpoints)
-        self._subscribers[worker.url] = subscriber
-        subscriber.start()
+        names = [worker.url, *(f"{worker.url}#{rank}" for rank in range(1, len(ranks)))]
+        self._subscribers[worker.url] = [
+            Subscriber(worker.url, self._placer.index, self._session, self._headers, keys=self._keys, worker=name,
+                       **rank)
+            for name, rank in zip(names, ranks, strict=True)]
+        if len(ranks) > 1:
+            self._placer.ranks[worker.url] = names
+        for subscriber in self._subscribers[worker.url]:
+            subscriber.start()
 
     async def _sweep(self) -> None:
         said = False
@@ -165,3 +177,14 @@ class Feeds:
                 if not said:
                     logger.exception("the index could not be swept; it is tried again")
                 said = True
+
+
+def _shown(ranks: list[Subscriber]) -> dict[str, object]:
+    """Of one worker: the sums of its ranks; its state is that of the rank of which least is known."""
+    counters, unread, states = Counter(), Counter(), list(SubscriberState)
+    for one in ranks:
+        counters += one.counters
+        unread += one.unread
+    return {"state": min((one.state for one in ranks), key=states.index).name.lower(), "ranks": len(ranks),
+            "counters": dict(counters), "unread": dict(unread),
+            "load": None if ranks[0].load is None else msgspec.structs.asdict(ranks[0].load)}

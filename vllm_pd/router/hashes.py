@@ -40,6 +40,18 @@ def chain(data: bytes, block_size: int, seed: int) -> list[int]:
     return names
 
 
+def apart(data: bytes, block_size: int, seed: int, extras: Sequence[str | None]) -> list[int]:
+    """As `chain`, of blocks that their `extras`, one for each, tell apart from others with the same tokens."""
+    step = block_size * TOKEN_BYTES
+    names = []
+    for number, extra in enumerate(extras):
+        if extra is not None:
+            seed = xxh3_64_intdigest(f"extra:{extra}".encode(), seed)
+        seed = xxh3_64_intdigest(data[number * step:(number + 1) * step], seed)
+        names.append(seed)
+    return names
+
+
 def _brief(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."

@@ -20,13 +20,14 @@ from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_pd.errors import ConfigError, PeerMismatch
-from vllm_pd.router.hashes import TOKEN_BYTES, chain, packed, root
+from vllm_pd.router.hashes import TOKEN_BYTES, apart, chain, packed, root
 
 SWEEP_BLOCKS = 256  # dead bits taken back at each call that changes the index
 MAX_WAITING_BLOCKS = 65536  # per worker, beyond those that waited after a snapshot; then it needs another one
 SLICE_BLOCKS = 512  # of a snapshot, between two steps of `replacing`
 
-Block = tuple[int, int | None, Sequence[int], int | str | None]
+Hash = int | bytes
+Block = tuple[Hash, Hash | None, Sequence[int], int | str | None]
 """Of a snapshot: the engine's hash, that of the block before it (None for the first of a prompt), the token ids of
 this block alone, the adapter."""
 
@@ -47,11 +48,11 @@ class _Worker:
     """One life of a worker in the index. The bit belongs to it until its last name has been swept."""
     bit: int
     room: float  # how many blocks may wait
-    names: dict[int, int] = field(default_factory=dict)  # engine hash -> name
-    copies: dict[int, int] = field(default_factory=dict)  # engine hash -> how many more, where an engine keeps several
+    names: dict[Hash, int] = field(default_factory=dict)  # engine hash -> name
+    copies: dict[Hash, int] = field(default_factory=dict)  # engine hash -> how many more, where an engine keeps several
     shared: dict[int, int] = field(default_factory=dict)  # name -> how many more engine hashes have it
-    waiting: dict[int, dict[int, bytes]] = field(default_factory=dict)  # engine hash of the parent -> child -> tokens
-    parents: dict[int, int] = field(default_factory=dict)  # engine hash of what waits -> that of its parent
+    waiting: dict[Hash, dict[Hash, bytes]] = field(default_factory=dict)  # the parent's -> child's -> tokens, extras
+    parents: dict[Hash, Hash] = field(default_factory=dict)  # engine hash of what waits -> that of its parent
     complete: bool = True  # nothing was refused since the last snapshot
 
 
@@ -66,6 +67,7 @@ class PrefixIndex:
         self._holders: dict[int, int] = {}  # name -> bits of the workers that hold the block
         self._workers: dict[str, _Worker] = {}
         self._by_bit: dict[int, str] = {}
+        self._ahead: dict[str, int] = {}  # worker -> blocks that its hashes look ahead
         self._live = 0  # bits of the workers in _workers
         self._free_bits: list[int] = []
         self._bits_made = 0
@@ -99,11 +101,20 @@ class PrefixIndex:
                     self._note(left & ~still, depth, found)
                 left = still
                 if not left:
-                    return found
+                    break
             depth += 1
-        if depth:
+        if depth and left:
             self._note(left, depth, found)
+        if self._ahead:
+            self._look_back(found)
         return found
+
+    def _look_back(self, found: dict[str, int]) -> None:
+        """A block that is held behind the last one that matches shows that what it was looking at is the same."""
+        for worker in self._ahead.keys() & found.keys():
+            found[worker] -= self._ahead[worker]
+            if found[worker] <= 0:
+                del found[worker]
 
     def _note(self, bits: int, depth: int, found: dict[str, int]) -> None:
         while bits:
@@ -113,10 +124,13 @@ class PrefixIndex:
 
     # what the workers announce
 
-    def stored(self, worker: str, block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int],
-               block_size: int | None = None, lora: int | str | None = None) -> bool:
+    def stored(self, worker: str, block_hashes: Sequence[Hash], parent: Hash | None, token_ids: Sequence[int],
+               block_size: int | None = None, lora: int | str | None = None,
+               extras: Sequence[str | None] | None = None, counted: bool = True) -> bool:
         """Consecutive blocks that `worker` holds from now on: `parent` is the engine's hash of the block before the
-        first. False if some of them can't be kept, for want of room to wait in: the worker needs a snapshot."""
+        first. `extras`, one for each, tell a block apart from others with the same tokens. Unless `counted`, a block
+        that is told of twice is there once. False if some of them can't be kept, for want of room to wait in: the
+        worker needs a snapshot."""
         if block_size is not None and block_size != self.block_size:
             raise PeerMismatch("block_size", self.block_size, block_size)
         if len(token_ids) != len(block_hashes) * self.block_size:
@@ -129,14 +143,15 @@ class PrefixIndex:
         seed = root(lora) if parent is None else state.names.get(parent)
         if seed is None:
             assert parent is not None
-            return self._wait(state, block_hashes, parent, data)
+            return self._wait(state, block_hashes, parent, data, extras, counted)
         names, waiting, bit = state.names, state.waiting, state.bit
         holders, expected = self._holders, self._expected
         self.counts.stored += len(block_hashes)
-        for engine_hash, name in zip(block_hashes, chain(data, self.block_size, seed), strict=True):
+        chained = chain(data, self.block_size, seed) if extras is None else apart(data, self.block_size, seed, extras)
+        for engine_hash, name in zip(block_hashes, chained, strict=True):
             others = holders.get(name, 0)
             if engine_hash in names or engine_hash in waiting or others & bit:
-                self._hold(state, engine_hash, name)
+                self._hold(state, engine_hash, name, counted)
                 continue
             names[engine_hash] = name  # by far the most frequent case; what `_hold` does for it
             holders[name] = others | bit
@@ -144,7 +159,13 @@ class PrefixIndex:
                 self._unexpect(name, bit)
         return True
 
-    def removed(self, worker: str, block_hashes: Iterable[int]) -> None:
+    def looks_ahead(self, worker: str, blocks: int) -> None:
+        """The worker's hashes depend on so many blocks behind: the last ones that match may not be hits."""
+        if worker not in self._workers:
+            self._join(worker)
+        self._ahead[worker] = blocks
+
+    def removed(self, worker: str, block_hashes: Iterable[Hash]) -> None:
         """Blocks that `worker` holds no longer. What has been computed on top of them stays known, and matches again
         when they are stored again."""
         if self._dying:
@@ -241,12 +262,12 @@ class PrefixIndex:
         state = self._workers.get(worker)
         return state is None or state.complete
 
-    def engine_hashes(self, worker: str) -> KeysView[int]:
+    def engine_hashes(self, worker: str) -> KeysView[Hash]:
         """The engine's own hashes of the blocks that it is known to hold and that have a name."""
         state = self._workers.get(worker)
         return state.names.keys() if state else {}.keys()
 
-    def names(self, worker: str) -> Mapping[int, int]:
+    def names(self, worker: str) -> Mapping[Hash, int]:
         """From the engine's own hash to the name, for each block with a name. Not to be changed."""
         state = self._workers.get(worker)
         return state.names if state else {}
@@ -288,6 +309,7 @@ class PrefixIndex:
 
     def _retire(self, worker: str) -> None:
         state = self._workers.pop(worker)
+        self._ahead.pop(worker, None)
         bit = state.bit
         self._live &= ~bit
         del self._by_bit[bit]
@@ -302,14 +324,15 @@ class PrefixIndex:
         self._expiries = kept
         self._dying.append((bit, iter(state.names.values())))
 
-    def _hold(self, state: _Worker, engine_hash: int, name: int) -> None:
+    def _hold(self, state: _Worker, engine_hash: Hash, name: int, counted: bool = True) -> None:
         """The block has a name now, and so has all that waited for it."""
         ready = [(engine_hash, name)]
         while ready:
             engine_hash, name = ready.pop()
             known = state.names.get(engine_hash)
             if known == name:  # a second block of the same content: V1 engines keep both
-                state.copies[engine_hash] = state.copies.get(engine_hash, 0) + 1
+                if counted:
+                    state.copies[engine_hash] = state.copies.get(engine_hash, 0) + 1
             else:
                 if known is not None:
                     self._lose(state, known)
@@ -318,9 +341,15 @@ class PrefixIndex:
                 for child, data in children.items():
                     del state.parents[child]
                     self.counts.stored += 1
-                    ready.append((child, chain(data, self.block_size, name)[0]))
+                    ready.append((child, self._named(data, name)))
 
-    def _gain(self, state: _Worker, engine_hash: int, name: int) -> None:
+    def _named(self, data: bytes, seed: int) -> int:
+        """The name of one block that has waited: its tokens, and its extras behind them."""
+        step = self.block_size * TOKEN_BYTES
+        extra = data[step:].decode() or None
+        return apart(data[:step], self.block_size, seed, [extra])[0]
+
+    def _gain(self, state: _Worker, engine_hash: Hash, name: int) -> None:
         state.names[engine_hash] = name
         holders = self._holders.get(name, 0)
         if holders & state.bit:  # a key that the events do not carry, like a cache salt, tells the two apart
@@ -337,7 +366,8 @@ class PrefixIndex:
         elif more > 1:
             state.shared[name] = more - 1
 
-    def _wait(self, state: _Worker, block_hashes: Sequence[int], parent: int, data: bytes) -> bool:
+    def _wait(self, state: _Worker, block_hashes: Sequence[Hash], parent: Hash, data: bytes,
+              extras: Sequence[str | None] | None, counted: bool) -> bool:
         if len(state.parents) + len(block_hashes) > state.room:
             self.counts.refused += len(block_hashes)
             state.complete = False
@@ -345,12 +375,15 @@ class PrefixIndex:
         step = self.block_size * TOKEN_BYTES
         for number, engine_hash in enumerate(block_hashes):
             piece = data[number * step:(number + 1) * step]
+            if extras is not None and extras[number]:
+                piece += extras[number].encode()
             seed = state.names.get(parent)
             if seed is not None:
                 self.counts.stored += 1
-                self._hold(state, engine_hash, chain(piece, self.block_size, seed)[0])
+                self._hold(state, engine_hash, self._named(piece, seed), counted)
             elif engine_hash in state.names or engine_hash in state.parents:
-                state.copies[engine_hash] = state.copies.get(engine_hash, 0) + 1
+                if counted:
+                    state.copies[engine_hash] = state.copies.get(engine_hash, 0) + 1
             else:
                 state.waiting.setdefault(parent, {})[engine_hash] = piece
                 state.parents[engine_hash] = parent
@@ -358,7 +391,7 @@ class PrefixIndex:
             parent = engine_hash
         return True
 
-    def _forget_waiting(self, state: _Worker, engine_hash: int) -> bool:
+    def _forget_waiting(self, state: _Worker, engine_hash: Hash) -> bool:
         parent = state.parents.pop(engine_hash, None)
         if parent is None:
             return False

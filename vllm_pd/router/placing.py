@@ -68,6 +68,7 @@ class Placer:
                  rng: random.Random | None = None) -> None:
         self.config = config
         self.index: PrefixIndex | None = None
+        self.ranks: dict[str, list[str]] = {}  # of workers with several data-parallel ranks: their names in the index
         self._options = options
         self._workers = workers
         self._pool = pool
@@ -119,7 +120,7 @@ class Placer:
         """The next worker for it; None where none may get it. What goes there counts as held and as load at once."""
         able = self._workers.candidates(plan.model, tried)
         now_s = self._now()
-        overlaps = self.index.matches(plan.hashes, now_s) if plan.hashes and self.index is not None else {}
+        overlaps = self._overlaps(plan.hashes, now_s) if plan.hashes and self.index is not None else {}
         choice = choose(self.config, plan.request, [self._candidate(worker, overlaps) for worker in able], self._rng)
         if choice is None:
             return None
@@ -128,7 +129,7 @@ class Placer:
             block_size = self.index.block_size if self.index is not None else 0
             new_tokens = plan.request.prompt_tokens - choice.overlap_blocks * block_size
             self._recent[worker.url].sent(now_s, max(0, new_tokens))
-        if plan.hashes:
+        if plan.hashes and worker.url not in self.ranks:
             self.index.expect(worker.url, plan.hashes, now_s + self._options.expected_s)
         if plan.opening is not None:
             self._openings.put(plan.opening, now_s + self._options.expected_s)
@@ -137,6 +138,13 @@ class Placer:
         self._metrics.prompt_blocks.inc(choice.prompt_blocks)
         self._metrics.overlap_blocks.inc(choice.overlap_blocks)
         return worker, choice
+
+    def _overlaps(self, hashes: list[int], now_s: float) -> dict[str, int]:
+        """How many of these blocks each worker holds, whichever of its ranks gets the request."""
+        found = self.index.matches(hashes, now_s)
+        for url, names in self.ranks.items():
+            found[url] = min(found.get(name, 0) for name in names)
+        return found
 
     async def _place_rest(self, plan: Plan, body: bytes, finish: Callable[[Sequence[int]], list[int]]) -> None:
         """All blocks of a prompt count as held where its first ones still do."""

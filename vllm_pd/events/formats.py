@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of KV events as each release of vLLM writes them, from 0.9.2 to 0.33.
+
+Up to 0.23 an event is an array, and newer releases have fields behind those of older ones; from 0.24 on it is a map.
+Hashes are integers, or bytes. What says nothing about the engine's own GPU memory (another medium, another machine) is
+left out. What can't be read is not left out in silence: it becomes an `Unreadable`, after which nothing that was known
+of the engine can be trusted, or is only named where it is an event of a kind that is unknown here.
+"""
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from vllm_pd.events import messages as m
+from vllm_pd.rpc.codec import MAX_FRAME_BYTES, UNREADABLE, BadFrame, FrameFault
+
+MAX_REASONS = 16  # of different texts that are kept
+MAX_REASON_CHARS = 200
+KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+_OWN_MEDIA = (None, "GPU")
+_REMOTE = "REMOTE"
+
+
+class StoredMap(msgspec.Struct, gc=False, tag="BlockStored"):
+    """As `m.BlockStored`, since 0.24. `lookahead_token_ids` (0.33) are tokens behind each block that have gone into its
+    hash too. A block may be announced once more when a request has hit it (0.27), so these are not counted."""
+    block_hashes: list[m.Hash]
+    parent_block_hash: m.Hash | None
+    token_ids: list[m.TokenId]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+    counted: ClassVar[bool] = False
+
+
+class RemovedMap(msgspec.Struct, gc=False, tag="BlockRemoved"):
+    """As `m.BlockRemoved`."""
+    block_hashes: list[m.Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class ClearedMap(msgspec.Struct, gc=False, tag="AllBlocksCleared"):
+    """As `m.AllBlocksCleared`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Something was stored, removed or cleared, and nobody knows what."""
+
+
+STORED = (m.BlockStored, StoredMap)
+REMOVED = (m.BlockRemoved, RemovedMap)
+Stored = m.BlockStored | StoredMap
+Removed = m.BlockRemoved | RemovedMap
+Event = m.KVEvent | StoredMap | RemovedMap | ClearedMap | Unreadable
+
+
+class _MapBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[StoredMap | RemovedMap | ClearedMap]
+    data_parallel_rank: int | None = None
+
+
+class _RawBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+_whole = (msgspec.msgpack.Decoder(m.EventBatch), msgspec.msgpack.Decoder(_MapBatch))
+_single = (msgspec.msgpack.Decoder(m.KVEvent), msgspec.msgpack.Decoder(StoredMap | RemovedMap | ClearedMap))
+_raw = msgspec.msgpack.Decoder(_RawBatch)
+_any = msgspec.msgpack.Decoder()
+
+
+class Reader:
+    """For one publisher. `unread` says what could not be read, and how often; `rank` is the publisher's data-parallel
+    rank, as its first batch says."""
+
+    def __init__(self, unread: Counter[str]) -> None:
+        self.unread = unread
+        self.rank: int | None = None
+        self._whole = _whole
+
+    def read(self, frames: Sequence[bytes]) -> tuple[int, m.EventBatch]:
+        """(sequence number, batch) of what a subscription (topic, number, payload) or a replay (nothing, number,
+        payload) gave. Raises BadFrame for what is no batch at all."""
+        if len(frames) != 3 or len(frames[1]) != 8:
+            raise self._bad(FrameFault.SHAPE, f"{len(frames)} frames are no batch of events")
+        if len(frames[2]) > MAX_FRAME_BYTES:
+            raise self._bad(FrameFault.SIZE, f"{len(frames[2])} bytes are more than {MAX_FRAME_BYTES}")
+        batch = self._decoded(frames[2])
+        if batch.data_parallel_rank is not None:
+            if self.rank is None:
+                self.rank = batch.data_parallel_rank
+            elif batch.data_parallel_rank != self.rank:
+                raise self._bad(FrameFault.CONTENT, f"data-parallel ranks {self.rank} and {batch.data_parallel_rank} "
+                                "in one stream: subscribe to each rank's own endpoint")
+        return int.from_bytes(frames[1], "big"), m.EventBatch(
+            batch.ts, [event for event in map(self._checked, batch.events) if event is not None],
+            batch.data_parallel_rank)
+
+    def note(self, reason: str) -> None:
+        """Something could not be read."""
+        reason = reason[:MAX_REASON_CHARS]
+        self.unread[reason if reason in self.unread or len(self.unread) < MAX_REASONS else "other reasons"] += 1
+
+    def _decoded(self, payload: bytes) -> Any:
+        for decoder in self._whole:
+            try:
+                batch = decoder.decode(payload)
+            except UNREADABLE:
+                continue
+            if decoder is not self._whole[0]:
+                self._whole = self._whole[::-1]
+            return batch
+        try:
+            batch = _raw.decode(payload)
+        except UNREADABLE as error:
+            raise self._bad(FrameFault.CONTENT, str(error)[:200]) from error
+        return _RawBatch(batch.ts, [event for event in map(self._alone, batch.events) if event is not None],
+                         batch.data_parallel_rank)
+
+    def _alone(self, raw: msgspec.Raw) -> Event | None:
+        """One event of a batch in which not all can be read."""
+        try:
+            event = _any.decode(raw)
+        except (*UNREADABLE, TypeError) as error:
+            self.note(str(error))
+            return Unreadable()
+        is_map = isinstance(event, dict)
+        try:
+            return _single[is_map].decode(raw)
+        except UNREADABLE as error:
+            kind = event.get("type") if is_map else event[0] if isinstance(event, list) and event else None
+            if isinstance(kind, str) and kind not in KINDS:
+                self.note(f"an event of an unknown kind, {kind!r}")
+                return None
+            self.note(f"{kind}: {error}")
+            return Unreadable()
+
+    def _checked(self, event: Event) -> Event | None:
+        """Itself; None where it says nothing about this engine's GPU."""
+        if isinstance(event, STORED):
+            if event.medium not in _OWN_MEDIA or event.locality == _REMOTE:
+                return None
+            if event.extra_keys is not None and not _has_extras_for_each(event):
+                self.note(f"BlockStored: {len(event.extra_keys)} extra_keys for {len(event.block_hashes)} blocks")
+                return Unreadable()
+            if event.group_idx is None and not m.fits(event):  # with groups some blocks of a run may be left out
+                self.note(f"BlockStored: {m.misfit(event)}")
+                return Unreadable()
+        elif isinstance(event, REMOVED) and (event.medium not in _OWN_MEDIA or event.locality == _REMOTE):
+            return None
+        return event
+
+    def _bad(self, fault: FrameFault, text: str) -> BadFrame:
+        self.note(text)
+        return BadFrame(fault, text)
+
+
+def adapter_of(run: Stored) -> int | str | None:
+    """The adapter's name, or its number where that is all that is known; with whatever else makes all the blocks unlike
+    those of other requests."""
+    adapter = run.lora_name if run.lora_name is not None else run.lora_id
+    return f"{adapter}\0{run.extra_keys}" if run.extra_keys and _for_all(run.extra_keys) else adapter
+
+
+def extras_of(run: Stored) -> list[str | None] | None:
+    """For each block what makes it unlike those of other requests with this adapter and these tokens: an image, a cache
+    salt, embeddings. None where no block has any."""
+    if not run.extra_keys or _for_all(run.extra_keys):
+        return None
+    found = [_extra(keys, run.lora_name) for keys in run.extra_keys]
+    return found if any(found) else None
+
+
+def lookahead_blocks(run: Stored) -> int:
+    """How many blocks behind a block have to be the same for it to be a hit."""
+    if not run.lookahead_token_ids or run.block_size < 1:
+        return 0
+    return -(-max(map(len, run.lookahead_token_ids)) // run.block_size)
+
+
+def _extra(keys: Any, lora_name: str | None) -> str | None:
+    keys = list(keys) if isinstance(keys, list | tuple) else [] if keys is None else [keys]
+    if lora_name is not None and keys and keys[0] == lora_name:
+        keys = keys[1:]
+    return repr(keys) if keys else None
+
+
+def _for_all(extra_keys: list[Any]) -> bool:
+    """Whether these are of our V0 engines."""
+    return all(type(key) is int for key in extra_keys)
+
+
+def _has_extras_for_each(run: Stored) -> bool:
+    return _for_all(run.extra_keys) or len(run.extra_keys) == len(run.block_hashes)
+

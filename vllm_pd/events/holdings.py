@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one engine holds, made of its events, put into a prefix index.
+
+Most engines have one KV cache group: what they store and remove goes into the index as it comes. A hybrid model has
+several, say one with full attention and one with a sliding window, and a request hits a block only where each group has
+it. From the first event of a second group on, a block is in the index while all groups seen so far hold it; all that
+was known before is forgotten.
+"""
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_pd.events import messages as m
+from vllm_pd.events.formats import (
+    REMOVED,
+    STORED,
+    Event,
+    Removed,
+    Stored,
+    adapter_of,
+    extras_of,
+    lookahead_blocks,
+)
+
+if TYPE_CHECKING:
+    from vllm_pd.events.subscriber import Index
+
+_Block = tuple[m.Hash | None, list[int], int | str | None, str | None]  # parent, tokens, adapter, extras
+
+
+class Holdings:
+    """`note` is told what can't be used."""
+
+    def __init__(self, index: "Index", worker: str, note: Callable[[str], None]) -> None:
+        self._index = index
+        self._worker = worker
+        self._note = note
+        self._groups: dict[int, int] = {}  # group -> its bit
+        self._held: dict[m.Hash, int] = {}  # with several groups: the bits of those that hold it
+        self._blocks: dict[m.Hash, _Block] = {}  # of these, as far as it is known
+        self._shown: set[m.Hash] = set()  # those in the index
+
+    def forget(self) -> None:
+        """Nothing is known any more; the index is the caller's affair."""
+        self._groups.clear()
+        self._forget_blocks()
+
+    def apply(self, event: Event) -> bool:
+        """False if the index could not keep all of it."""
+        if isinstance(event, STORED):
+            return self._stored(event)
+        if isinstance(event, REMOVED):
+            self._removed(event)
+        else:
+            self._forget_blocks()
+            self._index.cleared(self._worker)
+        return True
+
+    def _stored(self, run: Stored) -> bool:
+        bit = self._bit(run.group_idx)
+        if run.group_idx is not None and (run.block_size != self._index.block_size):
+            self._note(f"KV cache group {run.group_idx} has blocks of {run.block_size} tokens beside those of "
+                              f"{self._index.block_size}: they are left out")
+            return True
+        if len(self._groups) > 1:
+            return self._stored_in_group(run, bit)
+        if not m.fits(run):
+            self._note(f"KV cache group {run.group_idx}: {m.misfit(run)}: they are left out")
+            return True
+        if lookahead := lookahead_blocks(run):
+            self._index.looks_ahead(self._worker, lookahead)
+        return self._index.stored(self._worker, run.block_hashes, run.parent_block_hash, run.token_ids, run.block_size,
+                                  adapter_of(run), extras_of(run), run.counted)
+
+    def _stored_in_group(self, run: Stored, bit: int) -> bool:
+        if lookahead := lookahead_blocks(run):
+            self._index.looks_ahead(self._worker, lookahead)
+        if m.fits(run):
+            parent, size, adapter, extras = run.parent_block_hash, run.block_size, adapter_of(run), extras_of(run)
+            for number, block_hash in enumerate(run.block_hashes):
+                self._blocks[block_hash] = (parent, run.token_ids[number * size:(number + 1) * size], adapter,
+                                            extras[number] if extras else None)
+                parent = block_hash
+        kept = True
+        for block_hash in run.block_hashes:
+            self._held[block_hash] = self._held.get(block_hash, 0) | bit
+            kept = self._show(block_hash) and kept
+        return kept
+
+    def _show(self, block_hash: m.Hash) -> bool:
+        block = self._blocks.get(block_hash)
+        if block is None or block_hash in self._shown or self._held[block_hash] != (1 << len(self._groups)) - 1:
+            return True
+        parent, token_ids, adapter, extra = block
+        self._shown.add(block_hash)
+        return self._index.stored(self._worker, [block_hash], parent, token_ids, len(token_ids), adapter,
+                                  [extra] if extra else None, False)
+
+    def _removed(self, run: Removed) -> None:
+        bit = self._bit(run.group_idx)
+        if len(self._groups) < 2:
+            self._index.removed(self._worker, run.block_hashes)
+            return
+        for block_hash in run.block_hashes:
+            if block_hash in self._shown:
+                self._shown.discard(block_hash)
+                self._index.removed(self._worker, [block_hash])
+            left = self._held.pop(block_hash, 0) & ~bit
+            if left:
+                self._held[block_hash] = left
+            else:
+                self._blocks.pop(block_hash, None)
+
+    def _bit(self, group: int | None) -> int:
+        group = group or 0
+        if group not in self._groups:
+            self._groups[group] = 1 << len(self._groups)
+            if len(self._groups) > 1:
+                self._forget_blocks()
+                self._index.cleared(self._worker)
+        return self._groups[group]
+
+    def _forget_blocks(self) -> None:
+        self._held.clear()
+        self._blocks.clear()
+        self._shown.clear()
