@@ -111,9 +111,9 @@ def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
                                                             "http://127.0.0.1:8001; may be repeated.")] = None,
            worker_events: Annotated[list[str] | None, typer.Option(
                metavar="URL=EVENTS[,REPLAY]", help="Where the KV events of that engine are, if it can't be asked (no "
-               "/pd/events, as with a stock vLLM); needs --block-size; may be repeated.")] = None,
-           block_size: Annotated[int | None, typer.Option(help="Of the engines' KV blocks; default: as they say.")]
-           = None,
+               "/pd/events, as with a stock vLLM); may be repeated, also for each data-parallel rank.")] = None,
+           block_size: Annotated[int | None, typer.Option(help="Of the KV blocks of --worker-events; default: as their "
+                                                          "events say.")] = None,
            broker: Annotated[str | None, typer.Option(help="Also the decode engines that are registered at this "
                                                       "broker.")] = None,
            policy: Annotated[str, typer.Option(help="kv (prefix overlap less load), round-robin, least-load or "

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from tests.router.faulty import serving
+from tests.router.holding import with_index
 from vllm_pd.events import reach
 from vllm_pd.events.follow import ReplayFollower
 from vllm_pd.events.formats import Reader
@@ -287,7 +288,7 @@ class Publisher:
 
 async def until_heard(served, engine, publishers, payload: bytes) -> None:
     """A subscription takes a while to stand."""
-    index = served.router.placer.index
+    index = with_index(served.router.placer, SIZE)
     names = [engine.url, *(f"{engine.url}#{rank}" for rank in range(1, len(publishers)))]
     async with asyncio.timeout(60):
         while not all(index.blocks(name) for name in names):
@@ -342,7 +343,7 @@ async def test_b67_what_only_one_data_parallel_rank_holds_is_no_hit():
             await until_heard(served, engine, ranks, batches["stored"])
             served.worker(other).busy(1000.0)  # nothing is sent there, and so nothing is expected there
             assert await asked(served, [*range(8)]) == "2/2"
-            index = served.router.placer.index
+            index = with_index(served.router.placer, SIZE)
             ranks[1].send(batches["removed"])
             await served.until(lambda: index.blocks(f"{engine.url}#1") == 1)
             assert await asked(served, [*range(8)]) == "1/2"

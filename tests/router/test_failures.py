@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from faulty import TOKENS, Fault, serving
 
+from tests.router.holding import with_index
 from vllm_pd.router.feeds import Progress
-from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.probe import _Watch
 from vllm_pd.router.workers import Source
@@ -200,7 +200,7 @@ async def test_b63_a_wedged_worker_loses_its_requests_to_others():
 @pytest.mark.parametrize("fault", [Fault.HANG_UP, Fault.HANG, Fault.ERROR], ids=lambda fault: fault.name.lower())
 async def test_b63_the_best_prefix_match_saves_no_failing_worker(fault):
     async with serving(3, Policy.KV, probe_interval_s=0.2) as (served, engines):
-        index = served.router.placer.index = PrefixIndex(4)
+        index = with_index(served.router.placer, 4)
         index.stored(engines[0].url, [1, 2, 3], None, list(range(12)), 4)
         index.stored(engines[1].url, [1], None, list(range(4)), 4)
         tokens = list(range(14))

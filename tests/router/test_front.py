@@ -14,6 +14,7 @@ import pytest
 import zmq
 from faulty import Fault, FaultyEngine, serving
 
+from tests.router.holding import index_of, with_index
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.ports import take_free
@@ -261,7 +262,7 @@ async def test_a_stock_engines_events_draw_its_prefixes():
                 return answer.headers["x-vllm-pd-worker"], hit
 
             numbers, begins = [itertools.count() for _ in sockets], itertools.count(1000, 4)
-            index = served.router.placer.index
+            index = next(served.router.placer.families.indexes(), None) or with_index(served.router.placer, 4)
             async with asyncio.timeout(100):  # until the subscriptions stand
                 while not all(index.blocks(engine.url) for engine in engines):
                     for number in range(2):
@@ -304,7 +305,7 @@ def test_b80_impossible_settings():
                        ({"workers": ("http://a:1", "http://a:1/")}, "--worker"), ({"timeout_s": -1}, "--timeout-s"),
                        ({"max_in_flight": 0}, "--max-in-flight"), ({"api_key": ""}, "--api-key"),
                        ({"probe_interval_s": float("nan")}, "--probe-interval-s"),
-                       ({"events": ("http://a:1=tcp://b:2", )}, "--worker-events"), ({"block_size": 0}, "--block-size"),
+                       ({"events": ("http://a:1=b:2", )}, "--worker-events"), ({"block_size": 0}, "--block-size"),
                        ({"events": ("http://a:1", ), "block_size": 16}, "--worker-events"),
                        ({"events": ("http://a:1=b:2", ), "block_size": 16}, "--worker-events"),
                        ({"broker": "nowhere"}, "--broker"), ({"broker": "tcp://10.0.0.1:5700"}, "--broker"),
@@ -333,7 +334,7 @@ async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(mo
                           (200, {"events": "tcp://127.0.0.1:9", "block_size": 4})]
         served.worker(engine).fail(Failure.PROBE, "away for a moment")
         await served.until(lambda: served.router._feeds.shown())
-        assert served.router.placer.index.block_size == 4 and not served.router._feeds._asking
+        assert index_of(served.router.placer).block_size == 4 and not served.router._feeds._asking
 
 
 class TestMembership:
@@ -449,8 +450,9 @@ async def test_no_error_of_its_own_ends_the_probing_or_the_sweeping():
                 self.sweeps += 1
                 raise ValueError("a bug")
 
-        served.router.placer.index = index = Index()
+        index, families = Index(), served.router.placer.families
+        served.router.placer.families = SimpleNamespace(indexes=lambda: [index])
         sweeper = asyncio.create_task(served.router._feeds._sweep())
         await served.until(lambda: index.sweeps == 3)
         sweeper.cancel()
-        served.router.placer.index = None
+        served.router.placer.families = families

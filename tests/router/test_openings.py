@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.router.holding import index_of
 from tests.router.test_placing import BLOCK, Words, placing
 from vllm_pd.router import openings, tokens
 from vllm_pd.router.openings import Opening
@@ -53,7 +54,7 @@ def sample(metrics, outcome):
 
 
 def held(placer, words):
-    return placer.index.matches(placer.index.hashes(words), 0.0)
+    return index_of(placer).matches(index_of(placer).hashes(words), 0.0)
 
 
 async def test_a_new_prompt_is_placed_by_its_beginning_and_draws_its_like_to_its_end():
@@ -61,7 +62,7 @@ async def test_a_new_prompt_is_placed_by_its_beginning_and_draws_its_like_to_its
         plan = await placer.plan([], body(LONG), True)
         worker, choice = placer.place(plan, ())
         assert (plan.request.prompt_tokens, choice.prompt_blocks) == (len(LONG), len(LONG) // BLOCK)
-        assert len(plan.hashes) == OPENING_BLOCKS and held(placer, LONG) == {worker.url: OPENING_BLOCKS}
+        assert len(plan.hashes[BLOCK]) == OPENING_BLOCKS and held(placer, LONG) == {worker.url: OPENING_BLOCKS}
         again = await placer.plan([], body(LONG), True)
         assert again.opening is None and held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
         assert placer.place(again, ())[1].overlap_blocks == len(LONG) // BLOCK
@@ -94,7 +95,7 @@ async def test_of_many_at_once_all_wait_for_the_first_ones_rest():
         pool._rests_until_s = float("inf")
         plans = await asyncio.gather(*(placer.plan([], body(LONG), True) for _ in range(10)))
         assert held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
-        assert [len(plan.hashes) for plan in plans] == [len(LONG) // BLOCK] * 10 and not len(placer._openings)
+        assert [len(plan.hashes[BLOCK]) for plan in plans] == [len(LONG) // BLOCK] * 10 and not len(placer._openings)
 
 
 async def test_the_rest_counts_where_the_request_went_last():
@@ -118,14 +119,14 @@ async def test_what_is_gone_does_not_come_back(happens):
         if happens == "left":
             workers.add("http://c:1", Source.STATIC).good()
             workers.remove(worker.url)
-            placer.index.drop(worker.url)
+            index_of(placer).drop(worker.url)
         elif happens == "dropped":
-            placer.index.drop(worker.url)
+            index_of(placer).drop(worker.url)
         elif happens == "cleared":
-            placer.index.cleared(worker.url)
+            index_of(placer).cleared(worker.url)
         else:
-            placer.index.stored(worker.url, [1, 2, 3], None, LONG[:OPENING])
-            placer.index.removed(worker.url, [3])
+            index_of(placer).stored(worker.url, [1, 2, 3], None, LONG[:OPENING])
+            index_of(placer).removed(worker.url, [3])
         await placer.plan([], body(LONG), True)
         assert held(placer, LONG) == ({worker.url: 2} if happens == "evicted" else {})
         assert not len(placer._openings)
@@ -137,15 +138,15 @@ async def test_a_rest_that_does_not_come_harms_nobody(case, outcome):
     async with placing(load=Openings, tokenize_timeout_s=0.05, expected_s=1000.0) as (placer, _, pool, metrics):
         plan = await placer.plan([], body(LONG), True)
         worker, _ = placer.place(plan, ())
-        pool._tokenizer.may_go_on.clear()
+        pool._tokenizers[""].may_go_on.clear()
         if case == "failed":
-            pool._tokenizer.tokens = None
+            pool._tokenizers[""].tokens = None
         if case == "closed":
             pool.close()
         if case == "full":
             pool._queued = MAX_QUEUED
-        await asyncio.gather(*placer._openings.go_on(plan.hashes))
-        pool._tokenizer.may_go_on.set()
+        await asyncio.gather(*placer._openings.go_on(plan.hashes[BLOCK]))
+        pool._tokenizers[""].may_go_on.set()
         assert metrics.registry.get_sample_value("vllm:pd_router_rests_total", {"outcome": outcome}) == 1
         assert held(placer, LONG) == {worker.url: OPENING_BLOCKS} and not len(placer._openings)
         assert placer.place(plan, [worker]) is not None
@@ -154,13 +155,13 @@ async def test_a_rest_that_does_not_come_harms_nobody(case, outcome):
 async def test_one_who_goes_away_while_he_waits_leaves_the_others_their_rest():
     async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, pool, _):
         worker, _ = placer.place(await placer.plan([], body(LONG), True), ())
-        pool._tokenizer.may_go_on.clear()
+        pool._tokenizers[""].may_go_on.clear()
         pool._rests_until_s = float("inf")
         waiting = [asyncio.create_task(placer.plan([], body(LONG), True)) for _ in range(3)]
         await asyncio.sleep(0.05)
         waiting[0].cancel()
         await asyncio.wait(waiting[:1])
-        pool._tokenizer.may_go_on.set()
+        pool._tokenizers[""].may_go_on.set()
         await asyncio.gather(*waiting[1:])
         assert held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
 
@@ -247,8 +248,8 @@ async def test_placers_that_read_the_beginning_and_the_whole_see_the_same(seed):
             if chance < 0.65 or not sent:
                 words = prompt(earlier)
                 plans = [await placer.plan([], body(words), True) for placer in (begins, reads)]
-                names = reads.index.hashes(words)
-                assert begins.index.matches(names, now[0]) == reads.index.matches(names, now[0])
+                names = index_of(reads).hashes(words)
+                assert index_of(begins).matches(names, now[0]) == index_of(reads).matches(names, now[0])
                 worker, choice = begins.place(plans[0], ())
                 same = [other for other in all_workers if other.url != worker.url]
                 assert reads.place(plans[1], same)[1].overlap_blocks == choice.overlap_blocks
@@ -258,13 +259,13 @@ async def test_placers_that_read_the_beginning_and_the_whole_see_the_same(seed):
                 now[0] += draw.choice([0.1, 1, 3, 6])
             elif chance < 0.95:
                 url, words = draw.choice(sent[-5:])
-                names = reads.index.hashes(words)
+                names = index_of(reads).hashes(words)
                 for placer in (begins, reads):
-                    placer.index.stored(url, names, None, words[:len(names) * BLOCK])
+                    index_of(placer).stored(url, names, None, words[:len(names) * BLOCK])
                 stored.append((url, names))
             elif stored:
                 url, names = draw.choice(stored)
-                gone = [name for name in names if name in reads.index.engine_hashes(url)]
+                gone = [name for name in names if name in index_of(reads).engine_hashes(url)]
                 for placer in (begins, reads):
-                    placer.index.removed(url, gone)
+                    index_of(placer).removed(url, gone)
         assert sample(metrics, "begun") > 3

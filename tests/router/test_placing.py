@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.router.holding import index_of, with_index
 from vllm_pd.events.messages import EngineLoad
 from vllm_pd.router import tokens
-from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
@@ -64,9 +64,9 @@ async def placing(policy=Policy.KV, loads=None, tokenizer="words", load=Words, w
     pool = TokenPool(checked, load)
     placer = Placer(checked, PolicyConfig(policy=policy), known, pool, metrics,
                     lambda url: (loads or {}).get(url, (None, math.inf)), random.Random(1))
-    placer.index = PrefixIndex(BLOCK)
     for url in workers:
         known.add(url, Source.STATIC).good()
+    with_index(placer, BLOCK)
     async with asyncio.timeout(50):
         while not (pool.loaded or pool.problem):
             await asyncio.sleep(0.01)
@@ -98,7 +98,7 @@ async def test_b62_what_was_just_sent_draws_its_like_until_its_time_is_over():
 
 async def test_what_the_engines_announce_counts_and_a_tried_one_does_not():
     async with placing() as (placer, known, _, _):
-        placer.index.stored("http://b:1", [1, 2, 3], None, list(range(12)), BLOCK)
+        index_of(placer).stored("http://b:1", [1, 2, 3], None, list(range(12)), BLOCK)
         plan = await placer.plan([], body(), True)
         worker, choice = placer.place(plan, ())
         assert (worker.url, choice.reason, choice.overlap_blocks) == ("http://b:1", Reason.OVERLAP, 3)
@@ -120,16 +120,16 @@ def test_of_a_very_long_request_only_its_model_and_session_are_read():
 
 async def test_the_page_says_what_the_index_has_seen_and_holds():
     async with placing() as (placer, _, _, metrics):
-        placer.index.stored("http://b:1", [1, 2, 3], None, list(range(12)), BLOCK)
-        placer.index.removed("http://b:1", [3, 4])
-        placer.index.drop("http://b:1")
-        placer.index.stored("http://a:1", [1], None, list(range(4)), BLOCK)
+        index_of(placer).stored("http://b:1", [1, 2, 3], None, list(range(12)), BLOCK)
+        index_of(placer).removed("http://b:1", [3, 4])
+        index_of(placer).drop("http://b:1")
+        index_of(placer).stored("http://a:1", [1], None, list(range(4)), BLOCK)
         value = metrics.registry.get_sample_value
         kinds = {kind: value("vllm:pd_router_index_blocks_total", {"kind": kind})
                  for kind in ("stored", "removed", "unknown_removed", "waited", "refused")}
         assert kinds == {"stored": 4, "removed": 1, "unknown_removed": 1, "waited": 0, "refused": 0}
         assert value("vllm:pd_router_index_drops_total") == 1
-        for table, size in placer.index.sizes().items():
+        for table, size in index_of(placer).sizes().items():
             assert value("vllm:pd_router_index_entries", {"table": table}) == size
         assert value("vllm:pd_router_index_entries", {"table": "workers"}) == 1
 
@@ -154,8 +154,8 @@ async def test_an_adapter_has_prefixes_of_its_own():
     async with placing() as (placer, known, _, _):
         for worker in known:
             worker.models, worker.base_models = frozenset(("m", "lora")), frozenset(("m", ))
-        placer.index.stored("http://a:1", [1, 2], None, list(range(8)), BLOCK)
-        placer.index.stored("http://b:1", [1, 2], None, list(range(8)), BLOCK, lora="lora")
+        index_of(placer).stored("http://a:1", [1, 2], None, list(range(8)), BLOCK)
+        index_of(placer).stored("http://b:1", [1, 2], None, list(range(8)), BLOCK, lora="lora")
         assert placer.place(await placer.plan([], body(), True), ())[0].url == "http://a:1"
         assert placer.place(await placer.plan([], body(model="lora"), True), ())[0].url == "http://b:1"
 

@@ -57,23 +57,22 @@ class Holdings:
 
     def _stored(self, run: Stored) -> bool:
         bit = self._bit(run.group_idx)
-        if run.group_idx is not None and (run.block_size != self._index.block_size):
+        size = self._index.block_size or run.block_size
+        if run.group_idx is not None and run.block_size != size:
             self._note(f"KV cache group {run.group_idx} has blocks of {run.block_size} tokens beside those of "
-                              f"{self._index.block_size}: they are left out")
+                       f"{size}: they are left out")
             return True
         if len(self._groups) > 1:
             return self._stored_in_group(run, bit)
         if not m.fits(run):
             self._note(f"KV cache group {run.group_idx}: {m.misfit(run)}: they are left out")
             return True
-        if lookahead := lookahead_blocks(run):
-            self._index.looks_ahead(self._worker, lookahead)
-        return self._index.stored(self._worker, run.block_hashes, run.parent_block_hash, run.token_ids, run.block_size,
+        kept = self._index.stored(self._worker, run.block_hashes, run.parent_block_hash, run.token_ids, run.block_size,
                                   adapter_of(run), extras_of(run), run.counted)
+        self._look_ahead(run)
+        return kept
 
     def _stored_in_group(self, run: Stored, bit: int) -> bool:
-        if lookahead := lookahead_blocks(run):
-            self._index.looks_ahead(self._worker, lookahead)
         if m.fits(run):
             parent, size, adapter, extras = run.parent_block_hash, run.block_size, adapter_of(run), extras_of(run)
             for number, block_hash in enumerate(run.block_hashes):
@@ -84,7 +83,12 @@ class Holdings:
         for block_hash in run.block_hashes:
             self._held[block_hash] = self._held.get(block_hash, 0) | bit
             kept = self._show(block_hash) and kept
+        self._look_ahead(run)
         return kept
+
+    def _look_ahead(self, run: Stored) -> None:
+        if lookahead := lookahead_blocks(run):
+            self._index.looks_ahead(self._worker, lookahead)
 
     def _show(self, block_hash: m.Hash) -> bool:
         block = self._blocks.get(block_hash)

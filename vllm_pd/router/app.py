@@ -250,8 +250,11 @@ class Router:
             self._upstream.forget(worker.url)
 
     def _came_up(self, worker: Worker) -> None:
+        if self.placer.families.is_another(worker):
+            self._feeds.left(worker)
+        family = self.placer.families.join(worker)
         if self._policy.policy is Policy.KV:
-            self._pool.offer(worker.root)
+            self._pool.offer(family.name, worker.root)
         if self._policy.policy in (Policy.KV, Policy.LEAST_LOAD):
             self._feeds.came_up(worker)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers say of themselves without being asked: a subscriber for each, and one index for all.
+"""What the workers say of themselves without being asked: a subscriber for each data-parallel rank of each.
 
-The index is made when the first worker has said how large its blocks are. A worker without events is known by what is
-sent to it only; one with blocks of another size has none that could be compared, and counts as one without.
+They feed the indexes of the workers' families (`vllm_pd.router.families`). A worker without events is known by what is
+sent to it only.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import msgspec
 
 from vllm_pd.events.messages import EngineLoad
 from vllm_pd.events.subscriber import Subscriber, SubscriberState
-from vllm_pd.router.index import PrefixIndex
+from vllm_pd.router.families import UnsizedIndex
 from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.workers import Worker
@@ -103,8 +103,7 @@ class Feeds:
         if subscribers is not None:
             for subscriber in subscribers:
                 asyncio.get_running_loop().create_task(subscriber.close())
-        elif self._placer.index is not None:
-            self._placer.index.drop(worker.url)
+        self._placer.forget(worker.url)
 
     async def close(self) -> None:
         """End all."""
@@ -147,19 +146,15 @@ class Feeds:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    def _subscribe(self, worker: Worker, block_size: int, ranks: list[dict[str, Any]]) -> None:
+    def _subscribe(self, worker: Worker, block_size: int | None, ranks: list[dict[str, Any]]) -> None:
         """`ranks` says of each data-parallel rank where its events are."""
-        wanted = self._placer.index.block_size if self._placer.index is not None else self._block_size or block_size
-        if block_size != wanted:
-            logger.error("worker %s has blocks of %d tokens, the others %d: nothing is known of what it holds; start "
-                         "all with the same --block-size", worker.url, block_size, wanted)
-            return
-        if self._placer.index is None:
-            self._placer.index = PrefixIndex(block_size)
+        family = self._placer.families.join(worker)
+        index = UnsizedIndex(family) if block_size is None else family.index(block_size)
+        if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="sweep")
         names = [worker.url, *(f"{worker.url}#{rank}" for rank in range(1, len(ranks)))]
         self._subscribers[worker.url] = [
-            Subscriber(worker.url, self._placer.index, self._session, self._headers, keys=self._keys, worker=name,
+            Subscriber(worker.url, index, self._session, self._headers, keys=self._keys, worker=name,
                        **rank)
             for name, rank in zip(names, ranks, strict=True)]
         if len(ranks) > 1:
@@ -172,7 +167,8 @@ class Feeds:
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
-                self._placer.index.sweep()
+                for index in self._placer.families.indexes():
+                    index.sweep()
             except Exception:  # what is forgotten late costs memory, what is never forgotten costs all of it
                 if not said:
                     logger.exception("the index could not be swept; it is tried again")

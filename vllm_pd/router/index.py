@@ -252,6 +252,10 @@ class PrefixIndex:
         """Those that have said something since they were dropped last."""
         return list(self._workers)
 
+    def __contains__(self, worker: str) -> bool:
+        """Whether the worker has said something since it was dropped last."""
+        return worker in self._workers
+
     def blocks(self, worker: str) -> int:
         """How many blocks the worker is known to hold, those that wait for a parent included."""
         state = self._workers.get(worker)

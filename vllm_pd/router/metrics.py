@@ -2,7 +2,8 @@
 """What a router counts. One set per router, in a registry of its own."""
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -54,9 +55,13 @@ class RouterMetrics:
         self._index = _IndexCollector()
         self.registry.register(self._index)
 
-    def show_index(self, index: Callable[[], PrefixIndex | None]) -> None:
-        """Have the page say what this one has seen and holds; it is asked for each time."""
-        self._index.index = index
+    def show_indexes(self, indexes: Callable[[], Iterable[PrefixIndex]]) -> None:
+        """Have the page say what these have seen and hold; they are asked for each time."""
+        self._index.indexes = indexes
+
+    def ended(self, index: PrefixIndex) -> None:
+        """An index is there no more; what it has counted stays."""
+        self._index.ended(index)
 
     def page(self) -> bytes:
         """In Prometheus' text format."""
@@ -69,22 +74,29 @@ class RouterMetrics:
 
 
 class _IndexCollector:
-    """What the index counts by itself, read when somebody looks."""
+    """What the indexes count by themselves, read when somebody looks."""
 
     def __init__(self) -> None:
-        self.index: Callable[[], PrefixIndex | None] = lambda: None
+        self.indexes: Callable[[], Iterable[PrefixIndex]] = lambda: ()
+        self._gone: Counter[str] = Counter()
+
+    def ended(self, index: PrefixIndex) -> None:
+        """Counters never fall."""
+        self._gone.update(dataclasses.asdict(index.counts))
 
     def collect(self) -> Iterator[Metric]:
         blocks = CounterMetricFamily("vllm:pd_router_index_blocks_total", "Blocks that events told the index of, by "
                                      "what became of them.", labels=["kind"])
         drops = CounterMetricFamily("vllm:pd_router_index_drops_total", "How often the index forgot a worker.")
         entries = GaugeMetricFamily("vllm:pd_router_index_entries", "Entries of the index by table.", labels=["table"])
-        index = self.index()
-        if index is not None:
-            counts = dataclasses.asdict(index.counts)
-            drops.add_metric([], counts.pop("drops"))
+        counts, sizes = Counter(self._gone), Counter()
+        for index in self.indexes():
+            counts.update(dataclasses.asdict(index.counts))
+            sizes.update(index.sizes())
+        if counts:
+            drops.add_metric([], counts.pop("drops", 0))
             for kind, count in counts.items():
                 blocks.add_metric([kind], count)
-            for table, size in index.sizes().items():
+            for table, size in sizes.items():
                 entries.add_metric([table], size)
         yield from (blocks, drops, entries)

@@ -36,7 +36,7 @@ class RouterOptions:
     host: str = "127.0.0.1"
     workers: tuple[str, ...] = ()
     events: tuple[str, ...] = ()  # URL=EVENTS[,REPLAY] of workers that can't be asked for them
-    block_size: int | None = None  # of the workers; None: as they say
+    block_size: int | None = None  # of the workers in `events`; None: as their events say
     broker: str | None = None
     access: Access = Access()
     tokenizer: str | None = None  # None: the workers' model's
@@ -93,9 +93,6 @@ class RouterOptions:
                 raise ConfigError("--worker", url, "it is there twice: write each once")
         if self.block_size is not None and self.block_size < 1:
             raise ConfigError("--block-size", self.block_size, "write the workers' own")
-        if self.events and self.block_size is None:
-            raise ConfigError("--worker-events", self.events[0], "such a worker does not tell the size of its blocks: "
-                              "add --block-size")
         if self.broker is not None:
             _check_broker(self.broker, self.access)
         for told in self.events:

@@ -2,6 +2,7 @@
 """Finding the worker for a request: its prompt's blocks, what is known of each worker, and the policy's word."""
 import asyncio
 import collections
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd.router import tokens
-from vllm_pd.router.index import PrefixIndex
+from vllm_pd.router.families import Families, Family
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.openings import Opening, Openings
 from vllm_pd.router.options import RouterOptions
@@ -29,12 +30,17 @@ CHARS_PER_TOKEN = 4  # of English
 SESSION_HEADER = b"x-session-id"
 
 
+Hashes = dict[int, list[int]]
+
+
 class Plan(msgspec.Struct):
-    """What placing a request goes by; made once, used for each try. Where there is an `opening`, `hashes` are only
-    those of the prompt's first blocks, and the request's numbers are guesses; `worker` is where it went last."""
+    """What placing a request goes by; made once, used for each try. `hashes` are the names of the prompt's blocks, by
+    the size of a block, for the indexes of its `family`. Where there is an `opening`, they are only those of the first
+    blocks, and the request's numbers are guesses; `worker` is where it went last."""
     request: Request = Request()
     model: str | None = None
-    hashes: list[int] | None = None
+    hashes: Hashes | None = None
+    family: Family | None = None
     opening: Opening | None = None
     worker: Worker | None = None
 
@@ -60,14 +66,13 @@ class Recent:
 
 
 class Placer:
-    """Belongs to the router's event loop. `index` is None until the size of a block is known; `load_of` says what a
-    worker last told of its load, and how long ago."""
+    """Belongs to the router's event loop. `load_of` says what a worker last told of its load, and how long ago."""
 
     def __init__(self, options: RouterOptions, config: PolicyConfig, workers: Workers, pool: tokens.TokenPool,
                  metrics: RouterMetrics, load_of: Callable[[str], "tuple[EngineLoad | None, float]"],
                  rng: random.Random | None = None) -> None:
         self.config = config
-        self.index: PrefixIndex | None = None
+        self.families = Families()
         self.ranks: dict[str, list[str]] = {}  # of workers with several data-parallel ranks: their names in the index
         self._options = options
         self._workers = workers
@@ -80,7 +85,7 @@ class Placer:
         self._openings = Openings()
         self._now = asyncio.get_running_loop().time
         workers.on_leave.append(self._left)
-        metrics.show_index(lambda: self.index)
+        metrics.show_indexes(self.families.indexes)
 
     async def plan(self, headers: list[tuple[bytes, bytes]], body: bytes, generates: bool) -> Plan:
         """Look at a request; at its prompt only where that may matter."""
@@ -92,45 +97,54 @@ class Placer:
         model = prompt.model if prompt is not None and isinstance(prompt.model, str) else None
         if policy is Policy.CONSISTENT_HASH:
             return Plan(Request(key=_key(headers, prompt), turn=self._turn), model)
-        if policy is not Policy.KV or not generates or self.index is None or len(self._workers) < 2:
+        if policy is not Policy.KV or not generates or len(self._workers) < 2:
             return Plan(Request(turn=self._turn), model)
-        index, adapter = self.index, self._adapter(model)
-        asked = Asked(prompt, lambda ids: index.hashes(ids, adapter), len(body))
-        beginning = tokens.Beginning(OPENING_BLOCKS * CHARS_PER_TOKEN * index.block_size, self._is_left)
+        family = self.families.of_model(model, self._workers)
+        if family is None or not family.indexes:
+            return Plan(Request(turn=self._turn), model)
+        adapter = self._adapter(model)
+        indexes = dict(family.indexes)
+        asked = Asked(prompt, lambda ids: {size: index.hashes(ids, adapter) for size, index in indexes.items()},
+                      len(body), family.name)
+        beginning = tokens.Beginning(OPENING_BLOCKS * CHARS_PER_TOKEN * max(indexes),
+                                     lambda hashes: self._is_left(family, hashes))
         found = await self._pool.tokens(asked, beginning)
         self._metrics.tokenized.labels(found.outcome.value).inc()
-        plan = Plan(self._request(found), model, found.made)
+        plan = Plan(self._request(family, found), model, found.made, family)
         if found.outcome is Tokenized.BEGUN:
-            plan.opening = Opening(found.made[-1], lambda: self._place_rest(plan, body, asked.finish))
+            plan.opening = Opening(found.made[min(found.made)][-1],
+                                   lambda: self._place_rest(plan, body, asked.finish))
         elif found.made:
-            for task in self._openings.go_on(found.made):
+            for task in self._openings.go_on(found.made[min(found.made)]):
                 await asyncio.shield(task)
         return plan
 
-    def _request(self, found: tokens.Found) -> Request:
-        return Request(found.tokens, found.tokens // self.index.block_size, turn=self._turn)
+    def _request(self, family: Family, found: tokens.Found) -> Request:
+        return Request(found.tokens, found.tokens // min(family.indexes), turn=self._turn)
 
-    def _is_left(self, hashes: list[int]) -> bool:
+    def _is_left(self, family: Family, found: Hashes) -> bool:
         """Whether no worker holds all of these blocks, so that none holds what comes after them."""
-        if not hashes or self._openings.go_on(hashes):
+        if not all(found.values()) or self._openings.go_on(found[min(found)]):
             return False
-        return max(self.index.matches(hashes, self._now()).values(), default=0) < len(hashes)
+        now_s = self._now()
+        return all(max(family.index(size).matches(hashes, now_s).values(), default=0) < len(hashes)
+                   for size, hashes in found.items())
 
     def place(self, plan: Plan, tried: Collection[Worker]) -> tuple[Worker, Choice] | None:
         """The next worker for it; None where none may get it. What goes there counts as held and as load at once."""
         able = self._workers.candidates(plan.model, tried)
         now_s = self._now()
-        overlaps = self._overlaps(plan.hashes, now_s) if plan.hashes and self.index is not None else {}
-        choice = choose(self.config, plan.request, [self._candidate(worker, overlaps) for worker in able], self._rng)
+        overlaps = self._overlaps(plan, now_s)
+        candidates = [self._candidate(worker, overlaps, plan) for worker in able]
+        choice = choose(self.config, plan.request, candidates, self._rng)
         if choice is None:
             return None
         worker = next(one for one in able if one.url == choice.worker)
         if self.config.policy in (Policy.KV, Policy.LEAST_LOAD):
-            block_size = self.index.block_size if self.index is not None else 0
+            _, block_size = overlaps.get(worker.url, (0, 0))
             new_tokens = plan.request.prompt_tokens - choice.overlap_blocks * block_size
             self._recent[worker.url].sent(now_s, max(0, new_tokens))
-        if plan.hashes and worker.url not in self.ranks:
-            self.index.expect(worker.url, plan.hashes, now_s + self._options.expected_s)
+        self._expect(worker, plan, now_s + self._options.expected_s)
         if plan.opening is not None:
             self._openings.put(plan.opening, now_s + self._options.expected_s)
         plan.worker = worker
@@ -139,41 +153,65 @@ class Placer:
         self._metrics.overlap_blocks.inc(choice.overlap_blocks)
         return worker, choice
 
-    def _overlaps(self, hashes: list[int], now_s: float) -> dict[str, int]:
-        """How many of these blocks each worker holds, whichever of its ranks gets the request."""
-        found = self.index.matches(hashes, now_s)
-        for url, names in self.ranks.items():
-            found[url] = min(found.get(name, 0) for name in names)
+    def _overlaps(self, plan: Plan, now_s: float) -> dict[str, tuple[int, int]]:
+        """How many of its blocks each worker holds, whichever of its ranks gets the request, and of which size."""
+        found: dict[str, tuple[int, int]] = {}
+        for size, hashes in (plan.hashes or {}).items():
+            held = plan.family.index(size).matches(hashes, now_s)
+            for url in self.ranks.keys() & plan.family.members:
+                held[url] = min(held.get(name, 0) for name in self.ranks[url])
+            for url, blocks in held.items():
+                if blocks * size > math.prod(found.get(url, (0, 0))):
+                    found[url] = blocks, size
         return found
+
+    def _expect(self, worker: Worker, plan: Plan, until_s: float) -> None:
+        """What goes there will be held there; by which of several ranks nobody knows."""
+        if not plan.hashes or worker.url in self.ranks or worker.url not in plan.family.members:
+            return
+        known = [size for size in plan.hashes if worker.url in plan.family.index(size)]
+        size = known[0] if known else min(plan.hashes)
+        plan.family.index(size).expect(worker.url, plan.hashes[size], until_s)
 
     async def _place_rest(self, plan: Plan, body: bytes, finish: Callable[[Sequence[int]], list[int]]) -> None:
         """All blocks of a prompt count as held where its first ones still do."""
         first, opening = plan.hashes, plan.opening
-        found = await self._pool.whole(body, finish)
+        found = await self._pool.whole(body, finish, plan.family.name)
         self._metrics.rests.labels(found.outcome.value).inc()
         plan.opening = None
         if not found.made:
             return
-        plan.hashes, plan.request = found.made, self._request(found)
-        if self.index.matches(first, self._now()).get(plan.worker.url) == len(first):
-            self.index.expect(plan.worker.url, found.made, opening.until_s)
+        plan.hashes, plan.request = found.made, self._request(plan.family, found)
+        held = [size for size, hashes in first.items()
+                if plan.family.index(size).matches(hashes, self._now()).get(plan.worker.url) == len(hashes)]
+        if held:
+            self._expect(plan.worker, plan, opening.until_s)
 
-    def _candidate(self, worker: Worker, overlaps: dict[str, int]) -> Candidate:
+    def _candidate(self, worker: Worker, overlaps: dict[str, tuple[int, int]], plan: Plan) -> Candidate:
         if self.config.policy in (Policy.ROUND_ROBIN, Policy.CONSISTENT_HASH):
             return Candidate(worker.url)
-        overlap = overlaps.get(worker.url, 0)
+        overlap, size = overlaps.get(worker.url, (0, 0))
+        blocks = plan.request.prompt_tokens // size if size else 0
         load, age_s = self._load_of(worker.url)
         if load is None or age_s > STALE_LOAD_S:
-            return Candidate(worker.url, overlap, len(worker.flights))
+            return Candidate(worker.url, overlap, len(worker.flights), prompt_blocks=blocks)
         recent = self._recent[worker.url]
         recent.told(self._now() - age_s - UNDERWAY_S)
-        return Candidate(worker.url, overlap, len(worker.flights), load, recent.tokens)
+        return Candidate(worker.url, overlap, len(worker.flights), load, recent.tokens, blocks)
 
     def _adapter(self, model: str | None) -> str | None:
         """The name of the LoRA adapter that is asked for; None for the base model."""
         if model is None or not any(model in worker.models - worker.base_models for worker in self._workers):
             return None
         return model
+
+    def forget(self, url: str) -> None:
+        """That worker has left."""
+        ended = self.families.leave(url)
+        if ended is not None:
+            self._pool.forget(ended.name)
+            for index in ended.indexes.values():
+                self._metrics.ended(index)
 
     def close(self) -> None:
         """Forget what was put off."""

@@ -87,12 +87,13 @@ class Load(Protocol):
 class Candidate(msgspec.Struct, frozen=True):
     """A worker that may get it. `load` is its last word, None where there is none or an old one; `sent_tokens` are the
     prompt tokens it did not hold of what was sent there after that word; `in_flight` counts what this router has open
-    there."""
+    there. `prompt_blocks` is how many blocks the prompt has there, where that is not as the request says."""
     name: str
     overlap_blocks: int = 0
     in_flight: int = 0
     load: Load | None = None
     sent_tokens: int = 0
+    prompt_blocks: int = 0
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -147,13 +148,14 @@ def choose(config: PolicyConfig, request: Request, candidates: Sequence[Candidat
         scores.sort(key=lambda s: -s.total)
     if len(ordered) == 1:
         reason = Reason.ONLY
-    return Choice(chosen.name, config.policy, reason, chosen.overlap_blocks, request.prompt_blocks, len(ordered),
-                  tuple(scores))
+    return Choice(chosen.name, config.policy, reason, chosen.overlap_blocks,
+                  chosen.prompt_blocks or request.prompt_blocks, len(ordered), tuple(scores))
 
 
 def score(config: PolicyConfig, request: Request, candidate: Candidate, overlap_weight: float) -> Score:
     """In prefills of this prompt; see the module."""
-    share = candidate.overlap_blocks / request.prompt_blocks if request.prompt_blocks else 0.0
+    prompt_blocks = candidate.prompt_blocks or request.prompt_blocks
+    share = candidate.overlap_blocks / prompt_blocks if prompt_blocks else 0.0
     load = candidate.load
     if load is None:
         waiting, remote, blocks = config.open_weight * candidate.in_flight, 0.0, 0.0

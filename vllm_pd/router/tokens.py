@@ -50,10 +50,12 @@ class Tokenized(StrEnum):
 
 
 class Asked(NamedTuple):
-    """`finish` is called with the prompt's ids, where they are found. `size_bytes` is the whole request's."""
+    """`finish` is called with the prompt's ids, where they are found. `size_bytes` is the whole request's. `family`
+    names the workers whose tokenizer it is for."""
     prompt: Prompt | None
     finish: Callable[[Sequence[int]], Any]
     size_bytes: int
+    family: str = ""
 
 
 class Beginning(NamedTuple):
@@ -101,24 +103,40 @@ class TokenPool:
         self._timeout_s = options.tokenize_timeout_s
         self._threads = ThreadPoolExecutor(options.tokenize_threads, thread_name_prefix="router-tokens")
         self._load_with = load
-        self._loading: asyncio.Task | None = None
-        self._tokenizer: Tokenizer | None = None
+        self._loading: dict[str, asyncio.Task] = {}  # by family; by "" where one was named, for all
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._problems: dict[str, str] = {}
         self._queued = 0
         self._rests_until_s = 0.0
         self._begins_no_more_until_s = 0.0
-        self.problem = ""
         if self._wanted not in (None, NO_TOKENIZER):
-            self._start_loading(self._wanted)
+            self._start_loading("", self._wanted)
 
     @property
     def loaded(self) -> bool:
-        """Whether prompts can be tokenised."""
-        return self._tokenizer is not None
+        """Whether prompts can be tokenised, of one family at least."""
+        return bool(self._tokenizers)
 
-    def offer(self, root: str | None) -> None:
-        """A worker has said what its model is. Taken where no tokenizer was named and none is there."""
-        if self._wanted is None and root and self._tokenizer is None and self._loading is None:
-            self._start_loading(root)
+    @property
+    def problem(self) -> str:
+        """What can't be loaded; empty where all could."""
+        return "; ".join(self._problems.values())
+
+    def offer(self, family: str, root: str | None) -> None:
+        """A worker of that family has said what its model is. Taken where no tokenizer was named and the family has
+        none."""
+        if self._wanted is None and root and family not in self._loading:
+            self._start_loading(family, root)
+
+    def forget(self, family: str) -> None:
+        """It has no workers any more."""
+        if (loading := self._loading.pop(family, None)) is not None:
+            loading.cancel()
+        self._tokenizers.pop(family, None)
+        self._problems.pop(family, None)
+
+    def _of(self, family: str) -> Tokenizer | None:
+        return self._tokenizers.get(family if self._wanted is None else "")
 
     async def tokens(self, asked: Asked, beginning: Beginning | None = None) -> Found:
         """What is asked. A client's own template is never run: nothing could end it."""
@@ -132,20 +150,20 @@ class TokenPool:
         given = _is_given(prompt.prompt)
         if not given and not (isinstance(prompt.messages, list) and prompt.messages or prompt.prompt):
             return Found(Tokenized.NONE)
-        if not given and self._tokenizer is None:
+        if not given and self._of(asked.family) is None:
             return Found(Tokenized.NOT_LOADED)
         if not given and size_bytes > MAX_TEXT_BYTES:
             return Found(Tokenized.LONG)
         return await self._safely(self._anywhere(asked, given, beginning))
 
-    async def whole(self, body: bytes, finish: Callable[[Sequence[int]], Any]) -> Found:
+    async def whole(self, body: bytes, finish: Callable[[Sequence[int]], Any], family: str) -> Found:
         """Of a request of which only the beginning was asked before: a thread reads it once more."""
-        return await self._safely(self._there(lambda: self._work(Asked(parse(body), finish, len(body)))))
+        return await self._safely(self._there(lambda: self._work(Asked(parse(body), finish, len(body), family))))
 
     def close(self) -> None:
         """End the threads with what they are doing."""
-        if self._loading is not None:
-            self._loading.cancel()
+        for loading in self._loading.values():
+            loading.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @staticmethod
@@ -160,9 +178,10 @@ class TokenPool:
 
     async def _anywhere(self, asked: Asked, given: bool, beginning: Beginning | None) -> Found:
         found = None
-        if beginning is not None and not given and self._tokenizer.quick:
+        quick = not given and self._of(asked.family).quick
+        if beginning is not None and quick:
             found = self._begun(asked, beginning)
-        if found is None and (given or self._tokenizer.quick):
+        if found is None and (given or quick):
             found = self._here(asked)
         return found or await self._there(self._work, asked)
 
@@ -172,7 +191,7 @@ class TokenPool:
             return None
         began_s = time.thread_time()
         try:
-            ids = self._tokenizer.beginning(asked.prompt, beginning.chars)
+            ids = self._of(asked.family).beginning(asked.prompt, beginning.chars)
             made = None if ids is None else asked.finish(ids.ids)
             return Found(Tokenized.BEGUN, ids.tokens, made) if made and beginning.enough(made) else None
         finally:
@@ -203,7 +222,7 @@ class TokenPool:
 
     def _work(self, asked: Asked) -> Found:
         given = _is_given(asked.prompt.prompt)
-        ids = _given(asked.prompt.prompt) if given else self._tokenizer.tokens(asked.prompt)
+        ids = _given(asked.prompt.prompt) if given else self._of(asked.family).tokens(asked.prompt)
         if not ids:
             return Found(Tokenized.NONE)
         return Found(Tokenized.GIVEN if given else Tokenized.DONE, len(ids), asked.finish(ids))
@@ -213,23 +232,23 @@ class TokenPool:
         if not work.cancelled():
             work.exception()  # heard, also where nobody waits any more
 
-    def _start_loading(self, name: str) -> None:
-        self._loading = asyncio.get_running_loop().create_task(self._load(name))
+    def _start_loading(self, family: str, name: str) -> None:
+        self._loading[family] = asyncio.get_running_loop().create_task(self._load(family, name))
 
-    async def _load(self, name: str) -> None:
+    async def _load(self, family: str, name: str) -> None:
         pause_s, longest_s = RETRY_S
         while True:
             try:
-                self._tokenizer = await asyncio.to_thread(self._load_with, name)
+                self._tokenizers[family] = await asyncio.to_thread(self._load_with, name)
                 gc.freeze()  # the library is there to stay; to look through it each time takes 40 ms
-                self.problem = ""
+                self._problems.pop(family, None)
                 logger.info("prompts are tokenised with that of %s", name)
                 return
             except Exception as error:  # of a library, for a folder of somebody else's: requests go without
                 problem = f"the tokenizer of {name!r} can't be loaded: {error}"[:500]
-                if problem != self.problem:
+                if problem != self._problems.get(family):
                     logger.error("%s; requests go without overlap, and it is tried again", problem)
-                self.problem = problem
+                self._problems[family] = problem
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
