@@ -51,6 +51,7 @@ class FaultyEngine:
         self.cards: list[dict] = []  # of /v1/models; else one of `model`
         self.strict = False  # whether other models than its own get a 404
         self.raw: tuple[bytes, bool] | None = None  # the answer to a request, and whether the connection then goes on
+        self.refuses = Fault.NONE  # what a request with "refuse me" in it gets
         self.notices: list[tuple[int, dict]] = []  # answers to GET /pd/events, the last for ever; else 404
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.probes = 0
@@ -108,6 +109,8 @@ class FaultyEngine:
             await writer.drain()
             return self.raw[1]
         fault = self.sick if probe else Fault.ERROR if b"poison" in body else self.fault
+        if b"refuse me" in body:
+            fault = self.refuses
         if not probe and self.strict and json.loads(body)["model"] != self.model:
             return whole(writer, 404, {"object": "error", "message": "The model does not exist.", "code": 404})
         return await self._do(fault, json.loads(body or b"{}"), reader, writer)

@@ -16,7 +16,7 @@ from tests.router.holding import with_index
 from vllm_pd.router.feeds import Progress
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.probe import _Watch
-from vllm_pd.router.workers import Source
+from vllm_pd.router.workers import Failure, Source
 
 TEXTS = [{"choices": [{"text": f" t{number}"}]} for number in range(TOKENS)]
 BEFORE_FIRST = [Fault.HANG_UP, Fault.ERROR, Fault.NOISE, Fault.EMPTY, Fault.EMPTY_STREAM, Fault.ERROR_EVENT]
@@ -452,8 +452,32 @@ async def test_full_workers_are_left_alone_for_a_while_and_the_client_hears_when
         engines[1].fault = fault
         answer = await served.ask()
         assert answer.status == status and int(answer.headers["retry-after"]) >= 1
+        asked = [len(engine.asked) for engine in engines]
         answer = await served.ask()
-        assert answer.status == 429 and int(answer.headers["retry-after"]) >= 1
+        assert answer.status == status and int(answer.headers["retry-after"]) >= 1
+        assert [len(engine.asked) for engine in engines] == [number + 1 for number in asked]
+
+
+@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.FULL], ids=lambda fault: fault.name.lower())
+async def test_b63_one_request_that_all_refuse_shuts_nobody_for_others(fault):
+    async with serving(4) as (served, engines):
+        for engine in engines:
+            engine.refuses = fault
+        for _ in range(3):
+            assert (await served.ask(prompt="refuse me")).status == (503 if fault is Fault.BUSY else 429)
+        for _ in range(8):
+            assert (await served.ask()).status == 200
+        assert not any(served.worker(engine).busy_until_s for engine in engines)
+
+
+async def test_b63_a_worker_that_is_busy_still_gets_what_no_other_can_take():
+    async with serving(2) as (served, engines):
+        engines[0].fault = Fault.BUSY
+        assert (await served.ask()).json["from"] == (await served.ask()).json["from"] == engines[1].port
+        assert served.worker(engines[0]).busy_until_s > served.worker(engines[0]).now()
+        engines[0].fault = Fault.NONE
+        served.worker(engines[1]).fail(Failure.PROBE, "away")
+        assert (await served.ask()).json["from"] == engines[0].port
 
 
 async def test_all_full_or_none_up_is_said_at_once():

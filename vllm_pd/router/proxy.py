@@ -74,6 +74,7 @@ class Request:
     tries: list[dict[str, str]] = field(default_factory=list)
     resent: int = 0  # tries that a connection that had been closed has cost
     suspects: "list[_Suspect]" = field(default_factory=list)
+    refusals: list[tuple[Worker, float]] = field(default_factory=list)  # who refused it, for how many seconds
 
 
 @dataclass
@@ -190,6 +191,8 @@ class Proxy:
             flight.heard(generated)
             if request.suspects and generated:
                 self._convict(request)
+            for refuser, seconds in request.refusals:
+                refuser.busy(seconds)
             self._metrics.first_byte_s.observe(self._now() - request.began_s)
             if request.explain:
                 fit += self._explained(choice, request)
@@ -323,7 +326,7 @@ class Proxy:
         if failure.kind is Failure.BUSY:
             after = answers.find(failure.answer.headers, b"retry-after") if failure.answer is not None else None
             seconds = float(after) if after is not None and after.isdigit() else self._options.retry_after_s
-            worker.busy(min(seconds, MAX_PAUSE_S))
+            request.refusals.append((worker, min(seconds, MAX_PAUSE_S)))
         elif failure.kind is Failure.NO_MODEL:
             worker.lacks_model()
         elif failure.kind is Failure.SERVER_ERROR:

@@ -46,7 +46,7 @@ class Failure(StrEnum):
     PROBE = "probe"
     NO_MODEL = "no_model"  # 404; it is not taken out
     ROUTER = "router"  # the router itself is short of descriptors or the like; it says nothing of the worker
-    BUSY = "busy"  # 429 or 503: it takes nothing now, and is not taken out for more than it has asked for
+    BUSY = "busy"  # 429 or 503: it takes nothing now, or not this request; it is not taken out
 
 
 class Interruption(Enum):
@@ -121,9 +121,8 @@ class Worker:
         self._show()
 
     def takes(self, max_in_flight: int) -> bool:
-        """Whether it may get a request now."""
-        return (self.state is WorkerState.UP and not self.leaving and len(self.flights) < max_in_flight
-                and self.busy_until_s <= self.now())
+        """Whether it may get a request now; better none while it is busy."""
+        return self.state is WorkerState.UP and not self.leaving and len(self.flights) < max_in_flight
 
     def good(self) -> None:
         """A probe went well."""
@@ -178,7 +177,7 @@ class Worker:
             self.wake.set()
 
     def busy(self, seconds: float) -> None:
-        """It has refused a request for want of room, or because it drains."""
+        """It has refused a request that another one had room for. It gets none for so long if others can take them."""
         self.busy_until_s = max(self.busy_until_s, self.now() + seconds)
 
     def strand(self, since_s: float) -> None:
@@ -256,10 +255,13 @@ class Workers:
 
     def candidates(self, model: str | None, tried: Collection[Worker] = ()) -> list[Worker]:
         """Those that may get a request for that model; where nobody is known to have it, those that may get any, so
-        that one of them can say so."""
+        that one of them can say so. Those that are busy only if there are no others."""
         able = [worker for worker in self._workers.values()
                 if worker.takes(self.max_in_flight) and worker not in tried]
-        return [worker for worker in able if self._may_have(worker, model)] if self._is_known(model) else able
+        if self._is_known(model):
+            able = [worker for worker in able if self._may_have(worker, model)]
+        now_s = asyncio.get_running_loop().time()
+        return [worker for worker in able if worker.busy_until_s <= now_s] or able
 
     def counts(self) -> dict[str, int]:
         """How many there are by state."""
