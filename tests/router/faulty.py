@@ -111,6 +111,9 @@ class FaultyEngine:
         fault = self.sick if probe else Fault.ERROR if b"poison" in body else self.fault
         if b"refuse me" in body:
             fault = self.refuses
+        if b"kill" in body:
+            self._server.close()
+            return False
         if not probe and self.strict and json.loads(body)["model"] != self.model:
             return whole(writer, 404, {"object": "error", "message": "The model does not exist.", "code": 404})
         return await self._do(fault, json.loads(body or b"{}"), reader, writer)

@@ -542,6 +542,36 @@ async def test_b64_a_worker_that_dies_of_a_request_does_not_get_it_again():
                        for engine in engines)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_b63_a_request_that_kills_engines_is_not_sent_to_a_third(stream):
+    async with serving(4) as (served, engines):
+        answer = await served.ask(stream, prompt="kill")
+        assert answer.status == 502 and "engines were lost over this request" in answer.json["message"]
+        assert sum(bool(engine.asked) for engine in engines) == 2
+        again = await served.ask(stream, prompt="kill")  # as clients do by themselves
+        assert again.status == 502 and sum(bool(engine.asked) for engine in engines) == 2
+        assert served.count("vllm:pd_router_refused_total", reason="fatal") == 1
+        for _ in range(4):
+            assert (await served.ask(stream)).status == 200
+        assert served.router.workers.counts() == {"up": 2, "down": 2}
+
+
+async def test_b64_an_engine_that_is_lost_by_chance_costs_no_request():
+    async with serving(3) as (served, engines):
+        engines[0].fault = Fault.HANG_UP
+        for _ in range(4):
+            assert (await served.ask()).status == 200
+        served.router._proxy._fatal._now = lambda: 0.0
+        await engines[0].stop()
+        assert not await served.router._proxy._fatal.broke(served.worker(engines[0]), "/v1/completions", b"once")
+        served.router._proxy._fatal.answered("/v1/completions", b"once")
+        assert not await served.router._proxy._fatal.broke(served.worker(engines[0]), "/v1/completions", b"once")
+        for number in range(1100):
+            served.router._proxy._fatal._lost[number] = (1, 0.0)
+        await served.router._proxy._fatal.broke(served.worker(engines[0]), "/v1/completions", b"another")
+        assert len(served.router._proxy._fatal._lost) == 1000
+
+
 async def test_b64_a_request_is_sent_three_times_at_most_idle_connections_included():
     async with serving(4) as (served, engines):
         await asyncio.gather(*(served.ask() for _ in range(8)))

@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm_pd.router import answers
 from vllm_pd.router.answers import Answer, Headers
+from vllm_pd.router.fatal import Fatal
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import MAX_TRIES, RouterOptions
 from vllm_pd.router.placing import Placer, Plan
@@ -41,6 +42,7 @@ _FIXED = (b"content-length", b"content-encoding")
 _ERROR_FIRST = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
 _CLIENTS_FAULT = re.compile(rb'"code":\s*4\d\d\b')
 _BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+_FATAL = "engines were lost over this request, so that it is sent to no other"
 
 
 class ClientGone(Exception):
@@ -97,11 +99,16 @@ class Proxy:
         self._metrics = metrics
         self._authorization = (None if options.worker_api_key is None
                                else f"Bearer {options.worker_api_key}".encode())
+        self._fatal = Fatal()
         self._now = asyncio.get_running_loop().time
         self.ending = False  # whether a cancelled request is to tell its client why
 
     async def forward(self, request: Request, receive: Receive, send: Send) -> int:
         """Have it answered. Returns the status that went out. Raises ClientGone, or Broken."""
+        if request.generates and self._fatal.is_known(request.path, request.body):
+            self._metrics.refused.labels("fatal").inc()
+            await respond(send, answers.refusal(HTTPStatus.BAD_GATEWAY, _FATAL))
+            return HTTPStatus.BAD_GATEWAY
         headers = answers.request_headers(request.headers, self._authorization)
         line = _Line(receive, send)
         try:
@@ -147,9 +154,15 @@ class Proxy:
                 if failure.kind is Failure.ROUTER:
                     return await self._give_up(request, plan.model, True, None, line, short=True)
                 last = failure.answer if failure.answer is not None else last
+                if failure.kind is Failure.BROKEN and await self._is_fatal(worker, request):
+                    last = answers.refusal(HTTPStatus.BAD_GATEWAY, _FATAL)
+                    break
                 if failure.final:
                     break
         return await self._give_up(request, plan.model, bool(tried), last, line)
+
+    async def _is_fatal(self, worker: Worker, request: Request) -> bool:
+        return request.generates and await self._fatal.broke(worker, request.path, request.body)
 
     async def _give_up(self, request: Request, model: str | None, tried: bool, last: Answer | None,
                        line: "_Line", short: bool = False) -> int:
@@ -191,6 +204,8 @@ class Proxy:
             flight.heard(generated)
             if request.suspects and generated:
                 self._convict(request)
+            if generated and whole:
+                self._fatal.answered(request.path, request.body)
             for refuser, seconds in request.refusals:
                 refuser.busy(seconds)
             self._metrics.first_byte_s.observe(self._now() - request.began_s)
@@ -237,6 +252,7 @@ class Proxy:
             else:
                 worker.doubt()
             await self._break_off(worker, line, f"{_LOST}: {broken}")
+            self._fatal.broke_later(worker, request.path, request.body)
             return HTTPStatus.OK
         finally:
             line.watch(None)
