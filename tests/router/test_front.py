@@ -286,6 +286,25 @@ async def test_a_stock_engines_events_draw_its_prefixes():
         context.destroy(linger=0)
 
 
+async def test_nothing_is_left_on_the_page_of_workers_that_have_gone():
+    async with serving(2) as (served, engines):
+        kept = len((await served.ask(path="/metrics", method="GET")).body.splitlines())
+        for number in range(20):
+            engine = FaultyEngine()
+            await engine.start()
+            engine.fault = (Fault.BREAK, Fault.ERROR, Fault.BUSY)[number % 3]
+            served.router._membership.add(engine.url)
+            await served.until(lambda: served.router.workers.counts() == {"up": 3})
+            for _ in range(3):
+                await served.ask(True)
+            served.router._membership.remove(engine.url)
+            await served.until(lambda: not served.router.workers._leaving)
+            await engine.stop()
+            page = (await served.ask(path="/metrics", method="GET")).body.decode()
+            assert engine.url not in page
+        assert len(page.splitlines()) < kept + 40  # what the first failures have brought
+
+
 async def test_the_page_of_metrics_and_the_documentation_name_the_same():
     async with serving(2) as (served, engines):
         engines[0].fault, engines[0].sick = Fault.BREAK, Fault.ERROR

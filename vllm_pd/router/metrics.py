@@ -68,9 +68,11 @@ class RouterMetrics:
         return prometheus_client.generate_latest(self.registry)
 
     def forget(self, worker: str) -> None:
-        """The gauges of a worker that is gone; its counters stay."""
-        for family in (self.worker_up, self.in_flight):
-            family.remove(worker)
+        """All of a worker that is gone: workers come and go, and the page would only grow."""
+        for family in (self.worker_up, self.in_flight, self.tries, self.broken_streams, self.failures, self.probes):
+            [found] = family.collect()
+            for labels in {tuple(one.labels.values()) for one in found.samples if one.labels["worker"] == worker}:
+                family.remove(*labels)
 
 
 class _IndexCollector:
