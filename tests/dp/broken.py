@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from tests.dp.models import At, Rank, RpcModel, Setting, ShmModel, State, astuple, put, without
 from vllm_pd.dp.calls import Turns
-from vllm_pd.dp.core import Known, Participant, Reach
+from vllm_pd.dp.core import Coordinator, Known, Participant, Reach
 from vllm_pd.dp.interface import Decision
 
 
@@ -202,9 +202,36 @@ class WatchesNoCall(ShmModel):
 class MissesNobodyWhoHasLeft(ShmModel):
     """When all have left, a rank that dies in a call, or rank 0 before one is decided about, counts as done."""
 
-    def may_be_dead(self, state: State, rank: Rank) -> bool:
+    def may_be_gone(self, state: State, rank: Rank) -> bool:
         step = max(other.known[0] for other in state.ranks)
         return all(other.known[1] for other in state.ranks) and self.done(rank, step, 0)
+
+
+class EndsWhenNobodyNeedsIt(ShmModel):
+    """A rank that has left ends, and says so, when all have run what was asked for. Others may yet get a request."""
+
+    def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        participant = Participant(*rank.participant)
+        if participant.left and not self.watched(state):
+            state = state._replace(spare=state.spare._replace(closes=1))
+            yield "ends", self.crash(state, index, rank, At.CLOSED, "closes")
+        else:
+            yield from super().decide(state, index, rank)
+
+
+class MissesNobodyWhoWasShutDown(ShmModel):
+    """A rank that was shut down is missed only where it is needed for a step or a call that there is already."""
+
+    def may_be_gone(self, state: State, rank: Rank) -> bool:
+        return rank.at is At.CLOSED and not self.watched(state) or super().may_be_gone(state, rank)
+
+
+class MissesNobodyWhoSaidGoodBye(RpcModel):
+    """The same over the network."""
+
+    def misses(self, coordinator: Coordinator, rank: Rank) -> bool:
+        done = self.done(rank, coordinator.step, coordinator.calls.released)
+        return super().misses(coordinator, rank) and not (rank.at is At.CLOSED and done)
 
 
 class NeverPutsOff(ShmModel):

@@ -6,14 +6,15 @@
  *
  * -DN=ranks -DREQUESTS=n (-DSHORT: of one forward only) -DABORTS=n choose the size, -DLEAD=n how far ahead to ask, -DSHM the shared page instead of the coordinator,
  * and with it -DCALLS=n so many calls that all ranks make, each of which waits for all ranks or, with -DNO_WAIT, for none;
- * -DPUT_OFFS=n how often rank 0 may put one off, and -DSTOPS=1 has one rank stop for ever anywhere.
+ * -DPUT_OFFS=n how often rank 0 may put one off, and -DSTOPS=1 has one rank stop for ever anywhere. -DSHM -DLEAVES lets ranks leave,
+ * any or all of them, whenever they have no work; whoever has left gets no request.
  * -DONE_SIDED, -DSENDER_EXCLUDED, -DEDGE_WAKE, -DLATCHED, -DCACHED_STOP, (with SHM) -DNO_BELL and -DLATE_STORE, and (with CALLS)
  * -DREADY_ASKS, -DNOT_FINAL, -DREAD_LAST, -DNO_CALL_BELL, (with PUT_OFFS) -DSTAYS_READY and -DFORGETS, and (with STOPS) -DNO_DONE
- * break it; spin must find that.
+ * break it, as do (with LEAVES) -DLEAVES_AT_ONCE, -DNO_LEAVE_BELL and -DENDS_EARLY; spin must find that.
  *
  * Spin looks at every order of events. What it proves: there is no state in which nothing can happen, but that in which all
  * ranks wait at their queue without work, having begun equally many forwards, none beyond the horizon, and made all calls, each
- * after the same forward. With STOPS: but that in which each other rank waits for nobody, or the watching threads look, as there are
+ * after the same forward. With LEAVES: or all have left, and ended after equally many forwards. With STOPS: but that in which each other rank waits for nobody, or the watching threads look, as there are
  * steps to run, or a call waits for somebody or is not done everywhere: then they find out who is silent.
  */
 #ifndef N
@@ -46,6 +47,17 @@ bool inbox[N];    /* something is in the input queue; how much does not matter *
 #ifdef SHM
 byte asked[N];    /* the page */
 bool bell[N];
+#ifdef LEAVES
+bool has_left[N];     /* the page, in one word with asked */
+bool leaving[N];  /* is to leave */
+bool over[N];     /* all have left, as far as the rank knows */
+bool ended[N];
+#ifdef LEAVES_AT_ONCE
+#define ends(i) has_left[i]
+#else
+#define ends(i) over[i]
+#endif
+#endif
 #ifdef CALLS
 byte ready[N];    /* the page: ready for which call, but rank 0's, which it keeps to itself; the rest is rank 0's to write */
 byte proposed, dropped, released, final;
@@ -118,11 +130,17 @@ inline wake(i) {
 
 #ifdef SHM
 inline refresh(i, j) {
+#ifdef LEAVES
+    over[i] = true;
+#endif
     for (j : 0 .. N - 1) {
         if
         :: asked[j] > agreed[i] -> agreed[i] = asked[j]
         :: else
         fi
+#ifdef LEAVES
+        over[i] = over[i] && has_left[j];
+#endif
     }
     j = 0
 }
@@ -176,6 +194,20 @@ proctype Rank(byte i) {
     bool urgent, worked;
 decide:
     skip;
+#ifdef LEAVES
+    if
+    :: atomic { leaving[i] && !has_left[i] && work[i] == 0 -> has_left[i] = true; asked[i] = agreed[i] }
+#ifndef NO_LEAVE_BELL
+        for (j : 0 .. N - 1) {
+            bell[j] = true
+        }
+        j = 0
+#else
+        skip
+#endif
+    :: else
+    fi;
+#endif
 #ifdef CALLS
     may_stop(i)
     d_step { held[i] = held[i] + coming[i]; coming[i] = 0 }
@@ -245,6 +277,17 @@ decide:
 begin:
 #endif
     see(i, j);
+#ifdef LEAVES
+    if
+#ifdef ENDS_EARLY
+    :: ends(i) ->
+#else
+    :: ends(i) && begun[i] == agreed[i] ->
+#endif
+        ended[i] = true; goto end_left
+    :: else
+    fi;
+#endif
     atomic {
         target = 0;
         urgent = false;
@@ -355,6 +398,9 @@ check:
 #ifdef CALLS
         :: moves(i) || coming[i] > 0 -> goto decide
 #endif
+#ifdef LEAVES
+        :: leaving[i] && !has_left[i] || ends(i) -> goto decide
+#endif
         :: work[i] > 0 && may_step(i) -> goto decide
         :: else
         fi
@@ -382,6 +428,10 @@ end_get:
 #endif
 #ifdef STOPS
 stop:
+    false
+#endif
+#ifdef LEAVES
+end_left:
     false
 #endif
 }
@@ -450,9 +500,18 @@ proctype Requests() {
         select(i : 0 .. N - 1);
         atomic {
             if
+#ifdef LEAVES
+            :: has_left[i] -> skip
+            :: !has_left[i] -> work[i] = work[i] + 1
+#else
             :: work[i] = work[i] + 1
+#endif
 #ifndef SHORT
+#ifdef LEAVES
+            :: !has_left[i] -> work[i] = work[i] + 2
+#else
             :: work[i] = work[i] + 2
+#endif
 #endif
             fi;
             put(i);
@@ -465,6 +524,15 @@ proctype Requests() {
     od;
     i = 0
 }
+
+#ifdef LEAVES
+proctype Leaver(byte i) {
+    if
+    :: atomic { leaving[i] = true; put(i) }
+    :: true
+    fi
+}
+#endif
 
 #ifdef CALLS
 proctype Caller(byte i) { /* tells a rank of all calls, in its own time */
@@ -489,6 +557,17 @@ end_monitor:
             assert(stopped[j] || resting[j] || watched)
         }
 #else
+#ifdef LEAVES
+        bool all_left = true;
+        for (j : 0 .. N - 1) {
+            all_left = all_left && has_left[j]
+        }
+        for (j : 0 .. N - 1) {
+            assert(ended[j] == all_left);
+            assert(work[j] == 0 && (ended[j] || !inbox[j]));
+            assert(begun[j] == begun[0] && begun[j] == agreed[j])
+        }
+#else
         for (j : 0 .. N - 1) {
             assert(work[j] == 0 && !inbox[j]);
 #ifdef CALLS
@@ -496,6 +575,7 @@ end_monitor:
 #endif
             assert(begun[j] == begun[0] && begun[j] == agreed[j])
         }
+#endif
 #endif
 }
 
@@ -507,6 +587,9 @@ init {
             run Watch(i)
 #ifdef CALLS
             ; run Caller(i)
+#endif
+#ifdef LEAVES
+            ; run Leaver(i)
 #endif
         }
 #ifndef SHM

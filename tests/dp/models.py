@@ -31,6 +31,10 @@ class At(IntEnum):
     TURN = 9  # has read what there is to know about calls by shared memory
     CALL = 10  # in a call that all ranks make, and which waits for all
     STOPPED = 11  # lives, and does nothing ever again
+    CLOSED = 12  # was shut down, or has left and waited long enough, and has said so
+
+
+GONE = (At.DEAD, At.CLOSED)
 
 
 class Rank(NamedTuple):
@@ -64,6 +68,7 @@ class Spare(NamedTuple):
     calls: int = 0  # for all ranks
     lone_calls: int = 0  # for one
     stops: int = 0
+    closes: int = 0
     put_offs: int = 0  # of a call that all hear of, or it could go on for ever
 
 
@@ -123,7 +128,7 @@ class LoopModel:
             if alike in seen:  # what it does is what its twin does
                 continue
             seen.add(alike)
-            if rank.at in (At.DEAD, At.STOPPED):
+            if rank.at in (At.DEAD, At.STOPPED, At.CLOSED):
                 continue
             for what, after in self.of(state, index, rank):
                 yield f"{index} {what}", self.sorted(after)
@@ -142,6 +147,8 @@ class LoopModel:
             yield from self.loop(state, index, rank)
         if state.spare.crashes:
             yield "crashes", self.crash(state, index, rank)
+        if state.spare.closes and rank.at not in (At.FAILED, At.ENDED):
+            yield "is shut down", self.crash(state, index, rank, At.CLOSED, "closes")
         if state.spare.stops and rank.at is not At.ENDED:
             stopped = rank._replace(at=At.STOPPED, made=self.made(rank))
             yield "stops", put(state, index, stopped, spare=less(state.spare, "stops"))
@@ -279,10 +286,10 @@ class LoopModel:
         """A rim's `leave`."""
         raise NotImplementedError
 
-    def crash(self, state: State, index: int, rank: Rank) -> State:
+    def crash(self, state: State, index: int, rank: Rank, at: At = At.DEAD, spare: str = "crashes") -> State:
         """The process is gone, with all that was on its way to it."""
-        dead = Rank(rank.participant, At.DEAD, known=rank.known, here=rank.here, made=self.made(rank))
-        return put(state, index, dead, spare=less(state.spare, "crashes"))
+        dead = Rank(rank.participant, at, known=rank.known, here=rank.here, made=self.made(rank))
+        return put(state, index, dead, spare=less(state.spare, spare))
 
     def made(self, rank: Rank) -> tuple:
         """The calls that the others need not wait for it in."""
@@ -310,11 +317,13 @@ class LoopModel:
 
     def check_end(self, state: State) -> str | None:
         """See Model."""
-        living = [rank for rank in state.ranks if rank.at is not At.DEAD]
+        living = [rank for rank in state.ranks if rank.at not in GONE]
         if len(living) < len(state.ranks):
+            if not self.setting.spare.crashes + self.setting.spare.closes:
+                return f"a rank has ended before all had left: {[rank.at.name for rank in state.ranks]}"
             if all(rank.at in (At.FAILED, At.ENDED) for rank in living):
                 return None
-            return f"a rank hangs after a death: {[rank.at.name for rank in state.ranks]}"
+            return f"a rank hangs, or goes on, after another's end: {[rank.at.name for rank in state.ranks]}"
         if any(rank.at is At.STOPPED for rank in living):
             if all(rank.at in (At.STOPPED, At.FAILED, At.ENDED) or self.at_rest(rank) for rank in living):
                 return None
@@ -342,7 +351,7 @@ class RpcModel(LoopModel):
 
     def __init__(self, setting: Setting):
         super().__init__(setting)
-        self.name_first = self.calls or setting.spare.crashes > 0
+        self.name_first = self.calls or setting.spare.crashes + setting.spare.closes > 0
         self.lossy = setting.spare.losses > 0
         self._tidy: dict[Rank, Rank] = {}
 
@@ -405,7 +414,7 @@ class RpcModel(LoopModel):
     def of(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield from super().of(state, index, rank)
         spare = state.spare
-        coordinator_lives = state.ranks[0].at is not At.DEAD or not self.name_first
+        coordinator_lives = state.ranks[0].at not in GONE or not self.name_first
         if rank.ring:
             yield "is rung", put(state, index, self.rung(rank))
         if rank.at is At.FAILED:
@@ -437,16 +446,20 @@ class RpcModel(LoopModel):
                 yield "notices that the coordinator is dead", put(state, index, fail(rank))
             return
         coordinator = coordinator_of(state)
-        dead = [other for other in state.ranks if other.at is At.DEAD
-                and not (coordinator.over and self.done(other, coordinator.step, coordinator.calls.released))]
-        if dead and not state.fault and index == 0:
-            ranks = tuple(one if one.at is At.DEAD else tell(one, "fault") for one in state.ranks)
-            yield "finds a rank dead", state._replace(ranks=ranks, fault=True)
+        missed = any(self.misses(coordinator, other) for other in state.ranks)
+        if missed and not state.fault and index == 0:
+            ranks = tuple(one if one.at in GONE else tell(one, "fault") for one in state.ranks)
+            yield "finds a rank gone", state._replace(ranks=ranks, fault=True)
         silent = self.lossy and not rank.says and not rank.tells
         if silent and participant.unanswered:
             yield "says it again", put(state, index, say(rank, answer=True))
         elif silent and index in coordinator_of(state).owed():
             yield "is told again", put(state, index, tell(rank, (*self.news(state, rank), True)))
+
+    def misses(self, coordinator: Coordinator, rank: Rank) -> bool:
+        """Whether a rank is gone, and has not done its part before."""
+        done = coordinator.over and self.done(rank, coordinator.step, coordinator.calls.released)
+        return rank.at in GONE and not done
 
     def news(self, state: State, rank: Rank) -> tuple:
         """What the coordinator tells a rank."""
@@ -467,7 +480,7 @@ class RpcModel(LoopModel):
         out = []
         for other, rank in enumerate(ranks):
             tells = before != news and other in owed and self.tells(other, index) or answer and other == index
-            tells = tells and rank.at is not At.DEAD
+            tells = tells and rank.at not in GONE
             out.append(tell(rank, (*news[:2], rank.known[3], news[2], rank.known[5], False)) if tells else rank)
         return state._replace(ranks=tuple(out))
 
@@ -535,7 +548,7 @@ class ShmModel(LoopModel):
     def of(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield from super().of(state, index, rank)
         if rank.bells > 0:  # one after another, in fact; but each may be heard as late as it likes
-            ranks = [other._replace(ring=True) if number != index and other.at is not At.DEAD else other
+            ranks = [other._replace(ring=True) if number != index and other.at not in GONE else other
                      for number, other in enumerate(state.ranks)]
             ranks[index] = rank._replace(bells=0)
             yield "has rung all", state._replace(ranks=tuple(ranks))
@@ -545,8 +558,8 @@ class ShmModel(LoopModel):
             refreshed = self.refreshed(state, rank)
             due = Participant(*refreshed.participant).due
             yield "hears its bell", put(state, index, refreshed._replace(ring=False, queue=rank.queue or due))
-        if any(other.at is At.DEAD and not self.may_be_dead(state, other) for other in state.ranks):
-            yield "finds a rank dead", put(state, index, fail(rank))
+        if any(other.at in GONE and not self.may_be_gone(state, other) for other in state.ranks):
+            yield "finds a rank gone", put(state, index, fail(rank))
         if any(other.at is At.STOPPED for other in state.ranks) and self.watched(state):
             yield "finds a rank silent", put(state, index, fail(rank))
 
@@ -555,11 +568,11 @@ class ShmModel(LoopModel):
         calls, step = state.ranks[0].known[3], max(rank.known[0] for rank in state.ranks)
         return calls.open or not all(self.done(rank, step, calls.released) for rank in state.ranks)
 
-    def crash(self, state: State, index: int, rank: Rank) -> State:
-        after = super().crash(state, index, rank)  # a death wakes the watching threads, as a bell does
-        return after._replace(ranks=tuple(one if one.at is At.DEAD else one._replace(ring=True) for one in after.ranks))
+    def crash(self, state: State, index: int, rank: Rank, at: At = At.DEAD, spare: str = "crashes") -> State:
+        after = super().crash(state, index, rank, at, spare)  # a death wakes the watching threads, as a bell does
+        return after._replace(ranks=tuple(one if one.at in GONE else one._replace(ring=True) for one in after.ranks))
 
-    def may_be_dead(self, state: State, rank: Rank) -> bool:
+    def may_be_gone(self, state: State, rank: Rank) -> bool:
         """It has done its part: all leave, and it has ended all forwards and calls, with none left to decide about."""
         calls, step = state.ranks[0].known[3], max(other.known[0] for other in state.ranks)
         if Participant(*rank.participant).turns.leads and calls.open:

@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of an offline group: `offline_rank.py MODEL TOKENS` generates a part, makes a call with a collective in it,
-generates, says what came of it, and ends at once."""
+"""One rank of an offline group: `offline_rank.py MODEL TOKENS [OTHER]` generates a part, makes a call with a collective
+in it, generates, says what came of it, and ends at once. With OTHER it waits before the last part until another rank
+has said something in that file, and then for PAUSE_S."""
 
 import sys
+import time
+from pathlib import Path
 
 from vllm import LLM, SamplingParams
 
-from vllm_pd.dp import engine
+PAUSE_S = 5.0  # a rank that had nothing to do for 3 s once ended although others were not done
+BOUND_S = 100.0
+
+
+def wait_for(other: Path) -> None:
+    until = time.monotonic() + BOUND_S
+    while "served" not in other.read_text() and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(PAUSE_S)
+
 
 if __name__ == "__main__":
-    engine.LINGER_S = 60.0  # a rank that has ended waits so long for another that a machine may hold up
     llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
               worker_extension_cls="vllm_pd.dpbench.probe.StepProbe")  # fmt: skip
     def served(tokens: int) -> int:
@@ -18,4 +29,7 @@ if __name__ == "__main__":
 
     most = int(sys.argv[2])
     served(most // 4 + 1)
-    print("called", llm.collective_rpc("probe_collective"), "served", served(most), flush=True)
+    called = llm.collective_rpc("probe_collective")
+    for other in sys.argv[3:]:
+        wait_for(Path(other))
+    print("called", called, "served", served(most), flush=True)

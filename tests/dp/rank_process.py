@@ -60,6 +60,10 @@ def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], Non
                 time.sleep(BOUND_S * 2)
             elif kind == "leave":
                 member.leave()
+            elif kind == "end":
+                member.ends()
+            elif kind == "shut down":
+                return
             elif kind == "call":
                 member.hold(rest[0])
             elif kind == "give up":

@@ -22,11 +22,14 @@ def too_low(work):
     return 1
 
 
+ALL_LEAVE = Setting(2, Spare(requests=1, aborts=1), leaves=True)
 A_CALL = Setting(2, Spare(requests=1, calls=1), tokens=(2,))
 A_CALL_AND_A_STOP = Setting(2, Spare(requests=1, calls=1, stops=1), tokens=(1,))
 A_CALL_WHILE_ALL_LEAVE_AND_A_DEATH = Setting(2, Spare(calls=1, crashes=1), leaves=True, expire=True)
 A_CALL_BEHIND_ONE_THAT_NOT_ALL_HEAR_OF = Setting(2, Spare(calls=1, lone_calls=1), names=(2,))
 A_CALL_PUT_OFF = Setting(2, Spare(calls=1, lone_calls=1, put_offs=1), names=(2,))
+ONE_IS_SHUT_DOWN = Setting(2, Spare(requests=1, closes=1))
+ALL_LEAVE_AND_ONE_ENDS_EARLY = Setting(2, Spare(requests=1, closes=1), leaves=True)
 A_CALL_AND_ALL_LEAVE = Setting(2, Spare(calls=1), leaves=True, expire=True)
 
 # name: model, setting, states
@@ -40,10 +43,13 @@ EXPLORED = {
     "network, 2 ranks, messages lost": (
         RpcModel, Setting(2, Spare(requests=1, losses=1), tokens=(1,), joined=False), 45_870),
     "network, 2 ranks, messages doubled": (RpcModel, Setting(2, Spare(requests=2, doubles=1)), 12_042),
-    "network, 2 ranks, all leave": (RpcModel, Setting(2, Spare(requests=1, aborts=1), leaves=True), 13_701),
+    "network, 2 ranks, all leave": (RpcModel, ALL_LEAVE, 13_701),
     "network, 2 ranks, all leave, lost": (RpcModel, Setting(2, Spare(losses=2), leaves=True), 8_862),
     "network, 2 ranks, a death": (RpcModel, Setting(2, Spare(requests=2, crashes=1)), 21_092),
     "network, 2 ranks, all leave, a death": (RpcModel, Setting(2, Spare(requests=1, crashes=1), leaves=True), 17_876),
+    "network, 2 ranks, one is shut down": (RpcModel, ONE_IS_SHUT_DOWN, 1_281),
+    "network, 2 ranks, all leave, one waits long enough or is shut down": (
+        RpcModel, ALL_LEAVE_AND_ONE_ENDS_EARLY, 17_876),
     "network, 3 ranks": (RpcModel, Setting(3, Spare(requests=2), tokens=(1,)), 15_888),
     "network, 3 ranks, a death": (RpcModel, Setting(3, Spare(requests=1, crashes=1)), 14_792),
     "network, 4 ranks": (RpcModel, Setting(4, Spare(requests=1), tokens=(2,)), 5_067),
@@ -55,9 +61,12 @@ EXPLORED = {
     "network, 3 ranks, a call": (RpcModel, Setting(3, Spare(calls=1)), 9_816),
     "memory, 2 ranks, early ends and pauses": (ShmModel, Setting(2, Spare(requests=1, aborts=1, pauses=2)), 12_697),
     "memory, 2 ranks, nothing known ahead": (ShmModel, Setting(2, Spare(requests=2, aborts=1), hint=no_hint), 26_748),
-    "memory, 2 ranks, all leave": (ShmModel, Setting(2, Spare(requests=1, aborts=1), leaves=True), 11_124),
+    "memory, 2 ranks, all leave": (ShmModel, ALL_LEAVE, 11_124),
     "memory, 2 ranks, a death": (ShmModel, Setting(2, Spare(requests=2, aborts=1, crashes=1)), 33_499),
     "memory, 2 ranks, all leave, a death": (ShmModel, Setting(2, Spare(requests=1, crashes=1), leaves=True), 7_978),
+    "memory, 2 ranks, one is shut down": (ShmModel, ONE_IS_SHUT_DOWN, 1_102),
+    "memory, 2 ranks, all leave, one waits long enough or is shut down": (
+        ShmModel, ALL_LEAVE_AND_ONE_ENDS_EARLY, 7_978),
     "memory, 3 ranks": (ShmModel, Setting(3, Spare(requests=2), tokens=(1,)), 37_221),
     "memory, 3 ranks, a death": (ShmModel, Setting(3, Spare(requests=1, crashes=1)), 13_047),
     "memory, 2 ranks, a call": (ShmModel, A_CALL, 21_495),
@@ -88,6 +97,9 @@ BROKEN = {
     broken.LatchedRunning: (Setting(2, Spare(requests=1)), "beyond|ahead|hangs|unequal"),
     broken.CachedStop: (Setting(2, Spare(requests=2)), "hangs|unequal"),
     broken.LeavesAtOnce: (Setting(2, Spare(requests=1), leaves=True), "hangs|unequal"),
+    broken.EndsWhenNobodyNeedsIt: (ALL_LEAVE, "before all had left"),
+    broken.MissesNobodyWhoWasShutDown: (ONE_IS_SHUT_DOWN, "goes on, after another's end"),
+    broken.MissesNobodyWhoSaidGoodBye: (ALL_LEAVE_AND_ONE_ENDS_EARLY, "goes on, after another's end"),
     broken.NoBell: (Setting(2, Spare(requests=1)), "hangs|unequal"),
     broken.OnlyLateBells: (Setting(2, Spare(requests=1)), "hangs|unequal"),
     broken.EdgeTriggeredBell: (Setting(2, Spare(requests=1)), "hangs|unequal"),
@@ -97,7 +109,7 @@ BROKEN = {
     broken.ReleasedBeforeAllAreReady: (A_CALL, "hangs|unequal|alike"),
     broken.LeavesAfterItsPromise: (A_CALL_AND_ALL_LEAVE, "hangs"),
     broken.WatchesNoCall: (A_CALL_AND_A_STOP, "hangs beside"),
-    broken.MissesNobodyWhoHasLeft: (A_CALL_WHILE_ALL_LEAVE_AND_A_DEATH, "hangs after"),
+    broken.MissesNobodyWhoHasLeft: (A_CALL_WHILE_ALL_LEAVE_AND_A_DEATH, "hangs, or goes on"),
     broken.NeverPutsOff: (A_CALL_BEHIND_ONE_THAT_NOT_ALL_HEAR_OF, "by all"),
     broken.ForgetsWhatIsPutOff: (A_CALL_PUT_OFF, "by all"),
     broken.GivesUpAfterItsPromise: (Setting(2, Spare(calls=1), expire=True), "hangs|by all"),

@@ -101,15 +101,16 @@ def test_each_rank_with_a_front_end_of_its_own(logs, meeting, tmp_path, start_gr
 
 
 def test_an_offline_rank_that_ends_early_leaves_the_others_their_group(moe, logs, forks):
-    """`LLM` in a process per rank: rank 0 has one short prompt and ends; rank 1 goes on for long and is not harmed.
-    Before that both make a call with a collective in it, one of them while the other still generates."""
+    """`LLM` in a process per rank: rank 0 has one short prompt and ends; rank 1 calls `generate` again seconds later
+    and goes on for long. Before that both make a call with a collective in it, one while the other generates."""
     port = take_free_run("127.0.0.1", MEETINGS)
     said, ranks = [logs / f"offline{rank}.txt" for rank in (0, 1)], []
     for rank, tokens in ((0, 2), (1, 300)):
         env = {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": "2",
                "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}  # fmt: skip
         with said[rank].open("wb") as output:
-            ranks.append(forks.script(str(Path(__file__).with_name("offline_rank.py")), [str(moe), str(tokens)],
+            other = [str(said[0])] if rank else []
+            ranks.append(forks.script(str(Path(__file__).with_name("offline_rank.py")), [str(moe), str(tokens), *other],
                                       logs / f"offline{rank}.log", output.fileno(), **env))  # fmt: skip
     for rank in ranks:
         rank.wait(2 * BOUND_S)

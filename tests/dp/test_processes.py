@@ -224,6 +224,35 @@ def test_a_process_that_has_left_may_end_before_the_others(make):
     assert group.exit_codes(0, 1) == [0, 0]
 
 
+def test_a_process_that_has_left_is_there_for_one_that_works_later(make):
+    """However long nobody needed it."""
+    group = make(2, settings=CALM)
+    group.ask(1, "leave")
+    group.states()
+    time.sleep(1.5 * CALM.timeout_s)
+    group.ask(0, "request", 5)
+    group.wait(0, "served")
+    group.ask(0, "leave")
+    assert group.exit_codes(0, 1) == [0, 0]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("left", [0, 2], ids=["nobody", "a rank"])
+def test_b73_a_process_that_is_shut_down_in_order_ends_the_others(make, victim, left):
+    """Also where nobody needs a step: they can't run another one. A rank that has left waits no longer, either. One
+    that has been told to end, too, is not disturbed."""
+    group = make(4, settings=CALM)
+    group.states()
+    if left:
+        group.ask(left, "leave")
+    group.ask(3, "end")
+    group.ask(victim, "shut down")
+    others = [rank for rank in range(3) if rank != victim]
+    said = [group.wait(rank, "failed")[1] for rank in others]
+    assert all(f"rank {victim}: it has been shut down" in text for text in said), said
+    assert group.exit_codes(victim, *others) == [0, FAILED, FAILED]
+
+
 def test_a_quiet_group_does_not_run(make):
     group = make(2, settings=CALM)
     group.ask(0, "request", 2)

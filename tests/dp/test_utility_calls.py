@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which utility calls an engine keeps until all ranks make them, and what becomes of them."""
 import queue
+import signal
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from vllm_pd.dp import utility
 from vllm_pd.dp.calls import Move, Turns
 from vllm_pd.dp.core import Participant
 from vllm_pd.dp.engine import EngineSync, GroupSettings, settings_of
-from vllm_pd.dp.interface import CallEnd, Decision
+from vllm_pd.dp.interface import CallEnd, Decision, GroupFailed
 from vllm_pd.dp.utility import UtilityCalls, kind_of, name_of
 from vllm_pd.errors import ConfigError
 
@@ -256,18 +257,20 @@ class Lingering:
     def leave(self):
         pass
 
+    def ends(self):
+        self.ending = True
+
 
 @pytest.fixture
 def leaving(monkeypatch):
     """An EngineSync that is leaving, behind a queue."""
-    monkeypatch.setattr(engine_module, "LINGER_S", 0.4)
     monkeypatch.setattr(engine_module, "LINGER_POLL_S", 0.02)
     sync = EngineSync(SimpleNamespace(input_queue=queue.Queue(), scheduler=SimpleNamespace(requests={}),
                                       batch_queue=None, abort_requests=lambda requests: None))  # fmt: skip
     sync._member = Lingering()
     sync._calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
-    sync._may_linger = True
-    assert sync.leave()
+    sync._may_linger, sync._linger_s = True, 0.4
+    assert sync.leave(signal.SIGTERM)
     return sync
 
 
@@ -275,7 +278,7 @@ def test_an_engine_that_leaves_does_not_end_while_it_is_ready_for_a_call(leaving
     """Rank 0 may release the call later; the others would then wait in it for this rank."""
     leaving.keep_up(None)
     time.sleep(0.5)
-    assert not leaving.due
+    assert not leaving.due and leaving.leave(signal.SIGTERM)
     leaving.keep_up(None)
     leaving._member.engaged = False
     assert leaving.due
@@ -294,6 +297,32 @@ def test_an_engine_that_leaves_sleeps_until_it_has_something_to_do(leaving):
             turns += 1
             leaving.keep_up(None)
     assert turns == 2
+
+
+def test_an_engine_that_has_left_waits_for_the_others_however_long_they_need_no_step(leaving):
+    """A rank that calls `generate` seconds after another has ended still needs it."""
+    leaving._member.engaged = False
+    leaving._linger_s = GroupSettings().stall_s
+    leaving.keep_up(None)
+    assert not leaving.due and leaving._last_due_s + leaving._linger_s > time.monotonic() + 200
+
+
+def test_an_engine_that_has_left_ends_in_order_when_the_others_have_died(leaving):
+    """Nobody needs it, and its own requests are done. One that has not left says that the group has failed."""
+    def failed(*_):
+        raise GroupFailed("rank 1: its process has ended")
+
+    leaving._member.before_step = failed
+    with pytest.raises(SystemExit):
+        leaving.keep_up(None)
+    leaving._leaving = leaving._left = False
+    with pytest.raises(GroupFailed):
+        leaving.keep_up(None)
+
+
+def test_ctrl_c_ends_an_engine_that_is_leaving(leaving):
+    """And others that end at the same time are no failure to it."""
+    assert not leaving.leave(signal.SIGINT) and leaving._member.ending
 
 
 class Scheduler:

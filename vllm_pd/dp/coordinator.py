@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from vllm_pd.dp.calls import Calls
 from vllm_pd.dp.core import Coordinator
 from vllm_pd.dp.interface import GroupFailed, Settings
-from vllm_pd.dp.liveness import Liveness
+from vllm_pd.dp.liveness import TOLD_S, Liveness
 from vllm_pd.dp.messages import Keys, Say, Tell, decode, encode, rank_identity, router
 from vllm_pd.rpc.codec import BadFrame
 from vllm_pd.rpc.sockets import SendResult, Waker, endpoint, receive, send
@@ -36,13 +36,14 @@ class CoordinatorServer:
         self.lost_s = settings.timeout_s / 4
         self._sent: list[tuple[tuple[int, bool, Calls], float]] = [((-1, False, Calls()), 0.0)] * size
         self._lost: dict[int, float] = {}
-        self._closed: set[int] = set()
+        self._closed: dict[int, float] = {}  # since when
         self._fault = ""
         self._closing = threading.Event()
         self._waker = Waker()
         self._context = zmq.Context()
         self.dropped = 0  # frames that were none of ours
         self.messages = 0
+        self.ends = False  # this process has been told to end, see interface.Member
         try:
             self._socket = router(self._context, host, keys, settings.timeout_s)
         except zmq.ZMQError as error:
@@ -105,9 +106,10 @@ class CoordinatorServer:
         """Nothing to do before that. None in a quiet group."""
         if self._fault:
             return None if not self._closing.is_set() else 0
-        if self._core.quiet and all(self._core.here) and not self._lost:
+        if self._core.quiet and all(self._core.here) and not self._lost and not self._closed:
             return None
-        return self._beat_s * (500 if self._lost else 1000)
+        wait_s = self._beat_s / 2 if self._lost else self._beat_s
+        return 1000 * (min(wait_s, TOLD_S) if self._closed else wait_s)
 
     def _hear(self, frames: list[bytes], now: float) -> None:
         try:
@@ -123,7 +125,7 @@ class CoordinatorServer:
         self._core.hear(message.rank, message.known)
         self._liveness.heard(message.rank, now)
         if message.closed:
-            self._closed.add(message.rank)
+            self._closed.setdefault(message.rank, now)
         if message.answer or self._fault:
             self._tell(message.rank, now)
 
@@ -174,9 +176,10 @@ class CoordinatorServer:
                 continue
             if now - since > self.lost_s:
                 return self._give_up(f"rank {rank}: its process has ended or can't be reached", now)
-        needed = [rank for rank in sorted(self._closed) if core.needs(rank)]
-        if needed:
-            return self._give_up(f"rank {needed[0]}: it has been shut down while the others still need it", now)
+        missed = [rank for rank, since in self._closed.items()
+                  if core.needs(rank) or not core.over and not self.ends and now - since >= TOLD_S]
+        if missed:
+            return self._give_up(f"rank {missed[0]}: it has been shut down, and the others can't go on without it", now)
         if core.quiet:
             return self._liveness.quiet()
         for rank in self._closed:

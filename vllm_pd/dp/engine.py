@@ -10,12 +10,14 @@ from a signal handler.
 
 A front end that ends takes its engine with it. Where several front ends own one rank each (`LLM` in a process per
 rank), the others may still need this rank's part of their forward passes, so such an engine leaves the group instead
-of ending at once: it drops its own requests, goes on with the others', and ends when all have left, or when nobody
-has wanted a step for LINGER_S.
+of ending at once: it drops its own requests, goes on with the others', and ends when all have left, when the group has
+failed, or when nobody has wanted a step for `stall_s`. In the last case the group fails for those that have not left.
 """
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -35,10 +37,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import DPEngineCoreProc
 
 SETTINGS_KEY = "dp_sync"  # in VllmConfig.additional_config: the fields of GroupSettings
-LINGER_S = 3.0
 TOGETHER_S = 30.0
-LINGER_POLL_S = 0.5
+LINGER_POLL_S = 0.5  # how often, at most, a rank that leaves looks whether it has waited long enough
 REST_POLL_S = 0.05  # how often a rank at rest looks after transfers of KV, which tell nobody when they end
+
+log = logging.getLogger(__name__)
 
 
 class GroupSettings(Settings, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +95,8 @@ class EngineSync:
         self._unfinished: deque[Future] = deque()  # forwards of a pipeline that are on their way
         self._may_linger = False
         self._leaving = self._left = False
-        self._last_due_s = 0.0
+        self._linger_s = 0.0
+        self._last_due_s = 0.0  # when another rank wanted a step, or this one began to leave
         self._budget: int | None = None  # of the scheduler, while it rests
         self._rest_until_s = 0.0
         self._has_transfers = False  # of KV, by a connector
@@ -107,6 +111,7 @@ class EngineSync:
         settings = settings_of(config.additional_config)
         one_front_end = self._engine.publish_dp_lb_stats
         bounds = settings.bounds(one_front_end, not online)
+        self._linger_s = bounds.stall_s
         self._member = dp.join(
             parallel.data_parallel_rank, parallel.data_parallel_size, parallel.data_parallel_master_ip, wake=self._wake,
             exchange=dp.over(self._engine.dp_group), abort=self._abort,
@@ -179,7 +184,17 @@ class EngineSync:
         return result
 
     def keep_up(self, dummy: Callable[[], Any]) -> None:
-        """Where the loop had no forward pass to run: run the one that the others wait for, if they do."""
+        """Where the loop had no forward pass to run: run the one that the others wait for, if they do. Raises
+        GroupFailed, and SystemExit when this rank has left and nobody needs it any more."""
+        try:
+            self._keep_up(dummy)
+        except GroupFailed as error:
+            if not self._left:
+                raise
+            log.warning("this rank had left its group, which has failed since: %s", error)
+            raise SystemExit from error
+
+    def _keep_up(self, dummy: Callable[[], Any]) -> None:
         self._count_ended()
         if self._leaving:
             self._go_on_leaving()
@@ -191,14 +206,18 @@ class EngineSync:
         elif decision is Decision.END:
             raise SystemExit
 
-    def leave(self) -> bool:
-        """The front end wants this engine to end. False: it may end now. True: its loop will end by itself.
+    def leave(self, signum: int) -> bool:
+        """The front end (SIGTERM) or the user wants this engine to end. False: it may end now. True: its loop will end
+        by itself.
 
         Called by a signal handler, so it takes no lock that the interrupted loop could hold.
         """
-        if not self._may_linger:
+        if not self._may_linger or signum != signal.SIGTERM:
+            self._member.ends()
             return False
-        self._leaving = True
+        if self._leaving:
+            return True
+        self._last_due_s, self._leaving = time.monotonic(), True
         threading.Thread(target=self._linger, name="dp-leave", daemon=True).start()
         return True
 
@@ -232,24 +251,27 @@ class EngineSync:
         self._engine.input_queue.put_nowait(self._wake_up)
 
     def _linger(self) -> None:
+        """Wake the engine loop to leave, and when it has waited for the others long enough."""
         while True:
             if self._engine.input_queue.empty():  # or the loop is elsewhere, or about to look anyway
                 self._wake()
-            time.sleep(LINGER_POLL_S)
+            time.sleep(max(LINGER_POLL_S, self._last_due_s + self._linger_s - time.monotonic()))
 
     @property
     def _leaves_now(self) -> bool:
         """Whether there is something to do about leaving."""
-        lingered = time.monotonic() - self._last_due_s > LINGER_S
+        lingered = time.monotonic() - self._last_due_s > self._linger_s
         return not self._left or lingered and not self._member.engaged
 
     def _go_on_leaving(self) -> None:
         if not self._left:
-            self._left, self._last_due_s = True, time.monotonic()
+            self._left = True
             self._engine.abort_requests(list(self._engine.scheduler.requests))
             self._calls.expire()
             self._member.leave()
         elif self._leaves_now:
+            log.warning("this rank has left its data-parallel group, no other has wanted a step for stall_s=%g s, and "
+                        "not all have left: it ends, and with it the group", self._linger_s)
             raise SystemExit
 
     def _abort(self, error: GroupFailed) -> None:

@@ -135,5 +135,10 @@ class Member(Protocol):
         """This rank will have no work of its own any more. Go on stepping with `before_step(False)` until it says END:
         the others may still need this rank's part of their forwards."""
 
+    def ends(self) -> None:
+        """This process has been told to end, so it does not matter to it any more that another rank is closed. Takes no
+        lock: for a signal handler."""
+
     def close(self) -> None:
-        """Lets go of threads and sockets. A rank closed before END fails the group as soon as anyone needs it."""
+        """Lets go of threads and sockets. A rank closed before END fails the group: at once where somebody needs it,
+        else after a moment in which the others may be told to end, too."""

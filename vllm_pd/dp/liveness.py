@@ -6,6 +6,8 @@ anew.
 """
 from typing import NamedTuple
 
+TOLD_S = 1.0  # processes that are told to end together are all told within that
+
 
 class Finding(NamedTuple):
     """What is wrong, and with which rank (None: nobody in particular)."""

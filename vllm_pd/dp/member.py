@@ -50,6 +50,7 @@ class BaseMember(ABC):
         self._noticed = threading.Event()
         self._waker = Waker()
         self._closing = threading.Event()
+        self._ends = False
         self._visits = 0  # of the engine loop
         self._visits_seen = 0
         self._loop_watch = Liveness([], settings.timeout_s, settings.stall_s)
@@ -157,6 +158,10 @@ class BaseMember(ABC):
         with self._lock:
             self._participant.leave()
             self._publish_leave()
+
+    def ends(self) -> None:
+        """See interface.Member."""
+        self._ends = True
 
     def close(self) -> None:
         """See interface.Member."""

@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from vllm_pd.dp.coordinator import CoordinatorServer
 from vllm_pd.dp.core import Ask
 from vllm_pd.dp.interface import Abort, GroupFailed, Settings, Wake
-from vllm_pd.dp.liveness import Liveness
+from vllm_pd.dp.liveness import TOLD_S, Liveness
 from vllm_pd.dp.member import AWAY, BaseMember, log
 from vllm_pd.dp.messages import Say, Tell, dealer, decode, encode, rank_identity
 from vllm_pd.rpc.codec import BadFrame
@@ -38,7 +38,7 @@ class RpcMember(BaseMember):
         self._pending: tuple[int, float] | None = None  # step asked for, when
         self._said_at = 0.0
         self._lost_at: float | None = None
-        self._coordinator_closed = False
+        self._coordinator_closed: float | None = None  # since when
         self._context = zmq.Context()
         try:
             ipv6 = "[" in address
@@ -83,6 +83,12 @@ class RpcMember(BaseMember):
             self._asleep = False
             self._waker.set()
 
+    def ends(self) -> None:
+        """See interface.Member."""
+        super().ends()
+        if self._coordinator is not None:
+            self._coordinator.ends = True
+
     def _before_close(self) -> None:
         with self._lock:
             self._say(self._asking, closed=True)
@@ -115,8 +121,8 @@ class RpcMember(BaseMember):
 
     def _wait_ms(self) -> float | None:
         with self._lock:
-            self._asleep = not self._busy() and self._lost_at is None
-            return None if self._asleep else self._beat_s * 500
+            self._asleep = not self._busy() and self._lost_at is None and self._coordinator_closed is None
+            return None if self._asleep else min(self._beat_s / 2, TOLD_S) * 1000
 
     def _busy(self) -> bool:
         """Locked. There are steps to run, or words to be answered."""
@@ -147,7 +153,8 @@ class RpcMember(BaseMember):
         if tell.fault:
             self._fail(tell.fault)
             return
-        self._coordinator_closed = self._coordinator_closed or tell.closed
+        if tell.closed:
+            self._coordinator_closed = self._coordinator_closed or now
         with self._lock:
             became_due = self._participant.told(tell.step, tell.over, tell.left, tell.calls, tell.ready)
             if self._pending and tell.step >= self._pending[0]:
@@ -171,7 +178,10 @@ class RpcMember(BaseMember):
             return
         if self._loop_is_away(now):
             return self._fail(f"rank {self.rank}: {AWAY}")
-        if self._lost_at is not None and now - self._lost_at > self._beat_s and (busy or not self._coordinator_closed):
+        closed = self._coordinator_closed
+        if closed is not None and now - closed >= TOLD_S and not self._ends:
+            self._fail(f"rank {_COORDINATOR}: it has been shut down, and the others can't go on without it")
+        elif self._lost_at is not None and now - self._lost_at > self._beat_s and (busy or closed is None):
             self._fail(f"the coordinator (rank {_COORDINATOR}): its process has ended or can't be reached")
         elif not busy or not self._joined.is_set():
             self._liveness.quiet()

@@ -23,7 +23,7 @@ from enum import IntEnum
 from vllm_pd.dp.calls import NAME_BITS, Calls
 from vllm_pd.dp.core import Ask, Reach
 from vllm_pd.dp.interface import Abort, Settings, Wake
-from vllm_pd.dp.liveness import Liveness
+from vllm_pd.dp.liveness import TOLD_S, Liveness
 from vllm_pd.dp.member import AWAY, BaseMember
 
 _SLOT_WORDS = 16  # two cache lines, so that ranks don't disturb each other
@@ -58,7 +58,7 @@ class _Fault(IntEnum):
 
 _SAYS = {
     _Fault.DEAD: "its process has ended",
-    _Fault.CLOSED: "it has been shut down while the others still need it",
+    _Fault.CLOSED: "it has been shut down, and the others can't go on without it",
     _Fault.SILENT: "it does not answer",
     _Fault.STALLED: "its forwards do not end",
     _Fault.BROKEN: "its watch over the group broke",
@@ -147,6 +147,7 @@ class ShmMember(BaseMember):
         self._board = board
         self._pidfds = pidfds
         self._dead: set[int] = set()
+        self._closed: dict[int, float] = {}  # since when
         self._liveness = Liveness(sorted(pidfds), settings.timeout_s, settings.stall_s)
         self._seen: dict[int, tuple[int, int, int]] = {}
         self._call_words: tuple[list[int], int, int] | None = None
@@ -232,6 +233,8 @@ class ShmMember(BaseMember):
             # Twice, a beat apart: what another processor has written may be seen in another order.
             calm = 0 if busy else calm + 1
             timeout_ms = None if calm > 1 else self._liveness.beat_s * 1000
+            if self._closed:
+                timeout_ms = min(self._liveness.beat_s, TOLD_S) * 1000
 
     def _quiet(self) -> bool:
         ended = self._board.column(_Word.ENDED)
@@ -256,7 +259,7 @@ class ShmMember(BaseMember):
             called = board.read(rank, _Word.DONE) < calls.released or rank == _LEADER and calls.open
             if over and board.read(rank, _Word.ENDED) >= self._participant.agreed and not called:
                 continue  # has done its part
-            if closed and (steps or called):
+            if closed and (steps or called or self._misses(rank)):
                 return self._give_up(_Fault.CLOSED, rank)
             if rank in self._dead and not closed:
                 return self._give_up(_Fault.DEAD, rank)
@@ -276,6 +279,10 @@ class ShmMember(BaseMember):
                 return self._give_up(_Fault.STALLED, ended.index(min(ended)), f": {wrong.text}")
             return self._give_up(_Fault.SILENT, wrong.rank, f": {wrong.text}")
         return None
+
+    def _misses(self, rank: int) -> bool:
+        """Whether this process goes on although that rank, which is closed, can't."""
+        return not self._ends and time.monotonic() - self._closed.setdefault(rank, time.monotonic()) >= TOLD_S
 
     def _give_up(self, fault: _Fault, rank: int, detail: str = "") -> None:
         self._board.write(_Word.FAULT, rank * 16 + fault)
