@@ -91,6 +91,11 @@ class Tally:
 ASKS = {"generate": generate, "call": call, "counts": counts, "chosen": chosen, "finished": finished}
 
 
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
 class Fronts:
     """`front_ends` front ends, one unless more are asked for, and the engines behind them.
 
@@ -114,8 +119,9 @@ class Fronts:
         # Upstream's own choice is one that the kernel may give to any connection before the ranks listen there.
         config.parallel_config.data_parallel_master_port = meet_at
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        for pipe in pipes:  # else the other end would take an engine that lives on for this process
-            os.register_at_fork(after_in_child=functools.partial(os.close, pipe))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(["all"] * config.parallel_config.world_size)
+        # Else the other end would take an engine that lives on for this process. Not again in what an engine forks.
+        os.register_at_fork(after_in_child=functools.partial(_close, list(pipes)))
         clients: list = [{}] if front_ends == 1 else self._launched(config, not quiet, front_ends)
         self.engines = [AsyncLLM.from_vllm_config(config, disable_log_requests=True, disable_log_stats=quiet,
                                                   stat_loggers=None if quiet else [Tally], **client)
