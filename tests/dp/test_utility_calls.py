@@ -368,6 +368,23 @@ def test_while_ranks_come_to_rest_for_a_call_steps_have_no_tokens_but_still_give
     assert engine.scheduler.max_num_scheduled_tokens == 512 and not sync.due
 
 
+def test_no_dummy_runs_while_a_pipeline_has_forwards_of_the_ranks_own():
+    """It would be run instead of the work that these are about to give. The next step looks again."""
+    batches, dummies = queue.Queue(), []
+    sync = EngineSync(SimpleNamespace(batch_queue=batches, scheduler=SimpleNamespace(requests={})))
+    sync._member, sync._budget_tokens = Lingering(), 512
+    sync._member.before_step = lambda *_: Decision.DUMMY
+    sync._calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
+    batches.put("a batch")
+    sync.make_calls(None)
+    batches.get()  # the step takes its answer
+    sync.keep_up(lambda: dummies.append("too early"))
+    assert not dummies
+    sync.make_calls(None)
+    sync.keep_up(lambda: dummies.append("now"))
+    assert dummies == ["now"] and sync._member.ended == 1
+
+
 def test_the_last_forwards_of_a_pipeline_are_ended_before_the_loop_may_block():
     """Else the group would look busy, and after stall_s stuck."""
     batches = queue.Queue()

@@ -3,6 +3,7 @@
 
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -69,3 +70,18 @@ def test_after_a_failure_the_others_are_not_waited_for_without_bound(executor):
     executor.collective_rpc("add_lora")
     first, second = (worker.worker_response_mq.timeouts for worker in executor.workers)
     assert first == [None, None] and second[0] > 0 and second[1] is None
+
+
+def test_a_call_beside_forward_passes_of_a_pipeline_takes_its_own_answers(executor):
+    """The pass was asked for before, so its answer comes first, however late the thread is that waits for it."""
+    gate = threading.Event()
+    with ThreadPoolExecutor(1) as executor.io_thread_pool, ThreadPoolExecutor(1) as front_end:
+        executor.io_thread_pool.submit(gate.wait, BOUND_S)
+        answer(executor, (SUCCESS, "adapters"), (SUCCESS, "tokens"))
+        executor.workers[1].worker_response_mq.put((SUCCESS, "adapters"))
+        [forward] = executor.collective_rpc("execute_model", non_block=True, unique_reply_rank=1)
+        called = front_end.submit(executor.collective_rpc, "list_loras")
+        with pytest.raises(TimeoutError):
+            called.result(0.5)
+        gate.set()
+        assert forward.result(BOUND_S) == "tokens" and called.result(BOUND_S) == ["adapters", "adapters"]

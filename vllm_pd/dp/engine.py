@@ -93,6 +93,7 @@ class EngineSync:
         self._most = 0  # as most_steps, one less with each step
         self._seen: tuple[int, str] | None = None  # the requests for which _most was computed
         self._unfinished: deque[Future] = deque()  # forwards of a pipeline that are on their way
+        self._had_batches = False  # of a pipeline, before this step
         self._may_linger = False
         self._leaving = self._left = False
         self._linger_s = 0.0
@@ -147,6 +148,12 @@ class EngineSync:
             self._rest()
         elif self._budget is not None:
             self._engine.scheduler.max_num_scheduled_tokens, self._budget = self._budget, None
+        self._had_batches = self._has_batches
+
+    @property
+    def _has_batches(self) -> bool:
+        batches = self._engine.batch_queue
+        return batches is not None and not batches.empty()
 
     def _rest(self) -> None:
         self._end_forwards()  # a loop that may block must have read what others say after its last forward
@@ -169,8 +176,7 @@ class EngineSync:
     @property
     def _under_way(self) -> bool:
         """Whether a pipeline has forwards whose end is to be seen: a loop may block only afterwards."""
-        batches = self._engine.batch_queue
-        return bool(self._unfinished) or batches is not None and not batches.empty()
+        return bool(self._unfinished) or self._has_batches
 
     def forward(self, run: Callable, *args: Any) -> Any:
         """Run a forward pass of this rank's own. Gives what `run` gives."""
@@ -184,8 +190,9 @@ class EngineSync:
         return result
 
     def keep_up(self, dummy: Callable[[], Any]) -> None:
-        """Where the loop had no forward pass to run: run the one that the others wait for, if they do. Raises
-        GroupFailed, and SystemExit when this rank has left and nobody needs it any more."""
+        """Where the loop had no forward pass to run: run the one that the others wait for, if they do. Not while a
+        pipeline has forwards of this rank's own: what they give may be work for the next step. Raises GroupFailed, and
+        SystemExit when this rank has left and nobody needs it any more."""
         try:
             self._keep_up(dummy)
         except GroupFailed as error:
@@ -198,6 +205,8 @@ class EngineSync:
         self._count_ended()
         if self._leaving:
             self._go_on_leaving()
+        if self._had_batches:
+            return
         decision = self._member.before_step(False)
         if decision is Decision.DUMMY:
             self._last_due_s = time.monotonic()
