@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_pd import dp
-from vllm_pd.dp.interface import Counters, Decision, GroupFailed, Settings
+from vllm_pd.dp.interface import Decision, GroupFailed, Settings
 from vllm_pd.dp.utility import Request, UtilityCalls
 from vllm_pd.errors import ConfigError
 
@@ -121,8 +121,9 @@ class EngineSync:
         return self
 
     @property
-    def counters(self) -> Counters:
-        return self._member.counters
+    def messages(self) -> int:
+        """Sent by this process for the step sync, the coordinator's among them where it is here."""
+        return self._member.messages
 
     @property
     def due(self) -> bool:

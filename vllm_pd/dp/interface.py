@@ -77,7 +77,7 @@ class Counters(msgspec.Struct):
     dummies: int = 0
     asks: int = 0  # times that it moved the agreed step
     urgent: int = 0  # of these, those made only when the step was needed; the others were ahead of need
-    messages: int = 0  # sent by this process: asks, answers, bells
+    messages: int = 0  # sent by this rank: asks, answers, bells
     wakes: int = 0
     calls: int = 0  # made together with all other ranks
 
@@ -95,6 +95,10 @@ class Member(Protocol):
     rank: int
     size: int
     counters: Counters
+
+    @property
+    def messages(self) -> int:
+        """Sent by this process, those of a coordinator in it included."""
 
     @property
     def due(self) -> bool:

@@ -178,6 +178,11 @@ class BaseMember(ABC):
         self._release()
         self._waker.close()
 
+    @property
+    def messages(self) -> int:
+        """Sent by this process."""
+        return self.counters.messages
+
     # For the rims.
     def _reach(self) -> Reach:
         return self._meter.reach

@@ -58,6 +58,11 @@ class RpcMember(BaseMember):
             raise GroupFailed(f"rank {self.rank} of {self.size}: the coordinator has not answered within "
                               f"{self._settings.join_s:g} s; can this machine reach data_parallel_master_ip?")
 
+    @property
+    def messages(self) -> int:
+        """Sent by this process, the coordinator's among them."""
+        return super().messages + (self._coordinator.messages if self._coordinator is not None else 0)
+
     def _refresh(self) -> None:
         pass  # the thread does it as word arrives
 

@@ -21,11 +21,11 @@ class StepProbe:
         if vars(self).get("_probe") is None:
             _wrap(self)
         self._probe = {"steps": [], "collectives": 0, "messages": 0, "cpu": _cpu_s()}
-        self._probe_counters = _counters(self)
+        self._probe_messages = _messages(self)
 
     def probe_take(self) -> dict:
         """What has happened since `probe_start`; goes on counting."""
-        counted = _counters(self) - self._probe_counters
+        counted = _messages(self) - self._probe_messages
         return {**self._probe, "messages": self._probe["messages"] + counted, "cpu": _cpu_s() - self._probe["cpu"],
                 "pid": os.getpid()}  # fmt: skip
 
@@ -43,11 +43,11 @@ def _cpu_s() -> float:
     return time.process_time()
 
 
-def _counters(worker: Any) -> int:
+def _messages(worker: Any) -> int:
     """The messages that this rank's step sync has sent, where the tree has one."""
     engine = worker._probe_engine
     sync = vars(engine).get("dp_sync") if engine is not None else None
-    return sync.counters.messages if sync is not None else 0
+    return sync.messages if sync is not None else 0
 
 
 def _wrap(worker: Any) -> None:
