@@ -98,6 +98,14 @@ def test_each_rank_with_a_front_end_of_its_own(logs, meeting, tmp_path, start_gr
         assert fronts[0].generate(PROMPTS[1], max_tokens=12, adapter=adapter).result(BOUND_S)["tokens"] == changed
         steps = [forwards(at_rest(front))[0] for front in fronts]
         assert steps[0] == steps[1]
+        # B73: one server is told to end. The other one's /health says so before any request comes.
+        assert fronts[0].submit("health").result(BOUND_S)
+        fronts[1].close()
+        until = time.monotonic() + END_S
+        with pytest.raises(GroupError, match="Dead"):
+            while time.monotonic() < until:
+                fronts[0].submit("health").result(BOUND_S)
+                time.sleep(0.1)
 
 
 def test_an_offline_rank_that_ends_early_leaves_the_others_their_group(moe, logs, forks):

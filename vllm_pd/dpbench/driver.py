@@ -57,6 +57,12 @@ async def call(engine: Any, ask: dict) -> list:
     return await asyncio.wait_for(asyncio.gather(*calls), ask.get("patience_s"))
 
 
+async def health(engine: Any, ask: dict) -> bool:
+    """As /health has it: an error where an engine is dead."""
+    await engine.check_health()
+    return True
+
+
 async def counts(engine: Any, ask: dict) -> list:
     """The [waiting, running] counts by which this front end balances."""
     return [list(pair) for pair in engine.engine_core.lb_engines]
@@ -88,7 +94,7 @@ class Tally:
         """Nothing to say."""
 
 
-ASKS = {"generate": generate, "call": call, "counts": counts, "chosen": chosen, "finished": finished}
+ASKS = {"generate": generate, "call": call, "health": health, "counts": counts, "chosen": chosen, "finished": finished}
 
 
 def _close(descriptors: list[int]) -> None:
