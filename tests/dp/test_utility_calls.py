@@ -197,7 +197,7 @@ def test_a_rank_that_was_away_does_not_make_a_call_that_was_given_up_beside_the_
     """The others gave the first up and were called again, by the same name and with other arguments."""
     group = []
     here, away = (make(member=Rank(group), numbered=True) for _ in range(2))
-    first, second = ((0, number, "collective_rpc", ("update", None, (number,))) for number in (1, 2))
+    first, second = ((0, number << 16, "collective_rpc", ("update", None, (number,))) for number in (1, 2))
     assert here.hold(first)
     here.turn()
     here.expire()
@@ -213,6 +213,23 @@ def test_a_rank_that_was_away_does_not_make_a_call_that_was_given_up_beside_the_
     away.expire()
     away.turn()
     assert away.done == [("made", second), ("failed", first)] and not away and not here
+
+
+def test_a_call_to_a_single_rank_does_not_spoil_those_to_all(make):
+    """It is made by no rank, and theirs are: they are known by the number that their front end gave them."""
+    group = []
+    ranks = [make(member=Rank(group), numbered=True) for _ in range(2)]
+    private = (0, 1 << 63 | 12345, "collective_rpc", ("update",))
+    assert ranks[1].hold(private)
+    for number in (1, 2):
+        asked = [(0, number << 16 | rank, "collective_rpc", ("update",)) for rank in (0, 1)]
+        assert [calls.hold(request) for calls, request in zip(ranks, asked, strict=True)] == [True, True]
+        for calls in (*ranks, *ranks, *ranks):
+            calls.turn()
+        assert [calls.done[-1] for calls in ranks] == [("made", request) for request in asked]
+    ranks[1].expire()
+    ranks[1].turn()
+    assert ranks[1].done[-1] == ("failed", private)
 
 
 def test_of_two_calls_of_one_name_the_later_one_does_not_wait_for_ever(make):

@@ -2,11 +2,11 @@
 """The utility calls of one engine that have to wait until all ranks make them, between the same two forward passes.
 
 Such a call is kept here until the step sync says that all make it now, or that none does; the engine goes on meanwhile.
-Ranks know a call by who sent it and what it is. Where a front end calls all ranks it sends its calls to all of them in
-one order, so its how-manieth such call it is belongs to the name: a rank that was away while the others gave a call up
-does not take it for the next one. Ranks of which each has a front end of its own have no such number in common, since
-one may have been called more often; there the oldest calls of one name are taken for the same. Calls of several front
-ends may come in any order: rank 0, which proposes them, lets another front end's go first where one is not known
+Ranks know a call by who sent it and what it is. Where a front end calls all ranks it numbers these calls, and that
+number belongs to the name: a rank that was away while the others gave a call up does not take it for the next one, and
+a call to a single rank is no other's. Ranks of which each has a front end of its own have no such number in common,
+since one may have been called more often; there the oldest calls of one name are taken for the same. Calls of several
+front ends may come in any order: rank 0, which proposes them, lets another front end's go first where one is not known
 everywhere. A call of the same front end that comes behind one that waits stays behind it, so rank 0 holds, of each
 front end, one at a time.
 """
@@ -16,7 +16,6 @@ import hashlib
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 # Those that reach the workers and may run collectives there, or change what a forward pass uses.
 TOGETHER = frozenset({"collective_rpc", "execute_dummy_batch", "sleep", "wake_up"})
 MOST_WAITING = 1000
+RANK_BITS = 16  # the last of a call's number, where the same call goes to all ranks; those before are then the same
 ALARM_SLACK_S = 0.01  # so that a call is surely overdue when the loop is woken for it
 
 Request = tuple[int, int, str, Any]  # number of the front end, of the call, method of EngineCore, its arguments
@@ -50,14 +50,14 @@ def kind_of(client: int, method: str, args: Any) -> str:
 
 
 def name_of(kind: str, number: int = 0) -> int:
-    """What all ranks call the `number`-th call of that kind; 0: any."""
+    """What all ranks call the call of that kind and number; 0: any."""
     digest = hashlib.blake2b(f"{number} {kind}".encode(), digest_size=NAME_BITS // 8).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 class UtilityCalls:
     """The calls that wait, the oldest first. For the engine loop's thread. `wait_s`: see GroupSettings.call_wait_s;
-    `wake` makes the engine loop look again. `numbered`: each front end sends every call to all ranks."""
+    `wake` makes the engine loop look again. `numbered`: a front end that calls all ranks numbers these calls."""
 
     def __init__(self, engine: DPEngineCoreProc, member: Member, wait_s: float, wake: Callable[[], None],
                  numbered: bool = False) -> None:
@@ -66,7 +66,6 @@ class UtilityCalls:
         self._wait_s = wait_s
         self._wake = wake
         self._numbered = numbered
-        self._received: Counter[str] = Counter()  # by kind
         self._held: list[_Held] = []
 
     def __bool__(self) -> bool:
@@ -79,11 +78,11 @@ class UtilityCalls:
 
     def hold(self, request: Request) -> bool:
         """Whether this call has to wait; then it is kept."""
-        client, _, method, args = request
+        client, number, method, args = request
         together = self._wait_s > 0 and method in TOGETHER
         if not together and all(held.request[0] != client for held in self._held):
             return False
-        name = self._name(client, method, args) if together else 0
+        name = name_of(kind_of(client, method, args), number >> RANK_BITS if self._numbered else 0) if together else 0
         if len(self._held) >= MOST_WAITING:
             self._fail(request, f"{method} was not made by this rank: {MOST_WAITING} calls wait for others already")
             return True
@@ -96,11 +95,6 @@ class UtilityCalls:
         self._tell()
         alarm.start()
         return True
-
-    def _name(self, client: int, method: str, args: Any) -> int:
-        kind = kind_of(client, method, args)
-        self._received[kind] += self._numbered
-        return name_of(kind, self._received[kind])
 
     def carry_out(self, make: Callable[[Request], None]) -> None:
         """Make those whose time has come, fail those that have waited for too long. Raises GroupFailed."""

@@ -53,7 +53,12 @@ async def call(engine: Any, ask: dict) -> list:
     """
     client = engine.engine_core
     ranks = [rank.to_bytes(2, "little") for rank in ask["ranks"]]
-    calls = [client._call_utility_async(ask["method"], *ask["args"], engine=rank) for rank in ranks]
+    numbers = vars(client).get("call_numbers")  # of a front end of several ranks, in a tree that has the step sync
+    together = numbers is not None and len(ranks) == len(client.core_engines)
+    number = next(numbers) << 16 if together else 0
+    calls = [client._call_utility_async(ask["method"], *ask["args"], engine=rank,
+                                        **{"call_id": number | index} if together else {})
+             for index, rank in enumerate(ranks)]  # fmt: skip
     return await asyncio.wait_for(asyncio.gather(*calls), ask.get("patience_s"))
 
 
