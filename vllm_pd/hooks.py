@@ -100,9 +100,11 @@ def _publishes_events(config: VllmConfig | None) -> bool:
 
 
 def join_dp_sync(engine: DPEngineCoreProc, config: VllmConfig) -> EngineSync:
-    """Take part, with this rank's engine, in the step sync of its data-parallel group.
+    """Take part, with this rank's engine, in the step sync of its data-parallel group. Where the model needs none, the
+    engine's part of `config` becomes that of an engine without data parallelism.
 
     Called by `DPEngineCoreProc._init_data_parallel`, in every rank at the same point. Raises GroupFailed, ConfigError.
     """
     from vllm_pd.dp.engine import EngineSync
-    return EngineSync(engine).join(config)
+    from vllm_pd.dp.independent import IndependentRank, lockstep
+    return (EngineSync if lockstep(config) else IndependentRank)(engine).join(config)

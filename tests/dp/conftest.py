@@ -29,6 +29,12 @@ def moe() -> Path:
 
 
 @pytest.fixture(scope="session")
+def dense() -> Path:
+    """The tiny Llama, which has no experts."""
+    return Path(os.environ["VLLM_PD_TINY_MODEL"])
+
+
+@pytest.fixture(scope="session")
 def logs(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
@@ -93,3 +99,11 @@ def expected(mono) -> list[list[int]]:
     mono.ready()
     asked = [mono.generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)]
     return [TokenIds(tokens) for tokens in mono.tokens(asked)]
+
+
+@pytest.fixture(scope="session")
+def dense_expected(dense, logs, start_group) -> list[list[int]]:
+    """What one rank of the Llama alone answers to each of PROMPTS."""
+    with start_group(dense, 1, log=logs / "dense.log") as alone:
+        asked = [alone.generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)]
+        return [TokenIds(tokens) for tokens in alone.tokens(asked)]

@@ -11,6 +11,7 @@ from vllm_pd.dpbench.group import Group
 HORIZON_STEPS = 8  # vllm_pd.dp.interface.Settings
 _tree = os.environ.get("VLLM_PD_DP_TREE")
 TREE = Path(_tree) if _tree else None
+LOCKSTEP = {"dp_sync": {"lockstep": True}}  # has ranks without experts keep in step, too
 CALL_WAIT_S = 4.0
 BOUND_S = 100.0  # for whatever comes at once, unless the machine is busy
 END_S = 60.0  # the longest that a group may take to end when one of its processes is dead

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from dp_forked import ENDED
-from dp_loads import BOUND_S, END_S, MAX_TOKENS, PROMPTS, at_rest, forwards
+from dp_loads import BOUND_S, END_S, LOCKSTEP, MAX_TOKENS, PROMPTS, at_rest, forwards
 
 from vllm_pd.dpbench.group import ENGINE, MEETINGS, GroupError
 from vllm_pd.ports import take_free, take_free_run
@@ -75,14 +75,14 @@ def test_b72_first_request_on_a_headless_node_54762(moe, logs, meeting, expected
         assert head.tokens(asked) == expected[:20]
 
 
-def test_each_rank_with_a_front_end_of_its_own(logs, meeting, tmp_path, start_group):
-    """External load balancing of a dense model: no front end knows of another rank, and no coordinator process is there
-    to tell it. An adapter (LoRA) that is loaded and used on one rank only does not disturb the other."""
-    model = Path(os.environ["VLLM_PD_TINY_MODEL"])
-    adapter = ["adapter", 1, str(_adapter(tmp_path, model))]
+def test_each_rank_with_a_front_end_of_its_own(dense, logs, meeting, tmp_path, start_group):
+    """External load balancing of ranks in lockstep: no front end knows of another rank, and no coordinator process is
+    there to tell it. An adapter (LoRA) that is loaded and used on one rank only does not disturb the other."""
+    adapter = ["adapter", 1, str(_adapter(tmp_path, dense))]
     with contextlib.ExitStack() as stack:
-        fronts = [start_group(model, 2, log=logs / f"front{rank}.log", ranks=[rank], data_parallel_rank=rank, **meeting,
-                              enable_lora=True, max_loras=1) for rank in (0, 1)]  # fmt: skip
+        fronts = [start_group(dense, 2, log=logs / f"front{rank}.log", ranks=[rank], data_parallel_rank=rank,
+                              additional_config=LOCKSTEP, enable_lora=True, max_loras=1, **meeting)
+                  for rank in (0, 1)]  # fmt: skip
         for front in fronts:
             stack.callback(front.close)
         for front in fronts:

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups that the other tests do not have: a model without experts, experts sliced and experts spread."""
+"""The groups that the other tests do not have: a model without experts whose ranks keep in step all the same, experts
+sliced and experts spread."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from dp_loads import MAX_TOKENS, PROMPTS, at_rest, forwards
+from dp_loads import LOCKSTEP, MAX_TOKENS, PROMPTS, at_rest, forwards
 
-from tests.verdict import TokenIds
 from vllm_pd.dpbench.group import Group
 
 # Whether the model has experts, how many ranks, whether the experts are spread over them.
 GROUPS = [(False, 2, False), (False, 4, False), (True, 2, False), (True, 4, True)]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def dense() -> Path:
-    """The tiny Llama."""
-    return Path(os.environ["VLLM_PD_TINY_MODEL"])
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +26,12 @@ def started(dense, moe, logs, start_group) -> Iterator[Callable[[int], Group]]:
             for experts, size, spread in GROUPS[len(groups) : number + 2]:
                 model = moe if experts else dense
                 groups.append(start_group(model, size, log=logs / f"{model.name}-{size}-{spread}.log",
-                                          enable_expert_parallel=spread))  # fmt: skip
+                                          enable_expert_parallel=spread,
+                                          additional_config={} if experts else LOCKSTEP))  # fmt: skip
                 stack.callback(groups[-1].close)
             return groups[number].ready()
 
         yield group
-
-
-@pytest.fixture(scope="module")
-def dense_expected(dense, logs, started, start_group) -> list[list[int]]:
-    """What one rank of the Llama alone answers to each of PROMPTS."""
-    with start_group(dense, 1, log=logs / "dense.log") as alone:
-        asked = [alone.generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)]
-        return [TokenIds(tokens) for tokens in alone.tokens(asked)]
 
 
 @pytest.mark.parametrize("number", range(len(GROUPS)), ids=[

@@ -48,10 +48,10 @@ class GroupSettings(Settings, frozen=True, forbid_unknown_fields=True):
     """What a user may set: the bounds of the group, and how its ranks talk."""
     shared_memory: bool = True  # false: over the network, even where all ranks are on one machine
 
-    def bounds(self, one_front_end: bool, offline: bool) -> Settings:
+    def bounds(self, one_front_end: bool, offline: bool, lockstep: bool = True) -> Settings:
         """What all ranks must have alike, be it said or left to the default."""
         given = {key: getattr(self, key) for key in Settings.__struct_fields__}
-        return Settings(**given | {"call_wait_s": self.wait_s(one_front_end, offline)})
+        return Settings(**given | {"call_wait_s": self.wait_s(one_front_end, offline), "lockstep": lockstep})
 
     def wait_s(self, one_front_end: bool, offline: bool) -> float:
         """`call_wait_s`. One front end for all ranks calls all of them at once. Offline ranks run one program, some
@@ -85,8 +85,10 @@ def most_steps(scheduler: Scheduler, budget_tokens: int) -> int:
 class EngineSync:
     """Counts this engine's forward passes and keeps their number equal to the other ranks'."""
 
+    lockstep = True
+
     def __init__(self, engine: DPEngineCoreProc) -> None:
-        """Called by the engine before its model is loaded, when `engine.dp_group` is there."""
+        """Called by the engine before its model is loaded."""
         from vllm.v1.engine import EngineCoreRequestType
         self._engine = engine
         self._wake_up = (EngineCoreRequestType.DP_STEP, b"")
@@ -111,7 +113,8 @@ class EngineSync:
         self._may_linger = not online
         settings = settings_of(config.additional_config)
         one_front_end = self._engine.publish_dp_lb_stats
-        bounds = settings.bounds(one_front_end, not online)
+        bounds = settings.bounds(one_front_end, not online, self.lockstep)
+        self._engine.dp_group = parallel.stateless_init_dp_group()
         self._linger_s = bounds.stall_s
         self._member = dp.join(
             parallel.data_parallel_rank, parallel.data_parallel_size, parallel.data_parallel_master_ip, wake=self._wake,

@@ -69,6 +69,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: float = 5.0  # after a failure the engine loop must call the member by then, or `abort` is called
     # A call that all ranks have to make together fails if some are not told of it for so long. 0: made at once, alone.
     call_wait_s: float | None = None  # None: by who calls, see vllm_pd.dp.engine
+    # Whether the ranks run equally many forwards. None: if the model has experts, see vllm_pd.dp.experts.
+    lockstep: bool | None = None
 
 
 class Counters(msgspec.Struct):
