@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.dp import wire
 from vllm_pd import dp
 from vllm_pd.dp.group import join
 from vllm_pd.dp.interface import CallEnd, Decision, GroupFailed, Settings
@@ -98,15 +99,19 @@ def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], Non
             work = [left for left in work if left]
 
 
-def _rank(rank: int, size: int, folder: Path, barrier, pipe, shared: bool, settings: Settings) -> None:
+def _rank(rank: int, size: int, folder: Path, barrier, pipe, shared: bool, settings: Settings,
+          between: wire.Wire | None) -> None:
     inbox: queue.Queue = queue.Queue()
+    if between is not None:
+        between.enter(rank % 2)
+    host = "127.0.0.1" if between is None else wire.ADDRESSES[0]
 
     def read() -> None:
         while True:
             inbox.put(pipe.recv())
 
     try:
-        member = join(rank, size, "127.0.0.1", wake=lambda: inbox.put(("wake",)), exchange=file_exchange(folder, rank,
+        member = join(rank, size, host, wake=lambda: inbox.put(("wake",)), exchange=file_exchange(folder, rank,
         size), settings=settings, shared_memory=shared)
         pipe.send(("joined", type(member).__name__))
         threading.Thread(target=read, daemon=True).start()
@@ -120,16 +125,18 @@ def _rank(rank: int, size: int, folder: Path, barrier, pipe, shared: bool, setti
 
 
 class Group:
-    """Ranks in processes. `kill`, `stop` and `ask` name them by number."""
+    """Ranks in processes. `kill`, `stop` and `ask` name them by number. `between`: every other rank is on the other
+    side of that wire."""
 
-    def __init__(self, size: int, folder: Path, shared: bool, settings: Settings = SETTINGS, start: bool = True):
+    def __init__(self, size: int, folder: Path, shared: bool, settings: Settings = SETTINGS, start: bool = True,
+                 between: wire.Wire | None = None):
         self.size = size
         barrier = _FORK.Barrier(size)
         self._pipes, self.processes = [], []
         self._reports: list[list[tuple]] = [[] for _ in range(size)]
         for rank in range(size):
             ours, theirs = _FORK.Pipe()
-            arguments = (rank, size, folder, barrier, theirs, shared, settings)
+            arguments = (rank, size, folder, barrier, theirs, shared, settings, between)
             self.processes.append(_FORK.Process(target=_rank, args=arguments, daemon=True))
             self._pipes.append(ours)
         if start:
