@@ -263,6 +263,10 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
                                                             "2.")] = None,
        other: Annotated[Path | None, typer.Option(help="Also measure the vLLM in this folder, e.g. one without our "
                                                        "patch to its data parallelism.")] = None,
+       stop_every: Annotated[int, typer.Option(help="Measure the other one also with waves whose end is looked for at "
+                                                    "the first step and then at every N-th; 0: not.")] = 0,
+       rim: Annotated[list[str] | None, typer.Option(help="How our ranks talk: shared-memory or network; may be given "
+                                                          "more than once. Default shared-memory.")] = None,
        bursts: Annotated[int, typer.Option(help="How many requests, one at a time, from idle to idle.")] = 30,
        requests: Annotated[int, typer.Option(help="How many requests a round under load has.")] = 60,
        rounds: Annotated[int, typer.Option(help="How many rounds under load, of which the median counts.")] = 5,
@@ -274,9 +278,10 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
     from rich.console import Console
 
     from vllm_pd.dpbench import report
-    from vllm_pd.dpbench.measure import DpBench, measure
-    trees = (("other", other), ("this", None)) if other else (("this", None), )
-    found = measure(DpBench(tuple(model), tuple(size or [2]), trees, bursts, requests, rounds, seed), logs, typer.echo)
+    from vllm_pd.dpbench.measure import DpBench, measure, variants
+    compared = variants(other, rim or ["shared-memory"], stop_every)
+    bench = DpBench(tuple(model), tuple(size or [2]), compared, bursts, requests, rounds, seed)
+    found = measure(bench, logs, typer.echo)
     Console(width=None).print(report.table(found))
     typer.echo(f"the same tokens from every group of a model: {'yes' if found['same_tokens'] else 'NO'}")
     if picture is not None:

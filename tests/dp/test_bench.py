@@ -34,21 +34,24 @@ class Played:
             start_s = probe["steps"][-1][1]
             probe["steps"] += [(start_s + STEP_S * n, start_s + STEP_S * (n + 1), DUMMY, 0) for n in range(self.drain)]
             probe["messages"] += self.sent
-        return self.probes
+        probes, self.probes = self.probes, []
+        return probes
 
     def generate(self, prompt: list[int], rank: int, max_tokens: int, stop_token_ids: tuple = ()) -> Future:
         tokens = list(range(200, 200 + max_tokens))
         if stop_token_ids:
             tokens = tokens[: tokens.index(stop_token_ids[0]) + 1]
-        sent_s = self.now_s
+        sent_s, times_s = self.now_s, []
         for _ in tokens:
             for number, kind in enumerate([FORWARD, DUMMY]):
                 begun_s = self.now_s + 0.002 * (number + 1)
                 if vars(self).get("probes"):
                     self.probes[number]["steps"].append((begun_s, begun_s + STEP_S, kind, 1))
             self.now_s += STEP_S
+            times_s.append(self.now_s)
         answer: Future = Future()
-        answer.set_result({"tokens": tokens, "sent": sent_s, "first": sent_s + 0.02, "ended": self.now_s})
+        answer.set_result({"tokens": tokens, "sent": sent_s, "times": times_s, "first": sent_s + 0.02,
+                           "ended": self.now_s})  # fmt: skip
         return answer
 
     def tokens(self, asked: list[Future]) -> list[list[int]]:
@@ -61,7 +64,8 @@ def bench(tmp_path, monkeypatch) -> measure.DpBench:
     monkeypatch.setattr(measure, "_silence", lambda groups: [{"idle_cpu_percent": 1.0, "idle_front_cpu_percent": 0.0}
                                                             for _ in groups])  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"]}))
-    return measure.DpBench((tmp_path, ), (2, ), (("waves", None), ("ours", None)), bursts=6, requests=4, rounds=3)
+    compared = (measure.Variant("waves"), measure.Variant("ours"))
+    return measure.DpBench((tmp_path, ), (2, ), compared, bursts=6, requests=4, rounds=3)
 
 
 def test_the_trees_take_turns_and_get_the_same(bench):
@@ -71,6 +75,13 @@ def test_the_trees_take_turns_and_get_the_same(bench):
     waves, ours = measure.measure_groups(bench, [measure.Turns(group) for group in groups])
     after_warm_up = turns[2:]
     assert after_warm_up[:4] == ["waves", "ours", "ours", "waves"] and len(after_warm_up) == 2 * (6 + 3)
+    real = [each["passes_per_load"] - each["dummies_per_load"] for each in (waves, ours)]
+    assert real[0] == real[1] > 4  # of rank 0; rank 1 has run a dummy beside each, and then both have come to rest
+    assert [each["dummies_per_load"] for each in (waves, ours)] == [real[0] + 40, real[0] + 2]
+    assert [each["messages_per_load"] for each in (waves, ours)] == [14, 4]
+    for kind in ("itl_alone_ms", "itl_beside_ms"):
+        assert ours[kind]["p50"] == pytest.approx(10) and ours[kind]["samples"] == 3 * (measure.DECODED_TOKENS - 1)
+    assert ours["ttft_beside_ms"]["samples"] == ours["ttft_long_ms"]["samples"] == 1
     assert [each["drain_dummies"]["mean"] for each in (waves, ours)] == [20, 1]
     assert [each["messages_per_burst"] for each in (waves, ours)] == [14, 4]
     assert waves["wake_up_ms"]["p50"] == pytest.approx(4) and waves["ttft_idle_ms"]["max"] == pytest.approx(20)
@@ -97,3 +108,28 @@ def test_b80_what_cannot_be_measured_is_refused(bench, key, given):
     """B80: the message names the option."""
     with pytest.raises(ConfigError, match=rf"--{key.removesuffix('s') if key == 'sizes' else key}"):
         measure.DpBench(**(vars(bench) | {key: given})).check()
+
+
+def test_few_samples_have_no_99th_percentile():
+    """Of 30 it would be the largest by another name."""
+    assert measure.spread([1.0] * 29 + [2.0], 1) == {"samples": 30, "mean": pytest.approx(31 / 30), "p50": 1, "max": 2}
+    assert measure.spread(range(200), 1)["p99"] == 198
+    assert report._spread(measure.spread([0.5] * 30)) == "p50 500.0 max 500.0"
+    assert "p99" in report._spread(measure.spread([0.5] * 100)) and report._spread(None) == "-"
+
+
+def test_what_is_compared(tmp_path):
+    """The other tree, the same with another interval, and this one on each rim asked for."""
+    names = [each.name for each in measure.variants(tmp_path, ["shared-memory", "network"], 16)]
+    assert names == ["other", "other, every 16", "shared-memory", "network"]
+    assert [each.name for each in measure.variants(None, ["network"], 0)] == ["network"]
+    with pytest.raises(ConfigError, match="--rim"):
+        measure.variants(None, ["pigeons"], 0)
+    with pytest.raises(ConfigError, match="--stop-every"):
+        measure.variants(None, ["network"], 16)
+
+
+def test_b80_a_tree_that_is_not_there_is_refused(bench, tmp_path):
+    """B80: the message names the option."""
+    with pytest.raises(ConfigError, match="--other"):
+        measure.DpBench(**(vars(bench) | {"variants": measure.variants(tmp_path, ["network"], 0)})).check()

@@ -25,7 +25,8 @@ MAX_LINE_BYTES = 1 << 26
 
 
 async def generate(engine: Any, ask: dict) -> dict:
-    """One request: its tokens, and when (CLOCK_MONOTONIC, seconds) it was sent, gave its first token, and ended."""
+    """One request: its tokens, and when (CLOCK_MONOTONIC, seconds) it was sent, gave some, gave the first, and ended.
+    """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.lora.request import LoRARequest
@@ -35,17 +36,18 @@ async def generate(engine: Any, ask: dict) -> dict:
     params = SamplingParams(output_kind=kind, temperature=0.0, detokenize=False, **ask["params"])
     tokens: list[int] = []
     sent = time.monotonic()
-    first = None
+    times: list[float] = []
     prompt = TokensPrompt(prompt_token_ids=ask["prompt"])
     adapter = LoRARequest(*ask["adapter"]) if ask.get("adapter") else None
     stream = engine.generate(prompt, params, ask["request"], lora_request=adapter, data_parallel_rank=ask.get("rank"))
     async for output in stream:
-        first = first or time.monotonic()
+        times.append(time.monotonic())
         tokens += output.outputs[0].token_ids
         if ask.get("abort_after") and len(tokens) >= ask["abort_after"]:
             await engine.abort(ask["request"])
             break
-    return {"tokens": tokens, "sent": sent, "first": first, "ended": time.monotonic()}
+    return {"tokens": tokens, "sent": sent, "times": times, "first": times[0] if times else None,
+            "ended": time.monotonic()}  # fmt: skip
 
 
 async def call(engine: Any, ask: dict) -> list:
@@ -81,6 +83,21 @@ async def chosen(engine: Any, ask: dict) -> dict:
 async def finished(engine: Any, ask: dict) -> list[int]:
     """How many requests of this front end each rank has finished. Wants `disable_log_stats=False`."""
     return [next(tally for tally in tallies if isinstance(tally, Tally)).finished for tallies in engine.stat_loggers]
+
+
+def stop_every(steps: int) -> None:
+    """In a tree with waves: look for the end of a wave at its first step and then at every `steps`-th, instead of at
+    every 32nd. For engines that are forked later."""
+    from vllm.config import ParallelConfig
+    from vllm.v1.engine.core import DPEngineCoreProc
+
+    def has_global_unfinished_reqs(self: Any, local_unfinished: bool) -> bool:
+        step = vars(self).get("stop_step", 0) + 1  # of this wave, which has equally many on all ranks
+        going = step > 1 and step % steps > 0 or ParallelConfig.has_unfinished_dp(self.dp_group, local_unfinished)
+        self.stop_step = step if going else 0
+        return going
+
+    DPEngineCoreProc._has_global_unfinished_reqs = has_global_unfinished_reqs
 
 
 class Tally:
@@ -126,6 +143,8 @@ class Fronts:
         front_ends = arguments.pop("front_ends", 1)
         quiet = arguments["disable_log_stats"]
         meet_at = arguments.pop("ranks_meet_at")
+        if steps := arguments.pop("stop_every", 0):
+            stop_every(steps)
         config = AsyncEngineArgs(**arguments).create_engine_config()
         # Upstream's own choice is one that the kernel may give to any connection before the ranks listen there.
         config.parallel_config.data_parallel_master_port = meet_at

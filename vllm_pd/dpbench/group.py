@@ -51,8 +51,9 @@ class Group:
     """`size` engines on this machine and one front end of them. Close it, or use it as a context.
 
     tree: the vLLM to run, a folder that holds `vllm/`; None: the one that is imported here. `arguments` are
-    `AsyncEngineArgs`; they may give this front end a part of the group only, and then `ranks` says which. One more,
-    `front_ends`: how many there are, of which `front` of each question chooses one. `start` makes the driver's process,
+    `AsyncEngineArgs`; they may give this front end a part of the group only, and then `ranks` says which. Two more:
+    `front_ends`, how many there are, of which `front` of each question chooses one, and `stop_every`, see
+    `driver.stop_every`. `start` makes the driver's process,
     with the driver's last argument, the descriptors of its pipes, and `log`; None: by the command line.
     """
 

@@ -8,9 +8,13 @@ turns, whose first is another one each time, so that what else the machine does 
    BURST_TOKENS; every third one ends by a stop token instead. A *drain dummy* is a pass that is a dummy on all ranks,
    after the last that was not; the *wake-up* is the time from the request being handed to the front end to the start
    of an idle peer's first forward pass.
-2. load: rounds of requests on all ranks at once, of unequal length, four of ten on rank 0. Collectives and messages
-   beside those of the forward passes are counted by the ranks themselves (`probe.StepProbe`).
-3. silence: CPU time of the idle processes, of all groups over the same seconds.
+2. load: rounds of requests on all ranks at once, of unequal length, four of ten on rank 0. Forward passes, and
+   collectives and messages beside theirs, are counted by the ranks themselves (`probe.StepProbe`), and given for one
+   round, the same work for all groups.
+3. unbalanced: the last rank decodes one request, alone, and then again while rank 0 does nothing but prefill long
+   prompts, one after another, each of which a short request at the last rank comes with. ITL of the one that decodes,
+   TTFT of the others.
+4. silence: CPU time of the idle processes, of all groups over the same seconds.
 
 After each turn the group gets the time that upstream may still run dummies for before another's turn begins.
 """
@@ -24,10 +28,11 @@ import statistics
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..dp.experts import has_experts
 from ..errors import ConfigError
 from .group import Group
 from .probe import DUMMY
@@ -38,14 +43,26 @@ LONGEST_DRAIN_STEPS = 48  # upstream's 32 and a half more
 LEAST_SETTLE_S = 0.3
 SILENCE_S = 5.0
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999
+LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS, DECODED_TOKENS = 1000, 16, 60  # of what is unbalanced
+ROOM = {"max_model_len": 4096, "max_num_batched_tokens": 2048}  # a long prompt is prefilled in one step
+LEAST_P99 = 100  # samples
+RIMS = {"shared-memory": True, "network": False}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column: the vLLM in the folder `tree` (None: the imported one), and what its groups are started with."""
+    name: str
+    tree: Path | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class DpBench:
-    """The command line of `vllm-pd bench dp`. `trees`: name and folder of a vLLM, None for the imported one."""
+    """The command line of `vllm-pd bench dp`."""
     models: tuple[Path, ...]
     sizes: tuple[int, ...]
-    trees: tuple[tuple[str, Path | None], ...]
+    variants: tuple[Variant, ...]
     bursts: int = 30
     requests: int = 60
     rounds: int = 5
@@ -61,14 +78,23 @@ class DpBench:
         for model in self.models:
             if not (model / "config.json").is_file():
                 raise ConfigError("--model", str(model), "there is no config.json: write the folder of a model")
-        for name, tree in self.trees:
-            if tree is not None and not (tree / "vllm" / "__init__.py").is_file():
-                raise ConfigError(f"--{name}", str(tree), "write a folder that holds `vllm/`")
+        for tree in {variant.tree for variant in self.variants} - {None}:
+            if not (tree / "vllm" / "__init__.py").is_file():
+                raise ConfigError("--other", str(tree), "write a folder that holds `vllm/`")
 
 
-def has_experts(model: Path) -> bool:
-    config = json.loads((model / "config.json").read_text())
-    return any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+def variants(other: Path | None, rims: Sequence[str], stop_every: int) -> tuple[Variant, ...]:
+    """`other` as it is, and with that interval if it is not 0; and the imported vLLM on each of these rims. Raises
+    ConfigError."""
+    if stop_every and other is None:
+        raise ConfigError("--stop-every", stop_every, "it is for a tree with waves: name that by --other")
+    found = [Variant("other", other)] if other else []
+    found += [Variant(f"other, every {stop_every}", other, {"stop_every": stop_every})] if stop_every else []
+    for rim in rims:
+        if rim not in RIMS:
+            raise ConfigError("--rim", rim, f"write one of {', '.join(RIMS)}")
+        found.append(Variant(rim, None, {"additional_config": {"dp_sync": {"shared_memory": RIMS[rim]}}}))
+    return tuple(found)
 
 
 def measure(bench: DpBench, logs: Path, say: Any = print) -> dict[str, Any]:
@@ -78,14 +104,17 @@ def measure(bench: DpBench, logs: Path, say: Any = print) -> dict[str, Any]:
     for model in bench.models:
         for size in bench.sizes:
             began = time.monotonic()
-            about = {"model": model.name, "experts": has_experts(model), "size": size}
+            experts = has_experts(json.loads((model / "config.json").read_text()))
+            about = {"model": model.name, "experts": experts, "size": size}
             with contextlib.ExitStack() as stack:
-                groups = [Group(model, size, tree, logs / f"{model.name}-{size}-{name}.log",
-                                enable_expert_parallel=about["experts"]) for name, tree in bench.trees]  # fmt: skip
+                groups = [Group(model, size, each.tree, logs / f"{model.name}-{size}-{each.name}.log",
+                                enable_expert_parallel=experts, **ROOM | each.arguments)
+                          for each in bench.variants]  # fmt: skip
                 for group in groups:
                     stack.callback(group.close)
                 figures = measure_groups(bench, [Turns(group.ready()) for group in groups])
-            entries += [about | {"tree": name} | each for (name, _), each in zip(bench.trees, figures, strict=True)]
+            entries += [about | {"tree": variant.name} | each
+                        for variant, each in zip(bench.variants, figures, strict=True)]  # fmt: skip
             say(f"{model.name} x {size}: {time.monotonic() - began:.0f} s")
     return {"settings": {"bursts": bench.bursts, "requests": bench.requests, "rounds": bench.rounds,
                          "seed": bench.seed}, "entries": entries, "same_tokens": same_tokens(entries)}  # fmt: skip
@@ -107,6 +136,8 @@ class Turns:
         self.messages, self.collectives = [], []  # of each burst
         self.wakes_s, self.ttfts_s, self.tokens_per_s = [], [], []
         self.load_probes: list[list[dict]] = []
+        self.itls_s: dict[bool, list[float]] = {False: [], True: []}  # by whether another rank prefilled meanwhile
+        self.beside_s: dict[int, list[float]] = {SHORT_PROMPT_TOKENS: [], LONG_PROMPT_TOKENS: []}  # TTFT by length
         self.picture: list = []
         self.digest = 0
 
@@ -130,7 +161,7 @@ class Turns:
         self.dummies[early].append(min(map(trailing_dummies, probes)))
         self.messages.append(sum(probe["messages"] for probe in probes))
         self.collectives.append(probes[0]["collectives"])
-        self.wakes_s += [probe["steps"][0][0] - result["sent"] for probe in probes[1:]]
+        self.wakes_s += [probe["steps"][0][0] - result["sent"] for probe in probes[1:] if probe["steps"]]
         self.ttfts_s.append(result["first"] - result["sent"])
         self.digest = zlib.crc32(str(result["tokens"]).encode(), self.digest)
         if early and len(result["tokens"]) < 16 or not self.picture:
@@ -148,32 +179,52 @@ class Turns:
         self.load_probes.append(self.group.take_probe())
         self.digest = zlib.crc32(str(tokens).encode(), self.digest)
 
+    def unbalanced(self, asked: list[int], seed: int) -> None:
+        """`asked`: what the last rank decodes. The prompts beside it are drawn anew, and alike for every group."""
+        draw, last = random.Random(seed), self.group.size - 1
+        answers = [self.group.generate(asked, rank=last, max_tokens=DECODED_TOKENS).result(120)]
+        decoding = self.group.generate(asked, rank=last, max_tokens=DECODED_TOKENS)
+        while not decoding.done() or not self.beside_s[LONG_PROMPT_TOKENS]:
+            beside = {tokens: self.group.generate(prompt_of(draw, tokens), rank=rank, max_tokens=1)
+                      for tokens, rank in ((LONG_PROMPT_TOKENS, 0), (SHORT_PROMPT_TOKENS, last))}  # fmt: skip
+            for tokens, request in beside.items():
+                self.beside_s[tokens].append(request.result(120)["first"] - request.result()["sent"])
+        answers.append(decoding.result(120))
+        for answer, beside in zip(answers, (False, True), strict=True):
+            self.itls_s[beside] += [later - time for time, later in itertools.pairwise(answer["times"])]
+        self.digest = zlib.crc32(str([answer["tokens"] for answer in answers]).encode(), self.digest)
+        time.sleep(self.settle_s)
+
     def figures(self) -> dict[str, Any]:
-        steps = sum(len(probes[0]["steps"]) for probes in self.load_probes)
-        counted = {key: sum(probe[key] for probes in self.load_probes for probe in probes)
+        rounds = len(self.load_probes)
+        kinds = [step[2] for probes in self.load_probes for probe in probes for step in probe["steps"]]
+        counted = {key: sum(probe[key] for probes in self.load_probes for probe in probes) / rounds
                    for key in ("collectives", "messages")}  # fmt: skip
         return {
             "drain_dummies": spread(self.dummies[False] + self.dummies[True], 1),
             "drain_dummies_by_length": spread(self.dummies[False], 1),
             "drain_dummies_early": spread(self.dummies[True], 1),
             "messages_per_burst": statistics.mean(self.messages),
-            "collectives_per_burst": statistics.mean(self.collectives), "wake_up_ms": spread(self.wakes_s),
-            "ttft_idle_ms": spread(self.ttfts_s), "tokens_per_s": statistics.median(self.tokens_per_s),
-            "tokens_per_s_rounds": self.tokens_per_s, "load_steps": steps,
-            "collectives_per_step": counted["collectives"] / self.group.size / steps,
-            "messages_per_1000_steps": 1000 * counted["messages"] / steps, "steps": self.picture,
+            "collectives_per_burst": statistics.mean(self.collectives),
+            "wake_up_ms": spread(self.wakes_s) if self.wakes_s else None, "ttft_idle_ms": spread(self.ttfts_s),
+            "tokens_per_s": statistics.median(self.tokens_per_s), "tokens_per_s_rounds": self.tokens_per_s,
+            "passes_per_load": len(kinds) / rounds, "dummies_per_load": kinds.count(DUMMY) / rounds,
+            "collectives_per_load": counted["collectives"] / self.group.size,
+            "messages_per_load": counted["messages"], "itl_alone_ms": spread(self.itls_s[False]),
+            "itl_beside_ms": spread(self.itls_s[True]), "ttft_beside_ms": spread(self.beside_s[SHORT_PROMPT_TOKENS]),
+            "ttft_long_ms": spread(self.beside_s[LONG_PROMPT_TOKENS]), "steps": self.picture,
             "tokens_digest": f"{self.digest:08x}"}  # fmt: skip
+
+
+def prompt_of(draw: random.Random, tokens: int) -> list[int]:
+    return [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(tokens)]
 
 
 def measure_groups(bench: DpBench, all_turns: Sequence[Turns]) -> list[dict[str, Any]]:
     """All figures of groups that are ready and of one size, in turns."""
     draw = random.Random(bench.seed)
     size = all_turns[0].group.size
-
-    def prompt(tokens: int) -> list[int]:
-        return [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(tokens)]
-
-    asked = prompt(24)
+    asked = prompt_of(draw, 24)
     answer = [turns.warm_up(asked) for turns in all_turns][0]
     stops = [token for number, token in enumerate(answer[:32]) if token not in answer[:number] and number] or answer[:1]
     for number in range(bench.bursts):
@@ -182,11 +233,13 @@ def measure_groups(bench: DpBench, all_turns: Sequence[Turns]) -> list[dict[str,
                   else {"max_tokens": draw.randint(*BURST_TOKENS)})  # fmt: skip
         for turns in _rotated(all_turns, number):
             turns.burst(asked, params, early)
-    load = [(prompt(draw.choice([4, 30, 90])), 0 if number % 10 < 4 else number % size, draw.choice([4, 16, 48]))
-            for number in range(bench.requests)]  # fmt: skip
+    load = [(prompt_of(draw, draw.choice([4, 30, 90])), 0 if number % 10 < 4 else number % size,
+             draw.choice([4, 16, 48])) for number in range(bench.requests)]  # fmt: skip
     for number in range(bench.rounds):
         for turns in _rotated(all_turns, number):
             turns.load(load)
+        for turns in _rotated(all_turns, number):
+            turns.unbalanced(asked, bench.seed + number)
     idle = _silence([turns.group for turns in all_turns])
     return [turns.figures() | silent | {"tokens_per_s_ratio": _ratio(turns.tokens_per_s, all_turns[0].tokens_per_s)}
             for turns, silent in zip(all_turns, idle, strict=True)]  # fmt: skip
@@ -239,8 +292,11 @@ def _cpu_s(pid: int) -> float:
 
 
 def spread(values: Sequence[float], factor: float = 1000.0) -> dict[str, float]:
-    """Mean, median, 99th percentile and largest; seconds become milliseconds by the default factor."""
+    """How many there are, mean, median, largest, and of LEAST_P99 and more the 99th percentile; seconds become
+    milliseconds by the default factor."""
     ordered = sorted(values)
-    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return {"mean": factor * statistics.mean(ordered), "p50": factor * statistics.median(ordered),
-            "p99": factor * p99, "max": factor * ordered[-1]}  # fmt: skip
+    found = {"samples": len(ordered), "mean": factor * statistics.mean(ordered),
+             "p50": factor * statistics.median(ordered), "max": factor * ordered[-1]}  # fmt: skip
+    if len(ordered) >= LEAST_P99:
+        found["p99"] = factor * ordered[int(0.99 * len(ordered))]
+    return found

@@ -19,14 +19,20 @@ def table(report: dict[str, Any]) -> Table:
         ("dummy passes per drain, mean (max)", lambda e: "{mean:.1f} ({max:.0f})".format(**e["drain_dummies"])),
         ("... of requests that end by length", lambda e: f"{e['drain_dummies_by_length']['mean']:.1f}"),
         ("... of requests that end early", lambda e: f"{e['drain_dummies_early']['mean']:.1f}"),
-        ("collectives per step beside the forward's", lambda e: f"{e['collectives_per_step']:.3f}"),
         ("messages per burst", lambda e: f"{e['messages_per_burst']:.1f}"),
-        ("messages per 1,000 steps under load", lambda e: f"{e['messages_per_1000_steps']:.0f}"),
-        ("request at rank 0 to peer's pass, p50 / p99 ms", lambda e: _pair(e["wake_up_ms"])),
-        ("TTFT after idle, p50 / p99 ms", lambda e: _pair(e["ttft_idle_ms"])),
+        ("request at rank 0 to peer's pass, ms", lambda e: _spread(e["wake_up_ms"])),
+        ("TTFT after idle, ms", lambda e: _spread(e["ttft_idle_ms"])),
+        ("forward passes per load, all ranks", lambda e: f"{e['passes_per_load']:.0f}"),
+        ("... of them dummies", lambda e: f"{e['dummies_per_load']:.0f}"),
+        ("... collectives beside the passes' own, a rank", lambda e: f"{e['collectives_per_load']:.1f}"),
+        ("... messages, all ranks", lambda e: f"{e['messages_per_load']:.0f}"),
         ("tokens/s under load, median of the rounds", lambda e: f"{e['tokens_per_s']:.0f}"),
         ("... least and most", lambda e: "{:.0f} .. {:.0f}".format(*_ends(e["tokens_per_s_rounds"]))),
         ("... to the first tree's, median of the pairs", lambda e: f"{e['tokens_per_s_ratio']:.2f}"),
+        ("ITL while no other rank works, ms", lambda e: _spread(e["itl_alone_ms"])),
+        ("ITL beside a rank that prefills, ms", lambda e: _spread(e["itl_beside_ms"])),
+        ("TTFT of a short prompt beside it, ms", lambda e: _spread(e["ttft_beside_ms"])),
+        ("TTFT of the long prompts, ms", lambda e: _spread(e["ttft_long_ms"])),
         ("CPU of an idle engine, % of a core", lambda e: f"{e['idle_cpu_percent']:.1f}"),
         ("CPU of its idle front end and coordinator", lambda e: f"{e['idle_front_cpu_percent']:.1f}"),
     ]
@@ -63,8 +69,12 @@ def picture(report: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _pair(spread: dict[str, float]) -> str:
-    return f"{spread['p50']:.1f} / {spread['p99']:.1f}"
+def _spread(spread: dict[str, float] | None) -> str:
+    """Of few samples the largest, of many also the 99th percentile."""
+    if spread is None:
+        return "-"
+    keys = [key for key in ("p50", "p99", "max") if key in spread]
+    return " ".join(f"{key} {spread[key]:.1f}" for key in keys)
 
 
 def _ends(values: list[float]) -> tuple[float, float]:
