@@ -290,6 +290,26 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
         output.write_text(json.dumps(found) + "\n")
 
 
+@bench_app.command("dp-ranks")
+def dp_ranks(ranks: Annotated[list[int] | None, typer.Option(help="How many ranks; may be given more than once. "
+                                                                   "Default 16, 64 and 256.")] = None,
+             rim: Annotated[str, typer.Option(help="How the ranks talk: shared-memory or network.")] = "network",
+             busy: Annotated[int, typer.Option(help="How many ranks have requests.")] = 1,
+             requests: Annotated[int, typer.Option(help="How many each has, one after another.")] = 5,
+             tokens: Annotated[int, typer.Option(help="How many forward passes a request takes.")] = 40,
+             step_ms: Annotated[float, typer.Option(help="How long a forward pass takes at least.")] = 20,
+             output: Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")] = None) -> None:
+    """Measure the step sync of many ranks, processes whose forward passes are but a barrier, which this starts."""
+    from rich.console import Console
+
+    from vllm_pd.dpbench.ranks import RanksBench, measure, table
+    bench = RanksBench(tuple(ranks or [16, 64, 256]), rim, busy, requests, tokens, step_ms / 1000)
+    found = measure(bench, typer.echo)
+    Console(width=None).print(table(found))
+    if output is not None:
+        output.write_text(json.dumps(found) + "\n")
+
+
 @bench_app.command("router")
 def bench_router(
         router: Annotated[list[str] | None, typer.Option("--router", metavar="NAME=COMMAND", help="Another router to "

@@ -23,6 +23,8 @@ from vllm_pd.rpc.sockets import SendResult, Waker, endpoint, receive, send
 
 log = logging.getLogger(__name__)
 
+THREAD = "vllm-pd-dp-coordinator"
+
 
 class CoordinatorServer:
     """Binds at once (raises GroupFailed where it can't), serves until `close`."""
@@ -53,7 +55,7 @@ class CoordinatorServer:
         self.address = endpoint(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._started = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="vllm-pd-dp-coordinator", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
