@@ -12,7 +12,7 @@ from vllm.config import KVEventsConfig, ParallelConfig
 from vllm_pd import hooks
 from vllm_pd.errors import ConfigError
 from vllm_pd.events import notice, route
-from vllm_pd.ports import take_free
+from vllm_pd.ports import is_free, take_free
 from vllm_pd.v0 import events as binding
 
 
@@ -65,6 +65,16 @@ def test_an_engine_leaves_word_of_itself_and_takes_it_back(endpoint, tmp_path):
     assert file.stat().st_mode & 0o777 == 0o600
     del engine
     assert not list(tmp_path.iterdir()) and notice.find(config).side is None
+
+
+def test_a_port_that_is_not_named_is_told_as_what_it_is(endpoint):
+    engine = FakeLLMEngine(events_at("tcp://*:0", replay_endpoint="tcp://127.0.0.1:0"))
+    assert (notice.find(engine.vllm_config).events, notice.find(engine.vllm_config).replay) == ("", None)
+    hooks.attach_engine(engine)
+    found = notice.find(engine.vllm_config)
+    ports = [int(at.rpartition(":")[2]) for at in (found.events, found.replay)]
+    assert found.events == f"tcp://*:{ports[0]}" and found.replay == f"tcp://127.0.0.1:{ports[1]}"
+    assert len({0, *ports}) == 3 and not any(is_free("0.0.0.0", port) for port in ports)
 
 
 def test_a_publisher_that_connects_is_warned_of_and_nobody_is_sent_to_it(endpoint, caplog, monkeypatch):

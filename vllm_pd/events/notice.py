@@ -2,7 +2,8 @@
 """Where an engine's events are, for whoever asks its front end: `GET /pd/events`.
 
 Engine and front end may be two processes of one user on one machine. What both know is the configuration; what only the
-engine knows, the address of its side socket and the epoch, it leaves in a file that is named after it.
+engine knows, the address of its side socket, the epoch and the ports that it has chosen, it leaves in a file that is
+named after it.
 """
 from __future__ import annotations
 
@@ -32,13 +33,16 @@ class SideNotice(msgspec.Struct, frozen=True):
     """What the engine leaves."""
     side: Text
     epoch: Text
+    events: Text = ""
+    replay: Text | None = None
 
 
 class EventsNotice(msgspec.Struct, frozen=True):
     """The answer to `GET /pd/events`. A host `*` or `0.0.0.0` in an address is the one that was asked. `events` is
-    empty where the publisher does not listen but connects to somebody. Without `side` (V1) there are no snapshots and
-    no load, only vLLM's events and, with `replay`, its replay of them. Each of the `ranks` data-parallel ranks behind
-    this front end has a publisher of its own, at the ports told here and its rank."""
+    empty where the publisher does not listen but connects to somebody, or listens at a port that nobody knows (V1, with
+    port 0). Without `side` (V1) there are no snapshots and no load, only vLLM's events and, with `replay`, its replay of
+    them. Each of the `ranks` data-parallel ranks behind this front end has a publisher of its own, at the ports told here
+    and its rank."""
     events: Text
     block_size: Count
     replay: Text | None = None
@@ -77,8 +81,12 @@ def find(config: VllmConfig) -> EventsNotice:
     side = _read(_path(config))
     own_rank = parallel.data_parallel_rank if parallel.data_parallel_external_lb else 0
     ranks = 1 if side or parallel.data_parallel_external_lb else parallel.data_parallel_size
-    return EventsNotice(events=reach.of_rank(events.endpoint, own_rank) if reach.listens(events.endpoint) else "",
-                        replay=reach.of_rank(events.replay_endpoint, own_rank) if events.replay_endpoint else None,
+    endpoint, replay = events.endpoint, events.replay_endpoint
+    if side is not None:
+        endpoint, replay = side.events or endpoint, side.replay or replay
+    known = reach.listens(endpoint) and not reach.lacks_port(endpoint)
+    return EventsNotice(events=reach.of_rank(endpoint, own_rank) if known else "",
+                        replay=reach.of_rank(replay, own_rank) if replay and not reach.lacks_port(replay) else None,
                         topic=events.topic, block_size=config.cache_config.block_size or 0,
                         side=side.side if side else None, epoch=side.epoch if side else None, ranks=ranks)
 

@@ -6,6 +6,8 @@ import ipaddress
 import re
 import socket
 
+from vllm_pd.ports import take_free
+
 
 def seen_from(host: str, address: str) -> str:
     """An engine that listens everywhere does so at `host`, where it was asked."""
@@ -27,6 +29,16 @@ def of_rank(address: str, rank: int) -> str:
 def listens(endpoint: str) -> bool:
     """Whether vLLM's publisher listens at this endpoint of its configuration; else it connects to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def lacks_port(endpoint: str) -> bool:
+    """Whether it is TCP at whichever port is free."""
+    return endpoint.startswith("tcp://") and endpoint.endswith(":0")
+
+
+def with_port(endpoint: str) -> str:
+    """The same, with a free port where it names none, so that others can be told of it."""
+    return f"{endpoint[:-1]}{take_free('0.0.0.0')}" if lacks_port(endpoint) else endpoint
 
 
 async def is_here(host: str, timeout_s: float) -> bool:

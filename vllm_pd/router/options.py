@@ -17,7 +17,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 NO_TOKENIZER = "none"
 MAX_TRIES = 3
 _EXAMPLE_WORKER = "http://127.0.0.1:8001"
-_ENDPOINT = re.compile(r"tcp://[^,/]+:\d+|ipc://[^,]+")
+_ENDPOINT = re.compile(r"tcp://[^,/]+:0*[1-9]\d*|ipc://[^,]+")
 _POSITIVE = ("probe_interval_s", "probe_timeout_s", "connect_timeout_s", "tokenize_timeout_s", "census_period_s",
              "expected_s", "retry_after_s", "header_timeout_s", "body_timeout_s", "write_timeout_s", "idle_timeout_s")
 _COUNTS = {"max_in_flight": 1, "max_body_bytes": 1, "tokenize_threads": 1, "max_connections": 1, "max_bodies_bytes": 1}

@@ -6,6 +6,7 @@ Used whether or not prefills are handed over. Nothing of it runs in the engine's
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 import weakref
@@ -53,6 +54,8 @@ def attach_events(engine: LLMEngine) -> None:
     where a port that was free when `check_events` looked is free no more."""
     config = engine.vllm_config
     events = config.kv_events_config
+    events = dataclasses.replace(events, endpoint=reach.with_port(events.endpoint), replay_endpoint=(
+        None if events.replay_endpoint is None else reach.with_port(events.replay_endpoint)))
     host, keys = _side_host(config.additional_config)
     try:
         side = SidePort(f"tcp://{host}:0", keys)
@@ -71,7 +74,8 @@ def attach_events(engine: LLMEngine) -> None:
                           EventMetrics(engine.model_config.served_model_name))
     bind_sink(scheduler, sink)
     announcer.start()
-    file = _leave_notice(config, announcer)
+    file = _leave_notice(config, notice.SideNotice(announcer.address, announcer.epoch, events.endpoint,
+                                                   events.replay_endpoint))
     weakref.finalize(engine, _shut, announcer, publisher, file)
     if not reach.listens(events.endpoint):
         logger.warning("the publisher of KV events connects to %s and does not listen there, so nobody can subscribe "
@@ -162,9 +166,9 @@ def _publish_to(publisher: EventPublisher) -> Callable[[list[KVEvent]], None]:
     return lambda events: publisher.publish(EventBatch(ts=time.time(), events=events))
 
 
-def _leave_notice(config: Any, announcer: Announcer) -> Path | None:
+def _leave_notice(config: Any, word: notice.SideNotice) -> Path | None:
     try:
-        return notice.leave(config, notice.SideNotice(announcer.address, announcer.epoch))
+        return notice.leave(config, word)
     except OSError as error:
         logger.error("%s can't be told where the side socket is: %s; snapshots and load will not be found",
                      notice.PATH, error)
