@@ -9,6 +9,7 @@ are over a limit. Where there are too many connections, those that have no whole
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ LINGER_S = 1.0  # in which a client may read why it was refused
 MAX_DISCARDED_BYTES = 1 << 20  # that a refused client may go on sending meanwhile
 MAX_PIPELINED = 16  # requests that wait for the answer of one before them
 SPARE = 32  # connections beyond the bound, for the paths that are always served
+UNKNOWN_BYTES = 1 << 62  # for uvicorn, which counts down from it
 RESCAN_S = 0.25  # after nothing could be ended to make room
 
 
@@ -259,6 +261,9 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._unparsed_bytes = 0
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            self._refusal = (HTTPStatus.BAD_REQUEST, "more than one Host header")
+            raise _Refused
         if len(self.pipeline) >= MAX_PIPELINED:
             self._fail("pipelined", HTTPStatus.TOO_MANY_REQUESTS, f"more than {MAX_PIPELINED} requests wait")
         if not self._is_busy():
@@ -266,6 +271,8 @@ class Connection(HttpToolsProtocol):
         self._part = _Part.BODY
         self.app = self.config.loaded_app if self._edge.has_room_for(self.url) else self._say_full
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = functools.partial(_send_until_close, self.cycle)
         if self._edge.ending:
             self.cycle.keep_alive = False
         if not self.pipeline:
@@ -318,6 +325,18 @@ def bound_headers(config: uvicorn.Config) -> None:
     Only upon httptools: h11 bounds their size by itself."""
     if config.http_protocol_class is HttpToolsProtocol:
         config.http_protocol_class = Edge(EdgeLimits()).connect
+
+
+async def _send_until_close(cycle: RequestResponseCycle, message: dict[str, Any]) -> None:
+    """To a client of HTTP/1.0, which knows no chunks: where an answer does not say its length, the end of the
+    connection is its end."""
+    if message["type"] == "http.response.start":
+        if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = UNKNOWN_BYTES
+    elif cycle.expected_content_length > UNKNOWN_BYTES // 2 and not message.get("more_body", False):
+        cycle.expected_content_length = len(message.get("body", b""))
+    await RequestResponseCycle.send(cycle, message)
 
 
 def error_body(status: HTTPStatus, text: str) -> bytes:

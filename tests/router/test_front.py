@@ -84,8 +84,76 @@ async def test_other_paths_and_methods_are_refused():
         assert not engine.asked
         models = await served.ask(path="/v1/models", method="GET")
         assert models.json["data"][0]["id"] == "m"
-        for path in ("/v1/embeddings", "/tokenize", "/detokenize", "/v1/chat/completions"):
+        for path in ("/v1/embeddings", "/v1/responses", "/pooling", "/classify", "/score", "/v1/score", "/rerank",
+                     "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/v1/chat/completions"):
             assert (await served.ask(path=path)).status == 200
+
+
+async def test_what_others_ask_of_a_server_is_served():
+    async with serving(1) as (served, [engine]):
+        for method, path in (("HEAD", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("HEAD", "/ping"),
+                             ("HEAD", "/metrics")):
+            answer = await served.ask(path=path, method=method)
+            assert answer.status == 200 and bool(answer.body) is (method != "HEAD")
+        assert not engine.asked
+        assert (await served.ask(path="/version", method="GET")).status == 200
+        engine.asked.clear()
+        engine.fault = Fault.HANG
+        waiting = asyncio.create_task(served.ask())
+        await served.until(lambda: engine.asked)
+        assert (await served.ask(path="/load", method="GET")).json == {"server_load": 1}
+        waiting.cancel()
+        await engine.stop()
+        await served.ask()
+        await served.until(lambda: served.worker(engine).state.value == "down")
+        assert (await served.ask(path="/ping", method="GET")).status == 503
+        assert (await served.ask(path="/health", method="HEAD")).status == 503
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/responses", "/score"])
+async def test_b63_other_work_of_an_engine_counts_as_such(path):
+    async with serving(2) as (served, engines):
+        engines[0].fault = engines[0].sick = Fault.ERROR
+        for _ in range(2):
+            assert (await served.ask(path=path)).json["from"] == engines[1].port
+        assert served.router.workers.counts() == {"up": 1, "down": 1}
+
+
+async def ask_raw(served, sent: bytes) -> bytes:
+    """All that is answered until the router hangs up."""
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(sent)
+        return await asyncio.wait_for(reader.read(), 60)
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("keep", [b"", b"connection: keep-alive\r\n"], ids=["close", "keep-alive"])
+async def test_a_client_of_http_1_0_gets_no_chunks(keep):
+    async with serving(1) as (served, [engine]):
+        for asked in ({"stream": True}, {}):
+            body = json.dumps({"model": "m", "prompt": "Hello", **asked}).encode()
+            answer = await ask_raw(served, b"POST /v1/completions HTTP/1.0\r\nhost: a\r\n" + keep +
+                                   b"content-length: %d\r\n\r\n%b" % (len(body), body))
+            head, _, found = answer.partition(b"\r\n\r\n")
+            assert b" 200 " in head and b"transfer-encoding" not in head and b"connection: close" in head
+            async with served.session.post(engine.url + "/v1/completions", data=body) as bare:
+                assert found == await bare.read()
+        engine.fault = Fault.BREAK
+        body = json.dumps({"model": "m", "prompt": "Hello", "stream": True}).encode()
+        answer = await ask_raw(served, b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n%b"
+                               % (len(body), body))
+        assert b'"code": 502' in answer.rpartition(b"data: ")[2]
+
+
+async def test_two_host_headers_are_refused():
+    async with serving(1) as (served, [engine]):
+        for path in ("/health", "/v1/completions"):
+            answer = await ask_raw(served, f"GET {path} HTTP/1.1\r\nhost: a\r\nHost: b\r\n\r\n".encode())
+            assert answer.startswith(b"HTTP/1.1 400 ") and b"Host" in answer
+        assert not engine.asked
 
 
 async def test_the_api_key_is_asked_for_as_vllm_does():
@@ -327,6 +395,10 @@ def test_b80_impossible_settings():
                        ({"events": ("http://a:1=b:2", )}, "--worker-events"), ({"block_size": 0}, "--block-size"),
                        ({"events": ("http://a:1", ), "block_size": 16}, "--worker-events"),
                        ({"events": ("http://a:1=b:2", ), "block_size": 16}, "--worker-events"),
+                       ({"events": ("http://a:1=tcp://b:0", ), "block_size": 16}, "--worker-events"),
+                       ({"grace_s": -1}, "--grace-s"), ({"max_connections": 0}, "--max-connections"),
+                       ({"header_timeout_s": 0}, "--header-timeout-s"),
+                       ({"stream_timeout_s": -1}, "--stream-timeout-s"),
                        ({"broker": "nowhere"}, "--broker"), ({"broker": "tcp://10.0.0.1:5700"}, "--broker"),
                        ({"broker": "nats://10.0.0.1:4222"}, "--broker"),
                        ({"probe_timeout_s": 0}, "--probe-timeout-s")):

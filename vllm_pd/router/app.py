@@ -29,7 +29,7 @@ from vllm_pd.router.workers import Worker, Workers
 
 logger = logging.getLogger("vllm_pd.router")
 
-FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize"}
+FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize", "/version"}
 METHODS = ("GET", "POST", "OPTIONS")
 MAX_OWN_BODY_BYTES = 65536
 
@@ -197,6 +197,9 @@ class Router:
                                  self.options.retry_after_s)
         return answer
 
+    async def _load(self, scope: dict[str, Any], receive: Receive) -> Answer:
+        return Answer.of({"server_load": len(self._open)})
+
     async def _metrics_page(self, scope: dict[str, Any], receive: Receive) -> Answer:
         return Answer(200, self.metrics.page(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
 
@@ -260,8 +263,10 @@ class Router:
 
 
 _OWN: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
-    "/health": (("GET", ), Router._health),
-    "/metrics": (("GET", ), Router._metrics_page),
+    "/health": (("GET", "HEAD"), Router._health),
+    "/ping": (("GET", "HEAD", "POST"), Router._health),
+    "/load": (("GET", "HEAD"), Router._load),
+    "/metrics": (("GET", "HEAD"), Router._metrics_page),
     "/workers": (("GET", "POST", "DELETE"), Router._workers),
 }
 

@@ -30,7 +30,9 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 COMPLETING = frozenset(("/v1/completions", "/v1/chat/completions"))
-GENERATING = COMPLETING | {"/v1/embeddings"}
+GENERATING = COMPLETING | {
+    "/v1/embeddings", "/v1/responses", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
+    "/v2/rerank"}
 MAX_WHOLE_BYTES = 1 << 20
 MAX_PAUSE_S = 60.0  # that a worker's Retry-After is believed for
 EVENT_STREAM = b"text/event-stream"

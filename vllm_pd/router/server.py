@@ -25,7 +25,7 @@ from vllm_pd.router.policy import PolicyConfig
 logger = logging.getLogger("vllm_pd.router")
 
 CUT_S = 2.0  # in which those may hear of it whose requests are cut
-SPARED = (b"/health", b"/metrics")  # paths that are served however many connections there are
+SPARED = (b"/health", b"/ping", b"/metrics")  # paths that are served however many connections there are
 BACKLOG = 2048
 TICK_S = 0.1
 LIBRARY = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
