@@ -165,7 +165,6 @@ class Connection(HttpToolsProtocol):
         self.refused_s: float | None = None
         self._discarded_bytes = 0
         self._unparsed_bytes = 0  # that have come since the parser has last made something of them
-        self._head_bytes = 0
         self._running: RequestResponseCycle | None = None  # the request that is being answered
 
     def waiting(self) -> tuple[_Wait, float] | None:
@@ -243,27 +242,12 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._part = _Part.HEAD
-        self._head_bytes = 0
         if self.cycle is not None and not self._is_busy():
             self._since_s = self.loop.time()
 
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        if len(self.url) > self._limits.target_bytes:
-            self._fail("header_size", HTTPStatus.REQUEST_URI_TOO_LONG,
-                       f"the path has more than {self._limits.target_bytes} bytes")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        self._head_bytes += len(name) + len(value)
-        if len(self.headers) > self._limits.header_count or self._head_bytes > self._limits.head_bytes:
-            self._fail("header_size", *_too_large(self._limits))
-
     def on_headers_complete(self) -> None:
         self._unparsed_bytes = 0
-        if sum(name == b"host" for name, _ in self.headers) > 1:
-            self._refusal = (HTTPStatus.BAD_REQUEST, "more than one Host header")
-            raise _Refused
+        self._check_header()
         if len(self.pipeline) >= MAX_PIPELINED:
             self._fail("pipelined", HTTPStatus.TOO_MANY_REQUESTS, f"more than {MAX_PIPELINED} requests wait")
         if not self._is_busy():
@@ -299,6 +283,21 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._part is not _Part.BODY:
             self._since_s = self.loop.time()
+
+    def _check_header(self) -> None:
+        """Of one that is complete; `data_received` looks after one that does not end."""
+        size, hosts = len(self.url), 0
+        for name, value in self.headers:
+            size += len(name) + len(value)
+            hosts += name == b"host"
+        if len(self.url) > self._limits.target_bytes:
+            self._fail("header_size", HTTPStatus.REQUEST_URI_TOO_LONG,
+                       f"the path has more than {self._limits.target_bytes} bytes")
+        if size > self._limits.head_bytes or len(self.headers) > self._limits.header_count:
+            self._fail("header_size", *_too_large(self._limits))
+        if hosts > 1:
+            self._refusal = (HTTPStatus.BAD_REQUEST, "more than one Host header")
+            raise _Refused
 
     def _is_busy(self) -> bool:
         """Whether an answer is under way."""
