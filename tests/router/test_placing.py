@@ -15,11 +15,12 @@ import pytest
 
 from tests.router.holding import index_of, with_index
 from vllm_pd.events.messages import EngineLoad
+from vllm_pd.router import placing as placing_module
 from vllm_pd.router import tokens
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
-from vllm_pd.router.placing import Placer
-from vllm_pd.router.policy import Policy, PolicyConfig, Reason
+from vllm_pd.router.placing import MAX_WEIGHED, Placer
+from vllm_pd.router.policy import Policy, PolicyConfig, Reason, choose
 from vllm_pd.router.tokenizer import Prompt, Tokenizer
 from vllm_pd.router.tokens import (
     LONGEST_REST_S,
@@ -189,6 +190,31 @@ async def test_whatever_is_sent_is_routed_and_counted(sent, outcome):
     async with placing() as (placer, _, _, metrics):
         assert placer.place(await placer.plan([], sent, True), ()) is not None
         assert metrics.registry.get_sample_value("vllm:pd_router_tokenized_total", {"outcome": outcome.value}) == 1
+
+
+@pytest.mark.parametrize("policy", [Policy.KV, Policy.LEAST_LOAD])
+async def test_of_a_thousand_workers_some_are_weighed_and_the_header_stays_short(policy, monkeypatch):
+    urls = tuple(f"http://10.0.{number // 250}.{number % 250}:8000" for number in range(1000))
+    weighed = []
+
+    def chosen(config, request, candidates, rng):
+        weighed.append(len(candidates))
+        return choose(config, request, candidates, rng)
+
+    monkeypatch.setattr(placing_module, "choose", chosen)
+    load = EngineLoad(used_blocks=1, total_blocks=10)
+    async with placing(policy, workers=urls, loads={url: (load, 0.0) for url in urls}) as (placer, known, _, _):
+        for number, url in enumerate(urls):  # all have the first block, one has all
+            held = 4 if number == 777 else 1
+            index_of(placer).stored(url, list(range(1, held + 1)), None, list(range(4 * held)), BLOCK)
+        used = set()
+        for _ in range(5):
+            worker, choice = placer.place(await placer.plan([], body(prompt=" ".join(map(str, range(16)))), True), ())
+            assert len(choice.header()) < 1000 and "others=" in choice.header()
+            assert policy is not Policy.KV or (worker.url, choice.overlap_blocks) == (urls[777], 4)
+            used.add(worker.url)
+        assert max(weighed) <= MAX_WEIGHED
+        assert policy is Policy.KV or len(used) > 1
 
 
 async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from vllm_pd import cli
 from vllm_pd.errors import ConfigError
-from vllm_pd.router.policy import Candidate, Policy, PolicyConfig, Reason, Request, choose
+from vllm_pd.router.policy import (
+    MAX_HEADER_CHARS,
+    MAX_SHOWN,
+    Candidate,
+    Policy,
+    PolicyConfig,
+    Reason,
+    Request,
+    choose,
+)
 
 KV = PolicyConfig(overlap_weight=2.0, blocks_weight=1.0, open_weight=0.25)  # easy to reckon with
 ASKED = Request(prompt_tokens=1600, prompt_blocks=100, key="s1")
@@ -112,6 +121,17 @@ def test_a_consistent_hash_moves_only_what_it_must():
     after = {key: pick(five[1:], config, Request(key=key)).worker for key in keys}
     assert {key for key in keys if before[key] != after[key]} == {key for key in keys if before[key] == "a"}
     assert pick(five, config).reason is Reason.HASH
+
+
+def test_an_explanation_is_short_whoever_is_chosen_among_however_many():
+    drawn = PolicyConfig(temperature=100.0)
+    for long in (0, 400):
+        some = [Candidate(f"http://{'x' * long}{number}:1", number % 7) for number in range(50)]
+        for seed in range(10):
+            choice = choose(drawn, Request(160, 10), some, random.Random(seed))
+            assert len(choice.scores) == MAX_SHOWN and choice.worker in {score.name for score in choice.scores}
+            assert len(choice.header()) <= MAX_HEADER_CHARS + 3
+            assert "others=42" in choice.header() or long
 
 
 def test_a_choice_explains_itself():

@@ -2,7 +2,7 @@
 """Finding the worker for a request: its prompt's blocks, what is known of each worker, and the policy's word."""
 import asyncio
 import collections
-import math
+import heapq
 import random
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
@@ -27,10 +27,13 @@ MAX_RECENT = 10_000
 KEY_BYTES = 256
 OPENING_BLOCKS = 3  # so much of a prompt that is new shows where it leaves what others have sent
 CHARS_PER_TOKEN = 4  # of English
+MAX_WEIGHED = 128  # workers for one request
+MAX_HOLDERS = 32  # of these, those that hold most of its prompt
 SESSION_HEADER = b"x-session-id"
 
 
 Hashes = dict[int, list[int]]
+Overlaps = dict[int, dict[str, int]]  # by the size of a block: worker -> blocks that it holds
 
 
 class Plan(msgspec.Struct):
@@ -102,7 +105,7 @@ class Placer:
         family = self.families.of_model(model, self._workers)
         if family is None or not family.indexes:
             return Plan(Request(turn=self._turn), model)
-        adapter = self._adapter(model)
+        adapter = self._adapter(family, model)
         indexes = dict(family.indexes)
         asked = Asked(prompt, lambda ids: {size: index.hashes(ids, adapter) for size, index in indexes.items()},
                       len(body), family.name)
@@ -135,13 +138,13 @@ class Placer:
         able = self._workers.candidates(plan.model, tried)
         now_s = self._now()
         overlaps = self._overlaps(plan, now_s)
-        candidates = [self._candidate(worker, overlaps, plan) for worker in able]
+        candidates = [self._candidate(worker, overlaps, plan) for worker in self._some(able, overlaps)]
         choice = choose(self.config, plan.request, candidates, self._rng)
         if choice is None:
             return None
-        worker = next(one for one in able if one.url == choice.worker)
+        worker = self._workers.get(choice.worker)
         if self.config.policy in (Policy.KV, Policy.LEAST_LOAD):
-            _, block_size = overlaps.get(worker.url, (0, 0))
+            _, block_size = _most(overlaps, worker.url)
             new_tokens = plan.request.prompt_tokens - choice.overlap_blocks * block_size
             self._recent[worker.url].sent(now_s, max(0, new_tokens))
         self._expect(worker, plan, now_s + self._options.expected_s)
@@ -153,17 +156,28 @@ class Placer:
         self._metrics.overlap_blocks.inc(choice.overlap_blocks)
         return worker, choice
 
-    def _overlaps(self, plan: Plan, now_s: float) -> dict[str, tuple[int, int]]:
-        """How many of its blocks each worker holds, whichever of its ranks gets the request, and of which size."""
-        found: dict[str, tuple[int, int]] = {}
+    def _overlaps(self, plan: Plan, now_s: float) -> Overlaps:
+        """How many of its blocks each worker holds, whichever of its ranks gets the request."""
+        found: Overlaps = {}
         for size, hashes in (plan.hashes or {}).items():
-            held = plan.family.index(size).matches(hashes, now_s)
+            held = found[size] = plan.family.index(size).matches(hashes, now_s)
             for url in self.ranks.keys() & plan.family.members:
                 held[url] = min(held.get(name, 0) for name in self.ranks[url])
-            for url, blocks in held.items():
-                if blocks * size > math.prod(found.get(url, (0, 0))):
-                    found[url] = blocks, size
         return found
+
+    def _some(self, able: list[Worker], overlaps: Overlaps) -> list[Worker]:
+        """Of very many those that hold most of the prompt, and some that are drawn, for to weigh them all takes long.
+        Among so many there is one with next to nothing to do."""
+        if len(able) <= MAX_WEIGHED or self.config.policy in (Policy.ROUND_ROBIN, Policy.CONSISTENT_HASH):
+            return able
+        some = dict.fromkeys(self._rng.sample(able, MAX_WEIGHED - MAX_HOLDERS))
+        among = set(able)
+        for held in overlaps.values():
+            for url in heapq.nlargest(MAX_HOLDERS // len(overlaps), held, key=held.get):
+                worker = self._workers.get(url)
+                if worker in among:
+                    some[worker] = None
+        return list(some)
 
     def _expect(self, worker: Worker, plan: Plan, until_s: float) -> None:
         """What goes there will be held there; by which of several ranks nobody knows."""
@@ -187,10 +201,10 @@ class Placer:
         if held:
             self._expect(plan.worker, plan, opening.until_s)
 
-    def _candidate(self, worker: Worker, overlaps: dict[str, tuple[int, int]], plan: Plan) -> Candidate:
+    def _candidate(self, worker: Worker, overlaps: Overlaps, plan: Plan) -> Candidate:
         if self.config.policy in (Policy.ROUND_ROBIN, Policy.CONSISTENT_HASH):
             return Candidate(worker.url)
-        overlap, size = overlaps.get(worker.url, (0, 0))
+        overlap, size = _most(overlaps, worker.url)
         blocks = plan.request.prompt_tokens // size if size else 0
         load, age_s = self._load_of(worker.url)
         if load is None or age_s > STALE_LOAD_S:
@@ -199,11 +213,12 @@ class Placer:
         recent.told(self._now() - age_s - UNDERWAY_S)
         return Candidate(worker.url, overlap, len(worker.flights), load, recent.tokens, blocks)
 
-    def _adapter(self, model: str | None) -> str | None:
+    def _adapter(self, family: Family, model: str | None) -> str | None:
         """The name of the LoRA adapter that is asked for; None for the base model."""
-        if model is None or not any(model in worker.models - worker.base_models for worker in self._workers):
+        if model is None or model in family.names:
             return None
-        return model
+        known = any(model in worker.models and model not in worker.base_models for worker in self._workers)
+        return model if known else None
 
     def forget(self, url: str) -> None:
         """That worker has left."""
@@ -219,6 +234,16 @@ class Placer:
 
     def _left(self, worker: Worker) -> None:
         self._recent.pop(worker.url, None)
+
+
+def _most(overlaps: Overlaps, url: str) -> tuple[int, int]:
+    """(blocks, their size) of what the worker holds most of; (0, 0) where it holds nothing."""
+    most = 0, 0
+    for size, held in overlaps.items():
+        blocks = held.get(url, 0)
+        if blocks * size > most[0] * most[1]:
+            most = blocks, size
+    return most
 
 
 def _key(headers: list[tuple[bytes, bytes]], prompt: tokens.Prompt | None) -> str:

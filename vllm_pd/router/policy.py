@@ -12,6 +12,7 @@ A hit weighs more than the time that it saves this prompt, as a copy on another 
 the defaults are those that hit most in `vllm-pd bench router --hit-rate` without making anybody wait longer.
 """
 import math
+import operator
 import random
 from collections.abc import Sequence
 from enum import StrEnum
@@ -23,6 +24,8 @@ from xxhash import xxh3_64_intdigest
 from vllm_pd.errors import ConfigError
 
 EQUAL = 1e-9  # scores that differ by less are a tie
+MAX_SHOWN = 8  # scores in an explanation
+MAX_HEADER_CHARS = 2048
 TYPICAL_TOKENS = 512  # how long a prompt is taken for that could not be tokenised
 
 
@@ -107,7 +110,8 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Where it goes, and why. `scores` has every candidate's, best first; only the KV and least-load policies score."""
+    """Where it goes, and why. `scores` has those of the best candidates and of the chosen one, best first; only the KV
+    and least-load policies score."""
     worker: str
     policy: Policy
     reason: Reason
@@ -127,7 +131,10 @@ class Choice(msgspec.Struct, frozen=True):
                              f"blocks={-score.blocks:.3f}")
             else:
                 parts.append(f"{score.name}={score.total:.3f}")
-        return "; ".join(parts)
+        if 0 < len(self.scores) < self.candidates:
+            parts.append(f"others={self.candidates - len(self.scores)}")
+        text = "; ".join(parts)
+        return text if len(text) <= MAX_HEADER_CHARS else text[:MAX_HEADER_CHARS] + "..."
 
 
 def choose(config: PolicyConfig, request: Request, candidates: Sequence[Candidate],
@@ -135,21 +142,25 @@ def choose(config: PolicyConfig, request: Request, candidates: Sequence[Candidat
     """The worker for this request; None if there is no candidate. The order of the candidates does not matter."""
     if not candidates:
         return None
-    ordered = sorted(candidates, key=lambda c: c.name)
-    scores: list[Score] = []
+    shown: list[Score] = []
     if config.policy is Policy.ROUND_ROBIN:
+        ordered = sorted(candidates, key=_name)
         chosen, reason = ordered[request.turn % len(ordered)], Reason.TURN
     elif config.policy is Policy.CONSISTENT_HASH:
-        chosen, reason = max(ordered, key=lambda c: _affinity(request.key, c.name)), Reason.HASH
+        chosen, reason = max(candidates, key=lambda c: _affinity(request.key, c.name)), Reason.HASH
     else:
         overlap_weight = config.overlap_weight if config.policy is Policy.KV else 0.0
+        ordered = sorted(candidates, key=_name)
         scores = [score(config, request, candidate, overlap_weight) for candidate in ordered]
-        chosen, reason = _best(config.temperature, ordered, scores, rng)
+        chosen, reason = _best(config.temperature, request, ordered, scores, rng)
         scores.sort(key=lambda s: -s.total)
-    if len(ordered) == 1:
+        shown = scores[:MAX_SHOWN]
+        if not any(s.name == chosen.name for s in shown):  # drawn
+            shown[-1] = next(s for s in scores if s.name == chosen.name)
+    if len(candidates) == 1:
         reason = Reason.ONLY
     return Choice(chosen.name, config.policy, reason, chosen.overlap_blocks,
-                  chosen.prompt_blocks or request.prompt_blocks, len(ordered), tuple(scores))
+                  chosen.prompt_blocks or request.prompt_blocks, len(candidates), tuple(shown))
 
 
 def score(config: PolicyConfig, request: Request, candidate: Candidate, overlap_weight: float) -> Score:
@@ -168,7 +179,7 @@ def score(config: PolicyConfig, request: Request, candidate: Candidate, overlap_
     return Score(candidate.name, overlap, waiting, remote, blocks, overlap - waiting - remote - blocks)
 
 
-def _best(temperature: float, ordered: Sequence[Candidate], scores: Sequence[Score],
+def _best(temperature: float, request: Request, ordered: Sequence[Candidate], scores: Sequence[Score],
           rng: random.Random) -> tuple[Candidate, Reason]:
     top = max(s.total for s in scores)
     if temperature > 0:
@@ -181,9 +192,12 @@ def _best(temperature: float, ordered: Sequence[Candidate], scores: Sequence[Sco
     chosen = ordered[number]
     if len(best) > 1:
         return chosen, Reason.TIE
-    most = max(c.overlap_blocks for c in ordered)
-    alone = sum(c.overlap_blocks == most for c in ordered) == 1
-    return chosen, Reason.OVERLAP if chosen.overlap_blocks == most and alone else Reason.LOAD
+    shares = [c.overlap_blocks / (c.prompt_blocks or request.prompt_blocks or 1) for c in ordered]
+    alone = shares.count(max(shares)) == 1
+    return chosen, Reason.OVERLAP if alone and shares[number] == max(shares) else Reason.LOAD
+
+
+_name = operator.attrgetter("name")
 
 
 def _affinity(key: str, name: str) -> int:

@@ -120,10 +120,6 @@ class Worker:
         self.tries = functools.cache(lambda outcome: metrics.tries.labels(url, outcome))
         self._show()
 
-    def takes(self, max_in_flight: int) -> bool:
-        """Whether it may get a request now; better none while it is busy."""
-        return self.state is WorkerState.UP and not self.leaving and len(self.flights) < max_in_flight
-
     def good(self) -> None:
         """A probe went well."""
         self.failures = 0
@@ -256,10 +252,13 @@ class Workers:
     def candidates(self, model: str | None, tried: Collection[Worker] = ()) -> list[Worker]:
         """Those that may get a request for that model; where nobody is known to have it, those that may get any, so
         that one of them can say so. Those that are busy only if there are no others."""
+        most = self.max_in_flight
         able = [worker for worker in self._workers.values()
-                if worker.takes(self.max_in_flight) and worker not in tried]
+                if worker.state is WorkerState.UP and len(worker.flights) < most]
+        if tried:
+            able = [worker for worker in able if worker not in tried]
         if self._is_known(model):
-            able = [worker for worker in able if self._may_have(worker, model)]
+            able = [worker for worker in able if model in worker.models or not worker.models]
         now_s = asyncio.get_running_loop().time()
         return [worker for worker in able if worker.busy_until_s <= now_s] or able
 
