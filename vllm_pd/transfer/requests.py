@@ -49,7 +49,11 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
     """Nothing but progress, for a step without other work."""
 
 
-TransferRequest = AddPeer | DropPeer | Write | Read | CancelWrite | Poll
+class Flush(msgspec.Struct, frozen=True, tag=True):
+    """The step reads blocks that a peer has written, or that were read from one: make the device see them."""
+
+
+TransferRequest = AddPeer | DropPeer | Write | Read | CancelWrite | Poll | Flush
 
 
 class Finished(msgspec.Struct, frozen=True):

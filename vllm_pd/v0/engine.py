@@ -25,7 +25,9 @@ from vllm_pd.control.degraded import Degraded
 from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.metrics import PDMetrics
+from vllm_pd.transfer.device import Device
 from vllm_pd.transfer.gather import GatheredTransfer
+from vllm_pd.transfer.requests import Flush, TransferRequest
 from vllm_pd.transfer.worker import TransferWorker
 from vllm_pd.v0.decode import RemotePrefills
 from vllm_pd.v0.idle import Bell
@@ -70,6 +72,9 @@ class Disaggregation:
         self._progress = Progress()
         self._looped = False  # whether an engine loop sleeps for us
         self._sleeping = False  # whether that loop was told to wait
+        self._device: Device = engine.model_executor.driver_worker.worker.transfer.device
+        self._flush_due = False  # the next step may read what a peer has written
+        self._was_busy = False  # whether the device was, when it should not have been
         self._stalled = False  # whether the last schedule() could do nothing for those that wait
         self._pause_s = POLL_MIN_S
         self._metrics_due = 0.0
@@ -104,8 +109,7 @@ class Disaggregation:
         if seq_group.first_seq.remote_decode is not None:
             self.prefill_jobs.read_prefix(attempt, block_ids, num_cached_tokens)
         else:
-            if num_cached_tokens:
-                self._transfer.synchronize()  # the peer may read them past the device's own order
+            self._settle_device()
             self.remote_prefills.start(attempt, seq_group, block_ids, num_cached_tokens)
 
     def abort_remote_prefill(self, attempt: Attempt) -> None:
@@ -123,17 +127,22 @@ class Disaggregation:
         """Give the step that was just scheduled what the worker is to do with it."""
         self._note_stall(outputs)
         self.remote_prefills.scheduled()
+        flush: list[TransferRequest] = [Flush()] if self._flush_due else []
+        self._flush_due = False
         if self.prefill_jobs is None:
+            outputs.memory_transfer_requests = flush
             return
         for seq_group in outputs.ignored_seq_groups:
             if seq_group.first_seq.remote_decode is not None and seq_group.is_finished():
                 self.prefill_jobs.ignored(seq_group)
-        outputs.memory_transfer_requests = self.prefill_jobs.take_requests(self._progress)
+        outputs.memory_transfer_requests = flush + self.prefill_jobs.take_requests(self._progress)
 
     def return_transfer_requests(self, outputs: SchedulerOutputs) -> None:
         """The step that was to carry these down was given up."""
+        requests = outputs.memory_transfer_requests
+        self._flush_due = Flush() in requests
         if self.prefill_jobs is not None:
-            self.prefill_jobs.return_requests(outputs.memory_transfer_requests)
+            self.prefill_jobs.return_requests([request for request in requests if request != Flush()])
 
     # What the engine and its loops call.
 
@@ -152,6 +161,8 @@ class Disaggregation:
         self._sleeping = False
         self._collect()
         progress, self._progress = self._progress, Progress()
+        if self._device.needs_flush and progress.brings_kv:
+            self._flush_due = True  # until a step has carried it down
         self._update_metrics()
         self._metrics_stale = True  # the step that follows changes what was counted
         return progress.arguments()
@@ -211,6 +222,17 @@ class Disaggregation:
     def _is_worth_a_step(self) -> bool:
         """For a ring in the async loop: the transport may be looked at only while no step is under way."""
         return not self._sleeping or self.has_work()
+
+    def _settle_device(self) -> None:
+        """A peer is about to be offered blocks: to read, and to write where kernels of ours may have worked before. It
+        does both past the device's own order, so the device must be done. Sampling ends each step with a copy to the
+        host, on which V0 waits, so it is; that is looked at, not trusted. The other ranks are as far as the collectives
+        before it."""
+        if not self._device.is_idle() and not self._was_busy:
+            self._was_busy = True
+            logger.error("the device was busy between two steps: sampling does not wait for it. Blocks are offered "
+                         "after a synchronisation only, so answers stay right; please report this")
+        self._transfer.synchronize()
 
     def _note_stall(self, outputs: SchedulerOutputs) -> None:
         """Groups may wait for seats or blocks that parked, fenced or sending ones hold. Only news can change that, and

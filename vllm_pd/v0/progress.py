@@ -22,6 +22,11 @@ class Progress:
     def __bool__(self) -> bool:
         return bool(self.finished_prefills or self.failed_prefills or self.finished_transfers)
 
+    @property
+    def brings_kv(self) -> bool:
+        """Whether the step that follows may use KV that came over the network."""
+        return bool(self.finished_prefills or any(self.failed_prefills.values()))
+
     def arguments(self) -> dict[str, Any]:
         """For `schedule(**arguments)`."""
         return vars(self)

@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_pd.control.process import local_member, this_process
 from vllm_pd.core.messages import Member, Process, Role
+from vllm_pd.transfer.device import CudaDevice, HostDevice, OrderedTransfer
 from vllm_pd.transfer.gather import GatheredTransfer, RankListener, connect
 from vllm_pd.transfer.layout import CacheDescription, describe
 from vllm_pd.transfer.nixl import NixlTransport
@@ -58,7 +59,7 @@ def attach_transfer(engine: LLMEngine, role: Role) -> tuple[Member, bytes, Trans
             connections[ranks[pid]] = connection
     finally:
         listener.close()
-    own: TransferWorker = executor.driver_worker.worker.transfer
+    own: TransferWorker = executor.driver_worker.worker.transfer.transfer
     member = msgspec.structs.replace(
         member,
         fingerprint=msgspec.structs.replace(member.fingerprint, layout=reports[0].layout),
@@ -81,11 +82,9 @@ def _attach_rank(wrapper: WorkerWrapperBase, incarnation: str, receives: bool, a
     # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
     transport = NixlTransport(rank_name(incarnation, rank), caches, description, progress_thread=receives)
     ranked = RankedTransport(transport, rank, ranks, kv_heads)
-    if current_platform.device_type == "cuda":
-        transfer = TransferWorker(ranked, torch.cuda.synchronize, rank=rank)
-    else:
-        transfer = TransferWorker(ranked, rank=rank)
-    worker.transfer = transfer if rank == 0 else RankThread(transfer, connect(address))
+    device = CudaDevice(torch.cuda) if current_platform.device_type == "cuda" else HostDevice()
+    transfer = TransferWorker(ranked, device.synchronize, rank=rank)
+    worker.transfer = OrderedTransfer(transfer if rank == 0 else RankThread(transfer, connect(address)), device)
     return _Report(rank, transport.metadata(), description.layout.value, *msgspec.structs.astuple(this_process()))
 
 
