@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.sequence import SequenceStatus
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Prefill
@@ -63,7 +64,7 @@ class Engine:
         assert params.max_tokens == 1 and params.ignore_eos
         self.scheduler[0].waiting.append(
             SimpleNamespace(request_id=request_id, metrics=SimpleNamespace(first_scheduled_time=None),
-                            first_seq=SimpleNamespace(remote_decode=None)))
+                            first_seq=SimpleNamespace(remote_decode=None, status=SequenceStatus.WAITING)))
 
     def abort_request(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -280,3 +281,21 @@ class TestReading:
         jobs = PrefillJobs(config, agent, engine, PDMetrics("test"))
         jobs.handle(Prefill(ATTEMPT, TOKENS, [22], 2, [20, 21], "decode-incarnation"), Progress())
         assert not jobs.wants_prefix(ATTEMPT, 0)
+
+
+def test_b30_jobs_that_have_not_begun_can_be_given_back(jobs, agent, engine):
+    """What is computed, and what is being computed, goes on."""
+    progress = Progress()
+    attempts = [Attempt("decode-incarnation", f"request {number}", number) for number in range(3)]
+    for attempt in attempts:
+        jobs.handle(prefill(attempt=attempt), progress)
+    engine.scheduler[0].waiting[0].first_seq.status = SequenceStatus.RUNNING
+    jobs.computed(attempts[1], [5, 6, 7], progress)
+    assert jobs.waiting
+    jobs.give_back_waiting()
+    assert not jobs.waiting and [jobs.find(attempt) for attempt in attempts] == [JobState.COMPUTING,
+                                                                                  JobState.COMPUTED, None]
+    assert engine.aborted == [f"pd-{attempts[2]}"]
+    assert [call[:2] for call in agent.calls] == [("failed", attempts[2])] and "no room" in agent.calls[0][2]
+    jobs.tell_room()
+    assert agent.room == 0

@@ -24,6 +24,7 @@ from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Degraded
 from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Load
+from vllm_pd.core.mutual import JobPatience
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer.device import Device
 from vllm_pd.transfer.gather import GatheredTransfer
@@ -76,6 +77,7 @@ class Disaggregation:
         self._flush_due = False  # the next step may read what a peer has written
         self._was_busy = False  # whether the device was, when it should not have been
         self._stalled = False  # whether the last schedule() could do nothing for those that wait
+        self._patience = JobPatience()
         self._pause_s = POLL_MIN_S
         self._metrics_due = 0.0
         self._metrics_stale = True
@@ -241,6 +243,22 @@ class Disaggregation:
         held = scheduler.remote_prefilling or scheduler.quarantined or scheduler.prefill_sending
         self._stalled = bool(held and not outputs.scheduled_seq_groups and not scheduler.running
                              and not scheduler.swapped and not scheduler.scheduler_config.delay_factor)
+        if self.prefill_jobs is not None and not scheduler.prefills_held:
+            self._patience.scheduled(time.monotonic(), not outputs.num_prefill_groups and self.prefill_jobs.waiting
+                                     and self._has_parked())
+
+    def _has_parked(self) -> bool:
+        """Whether requests of this engine itself, and not of a peer, are parked or in quarantine."""
+        own = self._agent.member.incarnation
+        return any(attempt.incarnation == own
+                   for attempt in (*self._scheduler.remote_prefilling, *self._scheduler.quarantined))
+
+    def _give_back_jobs(self) -> None:
+        """Give back the peers' jobs that wait for this engine's parked requests (`vllm_pd.core.mutual`)."""
+        moving = bool(self._scheduler.running or self.prefill_jobs.sending)
+        # With progress the next step may begin them.
+        if not self._progress and self._patience.is_over(time.monotonic(), moving):
+            self.prefill_jobs.give_back_waiting()
 
     def _expecting(self) -> bool:
         return self.prefill_jobs is not None and (self.prefill_jobs.sending or self._transfer.settling)
@@ -262,6 +280,7 @@ class Disaggregation:
             self._guard(self._handler(event), event, self._progress)
         self._guard(self.remote_prefills.give_back, self._progress, self._stalled)
         if self.prefill_jobs is not None:
+            self._guard(self._give_back_jobs)
             self.prefill_jobs.tell_room()
         self._agent.set_load(self._load())
         standing = (self._agent.standing.role.value, self._agent.standing.draining, self._agent.error is not None)

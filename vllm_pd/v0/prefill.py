@@ -85,6 +85,19 @@ class PrefillJobs:
         """Whether the next step has something to carry down to the worker."""
         return bool(self._requests) or any(job.state is JobState.COMPUTED for job in self._jobs.values())
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a job waits for its first step."""
+        return any(_waits(job) for job in self._jobs.values())
+
+    def give_back_waiting(self) -> None:
+        """Give up every job that waits for its first step: its owner has it done elsewhere."""
+        for attempt, job in [(attempt, job) for attempt, job in self._jobs.items() if _waits(job)]:
+            logger.info("job %s finds no room beside this engine's own requests that wait for peers", attempt)
+            self._engine.abort_request(job.request_id)
+            del self._jobs[attempt]
+            self._agent.failed(attempt, "there is no room for it beside requests that wait for peers in turn")
+
     def tell_room(self) -> None:
         """How many more jobs this engine takes. To be told after events were handled, all at once."""
         self._agent.set_room(max(0, self._max_jobs - len(self._jobs)))
@@ -264,3 +277,8 @@ class PrefillJobs:
 
 def _read_key(attempt: Attempt) -> str:
     return f"read {attempt}"
+
+
+def _waits(job: _Job) -> bool:
+    from vllm.sequence import SequenceStatus
+    return job.state is JobState.COMPUTING and job.group.first_seq.status is SequenceStatus.WAITING

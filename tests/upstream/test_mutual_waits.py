@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that decode and prefill never wait for each other: two or a ring of them, at any setting.
+
+Real schedulers and real bindings; memory, transfers and the control plane are simulated. No deadline ends anything.
+"""
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_engine import BLOCK_SIZE, RemoteWork, SimulatedEngine
+
+import vllm_pd.v0.engine
+from vllm_pd.control.outlook import QueueView
+from vllm_pd.core.events import Event, Fallback, FallbackReason, Outcome, Prefill, Prefilled, Released
+from vllm_pd.core.messages import Attempt, Role, Timings
+from vllm_pd.transfer.requests import Finished, TransferProgress, Write
+from vllm_pd.v0.engine import Disaggregation
+from vllm_pd.v0.prefill import PrefillJobs
+
+ROUND_S = 0.05
+ROUNDS = 1000  # far more than any test here takes
+
+
+class Transfer:
+    """The worker's transfers: what a step carries down has ended by the next one."""
+    settling = False
+
+    def __init__(self) -> None:
+        self.finished: list[Finished] = []
+
+    def take_progress(self) -> TransferProgress:
+        finished, self.finished = self.finished, []
+        return TransferProgress(finished=finished)
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> bool:
+        return True
+
+
+class Node:
+    """One engine, which is its own control agent."""
+    error = None
+
+    def __init__(self, ring: "Ring", name: str, fraction: float, **sizes) -> None:
+        self.ring, self.name = ring, name
+        self.sim = SimulatedEngine(**sizes)
+        self.scheduler = [self.sim.scheduler]
+        self.cache_config = self.sim.scheduler.cache_config
+        self.parallel_config = SimpleNamespace(world_size=1)
+        self.model_config = SimpleNamespace(
+            served_model_name="simulated", get_vocab_size=lambda: 1 << 30, dtype=torch.float32,
+            get_num_layers=lambda parallel: 2, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 8)
+        self.vllm_config = self
+        self.seq_id_to_seq_group: dict = {}
+        self.member = SimpleNamespace(incarnation=name, address="")
+        self.standing = SimpleNamespace(role=Role.BOTH, draining=False, hands_over=True)
+        self.transfer, self.events, self.room, self.failures = Transfer(), list[Event](), 0, 0
+        self._numbers = 0
+        extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE, "prefix_reads": "never",
+                 "max_parked_fraction": fraction, "attempt_deadline_s": 86400}
+        self.disagg = Disaggregation(self, {"kv_role": "kv_both", "extra": extra})
+        self.disagg._looped = True  # it is stepped, and does not sleep
+        self._add_requests, self.disagg.add_transfer_requests = self.disagg.add_transfer_requests, self._carry
+
+    def step(self) -> None:
+        self.disagg.has_work()
+        self.sim.step(**self.disagg.take_progress())
+        self.sim.check_references()
+        self.sim.check_writers()
+
+    def _carry(self, outputs) -> None:
+        self._add_requests(outputs)
+        for request in outputs.memory_transfer_requests:
+            assert isinstance(request, Write)
+            self.ring.write(self, request)
+
+    # LLMEngine's part.
+
+    def add_request(self, request_id, prompt, params) -> None:
+        self.sim.add(request_id, prompt["prompt_token_ids"], max_tokens=params.max_tokens)
+
+    def abort_request(self, request_id: str) -> None:
+        self.sim.abort(request_id)
+
+    # The control agent's part.
+
+    def start(self) -> None:
+        pass
+
+    close = end_lifeline = start
+
+    def view(self, avoid=()) -> QueueView:
+        others = {node.name for node in self.ring.nodes if node is not self}
+        return QueueView(True, len(self.ring.queue), len(others.difference(avoid)), None)
+
+    def next_attempt(self, request_id: str) -> Attempt:
+        self._numbers += 1
+        return Attempt(self.name, request_id, self._numbers)
+
+    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s) -> None:
+        self.sim.peers.work[attempt] = RemoteWork(token_ids, block_ids, cached_blocks * BLOCK_SIZE)
+        self.ring.queue.append((Prefill(attempt, token_ids, block_ids[cached_blocks:], cached_blocks,
+                                        block_ids[:cached_blocks], self.name), avoid))
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def set_room(self, jobs: int) -> None:
+        self.room = jobs
+
+    def set_load(self, load) -> None:
+        pass
+
+    def dropped(self) -> dict[str, int]:
+        return {}
+
+    def may_write(self, attempt: Attempt) -> bool:
+        return True
+
+    def sent(self, attempt: Attempt, timings: Timings) -> None:
+        pass
+
+    def failed(self, attempt: Attempt, reason: str) -> None:
+        self.failures += 1
+        self.ring.find(attempt.incarnation).events += [
+            Fallback(attempt, FallbackReason.FAILED, Outcome.FAILED, reason, self.name), Released(attempt)]
+
+
+class Ring:
+    """Engines, each of which has its jobs done by the next one that may, and a clock that moves with each round."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(vllm_pd.v0.engine, "attach_transfer",
+                            lambda node, role: (node.member, node, node.transfer))
+        monkeypatch.setattr(vllm_pd.v0.engine, "ControlAgent", lambda config, member, node, **more: node)
+        self.nodes: list[Node] = []
+        self.queue: list[tuple[Prefill, tuple[str, ...]]] = []
+
+    def add_engine(self, fraction: float, **sizes) -> Node:
+        self.nodes.append(Node(self, f"engine {len(self.nodes)}", fraction, caching=False, **sizes))
+        return self.nodes[-1]
+
+    def find(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.name == name)
+
+    def write(self, source: Node, write: Write) -> None:
+        """The data lands, its notice too, and the writer learns it."""
+        target = self.find(write.peer)
+        attempt = next(attempt for attempt in target.sim.peers.work if str(attempt) == write.key)
+        target.sim.write_remotely(attempt)
+        target.events.append(Prefilled(attempt, Timings()))
+        source.transfer.finished.append(Finished(write.key, True, 1, 0.01))
+
+    def offer(self) -> None:
+        """Each job goes to the next engine with room, after its owner."""
+        for entry in list(self.queue):
+            prefill, avoid = entry
+            owner = self.nodes.index(self.find(prefill.peer))
+            for node in (*self.nodes[owner + 1:], *self.nodes[:owner]):
+                if node.name not in avoid and node.room > 0:
+                    node.room -= 1
+                    node.events.append(prefill)
+                    self.queue.remove(entry)
+                    break
+
+    def round(self) -> None:
+        self.now += ROUND_S
+        for node in self.nodes:
+            node.step()
+        self.offer()
+
+    def is_done(self) -> bool:
+        return not any(node.sim.groups or node.scheduler[0].has_unfinished_seqs() or node.scheduler[0].quarantined
+                       for node in self.nodes)
+
+    def run(self) -> int:
+        """Until every request has ended. How many rounds that took."""
+        for number in range(ROUNDS):
+            if self.is_done():
+                for node in self.nodes:
+                    node.sim.check_at_rest()
+                return number
+            self.round()
+        raise AssertionError("they wait for each other")
+
+
+def tokens(number: int, count: int) -> list[int]:
+    return [1000 * (number + 1) + position for position in range(count)]
+
+
+def full_ring(monkeypatch, size: int, seats: int) -> Ring:
+    """Each engine has parked a request that takes most of its pool, or with one seat all seats."""
+    ring = Ring(monkeypatch)
+    for number in range(size):
+        ring.add_engine(0.9, blocks=20, max_num_seqs=seats).sim.add(f"r{number}", tokens(number, 12 * BLOCK_SIZE))
+    for node in ring.nodes:
+        node.step()
+        assert len(node.scheduler[0].remote_prefilling) == 1
+    return ring
+
+
+@pytest.mark.parametrize("seats", [1, 4])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_ring_of_full_engines_goes_on_at_once(monkeypatch, size, seats):
+    """For want of blocks, or of seats."""
+    ring = full_ring(monkeypatch, size, seats)
+    assert ring.run() < 40
+    assert sum(node.failures for node in ring.nodes) >= 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_without_the_rule_it_stands_still(monkeypatch, size):
+    """The simulation can show it."""
+    monkeypatch.setattr(PrefillJobs, "give_back_waiting", lambda jobs: None)
+    with pytest.raises(AssertionError, match="wait for each other"):
+        full_ring(monkeypatch, size, 4).run()
+
+
+def test_a_job_behind_a_prompt_that_waits_for_parked_blocks(monkeypatch):
+    """The job itself would fit, and something runs all the time on both."""
+    ring = Ring(monkeypatch)
+    for number in range(2):
+        node = ring.add_engine(0.5, blocks=40, max_num_seqs=8)
+        node.sim.add(f"short{number}", tokens(number, 3), max_tokens=100)
+        node.step()
+        node.sim.add(f"parked{number}", tokens(10 + number, 14 * BLOCK_SIZE))
+        node.step()
+        node.sim.add(f"head{number}", tokens(20 + number, 25 * BLOCK_SIZE))
+    for _ in range(60):  # 3 s
+        ring.round()
+    assert all("short" in name for node in ring.nodes for name in node.sim.groups if "parked" not in name), "ran"
+    ring.run()
+
+
+requests = st.tuples(st.integers(0, 4), st.integers(1, 100), st.integers(1, 20), st.integers(0, 30))
+engines = st.tuples(st.integers(8, 40), st.integers(1, 5), st.floats(0.05, 1.0), st.sampled_from([None, 16]))
+
+
+@settings(max_examples=20)
+@given(shapes=st.lists(engines, min_size=2, max_size=4), work=st.lists(requests, min_size=2, max_size=16))
+def test_nobody_waits_for_ever_at_any_setting(shapes, work):
+    """A prompt leaves two blocks of the smallest pool: where one fills a whole pool, upstream's chunked prefill
+    preempts it again and again, with disaggregation or without."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ring = Ring(monkeypatch)
+        for blocks, seats, fraction, chunk in shapes:
+            ring.add_engine(fraction, blocks=blocks, max_num_seqs=seats, chunk=chunk)
+        due = sorted(enumerate(work), key=lambda entry: entry[1][3])
+        for number, (index, length, outputs, at) in due:
+            while (ring.now - 1000.0) / ROUND_S < at:
+                ring.round()
+            node = ring.nodes[index % len(ring.nodes)]
+            longest = (min(blocks for blocks, *_ in shapes) - 2) * BLOCK_SIZE - outputs
+            node.sim.add(f"r{number}", tokens(number, max(1, min(length, longest))), max_tokens=outputs)
+        ring.run()
