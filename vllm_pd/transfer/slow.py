@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transport behind an emulated wire, for tests and benchmarks on machines where every transfer is over at once.
+
+A write or read is given to the real transport when the wire would have carried its bytes, one transfer after the other.
+That happens in `poll`, as the end of a real one is seen there: whoever polls late sees it late, and its notice leaves
+late.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from vllm_pd.errors import TransferError
+from vllm_pd.transfer.requests import Finished
+from vllm_pd.transfer.transport import Progress, Transport
+
+
+class Wire(NamedTuple):
+    """How slow it is."""
+    delay_s: float = 0.0
+    bytes_per_s: float = float("inf")
+
+
+class _Waiting(NamedTuple):
+    """A transfer that the wire has not carried yet."""
+    due_s: float
+    peer: str
+    start: Callable[[], None]
+
+
+class SlowTransport:
+    """The `Transport` that it is made of, slower. `block_bytes` is what a block of ours has, all layers together."""
+
+    def __init__(self, transport: Transport, wire: Wire, block_bytes: int,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._transport = transport
+        self._wire = wire
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._free_at = 0.0  # when the wire has carried all that was put on it
+        self._waiting: dict[str, _Waiting] = {}
+        self._started_s: dict[str, float] = {}
+        self._given_up: dict[str, str] = {}
+
+    def metadata(self) -> bytes:
+        return self._transport.metadata()
+
+    def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
+        self._transport.add_peer(name, metadata, heads)
+
+    def drop_peer(self, name: str) -> None:
+        for key, waiting in self._waiting.items():
+            if waiting.peer == name:
+                self._given_up.setdefault(key, "peer dropped")
+        self._transport.drop_peer(name)
+
+    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
+              notice: bytes) -> None:
+        self._put(key, peer, len(local_block_ids),
+                  lambda: self._transport.write(key, peer, local_block_ids, remote_block_ids, notice))
+
+    def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        self._put(key, peer, len(local_block_ids),
+                  lambda: self._transport.read(key, peer, local_block_ids, remote_block_ids))
+
+    def cancel(self, key: str) -> None:
+        if key in self._waiting:
+            self._given_up.setdefault(key, "cancelled")
+        else:
+            self._transport.cancel(key)
+
+    def poll(self) -> Progress:
+        finished: list[Finished] = []
+        for key in [key for key, waiting in self._waiting.items() if waiting.due_s <= self._clock()]:
+            error = self._given_up.pop(key, "")
+            start = self._waiting.pop(key).start
+            if not error:
+                try:
+                    start()
+                except TransferError as problem:
+                    error = str(problem)
+            if error:
+                finished.append(Finished(key=key, ok=False, error=error))
+        progress = self._transport.poll()
+        return Progress([self._timed(end) for end in finished + progress.finished], progress.notices)
+
+    def live_handles(self) -> int:
+        return len(self._waiting) + self._transport.live_handles()
+
+    def close(self) -> bool:
+        self._waiting.clear()
+        return self._transport.close()
+
+    def _put(self, key: str, peer: str, blocks: int, start: Callable[[], None]) -> None:
+        if key in self._started_s:
+            raise TransferError(f"transfer {key} is under way already")
+        now = self._started_s[key] = self._clock()
+        self._free_at = max(now, self._free_at) + blocks * self._block_bytes / self._wire.bytes_per_s
+        self._waiting[key] = _Waiting(self._free_at + self._wire.delay_s, peer, start)
+
+    def _timed(self, end: Finished) -> Finished:
+        return msgspec.structs.replace(end, seconds=self._clock() - self._started_s.pop(end.key))
