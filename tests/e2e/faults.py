@@ -4,8 +4,8 @@
 It stands where the real one stood, so the transport, the worker and the engine above it are those that run in earnest.
 """
 
-import os
 import signal
+import threading
 from enum import Enum
 from typing import Any
 
@@ -28,6 +28,7 @@ class FaultyAgent:
         self.failed: set[int] = set()
         self.stalled: set[int] = set()
         self.silent: set[int] = set()
+        self.going_on: set[int] = set()
         self.posted: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -54,23 +55,24 @@ class FaultyAgent:
             self.silent.add(handle)
         else:
             if fault is Fault.STAND_STILL:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread does not get any further
             return self.real.post(handle)
         return self._state(handle)
 
     def check(self, handle: int):
+        if handle in self.going_on:
+            self.going_on.discard(handle)
+            return self.real.post(handle)
         return self._state(handle)
 
     def release(self, handle: int) -> None:
-        for those in (self.failed, self.stalled, self.silent):
+        for those in (self.failed, self.stalled, self.silent, self.going_on):
             those.discard(handle)
         self.real.release(handle)
 
     def go_on(self) -> None:
-        """Post what stalls."""
-        stalled, self.stalled, self.silent = self.stalled, set(), set()
-        for handle in stalled:
-            self.real.post(handle)
+        """Have posted what stalls, by the thread that owns the agent."""
+        self.going_on, self.stalled, self.silent = self.stalled, set(), set()
 
     def _finish(self, handle: int) -> None:
         from vllm_pd.transfer.agent import State
@@ -89,6 +91,6 @@ class FaultyAgent:
 
 def install(disagg: Any) -> FaultyAgent:
     """Between the transport of this engine and its agent."""
-    transport = disagg._transfer._transport._transport  # the worker's, the rank's, NIXL's
+    transport = disagg._transfer.own._transport._transport  # the worker's, the rank's, NIXL's
     transport._agent = FaultyAgent(transport._agent)
     return transport._agent

@@ -95,22 +95,6 @@ async def test_b33_an_async_loop_is_woken_only_for_a_step_that_is_worth_it(bell,
     engine._background_loop_unshielded.cancel()
 
 
-async def test_b33_rings_that_were_put_off_do_not_pile_up(bell):
-    asked = []
-    engine = AsyncEngine()
-    bell.serve(engine, lambda: bool(asked.append(1)))
-    for _ in range(50):
-        bell.ring_in(0.02)
-    for count in (1, 2):
-        async with asyncio.timeout(50):
-            while len(asked) < count:
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
-        assert len(asked) == count
-        bell.ring_in(0.0)
-    engine._background_loop_unshielded.cancel()
-
-
 async def test_an_engine_that_is_gone_is_not_kept_alive(bell):
     engine = AsyncEngine()
     engine._background_loop_unshielded.cancel()

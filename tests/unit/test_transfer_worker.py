@@ -149,17 +149,6 @@ def test_b20_closing_ends_open_writes():
     assert p.live_handles() == 0
 
 
-def test_device_work_is_waited_for_before_writes_only():
-    events = []
-    fabric = FakeFabric()
-    p, _ = member(fabric, "p", lambda: events.append("waited"))
-    _, transport = member(fabric, "d")
-    p.execute([AddPeer("d", transport.metadata()), CancelWrite("k"), Poll()])
-    assert events == []
-    p.execute([Write("a", "d", [1], [1], [b""]), Write("b", "d", [2], [2], [b""])])
-    assert events == ["waited"]
-
-
 def test_what_is_not_a_request_is_our_own_bug():
     _, _, p, _, _ = pair()
     with pytest.raises(TypeError):

@@ -40,9 +40,9 @@ class SideNotice(msgspec.Struct, frozen=True):
 class EventsNotice(msgspec.Struct, frozen=True):
     """The answer to `GET /pd/events`. A host `*` or `0.0.0.0` in an address is the one that was asked. `events` is
     empty where the publisher does not listen but connects to somebody, or listens at a port that nobody knows (V1, with
-    port 0). Without `side` (V1) there are no snapshots and no load, only vLLM's events and, with `replay`, its replay of
-    them. Each of the `ranks` data-parallel ranks behind this front end has a publisher of its own, at the ports told here
-    and its rank."""
+    port 0). Without `side` (V1) there are no snapshots and no load, only vLLM's events and, with `replay`, its replay
+    of them. Each of the `ranks` data-parallel ranks behind this front end has a publisher of its own, at the ports told
+    here and its rank."""
     events: Text
     block_size: Count
     replay: Text | None = None

@@ -25,7 +25,7 @@ import msgspec
 
 from vllm_pd.errors import ControlError
 from vllm_pd.rpc.codec import UNREADABLE
-from vllm_pd.transfer.requests import Finished, Refusal, TransferProgress
+from vllm_pd.transfer.requests import Finished, Refusal, TransferProgress, TransferRequest
 from vllm_pd.transfer.worker import TransferWorker
 
 logger = logging.getLogger("vllm.pd")
@@ -107,13 +107,21 @@ class _Ending:
 
 class GatheredTransfer:
     """What `TransferWorker` is to an engine of one rank, for one of several. `own` is rank 0's; `connections` are the
-    other ranks', by rank. Both belong to this object. Used by the step loop."""
+    other ranks', by rank. Both belong to this object."""
 
     def __init__(self, own: TransferWorker, connections: dict[int, socket.socket]) -> None:
         self._own = own
         self._connections = connections
         self._ranks = 1 + len(connections)
         self._endings: dict[str, _Ending] = {}
+
+    def execute(self, requests: list[TransferRequest]) -> None:
+        """Rank 0's part; the other ranks get the same requests with the step."""
+        self._own.execute(requests)
+
+    def filenos(self) -> list[int]:
+        """Of the other ranks' sockets: input there is for `take_progress`."""
+        return [connection.fileno() for connection in list(self._connections.values())]
 
     def take_progress(self) -> TransferProgress:
         """What is new of all ranks. Notices come at rank 0 only."""
@@ -132,9 +140,14 @@ class GatheredTransfer:
         self._own.synchronize()
 
     @property
-    def settling(self) -> bool:
-        """As `TransferWorker.settling`, for rank 0. The other ranks poll by themselves."""
-        return self._own.settling
+    def moving(self) -> bool:
+        """As `TransferWorker.moving`, for rank 0. The other ranks have threads of their own."""
+        return self._own.moving
+
+    @property
+    def busy(self) -> bool:
+        """As `TransferWorker.busy`, for rank 0."""
+        return self._own.busy
 
     def live_handles(self) -> int:
         """Writes that have not ended everywhere, as far as this process knows."""

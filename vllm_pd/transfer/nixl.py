@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a write is watched after its post: the receiver's answer takes less than 1 ms where it has a progress thread
-# and a core, the notice goes out when we see that answer, and the next chance to look may be a whole model step away.
-LINGER_S = 0.005
 # How long the first poll after a new peer goes on. The worker polls on for a peer that takes longer.
 MEET_S = 0.03
 
@@ -224,10 +221,6 @@ class NixlTransport:
         nbytes = blocks * sum(lane.bytes for lane in self._peers[peer].lanes)
         self._open[key] = _Open(handle, peer, nbytes, started_s)
         self._settle(key, self._live_agent().post)
-        posted_s = time.monotonic()
-        while key in self._open and time.monotonic() - posted_s < LINGER_S:
-            time.sleep(0.0002)
-            self._settle(key, self._live_agent().check)
 
     def _give_up(self, key: str, why: str) -> None:
         """From now on the write ends as not ok; when it ends is not ours to say."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine asks of its workers' transports, and what comes back.
 
-Requests ride down to every worker inside a step's execute-model request, in order, and are run before the step; what
-became of them is asked of the worker (`TransferWorker`), or of all of them (`GatheredTransfer`). A `Write` is answered
+Requests ride down to every worker inside a step's execute-model request; its transfer thread runs them, in order. What
+became of them is asked of rank 0's (`EngineTransfer`), which hears of all. A `Write` is answered
 by exactly one `Finished` with its key, whatever happens. The worker owns nothing of what a request names: the engine
 keeps the local blocks untouched and allocated until `Finished`, the peer keeps the remote ones until the notice or our
 word that no more bytes will land.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a transport does: move KV blocks into a peer's cache and tell the peer when they are there.
 
-A transport belongs to one worker and is used by one thread. Nothing blocks for longer than handing the work to the
-hardware takes. Life of a write: `write` posts it; `poll` reports its one `Finished`; from then on the key is free
-again and the handle released. `cancel` and `drop_peer` turn that end into a failure, but it is reported only when no
-byte of the write can land any more: the peer reuses its blocks on that word. A read lives just so.
+A transport belongs to one worker and is used by one thread at a time. Nothing blocks for longer than handing the work
+to the hardware takes. Life of a write: `write` posts it; `poll` reports its one `Finished`; from then on the key is
+free again and the handle released. `cancel` and `drop_peer` turn that end into a failure, but it is reported only when
+no byte of the write can land any more: the peer reuses its blocks on that word. A read lives just so.
 """
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's side of the transfer requests: runs them on a transport and gathers the progress.
 
-Lives in the worker process, is called from the step loop only. No peer and no transfer can make it raise: what goes
-wrong with a write or a read becomes its `Finished`, what goes wrong with a peer a `Refusal`.
+Lives in the worker process and is used by one thread at a time (`vllm_pd.transfer.thread`). No peer and no transfer can
+make it raise: what goes wrong with a write or a read becomes its `Finished`, what goes wrong with a peer a `Refusal`.
 """
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ class TransferWorker:
         self._refused: list[Refusal] = []
 
     def execute(self, requests: list[TransferRequest]) -> None:
-        """Run the requests in order. Called before a step, with the requests that the engine sent along."""
-        if any(isinstance(request, Write | Read) for request in requests):
-            self._synchronize()
+        """Run the requests in order. The device has computed what they send: see `synchronize`."""
         for request in requests:
             if isinstance(request, Write | Read):
                 self._move(request)
@@ -93,6 +91,11 @@ class TransferWorker:
     def busy(self) -> bool:
         """Whether `take_progress` has or will have something to tell or to do, without another request."""
         return bool(self._open or self._finished or self._refused) or self.settling
+
+    @property
+    def moving(self) -> bool:
+        """Whether a write or a read is open."""
+        return bool(self._open)
 
     @property
     def settling(self) -> bool:

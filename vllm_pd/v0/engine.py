@@ -15,6 +15,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -27,9 +28,8 @@ from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.core.mutual import JobPatience
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer.device import Device
-from vllm_pd.transfer.gather import GatheredTransfer
-from vllm_pd.transfer.requests import Flush, TransferRequest
-from vllm_pd.transfer.worker import TransferWorker
+from vllm_pd.transfer.engine import EngineTransfer
+from vllm_pd.transfer.requests import Finished, Flush, TransferRequest
 from vllm_pd.v0.decode import RemotePrefills
 from vllm_pd.v0.idle import Bell
 from vllm_pd.v0.prefill import PrefillJobs
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
-POLL_MIN_S = 0.001
-POLL_MAX_S = 0.02
-PAUSE_GROWTH = 1.2
+LLM_PAUSE_S = 0.02  # of a loop that never sleeps by itself, before a step with nothing to do
 METRICS_PERIOD_S = 0.2
 _PREFILL_EVENTS = (Prefill, Cancelled, AddPeer, DropPeer)
 
@@ -63,13 +61,14 @@ class Disaggregation:
         member, metadata, self._transfer = attach_transfer(engine, config.role)
         self._agent = ControlAgent(config, member, metadata, wake=self._bell.ring, front=settings.get("front"))
         self._agent.start()
-        if isinstance(self._transfer, GatheredTransfer):
-            self._transfer.hold(self._agent.lifeline_fileno())
+        self._transfer.hold(self._agent.lifeline_fileno())
         self.remote_prefills = RemotePrefills(config, self._agent, self._scheduler, self._metrics,
                                               engine.seq_id_to_seq_group)
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self._agent, weakref.proxy(engine), self._metrics)
+        tell = self.prefill_jobs.tell if self.prefill_jobs is not None else _ignore
+        self._transfer.start(self._bell.ring, partial(_guarded, self._metrics, tell))
         self._progress = Progress()
         self._looped = False  # whether an engine loop sleeps for us
         self._sleeping = False  # whether that loop was told to wait
@@ -78,7 +77,6 @@ class Disaggregation:
         self._was_busy = False  # whether the device was, when it should not have been
         self._stalled = False  # whether the last schedule() could do nothing for those that wait
         self._patience = JobPatience()
-        self._pause_s = POLL_MIN_S
         self._metrics_due = 0.0
         self._metrics_stale = True
         self._counted: dict[str, int] = {}
@@ -159,7 +157,7 @@ class Disaggregation:
         """The arguments of the `schedule` that follows. A loop that never sleeps, as LLM's, is slowed down here while
         there is nothing to do but wait for peers."""
         if not self._looped and not self.has_work():
-            self._bell.wait(POLL_MIN_S if self._expecting() else POLL_MAX_S)
+            self._bell.wait(LLM_PAUSE_S)
         self._sleeping = False
         self._collect()
         progress, self._progress = self._progress, Progress()
@@ -175,11 +173,6 @@ class Disaggregation:
         self._sleeping = not (self._progress or self._outputs
                               or (self._scheduler.has_schedulable_seqs() and not self._stalled)
                               or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
-        if not self._sleeping or not self._expecting():
-            self._pause_s = POLL_MIN_S
-        else:
-            self._pause_s = min(PAUSE_GROWTH * self._pause_s, POLL_MAX_S)
-            self._bell.ring_in(self._pause_s)
         if self._sleeping and self._metrics_stale:
             self._metrics_due = 0.0
             self._update_metrics()
@@ -197,15 +190,14 @@ class Disaggregation:
         self._bell.ring()  # for what has come before
 
     def poll(self, socket: zmq.Socket, timeout_ms: int) -> int:
-        """Sleep until the socket has input or there is work; 0 where neither came within the time. While a transfer is
-        under way its end is looked for in growing steps: there is no descriptor to wait for."""
+        """Sleep until the socket has input or there is work; 0 where neither came within the time."""
         self._looped = True
         deadline = time.monotonic() + timeout_ms / 1000
         while True:
             if self.has_work():
                 return 1
             remaining_s = deadline - time.monotonic()
-            if self._bell.wait(min(remaining_s, self._pause_s if self._expecting() else remaining_s), socket):
+            if self._bell.wait(remaining_s, socket):
                 return 1
             if remaining_s <= 0:
                 self._update_metrics()
@@ -222,7 +214,7 @@ class Disaggregation:
         return self._agent.standing.hands_over
 
     def _is_worth_a_step(self) -> bool:
-        """For a ring in the async loop: the transport may be looked at only while no step is under way."""
+        """For a ring in the async loop: progress may be taken only while no step is under way."""
         return not self._sleeping or self.has_work()
 
     def _settle_device(self) -> None:
@@ -260,21 +252,18 @@ class Disaggregation:
         if not self._progress and self._patience.is_over(time.monotonic(), moving):
             self.prefill_jobs.give_back_waiting()
 
-    def _expecting(self) -> bool:
-        return self.prefill_jobs is not None and (self.prefill_jobs.sending or self._transfer.settling)
-
     def _collect(self) -> None:
         """Move everything that has happened since the last call into `_progress`."""
-        if self.remote_prefills.waiting_for_peers or self._expecting():
-            news = self._guard(self._transfer.take_progress)
-            if news is not None:
-                for notice in news.notices:
-                    self._guard(self.remote_prefills.notice, notice.payload)
-                if self.prefill_jobs is not None:
-                    for end in news.finished:
-                        self._guard(self.prefill_jobs.ended, end, self._progress)
-                    for refusal in news.refused:
-                        self._guard(self.prefill_jobs.refused, refusal)
+        if self.remote_prefills.waiting_for_peers:
+            self._guard(self._transfer.look)
+        news = self._transfer.take_progress()
+        for notice in news.notices:
+            self._guard(self.remote_prefills.notice, notice.payload)
+        if self.prefill_jobs is not None:
+            for end in news.finished:
+                self._guard(self.prefill_jobs.ended, end, self._progress)
+            for refusal in news.refused:
+                self._guard(self.prefill_jobs.refused, refusal)
         for event in self._agent.take_events():
             self._stalled = False
             self._guard(self._handler(event), event, self._progress)
@@ -303,13 +292,7 @@ class Disaggregation:
         return self.remote_prefills.handle
 
     def _guard(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """A peer's doing ends no engine: what it makes us stumble over is logged and counted."""
-        try:
-            return call(*arguments)
-        except Exception:
-            logger.exception("disaggregation stumbled in %s", call)
-            self._metrics.frames_dropped("stumble")
-            return None
+        return _guarded(self._metrics, call, *arguments)
 
     def _update_metrics(self) -> None:
         now = time.monotonic()
@@ -323,7 +306,21 @@ class Disaggregation:
                     self._counted[kind] = count
 
 
-def _shut(agent: ControlAgent, transfer: TransferWorker | GatheredTransfer, bell: Bell) -> None:
+def _guarded(metrics: PDMetrics, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Log and count errors caused by peer input; never propagate them."""
+    try:
+        return call(*arguments)
+    except Exception:
+        logger.exception("unexpected error in %s", call)
+        metrics.frames_dropped("stumble")
+        return None
+
+
+def _ignore(end: Finished) -> None:
+    """A decode engine has no writes that could end."""
+
+
+def _shut(agent: ControlAgent, transfer: EngineTransfer, bell: Bell) -> None:
     agent.close()
     if transfer.close():
         agent.end_lifeline()

@@ -28,7 +28,6 @@ class Bell:
         os.set_blocking(self._write_fd, False)
         self._async_engine: weakref.ref[AsyncLLMEngine] | None = None
         self._is_worth_a_step: Callable[[], bool] = bool
-        self._timer: asyncio.TimerHandle | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._read_fd, zmq.POLLIN)
         self._socket: zmq.Socket | None = None
@@ -47,12 +46,6 @@ class Bell:
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # that loop is closed
                 loop.call_soon_threadsafe(self._rung)
-
-    def ring_in(self, seconds: float) -> None:
-        """Ring later, for the step loop of an AsyncLLMEngine. To be called from that loop."""
-        loop = self._async_loop()
-        if loop is not None and self._timer is None:
-            self._timer = loop.call_later(seconds, self._rung, True)
 
     def wait(self, timeout_s: float, socket: zmq.Socket | None = None) -> bool:
         """Sleep until it rings, the socket has input, or the time is over. True where the socket has input."""
@@ -85,9 +78,7 @@ class Bell:
         task = engine._background_loop_unshielded if engine is not None else None
         return None if task is None else task.get_loop()
 
-    def _rung(self, by_timer: bool = False) -> None:
-        if by_timer:
-            self._timer = None
+    def _rung(self) -> None:
         engine = self._async_engine() if self._async_engine is not None else None
         if engine is not None and self._is_worth_a_step():
             engine._request_tracker.new_requests_event.set()

@@ -2,8 +2,9 @@
 """The prefill engine's half of the binding: jobs of peers as requests of this engine.
 
 Life of a job: a Prefill event becomes a request for one token (COMPUTING); when that has finished, the scheduler holds
-its blocks in `prefill_sending` and calls `computed`; the write is posted with the next step (SENDING), its end frees
-the blocks and tells the peer. Whatever goes wrong on the way, the peer is told at once and the blocks are freed.
+its blocks in `prefill_sending` and calls `computed`; the write is posted with the next step (SENDING). When it ends,
+the peer is told at once, in the thread that saw the end, and the step loop frees the blocks when it comes by. Whatever
+goes wrong on the way, the peer is told and the blocks are freed.
 
 Where the peer has more of the prompt in its prefix cache than this engine, and reading that is quicker than computing
 it, the request is parked before it is computed, and the read goes into its pending blocks (READING). When it has ended
@@ -58,7 +59,8 @@ class _Job:
 
 
 class PrefillJobs:
-    """All jobs that this engine has from peers. Used from the step loop only. `engine` is the owner: a weak proxy."""
+    """All jobs that this engine has from peers. Used from the step loop only, but for `tell`. `engine` is the owner: a
+    weak proxy."""
 
     def __init__(self, config: PDConfig, agent: ControlAgent, engine: LLMEngine, metrics: PDMetrics) -> None:
         self._agent = agent
@@ -66,6 +68,7 @@ class PrefillJobs:
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
         self._jobs: dict[Attempt, _Job] = {}
+        self._open: dict[str, _Job] = {}  # those with a write or a read under way, by its key
         self._requests: list[transfer.TransferRequest] = []
         caching = engine.cache_config.enable_prefix_caching
         self._cost = PrefixCost(PrefixReads(config.prefix_reads) if caching else PrefixReads.NEVER,
@@ -77,8 +80,8 @@ class PrefillJobs:
 
     @property
     def sending(self) -> bool:
-        """Whether a write or a read is under way."""
-        return any(job.state in (JobState.SENDING, JobState.READING) for job in self._jobs.values())
+        """Whether a write or a read is under way, or its end not dealt with yet. For tests."""
+        return bool(self._open)
 
     @property
     def has_requests(self) -> bool:
@@ -134,6 +137,7 @@ class PrefillJobs:
         first, last = cached_tokens // self._block_size, job.prefill.cached_blocks
         job.read_tokens = last * self._block_size - cached_tokens
         job.state = JobState.READING
+        self._open[_read_key(attempt)] = job
         self._requests.append(transfer.Read(_read_key(attempt), job.prefill.peer, list(block_ids[first:last]),
                                             job.prefill.cached_block_ids[first:last]))
 
@@ -172,21 +176,44 @@ class PrefillJobs:
                 self._agent.failed(attempt, "the lease ran out before the write")
                 continue
             job.state = JobState.SENDING
+            self._open[str(attempt)] = job
             requests.append(transfer.Write(str(attempt), job.prefill.peer, job.local_block_ids, job.prefill.block_ids,
                                            [ArrivalNotice(attempt, rank).encode() for rank in range(self._ranks)]))
         self._metrics.sending_blocks.set(sum(len(j.local_block_ids) for j in self._jobs.values()))
         return requests
 
-    def ended(self, end: transfer.Finished, progress: Progress) -> None:
-        """A write or a read has ended, one way or the other: no byte of it can land any more."""
-        for attempt, job in self._jobs.items():
-            if job.state is JobState.SENDING and end.key == str(attempt):
-                return self._written(attempt, end, progress)
-            if job.state is JobState.READING and end.key == _read_key(attempt):
-                return self._read(attempt, end, progress)
+    def tell(self, end: transfer.Finished) -> None:
+        """Tell the peer that a write, or the read of a job that it gave up, has ended: no byte of it moves any more.
+        Called in any thread, before `ended`; the step loop may be in a forward pass."""
+        job = self._open.get(end.key)
+        if job is None:
+            return
+        attempt = job.prefill.attempt
+        if job.cancelled:
+            self._agent.ended(attempt)
+        elif job.state is JobState.READING:
+            return  # the job goes on
+        elif end.ok:
+            self._agent.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
+                                              measured=True))
+        else:
+            self._agent.failed(attempt, f"the transfer failed: {end.error}")
 
-    def _read(self, attempt: Attempt, end: transfer.Finished, progress: Progress) -> None:
-        job = self._jobs[attempt]
+    def ended(self, end: transfer.Finished, progress: Progress) -> None:
+        """What is left to do for a write or a read that has ended."""
+        job = self._open.pop(end.key, None)
+        if job is None:
+            return
+        if job.state is JobState.READING:
+            self._read(job, end, progress)
+            return
+        self._end(job.prefill.attempt, progress)
+        if end.ok and not job.cancelled:
+            self._metrics.transfer_bytes(end.bytes)
+            self._cost.moved(len(job.local_block_ids) * self._block_size, end.seconds)
+
+    def _read(self, job: _Job, end: transfer.Finished, progress: Progress) -> None:
+        attempt = job.prefill.attempt
         arrived = end.ok and not job.cancelled and self._agent.lease_stands(attempt)
         self._metrics.prefix_read("done" if arrived else "late" if end.ok or job.cancelled else "failed",
                                   end.bytes if arrived else 0)
@@ -194,25 +221,13 @@ class PrefillJobs:
         progress.finished_transfers.append(attempt)
         if job.cancelled:
             del self._jobs[attempt]
-            self._agent.ended(attempt)
+            self._agent.ended(attempt)  # once more, for it may have been given up since `tell`
             return
         if end.ok:
             self._cost.moved(job.read_tokens, end.seconds)
         else:
             logger.warning("job %s computes what could not be read from its peer: %s", attempt, end.error)
         job.state = JobState.COMPUTING
-
-    def _written(self, attempt: Attempt, end: transfer.Finished, progress: Progress) -> None:
-        job = self._end(attempt, progress)
-        if job.cancelled:
-            self._agent.ended(attempt)
-        elif end.ok:
-            self._metrics.transfer_bytes(end.bytes)
-            self._cost.moved(len(job.local_block_ids) * self._block_size, end.seconds)
-            self._agent.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
-                                              measured=True))
-        else:
-            self._agent.failed(attempt, f"the transfer failed: {end.error}")
 
     def refused(self, refusal: transfer.Refusal) -> None:
         """The transport could not take a peer: its writes will fail, one by one."""

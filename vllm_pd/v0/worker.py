@@ -3,11 +3,13 @@
 
 Every tensor-parallel rank has its own transport over its own cache. Rank 0 lives in the engine's process; the others
 run `_attach_rank` by the executor's own call while the engine starts, before they enter their execution loop, and from
-then on are reached by the requests that ride with a step. What they report comes over `vllm_pd.transfer.gather`.
+then on are reached by the requests that ride with a step. What they report comes over `vllm_pd.transfer.gather`. In
+each process a thread carries the requests out (`vllm_pd.transfer.thread`).
 """
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -15,12 +17,14 @@ import msgspec
 from vllm_pd.control.process import local_member, this_process
 from vllm_pd.core.messages import Member, Process, Role
 from vllm_pd.transfer.device import CudaDevice, HostDevice, OrderedTransfer
+from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.gather import GatheredTransfer, RankListener, connect
 from vllm_pd.transfer.layout import CacheDescription, describe
 from vllm_pd.transfer.nixl import NixlTransport
 from vllm_pd.transfer.plan import head_range
 from vllm_pd.transfer.rank import RankThread
 from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.thread import no_context
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker
 from vllm_pd.v0.checks import backend_name
@@ -40,12 +44,12 @@ class _Report(NamedTuple):
     start_time: int
 
 
-def attach_transfer(engine: LLMEngine, role: Role) -> tuple[Member, bytes, TransferWorker | GatheredTransfer]:
+def attach_transfer(engine: LLMEngine, role: Role) -> tuple[Member, bytes, EngineTransfer]:
     """Register the caches of all workers with NIXL and let each carry out transfer requests.
 
     Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and the
-    transfers of all ranks, which the caller closes. Raises ConfigError for a cache that can't be transferred,
-    ControlError where a worker does not connect.
+    transfers of all ranks, which the caller starts and closes. Raises ConfigError for a cache that can't be
+    transferred, ControlError where a worker does not connect.
     """
     member = local_member(role, fingerprint(engine.vllm_config, ""))
     executor = engine.model_executor
@@ -59,13 +63,16 @@ def attach_transfer(engine: LLMEngine, role: Role) -> tuple[Member, bytes, Trans
             connections[ranks[pid]] = connection
     finally:
         listener.close()
-    own: TransferWorker = executor.driver_worker.worker.transfer.transfer
+    worker = executor.driver_worker.worker
+    own: TransferWorker = worker.transfer.transfer
+    transfer = EngineTransfer(own, GatheredTransfer(own, connections) if connections else None, _enter(worker))
+    worker.transfer = OrderedTransfer(transfer, worker.transfer.device)
     member = msgspec.structs.replace(
         member,
         fingerprint=msgspec.structs.replace(member.fingerprint, layout=reports[0].layout),
         processes=tuple(Process(report.pid, report.start_time) for report in reports))
     metadata = RanksMetadata([report.metadata for report in reports]).encode()
-    return member, metadata, GatheredTransfer(own, connections) if connections else own
+    return member, metadata, transfer
 
 
 def _attach_rank(wrapper: WorkerWrapperBase, incarnation: str, receives: bool, address: bytes) -> tuple:
@@ -84,8 +91,17 @@ def _attach_rank(wrapper: WorkerWrapperBase, incarnation: str, receives: bool, a
     ranked = RankedTransport(transport, rank, ranks, kv_heads)
     device = CudaDevice(torch.cuda) if current_platform.device_type == "cuda" else HostDevice()
     transfer = TransferWorker(ranked, device.synchronize, rank=rank)
-    worker.transfer = OrderedTransfer(transfer if rank == 0 else RankThread(transfer, connect(address)), device)
+    worker.transfer = OrderedTransfer(
+        transfer if rank == 0 else RankThread(transfer, connect(address), _enter(worker)), device)
     return _Report(rank, transport.metadata(), description.layout.value, *msgspec.structs.astuple(this_process()))
+
+
+def _enter(worker: Any) -> Callable[[], None]:
+    """What a thread calls before it uses the worker's transport: UCX goes by the device of the calling thread."""
+    import torch
+    from vllm.platforms import current_platform
+
+    return (lambda: torch.cuda.set_device(worker.device)) if current_platform.device_type == "cuda" else no_context
 
 
 def _describe(worker: Any, caches: list, heads: range) -> CacheDescription:

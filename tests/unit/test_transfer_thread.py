@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that carries out an engine's transfers: no end waits for the step loop, which waits for no transfer."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vllm_pd.errors import TransferError
+from vllm_pd.transfer.engine import EngineTransfer
+from vllm_pd.transfer.requests import AddPeer, CancelWrite, Finished, Notice, Poll, Read, Write
+from vllm_pd.transfer.transport import Progress
+from vllm_pd.transfer.worker import TransferWorker
+
+WAIT_S = 60.0
+WRITE = Write("k", "d", [0], [0], [b"n"])
+
+
+class Wire:
+    """A transport whose calls take as long as the test wants, and may be made by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.open: set[str] = set()
+        self.done: list[Finished] = []
+        self.notices: list[Notice] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.inside = 0
+        self.overlaps = 0
+        self.polls = 0
+        self.errors = 0
+        self.closed = 0
+        self.threads: set[str] = set()
+
+    def _enter(self, hangs: bool = False) -> None:
+        self.inside += 1
+        self.overlaps += self.inside > 1
+        self.threads.add(threading.current_thread().name)
+        if hangs:
+            assert self.go_on.wait(WAIT_S)
+        time.sleep(0)
+        self.inside -= 1
+
+    def write(self, key: str, *_) -> None:
+        self._enter(hangs=True)
+        if key == "refused":
+            raise TransferError("refused")
+        self.open.add(key)
+
+    read = write
+
+    def add_peer(self, *_) -> None:
+        self._enter()
+
+    def cancel(self, key: str) -> None:
+        self._enter()
+        self.end(key, ok=False)
+
+    def end(self, key: str, ok: bool = True) -> None:
+        if key in self.open:
+            self.open.discard(key)
+            self.done.append(Finished(key, ok))
+
+    def poll(self) -> Progress:
+        self._enter()
+        self.polls += 1
+        if self.errors:
+            self.errors -= 1
+            raise RuntimeError("injected")
+        done, self.done = self.done, []
+        notices, self.notices = self.notices, []
+        return Progress(done, notices)
+
+    def live_handles(self) -> int:
+        return len(self.open)
+
+    def close(self) -> bool:
+        self._enter(hangs=True)
+        self.closed += 1
+        return not self.open
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def waits() -> list[str]:
+    """The threads that have waited for the device."""
+    return []
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def transfer(wire, waits, told) -> Iterator[EngineTransfer]:
+    """Started; `woken` is set whenever the step loop is."""
+    worker = TransferWorker(wire, lambda: waits.append(threading.current_thread().name))
+    made = EngineTransfer(worker)
+    made.woken = threading.Event()
+    made.start(made.woken.set, lambda end: told.append(end.key))
+    yield made
+    wire.go_on.set()
+    made.close()
+    assert wire.closed == 1 and not wire.overlaps
+
+
+def eventually(look: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not look():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.001)
+
+
+def test_b27_an_end_leaves_while_the_step_loop_computes(transfer, wire, told):
+    """Nobody asks; the peer is told, and the step loop woken."""
+    transfer.execute([WRITE])
+    eventually(lambda: wire.open, "it is posted")
+    assert not told and not transfer.woken.is_set()
+    wire.end("k", ok=False)
+    assert transfer.woken.wait(WAIT_S)
+    assert told == ["k"]
+    assert transfer.take_progress().finished == [Finished("k", False)]
+    assert transfer.take_progress().finished == []
+
+
+def test_the_step_loop_waits_for_no_post(transfer, wire):
+    """Nor for a poll, nor for anything that comes after them; all of it runs in order later."""
+    wire.go_on.clear()
+    transfer.execute([WRITE])
+    eventually(lambda: wire.inside, "the post has begun")
+    transfer.execute([CancelWrite("k"), Read("r", "d", [0], [0])])
+    transfer.look()
+    assert transfer.take_progress().finished == [] and wire.inside == 1
+    assert transfer.live_handles() == 1  # the read has not begun
+    wire.go_on.set()
+    eventually(lambda: wire.open == {"r"}, "the rest runs")
+    eventually(transfer.woken.is_set, "it is cancelled")
+    assert transfer.take_progress().finished == [Finished("k", False)]
+    wire.end("r")
+
+
+def test_device_work_is_waited_for_by_the_thread_that_computes_and_before_data_moves_only(transfer, waits):
+    transfer.execute([AddPeer("d", b""), CancelWrite("k"), Poll()])
+    assert waits == []
+    transfer.execute([WRITE, Read("r", "d", [1], [1])])
+    assert waits == [threading.current_thread().name]
+
+
+def test_b33_with_nothing_open_it_sleeps(transfer, wire):
+    transfer.execute([WRITE])
+    eventually(lambda: wire.open, "it is posted")
+    polls = wire.polls
+    eventually(lambda: wire.polls > polls + 5, "it polls while a write is open")
+    wire.end("k")
+    assert transfer.woken.wait(WAIT_S)
+    deadline_s, polls = time.monotonic() + WAIT_S, -1
+    while wire.polls != polls:
+        assert time.monotonic() < deadline_s, "it polls again and again"
+        polls = wire.polls
+        time.sleep(0.1)
+
+
+def test_notices_are_looked_for_by_whoever_wants_them(transfer, wire):
+    wire.notices.append(Notice("p", b"n"))
+    transfer.look()
+    assert transfer.take_progress().notices == [Notice("p", b"n")]
+    assert wire.threads == {threading.current_thread().name}
+
+
+def test_b20_two_threads_never_use_the_transport_at_once(transfer, wire):
+    """And each write ends once."""
+    ended: list[str] = []
+    for number in range(300):
+        transfer.execute([Write(f"k{number}", "d", [0], [0], [b"n"])])
+        for key in list(wire.open)[::2]:
+            wire.end(key)
+        transfer.look()
+        ended += [end.key for end in transfer.take_progress().finished]
+
+    def rest() -> bool:
+        for key in list(wire.open):
+            wire.end(key)
+        transfer.look()
+        ended.extend(end.key for end in transfer.take_progress().finished)
+        return len(ended) >= 300
+
+    eventually(rest, "all end")
+    assert sorted(ended) == sorted(f"k{number}" for number in range(300))
+    assert len(wire.threads) == 2 and not wire.overlaps
+
+
+def test_b27_a_write_that_cannot_be_posted_ends(transfer, told):
+    transfer.execute([Write("refused", "d", [0], [0], [b"n"])])
+    assert transfer.woken.wait(WAIT_S)
+    assert told == ["refused"]
+    assert not transfer.take_progress().finished[0].ok
+
+
+def test_b20_an_unexpected_error_ends_no_thread(transfer, wire, caplog, monkeypatch):
+    monkeypatch.setattr("vllm_pd.transfer.thread.ERROR_PAUSE_S", 0.01)
+    wire.errors = 3
+    transfer.execute([WRITE])
+    eventually(lambda: wire.open, "it is posted")
+    wire.end("k")
+    assert transfer.woken.wait(WAIT_S)
+    assert caplog.text.count("unexpected error") == 3
+
+
+def test_b20_a_close_ends_the_thread_and_says_what_may_still_land(transfer, wire):
+    transfer.execute([WRITE])
+    eventually(lambda: wire.open, "it is posted")
+    assert not transfer.close()  # the write is open
+    assert not transfer.close() and wire.closed == 1
+    transfer.execute([Poll()])  # of no use, and no error
+
+
+def test_b20_a_transport_that_hangs_does_not_keep_its_engine(transfer, wire, monkeypatch):
+    monkeypatch.setattr("vllm_pd.transfer.thread.CLOSE_S", 0.05)
+    wire.go_on.clear()
+    transfer.execute([WRITE])
+    eventually(lambda: wire.inside, "the post hangs")
+    assert not transfer.close()
+    wire.go_on.set()
+
+
+def test_b20_what_was_never_started_is_closed_as_well(wire):
+    assert EngineTransfer(TransferWorker(wire)).close()
+    assert wire.closed == 1 and wire.threads == {threading.current_thread().name}
