@@ -10,27 +10,41 @@ an order of block ids; in each round the three ways take turns, so that a busy m
     memcpy   one contiguous copy of as many bytes inside this process
 
 The notice column is the time from our Finished to the moment the other process, polling each half millisecond, has it.
+
+With `--wire-ms`, after that, what an engine that computes makes of a slow wire: passes of `--pass-ms` of products,
+each with a write before it that an emulated wire carries in so long. `late` is from the moment at which the wire has
+carried it to that at which the other process has its notice, `post` what the step loop waits before its pass. Once with
+the transfer thread that engines have, and once as if the step loop polled between its passes.
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import random
 import statistics
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import torch
 
 from vllm_pd.transfer.agent import Agent, State
+from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.layout import CacheDescription, describe
 from vllm_pd.transfer.nixl import NixlTransport
 from vllm_pd.transfer.plan import descriptor_indices, descriptor_rows, plan
+from vllm_pd.transfer.requests import Write
+from vllm_pd.transfer.slow import SlowTransport, Wire
 from vllm_pd.transfer.transport import PeerMetadata
+from vllm_pd.transfer.worker import TransferWorker
 
 HEAD_SIZE, ELEMENT_BYTES, POLL_S = 64, 4, 0.0005
+IDLE_S = 5.0
 CHECK_S = 0.0002  # between two looks at an open transfer: looking all the time takes the core that moves the bytes
 ORDERS = ("rising", "falling", "scattered")
 
@@ -51,6 +65,27 @@ class Shape:
     def describe(self, caches: list[torch.Tensor]) -> CacheDescription:
         return describe(caches, num_blocks=self.num_blocks, block_size=self.block_size, kv_heads=self.kv_heads,
                         head_size=HEAD_SIZE, platform="cpu", backend="IPEX")
+
+
+class Meeting(NamedTuple):
+    """Our end of two processes that have met."""
+    transport: NixlTransport
+    pipe: Connection
+    caches: list[torch.Tensor]
+    metadata: bytes
+    first_ms: float
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How late writes end beside passes, and what that costs; medians and the worst, in milliseconds."""
+    way: str
+    late_ms: float
+    late_most_ms: float
+    post_ms: float
+    post_most_ms: float
+    thread_cpu: float  # of a core while writes are open
+    idle_cpu: float  # of a core while none is
 
 
 @dataclass(frozen=True)
@@ -150,8 +185,9 @@ def block_ids(order: str, count: int, num_blocks: int, seed: int) -> list[int]:
     return list(range(first, first + count))[::1 if order == "rising" else -1]
 
 
-def bench(shape: Shape, token_counts: list[int], rounds: int) -> tuple[list[Row], float]:
-    """All cases of one block size, and the milliseconds that the first write of all took."""
+@contextlib.contextmanager
+def sender(shape: Shape) -> Iterator[Meeting]:
+    """Our end, when a first write has gone through."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=receive, args=(theirs, shape), daemon=True)
@@ -163,15 +199,23 @@ def bench(shape: Shape, token_counts: list[int], rounds: int) -> tuple[list[Row]
     transport.add_peer("receiver", metadata)
     first_ms = 1e3 * ours_s(transport, [0], [0])
     pipe.recv()
-    raw = Raw(caches, shape.describe(caches), metadata)
-    raw.write_s([0], [0])
-    pipe.recv()
-    rows = [_case(shape, tokens, order, rounds, transport, raw, pipe) for tokens in token_counts for order in ORDERS]
-    raw.close()
+    yield Meeting(transport, pipe, caches, metadata, first_ms)
     transport.close()
     pipe.send("done")
     process.join(10)
-    return rows, first_ms
+
+
+def bench(shape: Shape, token_counts: list[int], rounds: int) -> tuple[list[Row], float]:
+    """All cases of one block size, and the milliseconds that the first write of all took."""
+    with sender(shape) as meeting:
+        transport, pipe = meeting.transport, meeting.pipe
+        raw = Raw(meeting.caches, shape.describe(meeting.caches), meeting.metadata)
+        raw.write_s([0], [0])
+        pipe.recv()
+        rows = [_case(shape, tokens, order, rounds, transport, raw, pipe)
+                for tokens in token_counts for order in ORDERS]
+        raw.close()
+    return rows, meeting.first_ms
 
 
 def _case(shape: Shape, tokens: int, order: str, rounds: int, transport: NixlTransport, raw: Raw,
@@ -199,6 +243,52 @@ def _case(shape: Shape, tokens: int, order: str, rounds: int, transport: NixlTra
                ours_over_raw=round(statistics.median(ratios), 3))
 
 
+def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool) -> Ends:
+    """What becomes of one write per pass, and what its transfers cost beside it."""
+    with sender(shape) as meeting:
+        pipe = meeting.pipe
+        worker = TransferWorker(SlowTransport(meeting.transport, Wire(delay_s=wire_s), 1))
+        transfer = EngineTransfer(worker)
+        if threaded:
+            transfer.start(lambda: None, lambda end: None)
+        due, arrived, posts = [], [], []
+        began_s, used_s = time.monotonic(), thread_cpu_s()
+        while len(arrived) < passes:
+            posted_s = time.monotonic()
+            if len(due) < passes:
+                request = Write(str(len(due)), "receiver", [0], [0], [b"ends"])
+                (transfer if threaded else worker).execute([request])
+                due.append(time.monotonic() + wire_s)
+            if not threaded:
+                worker.take_progress()
+            posts.append(time.monotonic() - posted_s)
+            compute(pass_s)
+            while pipe.poll():
+                arrived.append(pipe.recv())
+        open_cpu = (thread_cpu_s() - used_s) / (time.monotonic() - began_s)
+        used_s = thread_cpu_s()
+        time.sleep(IDLE_S)
+        idle_cpu = (thread_cpu_s() - used_s) / IDLE_S
+        transfer.close()
+    late = [1e3 * (there_s - due_s) for there_s, due_s in zip(arrived, due, strict=True)]
+    posts = [1e3 * post_s for post_s in posts]
+    return Ends("thread" if threaded else "step loop", round(statistics.median(late), 2), round(max(late), 2),
+                round(statistics.median(posts), 2), round(max(posts), 2), round(open_cpu, 4), round(idle_cpu, 4))
+
+
+def compute(pass_s: float) -> None:
+    """Matrix products for so long."""
+    matrix, until_s = torch.ones((256, 256)), time.monotonic() + pass_s
+    while time.monotonic() < until_s:
+        matrix = (matrix @ matrix).clamp(0, 1)
+
+
+def thread_cpu_s() -> float:
+    """What the transfer thread of this process has used, if there is one."""
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threading.enumerate()
+               if thread.name == "vllm-pd-transfer")
+
+
 def report(rows: list[Row]) -> None:
     print(f"{'':29}| {'median ms':^26} | {'median GB/s':^20} | {'best GB/s':^20} |")
     print(f"{'block':>5} {'tokens':>6} {'order':<9} {'MB':>5} | {'ours':>8} {'raw':>8} {'memcpy':>8}"
@@ -211,6 +301,13 @@ def report(rows: list[Row]) -> None:
               f" {row.rate(row.memcpy_best_ms):>6.2f} | {row.ours_over_raw:>8.3f}  {row.notice_ms:>8.2f}")
 
 
+def report_ends(rows: list[Ends]) -> None:
+    print(f"{'polls':<10} {'late ms':>9} {'most':>9} {'post ms':>9} {'most':>9} {'core, open':>11} {'core, idle':>11}")
+    for row in rows:
+        print(f"{row.way:<10} {row.late_ms:>9.2f} {row.late_most_ms:>9.2f} {row.post_ms:>9.2f} {row.post_most_ms:>9.2f}"
+              f" {row.thread_cpu:>11.2%} {row.idle_cpu:>11.2%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 4000], help="prompt lengths")
@@ -218,6 +315,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--wire-ms", type=float, help="also: ends of writes beside passes, over a wire as slow as this")
+    parser.add_argument("--pass-ms", type=float, default=200.0)
+    parser.add_argument("--passes", type=int, default=30)
     parser.add_argument("--json", metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -230,9 +330,16 @@ def main() -> None:
         rows += found
     report(rows)
     print("first write to a peer, connection included: " + ", ".join(f"{ms:.1f} ms" for ms in first_ms.values()))
+    found_ends: list[Ends] = []
+    if options.wire_ms is not None:
+        shape = Shape(options.layers, options.kv_heads, options.block_size[0], 8)
+        found_ends = [ends(shape, options.wire_ms / 1e3, options.pass_ms / 1e3, options.passes, threaded)
+                      for threaded in (False, True)]
+        report_ends(found_ends)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"first_write_ms": first_ms, "rows": [asdict(row) for row in rows]}, file, indent=1)
+            json.dump({"first_write_ms": first_ms, "rows": [asdict(row) for row in rows],
+                       "ends": [asdict(found) for found in found_ends]}, file, indent=1)
 
 
 if __name__ == "__main__":
