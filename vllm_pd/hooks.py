@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from vllm_pd.dp.engine import EngineSync
     from vllm_pd.v0.engine import Disaggregation
+    from vllm_pd.v0.interface import EngineBinding as EngineBinding  # for annotations in the patched scheduler
 
 
 def claim_kv_transfer_config(engine_args: EngineArgs) -> None:

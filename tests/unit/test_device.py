@@ -19,6 +19,7 @@ from vllm_pd.transfer.device import (
 from vllm_pd.transfer.requests import DropPeer, Flush, Poll
 from vllm_pd.v0.engine import Disaggregation
 from vllm_pd.v0.progress import Progress
+from vllm_pd.v0.turns import DecodeTurns
 
 NONE, OWNER, ALL_DEVICES = 0, 100, 200
 ATTEMPT = Attempt("decode-incarnation", "request", 1)
@@ -115,6 +116,7 @@ def binding(device, progress: Progress) -> SimpleNamespace:
     return SimpleNamespace(
         _device=device, _transfer=device, _progress=progress, _flush_due=False, _looped=True, _collect=lambda: None,
         _update_metrics=lambda: None, _note_stall=lambda outputs: None, prefill_jobs=None, _was_busy=False,
+        _turns=DecodeTurns(),
         remote_prefills=SimpleNamespace(scheduled=lambda: None))
 
 
@@ -122,13 +124,13 @@ def flushes(one: SimpleNamespace) -> list:
     """What the step after `take_progress` carries down."""
     outputs = SimpleNamespace(memory_transfer_requests=[], ignored_seq_groups=[])
     Disaggregation.take_progress(one)
-    Disaggregation.add_transfer_requests(one, outputs)
+    Disaggregation.after_schedule(one, outputs)
     return outputs.memory_transfer_requests
 
 
 @pytest.mark.parametrize("progress, flushed", [
-    (Progress(), False), (Progress(finished_prefills=[ATTEMPT]), True), (Progress(failed_prefills={ATTEMPT: 0}), False),
-    (Progress(failed_prefills={ATTEMPT: 32}), True), (Progress(finished_transfers=[ATTEMPT]), False),
+    (Progress(), False), (Progress(finished_prefills=[ATTEMPT]), True), (Progress(failed_prefills=[ATTEMPT]), False),
+    (Progress(read_prefixes={ATTEMPT: 32}), True), (Progress(finished_transfers=[ATTEMPT]), False),
 ], ids=["nothing", "written", "failed", "read", "sent"])
 def test_b3_the_step_that_may_use_what_has_come_flushes(progress, flushed):
     """B3: on every rank, as it rides with the step. Once; and not on the CPU."""

@@ -19,6 +19,9 @@ from vllm.inputs import token_inputs
 from vllm.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
 from vllm.utils import Device
 
+from vllm_pd.v0.interface import SchedulerBinding
+from vllm_pd.v0.turns import DecodeTurns
+
 BLOCK_SIZE = 4
 
 
@@ -31,7 +34,7 @@ class RemoteWork:
     aborted: bool = False
 
 
-class FakePeers:
+class FakePeers(SchedulerBinding):
     """Stands where `Disaggregation` stands. `wants_remote` decides; the test says what becomes of the work."""
 
     def __init__(self, wants_remote: Callable[[SequenceGroup], bool]) -> None:
@@ -41,6 +44,7 @@ class FakePeers:
         self.work: dict[str, RemoteWork] = {}
         self.to_send: dict[str, list[int]] = {}
         self.steps = 0
+        self.turns = DecodeTurns()
         self._numbers = itertools.count()
 
     def choose_remote_prefill(self, seq_group: SequenceGroup, num_cached_tokens: int) -> str | None:
@@ -64,7 +68,11 @@ class FakePeers:
     def start_transfer(self, attempt: str, block_ids: list[int]) -> None:
         self.to_send[attempt] = list(block_ids)
 
-    def add_transfer_requests(self, outputs) -> None:
+    def allows_prefills(self) -> bool:
+        return self.turns.allows_prefills()
+
+    def after_schedule(self, outputs) -> None:
+        self.turns.scheduled(outputs.num_prefill_groups)
         self.steps += 1
 
 
@@ -114,6 +122,8 @@ class SimulatedEngine:
 
     def step(self, **progress: Iterable[str]) -> list[str]:
         """Schedule, compute and sample. The ids of the requests that were in the batch."""
+        if progress.get("finished_prefills"):
+            self.peers.turns.resume()
         metadata_list, outputs, _ = self.scheduler.schedule(**progress)
         self.outputs = outputs
         self._copy(outputs.blocks_to_swap_in, self.swapped_slots, self.slots)

@@ -152,7 +152,7 @@ def play(engine: WatchedEngine, operations: list[tuple[str, int]]) -> None:
             engine.step(finished_prefills=[attempt])
         elif operation == "fail" and parked:
             attempt = parked[number % len(parked)]
-            engine.step(failed_prefills={attempt: 0})
+            engine.step(failed_prefills=[attempt])
         elif operation == "fence":
             engine.step(finished_transfers=list(engine.scheduler.quarantined)[:1])
         elif operation == "reset":

@@ -65,7 +65,7 @@ class Node:
                  "max_parked_fraction": fraction, "attempt_deadline_s": 86400}
         self.disagg = Disaggregation(self, {"kv_role": "kv_both", "extra": extra})
         self.disagg._looped = True  # it is stepped, and does not sleep
-        self._add_requests, self.disagg.add_transfer_requests = self.disagg.add_transfer_requests, self._carry
+        self._after_schedule, self.disagg.after_schedule = self.disagg.after_schedule, self._carry
 
     def step(self) -> None:
         self.disagg.has_work()
@@ -74,7 +74,7 @@ class Node:
         self.sim.check_writers()
 
     def _carry(self, outputs) -> None:
-        self._add_requests(outputs)
+        self._after_schedule(outputs)
         for request in outputs.memory_transfer_requests:
             assert isinstance(request, Write)
             self.ring.write(self, request)

@@ -245,7 +245,8 @@ class TestReading:
         progress = Progress()
         assert (reading.local_block_ids, reading.remote_block_ids) == ([5, 6], [20, 21])
         end(jobs, transfer.Finished(reading.key, True, bytes=64, seconds=0.1), progress)
-        assert progress.failed_prefills == {ATTEMPT: 32} and progress.finished_transfers == [ATTEMPT]
+        assert progress.read_prefixes == {ATTEMPT: 32} and not progress.failed_prefills
+        assert progress.finished_transfers == [ATTEMPT]
         assert not jobs.wants_prefix(ATTEMPT, 0)  # although its blocks may have been evicted since
         jobs.computed(ATTEMPT, [8, 9, 10], progress)
         write = write_of(jobs, progress)
@@ -263,14 +264,14 @@ class TestReading:
     def test_b27_a_read_that_failed_leaves_nothing(self, jobs, agent, reading, caplog):
         progress = Progress()
         end(jobs, transfer.Finished(reading.key, False, error="ERR"), progress)
-        assert progress.failed_prefills == {ATTEMPT: 0} and progress.finished_transfers == [ATTEMPT]
+        assert progress.failed_prefills == progress.finished_transfers == [ATTEMPT] and not progress.read_prefixes
         assert jobs.find(ATTEMPT) is JobState.COMPUTING and agent.calls == []
 
     def test_b22_a_read_that_outlived_its_lease_leaves_nothing(self, jobs, agent, reading):
         progress = Progress()
         agent.lease_is_over = True
         jobs.ended(transfer.Finished(reading.key, True, bytes=64, seconds=0.1), progress)
-        assert progress.failed_prefills == {ATTEMPT: 0}
+        assert progress.failed_prefills == [ATTEMPT] and not progress.read_prefixes
 
     def test_b25_cancelled_while_it_reads_waits_for_the_end(self, jobs, agent, engine, reading):
         progress = Progress()
@@ -284,7 +285,7 @@ class TestReading:
         jobs.tell(finished)
         assert agent.names() == ["ended"]
         jobs.ended(finished, progress)
-        assert progress.failed_prefills == {ATTEMPT: 0} and progress.finished_transfers == [ATTEMPT]
+        assert progress.failed_prefills == progress.finished_transfers == [ATTEMPT] and not progress.read_prefixes
         assert set(agent.names()) == {"ended"} and jobs.find(ATTEMPT) is None
 
     def test_b5_without_prefix_caching_nothing_is_read(self, agent, engine):

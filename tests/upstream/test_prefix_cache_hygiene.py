@@ -199,7 +199,7 @@ def test_b10_a_failed_remote_prefill_leaves_no_hit():
     engine.step()
     attempt = engine.attempt_of("remote")
     engine.write_remotely(attempt, tokens=10)
-    engine.step(failed_prefills={attempt: 0})
+    engine.step(failed_prefills=[attempt])
     assert attempt in engine.scheduler.quarantined
     assert not set(engine.peers.work[attempt].block_ids) & set(engine.manager.get_block_table(engine.seq("remote")))
     engine.write_remotely(attempt)  # late

@@ -33,7 +33,7 @@ class TestReads:
     def test_b5_what_was_read_is_not_computed(self, engine):
         self.parked(engine)
         engine.write_remotely("A", READ)
-        engine.step(failed_prefills={"A": READ}, finished_transfers=["A"])
+        engine.step(read_prefixes={"A": READ}, finished_transfers=["A"])
         self.finish(engine)
         assert engine.computed_tokens == len(PROMPT) - READ
         assert engine.hit(PROMPT) == len(PROMPT)
@@ -42,7 +42,7 @@ class TestReads:
         self.parked(engine)
         engine.write_remotely("A", 7)  # some of it has landed
         assert engine.hit(PROMPT) == 0
-        engine.step(failed_prefills={"A": 0}, finished_transfers=["A"])
+        engine.step(failed_prefills=["A"], finished_transfers=["A"])
         self.finish(engine)
         assert engine.computed_tokens == len(PROMPT)
 
@@ -50,7 +50,7 @@ class TestReads:
         self.parked(engine)
         engine.abort("job")
         assert list(engine.scheduler.quarantined) == ["A"]
-        engine.step(failed_prefills={"A": READ}, finished_transfers=["A"])  # it had just arrived: too late
+        engine.step(read_prefixes={"A": READ}, finished_transfers=["A"])  # it had just arrived: too late
         assert engine.hit(PROMPT) == 0
         engine.check_at_rest()
 
@@ -61,7 +61,7 @@ class TestReads:
         engine.run()
         engine.write_remotely("A", READ)
         engine.check_writers()
-        engine.step(failed_prefills={"A": READ}, finished_transfers=["A"])  # cached by the client by now
+        engine.step(read_prefixes={"A": READ}, finished_transfers=["A"])  # cached by the client by now
         self.finish(engine)
 
     def test_b5_a_block_that_another_computes_at_that_moment(self, engine, chunk):
@@ -71,7 +71,7 @@ class TestReads:
         engine.add("client", PROMPT + [1, 2, 3])
         engine.step()
         engine.write_remotely("A", READ)
-        engine.step(failed_prefills={"A": READ}, finished_transfers=["A"])
+        engine.step(read_prefixes={"A": READ}, finished_transfers=["A"])
         self.finish(engine)
 
     def test_b31_where_the_pool_is_full_it_is_computed_when_there_is_room(self, chunk):
@@ -82,7 +82,7 @@ class TestReads:
         self.parked(engine)
         engine.write_remotely("A", READ)
         engine.add("client", [1] * 8, max_tokens=12)
-        engine.step(failed_prefills={"A": READ}, finished_transfers=["A"])
+        engine.step(read_prefixes={"A": READ}, finished_transfers=["A"])
         for _ in range(50):
             engine.step(finished_transfers=list(engine.scheduler.prefill_sending))
         engine.check_at_rest()
@@ -128,7 +128,7 @@ class TestSamples:
     def test_b21_the_failure_of_the_first_lets_them_go(self, engine):
         attempt = engine.attempt_of("s0")
         engine.peers.wants_remote = lambda group: False
-        engine.step(failed_prefills={attempt: 0}, finished_transfers=[attempt])
+        engine.step(failed_prefills=[attempt], finished_transfers=[attempt])
         assert not engine.scheduler.waiting or engine.scheduler.waiting[0].request_id != "s0"
         engine.run()
         engine.check_at_rest()

@@ -47,13 +47,13 @@ class TestParking:
         """B20, B29: late, twice, or never heard of."""
         attempt = parked(engine)
         before = engine.references()
-        engine.step(failed_prefills={"y": 0}, finished_transfers=["z", attempt])
+        engine.step(failed_prefills=["y"], finished_transfers=["z", attempt])
         assert engine.references() == before
         assert attempt in engine.scheduler.remote_prefilling
         engine.write_remotely(attempt)
         engine.step(finished_prefills=[attempt])
         assert len(engine.scheduler.running) == 1
-        engine.step(failed_prefills={attempt: 0}, finished_transfers=[attempt])
+        engine.step(failed_prefills=[attempt], finished_transfers=[attempt])
         engine.run()
         engine.check_at_rest()
 
@@ -70,7 +70,7 @@ class TestParking:
         engine.check_writers()
         engine.write_remotely(attempt)
         engine.step(finished_transfers=[attempt])
-        engine.step(finished_transfers=[attempt], failed_prefills={attempt: 0})  # too late, and of that id's first life
+        engine.step(finished_transfers=[attempt], failed_prefills=[attempt])  # too late, and of that id's first life
         assert again in engine.scheduler.remote_prefilling
         engine.write_remotely(again)
         engine.step(finished_prefills=[again])
@@ -103,7 +103,7 @@ class TestParking:
         attempt = parked(engine)
         engine.add("later", [7] * 9)
         engine.write_remotely(attempt, tokens=6)
-        ran = engine.step(failed_prefills={attempt: 0})
+        ran = engine.step(failed_prefills=[attempt])
         assert ran[0] == "a"
         table = engine.manager.get_block_table(engine.seq("a"))
         assert not set(table) & set(engine.peers.work[attempt].block_ids)
@@ -120,7 +120,7 @@ class TestParking:
             engine.add(name, [ord(name)] * 10)
         engine.step()
         attempts = [engine.attempt_of(name) for name in names]
-        engine.scheduler._apply_transfers([], dict.fromkeys(attempts, 0), attempts)
+        engine.scheduler._apply_transfers([], attempts, attempts, {})
         assert [group.request_id for group in engine.scheduler.waiting] == names
         engine.run()
         engine.check_at_rest()
@@ -319,7 +319,7 @@ class Storm:
                 transfers.append(attempt)
         transfers += [a for a in self.engine.scheduler.prefill_sending if all_ends or self.draw.random() < 0.3]
         self.draw.shuffle(finished)
-        self.engine.step(finished_prefills=finished, failed_prefills=dict.fromkeys(failed, 0),
+        self.engine.step(finished_prefills=finished, failed_prefills=failed,
                          finished_transfers=transfers)
 
     def finish(self) -> None:

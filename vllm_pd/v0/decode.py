@@ -236,7 +236,7 @@ class RemotePrefills:
             tries.failed_peers += (event.peer, )
 
     def _give_back(self, attempt: Attempt, progress: Progress) -> None:
-        progress.failed_prefills[attempt] = 0
+        progress.failed_prefills.append(attempt)
         if self._fallen.pop(attempt):
             self._free(attempt, progress)
 

@@ -6,7 +6,7 @@ where the loop sleeps. Nothing that a peer, a message or a transfer does can mak
 
 A step: `take_progress` gathers what the control thread and the worker's transfers report and hands it to `schedule`;
 the scheduler parks and resumes groups with `choose_remote_prefill`, `start_remote_prefill`, `abort_remote_prefill` and
-`start_transfer`; `add_transfer_requests` puts on the step what the worker shall do.
+`start_transfer`; `after_schedule` puts on the step what the worker shall do.
 """
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.requests import Finished, Flush, TransferRequest
 from vllm_pd.v0.decode import RemotePrefills
 from vllm_pd.v0.idle import Bell
+from vllm_pd.v0.interface import EngineBinding
 from vllm_pd.v0.prefill import PrefillJobs
 from vllm_pd.v0.progress import Progress
+from vllm_pd.v0.turns import DecodeTurns
 from vllm_pd.v0.worker import attach_transfer
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ METRICS_PERIOD_S = 0.2
 _PREFILL_EVENTS = (Prefill, Cancelled, AddPeer, DropPeer)
 
 
-class Disaggregation:
+class Disaggregation(EngineBinding):
     """The prefill/decode binding of one engine. `settings` is what `vllm_pd.v0.claim` left in the configuration."""
 
     def __init__(self, engine: LLMEngine, settings: dict[str, Any]) -> None:
@@ -70,6 +72,7 @@ class Disaggregation:
         tell = self.prefill_jobs.tell if self.prefill_jobs is not None else _ignore
         self._transfer.start(self._bell.ring, partial(_guarded, self._metrics, tell))
         self._progress = Progress()
+        self._turns = DecodeTurns()
         self._looped = False  # whether an engine loop sleeps for us
         self._sleeping = False  # whether that loop was told to wait
         self._device: Device = engine.model_executor.driver_worker.worker.transfer.device
@@ -123,8 +126,13 @@ class Disaggregation:
         """A group that was prefilled for a peer has finished; the scheduler holds its blocks until they were sent."""
         self.prefill_jobs.computed(attempt, block_ids, self._progress)
 
-    def add_transfer_requests(self, outputs: SchedulerOutputs) -> None:
+    def allows_prefills(self) -> bool:
+        """Whether this step may take prefills: see `DecodeTurns`."""
+        return self._turns.allows_prefills()
+
+    def after_schedule(self, outputs: SchedulerOutputs) -> None:
         """Give the step that was just scheduled what the worker is to do with it."""
+        self._turns.scheduled(outputs.num_prefill_groups)
         self._note_stall(outputs)
         self.remote_prefills.scheduled()
         flush: list[TransferRequest] = [Flush()] if self._flush_due else []
@@ -163,6 +171,8 @@ class Disaggregation:
         progress, self._progress = self._progress, Progress()
         if self._device.needs_flush and progress.brings_kv:
             self._flush_due = True  # until a step has carried it down
+        if progress.finished_prefills:
+            self._turns.resume()
         self._update_metrics()
         self._metrics_stale = True  # the step that follows changes what was counted
         return progress.arguments()
@@ -235,7 +245,7 @@ class Disaggregation:
         held = scheduler.remote_prefilling or scheduler.quarantined or scheduler.prefill_sending
         self._stalled = bool(held and not outputs.scheduled_seq_groups and not scheduler.running
                              and not scheduler.swapped and not scheduler.scheduler_config.delay_factor)
-        if self.prefill_jobs is not None and not scheduler.prefills_held:
+        if self.prefill_jobs is not None and not self._turns.held:
             self._patience.scheduled(time.monotonic(), not outputs.num_prefill_groups and self.prefill_jobs.waiting
                                      and self._has_parked())
 

@@ -150,7 +150,7 @@ def explainer(scheduler: Scheduler) -> Callable[[int], Salt | None]:
 def _salt(seq: Sequence, extra_hash: int) -> Salt:
     lora = seq.lora_request
     return Salt(lora_id=lora.lora_int_id if lora else None, lora_name=lora.lora_name if lora else None,
-                extra=extra_hash if seq.prompt_adapter_id else None, private=seq.cache_salt is not None)
+                extra=extra_hash if seq.prompt_adapter_id else None, private=seq.private_hash_key is not None)
 
 
 def _side_host(additional: Any) -> tuple[str, Keys | None]:

@@ -217,7 +217,10 @@ class PrefillJobs:
         arrived = end.ok and not job.cancelled and self._agent.lease_stands(attempt)
         self._metrics.prefix_read("done" if arrived else "late" if end.ok or job.cancelled else "failed",
                                   end.bytes if arrived else 0)
-        progress.failed_prefills[attempt] = job.prefill.cached_blocks * self._block_size if arrived else 0
+        if arrived:
+            progress.read_prefixes[attempt] = job.prefill.cached_blocks * self._block_size
+        else:
+            progress.failed_prefills.append(attempt)
         progress.finished_transfers.append(attempt)
         if job.cancelled:
             del self._jobs[attempt]

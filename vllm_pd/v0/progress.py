@@ -13,19 +13,20 @@ from vllm_pd.rpc.codec import UNREADABLE
 
 @dataclass
 class Progress:
-    """The keyword arguments of the patched `Scheduler.schedule`, as they gather between two steps. `failed_prefills`
-    says with how many tokens' KV in its blocks a parked group comes back."""
+    """The keyword arguments of the patched `Scheduler.schedule`, as they gather between two steps; its docstring says
+    what each means."""
     finished_prefills: list[Attempt] = field(default_factory=list)
-    failed_prefills: dict[Attempt, int] = field(default_factory=dict)
+    failed_prefills: list[Attempt] = field(default_factory=list)
     finished_transfers: list[Attempt] = field(default_factory=list)
+    read_prefixes: dict[Attempt, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.finished_prefills or self.failed_prefills or self.finished_transfers)
+        return any(vars(self).values())
 
     @property
     def brings_kv(self) -> bool:
         """Whether the step that follows may use KV that came over the network."""
-        return bool(self.finished_prefills or any(self.failed_prefills.values()))
+        return bool(self.finished_prefills or self.read_prefixes)
 
     def arguments(self) -> dict[str, Any]:
         """For `schedule(**arguments)`."""
