@@ -122,7 +122,7 @@ def binding(device, progress: Progress) -> SimpleNamespace:
 
 def flushes(one: SimpleNamespace) -> list:
     """What the step after `take_progress` carries down."""
-    outputs = SimpleNamespace(memory_transfer_requests=[], ignored_seq_groups=[])
+    outputs = SimpleNamespace(memory_transfer_requests=[], ignored_seq_groups=[], num_prefill_groups=0)
     Disaggregation.take_progress(one)
     Disaggregation.after_schedule(one, outputs)
     return outputs.memory_transfer_requests

@@ -74,7 +74,10 @@ def test_kv_heads_that_do_not_divide(loads):
 
 
 def test_a_sliding_window(loads):
-    assert_refused(configuration(hf_overrides={"sliding_window": 128}), loads, "sliding_window=128.*--disable")
+    config = configuration(hf_overrides={"sliding_window": 128}, enable_prefix_caching=False)
+    assert_refused(config, loads, "sliding_window=128.*--disable")
+    with pytest.raises(NotImplementedError, match="--disable-sliding-window"):  # upstream's own, with prefix caching
+        configuration(hf_overrides={"sliding_window": 128})
 
 
 def test_an_executor_over_several_hosts(loads):

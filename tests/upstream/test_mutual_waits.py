@@ -4,6 +4,7 @@
 Real schedulers and real bindings; memory, transfers and the control plane are simulated. No deadline ends anything.
 """
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ import vllm_pd.v0.engine
 from vllm_pd.control.outlook import QueueView
 from vllm_pd.core.events import Event, Fallback, FallbackReason, Outcome, Prefill, Prefilled, Released
 from vllm_pd.core.messages import Attempt, Role, Timings
+from vllm_pd.transfer.device import HostDevice
 from vllm_pd.transfer.requests import Finished, TransferProgress, Write
 from vllm_pd.v0.engine import Disaggregation
 from vllm_pd.v0.prefill import PrefillJobs
@@ -26,13 +28,23 @@ ROUNDS = 1000  # far more than any test here takes
 
 class Transfer:
     """The worker's transfers: what a step carries down has ended by the next one."""
-    settling = False
 
     def __init__(self) -> None:
         self.finished: list[Finished] = []
 
+    def start(self, wake: Callable[[], None], tell: Callable[[Finished], None]) -> None:
+        self._tell = tell
+
+    def hold(self, descriptor: int) -> None:
+        pass
+
+    def look(self) -> None:
+        pass
+
     def take_progress(self) -> TransferProgress:
         finished, self.finished = self.finished, []
+        for end in finished:
+            self._tell(end)
         return TransferProgress(finished=finished)
 
     def synchronize(self) -> None:
@@ -50,6 +62,9 @@ class Node:
         self.ring, self.name = ring, name
         self.sim = SimulatedEngine(**sizes)
         self.scheduler = [self.sim.scheduler]
+        self.scheduler_contexts = [SimpleNamespace(output_queue=[])]
+        worker = SimpleNamespace(transfer=SimpleNamespace(device=HostDevice()))
+        self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
         self.cache_config = self.sim.scheduler.cache_config
         self.parallel_config = SimpleNamespace(world_size=1)
         self.model_config = SimpleNamespace(
@@ -110,6 +125,12 @@ class Node:
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
         return events
+
+    def lifeline_fileno(self) -> int:
+        return -1
+
+    def degraded(self) -> None:
+        pass
 
     def set_room(self, jobs: int) -> None:
         self.room = jobs

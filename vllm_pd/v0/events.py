@@ -28,6 +28,7 @@ from vllm_pd.events.messages import EngineLoad, KVEvent
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink, Salt
 from vllm_pd.metrics import EventMetrics
+from vllm_pd.ports import is_free
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.sockets import Waker
 from vllm_pd.v0 import SETTINGS_KEY
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
+RELEASE_S = 5.0
+
 
 def check_events(config: VllmConfig) -> None:
     """Raises ConfigError, before the model is loaded, where `attach_events` would fail."""
@@ -47,6 +50,7 @@ def check_events(config: VllmConfig) -> None:
         raise ConfigError("pipeline_parallel_size", config.parallel_config.pipeline_parallel_size,
                           "use 1, or leave out --kv-events-config: each stage batch has a prefix cache of its own")
     _open_publisher(config.kv_events_config).shutdown()
+    _await_release(config.kv_events_config)
 
 
 def attach_events(engine: LLMEngine) -> None:
@@ -89,6 +93,17 @@ def _open_publisher(events: KVEventsConfig) -> EventPublisher:
     except (zmq.ZMQError, ValueError) as error:
         raise ConfigError("kv_events_config", f"{events.publisher} at {events.endpoint}",
                           f"choose a free endpoint, and publisher zmq: {error}") from error
+
+
+def _await_release(events: KVEventsConfig) -> None:
+    """Until the ports of a publisher that was shut down can be bound again: ZMQ closes its sockets a moment later, in a
+    thread of its own."""
+    deadline = time.monotonic() + RELEASE_S
+    for endpoint in filter(None, (events.endpoint, events.replay_endpoint)):
+        port = endpoint.rpartition(":")[2]
+        if reach.listens(endpoint) and endpoint.startswith("tcp://") and port.isdigit() and int(port):
+            while not is_free("", int(port)) and time.monotonic() < deadline:
+                time.sleep(0.01)
 
 
 def bind_sink(scheduler: Scheduler, sink: BlockSink) -> None:
