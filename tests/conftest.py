@@ -13,6 +13,7 @@ from tests.verdict import (  # noqa: F401  pytest finds hooks in a conftest
     pytest_configure,
     pytest_runtest_makereport,
     pytest_runtest_setup,
+    pytest_sessionfinish,
 )
 
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow],

@@ -6,7 +6,8 @@ defects even if they are rare. A test says so by one of the exceptions below, by
 `exact` (no clock, thread or other process takes part, so that a failure can't be noise).
 
 tests/conftest.py imports the hooks. With VLLM_PD_FAILURES set to a file they append one JSON object for each failure:
-``test`` (node id), ``phase`` (setup, call, teardown), ``kind`` (what it is, null if it may be noise), ``output``.
+``test`` (node id), ``phase`` (setup, call, teardown), ``kind`` (what it is, null if it may be noise), ``output``. The
+last line says that pytest came to its end: ``code`` (its exit status) and ``passed`` (how many tests did).
 """
 
 import json
@@ -18,6 +19,8 @@ import pytest
 
 FILE = "VLLM_PD_FAILURES"
 _COMPARED = pytest.StashKey[bool]()
+_PASSED = pytest.StashKey[int]()
+_CRASHES: list[type[Exception]] = []
 
 
 class Final(AssertionError):
@@ -74,7 +77,7 @@ def holds_answer(value: object) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_COMPARED] = False
+    config.stash[_COMPARED], config.stash[_PASSED] = False, 0
     config.addinivalue_line("markers", "exact: no clock, thread or other process takes part; a failure is never noise")
 
 
@@ -91,12 +94,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     report = yield
+    if report.passed and report.when == "call":
+        item.config.stash[_PASSED] += 1
     if report.failed and os.environ.get(FILE):
         failure = {"test": item.nodeid, "phase": report.when, "kind": _kind(item, call.excinfo),
                    "output": "\n".join([report.longreprtext, *("\n".join(section) for section in report.sections)])}
-        with Path(os.environ[FILE]).open("a") as file:
-            file.write(json.dumps(failure) + "\n")
+        _write(failure)
     return report
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if os.environ.get(FILE):
+        _write({"code": int(exitstatus), "passed": session.config.stash[_PASSED]})
+
+
+def count_as_crash(error: type[Exception]) -> None:
+    """From now on a test that fails by this error has found a crash."""
+    _CRASHES.append(error)
+
+
+def _write(line: dict) -> None:
+    with Path(os.environ[FILE]).open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def _kind(item: pytest.Item, failure: pytest.ExceptionInfo) -> str | None:
@@ -104,9 +123,11 @@ def _kind(item: pytest.Item, failure: pytest.ExceptionInfo) -> str | None:
     for error in _leaves(failure.value):
         if isinstance(error, Final):
             return error.kind
+        if isinstance(error, tuple(_CRASHES)):
+            return Crash.kind
     if item.config.stash[_COMPARED] and isinstance(failure.value, AssertionError):
         return WrongAnswer.kind
-    if item.get_closest_marker("exact") and "Timeout" not in str(failure.value):
+    if item.get_closest_marker("exact") and "from pytest-timeout" not in str(failure.value):
         return "exact"
     return None
 

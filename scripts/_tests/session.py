@@ -31,14 +31,16 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What a run of pytest came to."""
+    """What a run of pytest came to. `said`: the exit status that it announced last, None if it did not get there."""
     code: int
     failures: dict[str, Failure]
+    said: int | None
+    passed: int
 
     @property
     def broke_off(self) -> bool:
         """pytest itself died, could not collect, or failed without a test that did."""
-        return self.code not in (PASSED, SOME_FAILED, NONE_COLLECTED) or (
+        return self.code not in (PASSED, SOME_FAILED, NONE_COLLECTED) or self.said != self.code or (
             self.code == SOME_FAILED and not self.failures)
 
 
@@ -92,7 +94,7 @@ class Session:
         for failure in failures:
             print(f"== once more, alone: {failure.test}", flush=True)
             outcome = self._pytest(failure.test, output=self._place(failure.test, "second"))
-            if outcome.code == PASSED:
+            if outcome.code == PASSED and outcome.passed:
                 self.flaky.append(failure.test)
             else:
                 self.red.append(f"{failure.test} (twice)")
@@ -108,13 +110,17 @@ class Session:
         if output:
             print(output.read_text(errors="replace"), flush=True)
         failures: dict[str, Failure] = {}
+        said, passed = None, 0
         for line in record.read_text().splitlines() if record.exists() else ():
             told = json.loads(line)
+            if "code" in told:
+                said, passed = told["code"], told["passed"]
+                continue
             failure = failures.setdefault(told["test"], Failure(told["test"], None, ""))
             failure.kind = failure.kind or told["kind"]  # a test may fail in its teardown, too
             failure.output += f"== {told['phase']}\n{told['output']}\n"
         record.unlink(missing_ok=True)
-        return Outcome(done.returncode, failures)
+        return Outcome(done.returncode, failures, said, passed)
 
     def _place(self, test: str, which: str) -> Path:
         """The file for the output of a test."""

@@ -9,7 +9,7 @@ from _tests import session
 ROOT = Path(__file__).resolve().parents[2]
 CONFTEST = """
 from verdict import (pytest_assertrepr_compare, pytest_configure, pytest_runtest_makereport,
-                     pytest_runtest_setup)
+                     pytest_runtest_setup, pytest_sessionfinish)
 """
 PLANTED = """
 import pathlib
@@ -61,6 +61,22 @@ import os, signal
 def test_dies():
     os.kill(os.getpid(), signal.SIGSEGV)
 """
+ENDS = """
+import os
+def test_noise():
+    assert False
+def test_ends():
+    os._exit(1)
+"""
+SKIPS = """
+import pathlib, pytest
+def test_noise():
+    seen = pathlib.Path("seen")
+    if seen.exists():
+        pytest.skip("not any more")
+    seen.touch()
+    assert False
+"""
 
 
 @pytest.fixture
@@ -109,6 +125,16 @@ def test_a_pytest_that_breaks_off_is_red_at_once(project, text):
     status, one = project(first=text, second="def test_good(): pass")
     assert status == 1 and not one.flaky
     assert [line.partition(":")[0] for line in one.red] == ["first"]
+
+
+def test_a_pytest_that_ends_itself_after_a_failure_is_red(project):
+    status, one = project(first=ENDS)
+    assert status == 1 and "first: pytest ended with 1" in one.red
+
+
+def test_a_second_try_that_skips_has_not_passed(project):
+    status, one = project(first=SKIPS)
+    assert status == 1 and one.red == ["first/test_planted.py::test_noise (twice)"]
 
 
 def test_many_failures_are_no_noise(project, monkeypatch):
