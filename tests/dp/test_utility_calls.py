@@ -303,6 +303,26 @@ def test_an_engine_that_leaves_does_not_end_while_it_is_ready_for_a_call(leaving
         leaving.keep_up(None)
 
 
+def test_an_engine_that_leaves_drops_its_requests_at_once(leaving):
+    """It would compute all that is queued first, for nobody; and only then wait for the others, if it still did."""
+    aborted = []
+    leaving._engine.scheduler.requests, leaving._engine.abort_requests = {"a": 1, "b": 2}, aborted.extend
+    leaving._last_due_s -= 100  # SIGTERM came long ago
+    leaving.make_calls(None)
+    leaving.make_calls(None)
+    assert aborted == ["a", "b"]
+    leaving._member.engaged = False
+    assert not leaving._leaves_now  # it waits for the others as long as any
+
+
+def test_forwards_of_an_executor_that_was_shut_down_are_not_waited_for(leaving):
+    cancelled = Future()
+    cancelled.cancel()
+    leaving._unfinished.append(cancelled)
+    leaving._end_forwards()
+    assert not leaving._unfinished
+
+
 def test_an_engine_that_leaves_sleeps_until_it_has_something_to_do(leaving):
     """It leaves, waits at its queue like any idle one, and ends: two turns, not as many as the processor can."""
     leaving._member.engaged = False

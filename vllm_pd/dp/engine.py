@@ -15,14 +15,15 @@ failed, or when nobody has wanted a step for `stall_s`. In the last case the gro
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -145,9 +146,12 @@ class EngineSync:
 
     def make_calls(self, make: Callable[[Any, Request], None]) -> None:
         """Make the utility calls that all ranks make now. Afterwards the scheduler gives tokens only if `may_step`.
-        Raises GroupFailed."""
+        Raises GroupFailed, and SystemExit where the group fails after this rank has left."""
+        if self._leaving and not self._left:
+            self._go_on_leaving()  # also while it has requests: nobody wants their answers any more
         if self._calls:
-            self._calls.carry_out(lambda request: self._make(make, request))
+            with self._ends_if_left():
+                self._calls.carry_out(lambda request: self._make(make, request))
         if not self.may_step:
             self._rest()
         elif self._budget is not None:
@@ -197,8 +201,14 @@ class EngineSync:
         """Where the loop had no forward pass to run: run the one that the others wait for, if they do. Not while a
         pipeline has forwards of this rank's own: what they give may be work for the next step. Raises GroupFailed, and
         SystemExit when this rank has left and nobody needs it any more."""
-        try:
+        with self._ends_if_left():
             self._keep_up(dummy)
+
+    @contextlib.contextmanager
+    def _ends_if_left(self) -> Iterator[None]:
+        """The end of a group that this rank has left is no failure of this rank."""
+        try:
+            yield
         except GroupFailed as error:
             if not self._left:
                 raise
@@ -244,7 +254,9 @@ class EngineSync:
 
     def _end_forwards(self) -> None:
         """Wait for what is under way of a pipeline. All of it is agreed, so it ends."""
-        wait(self._unfinished)
+        for future in self._unfinished:
+            with contextlib.suppress(CancelledError):  # the executor was shut down; `wait` would not see that
+                future.exception()
         self._count_ended()
 
     def _count_ended(self) -> None:
@@ -278,7 +290,7 @@ class EngineSync:
 
     def _go_on_leaving(self) -> None:
         if not self._left:
-            self._left = True
+            self._left, self._last_due_s = True, time.monotonic()
             self._engine.abort_requests(list(self._engine.scheduler.requests))
             self._calls.expire()
             self._member.leave()
