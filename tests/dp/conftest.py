@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 from dp_forked import Forks
 from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, TREE
 
-from tests.verdict import TokenIds
-from vllm_pd.dpbench.group import Group
+from tests.verdict import TokenIds, count_as_crash
+from vllm_pd.dpbench.group import Group, GroupEnded
+
+count_as_crash(GroupEnded)
+
+
+class AnsweringGroup(Group):
+    """A group whose tokens are known as answers."""
+
+    def tokens(self, *arguments: Any, **named: Any) -> list[list[int]]:
+        return [TokenIds(tokens) for tokens in super().tokens(*arguments, **named)]
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +65,7 @@ def forks(starting) -> Forks:
 @pytest.fixture(scope="session")
 def start_group(forks) -> Callable[..., Group]:
     """Makes a Group."""
-    return functools.partial(Group, tree=TREE, start=forks.driver)
+    return functools.partial(AnsweringGroup, tree=TREE, start=forks.driver)
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +108,7 @@ def expected(mono) -> list[list[int]]:
     """What one rank alone answers to each of PROMPTS."""
     mono.ready()
     asked = [mono.generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)]
-    return [TokenIds(tokens) for tokens in mono.tokens(asked)]
+    return mono.tokens(asked)
 
 
 @pytest.fixture(scope="session")
@@ -106,4 +116,4 @@ def dense_expected(dense, logs, start_group) -> list[list[int]]:
     """What one rank of the Llama alone answers to each of PROMPTS."""
     with start_group(dense, 1, log=logs / "dense.log") as alone:
         asked = [alone.generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MAX_TOKENS, strict=True)]
-        return [TokenIds(tokens) for tokens in alone.tokens(asked)]
+        return alone.tokens(asked)

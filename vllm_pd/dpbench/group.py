@@ -47,6 +47,10 @@ class GroupError(PDError):
     """The group, or one of its requests, ended with an error."""
 
 
+class GroupEnded(GroupError):
+    """The group's front end ended although nobody told it to."""
+
+
 class Group:
     """`size` engines on this machine and one front end of them. Close it, or use it as a context.
 
@@ -94,7 +98,7 @@ class Group:
         future: Future = Future()
         with self._lock:
             if self._gone:
-                raise GroupError("the group's front end has ended")
+                raise GroupEnded("the group's front end has ended")
             number = next(self._numbers)
             self._asked[number] = future
             self._asks.write(json.dumps({"id": number, "ask": ask} | details) + "\n")
@@ -151,4 +155,4 @@ class Group:
             self._gone, left = True, [*self._asked.values(), self._ready]
         for future in left:
             if not future.done():
-                future.set_exception(GroupError("the group's front end ended without an answer; see its log"))
+                future.set_exception(GroupEnded("the group's front end ended without an answer; see its log"))
