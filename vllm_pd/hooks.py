@@ -109,3 +109,15 @@ def join_dp_sync(engine: DPEngineCoreProc, config: VllmConfig) -> EngineSync:
     from vllm_pd.dp.engine import EngineSync
     from vllm_pd.dp.independent import IndependentRank, lockstep
     return (EngineSync if lockstep(config) else IndependentRank)(engine).join(config)
+
+
+def exit_grace_s(config: VllmConfig) -> float:
+    """Seconds from SIGTERM to SIGKILL for an engine process: upstream's 5, but for a rank that other ranks may need.
+
+    Called where engine processes are started. Raises ConfigError.
+    """
+    parallel = config.parallel_config
+    if parallel.data_parallel_size == 1 or parallel.data_parallel_rank_local is None:
+        return 5.0
+    from vllm_pd.dp.independent import lockstep
+    return 86400.0 if lockstep(config) else 5.0

@@ -41,6 +41,12 @@ def test_independent_ranks_give_the_tokens_of_one(pair, dense_expected):
     assert pair.tokens(asked) == dense_expected
 
 
+def test_the_front_end_forgets_requests_that_have_ended(pair):
+    """Or it grows with each one."""
+    pair.tokens([pair.generate(PROMPTS[number], max_tokens=3) for number in range(6)])
+    _until(lambda: pair.submit("in_flight").result(BOUND_S) == [])
+
+
 def test_no_rank_runs_a_pass_for_another(pair):
     """A request takes as many passes of its own rank as it has tokens, and none of the other."""
     for rank in (0, 1):

@@ -19,9 +19,12 @@ class Answers(queue.Queue):
     def __init__(self):
         super().__init__()
         self.timeouts = []
+        self.late = False  # whether nobody waits for it for as long as it takes
 
     def dequeue(self, timeout=None, cancel=None):
         self.timeouts.append(timeout)
+        if timeout is not None and self.late:
+            raise TimeoutError
         return self.get(timeout=BOUND_S)
 
 
@@ -70,6 +73,16 @@ def test_after_a_failure_the_others_are_not_waited_for_without_bound(executor):
     executor.collective_rpc("add_lora")
     first, second = (worker.worker_response_mq.timeouts for worker in executor.workers)
     assert first == [None, None] and second[0] > 0 and second[1] is None
+
+
+def test_an_answer_that_is_missing_after_a_failure_ends_the_executor(executor):
+    """The next call would take it for its own. The first error is what the caller gets."""
+    executor.workers[0].worker_response_mq.put((FAILURE, "bad"))
+    executor.workers[1].worker_response_mq.late = True
+    with pytest.raises(RuntimeError, match="bad"):
+        executor.collective_rpc("add_lora")
+    with pytest.raises(RuntimeError, match="failed"):
+        executor.collective_rpc("list_loras")
 
 
 def test_a_call_beside_forward_passes_of_a_pipeline_takes_its_own_answers(executor):

@@ -70,6 +70,11 @@ async def health(engine: Any, ask: dict) -> bool:
     return True
 
 
+async def in_flight(engine: Any, ask: dict) -> list[str]:
+    """The requests that this front end believes to be at some engine."""
+    return sorted(engine.engine_core.reqs_in_flight)
+
+
 async def counts(engine: Any, ask: dict) -> list:
     """The [waiting, running] counts by which this front end balances."""
     return [list(pair) for pair in engine.engine_core.lb_engines]
@@ -116,7 +121,8 @@ class Tally:
         """Nothing to say."""
 
 
-ASKS = {"generate": generate, "call": call, "health": health, "counts": counts, "chosen": chosen, "finished": finished}
+ASKS = {"generate": generate, "call": call, "health": health, "counts": counts, "in_flight": in_flight,
+        "chosen": chosen, "finished": finished}
 
 
 def _close(descriptors: list[int]) -> None:
