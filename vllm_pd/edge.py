@@ -208,6 +208,10 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._edge.opened(self)
 
+    def handle_websocket_upgrade(self) -> None:
+        self._edge.closed(self)  # another protocol has the transport from here on, and is told of its end
+        super().handle_websocket_upgrade()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._edge.closed(self)
         super().connection_lost(exc)

@@ -13,7 +13,13 @@ WITHIN_S = 60
 
 
 async def application(scope, receive, send):
-    """Answers a request with the size of its body."""
+    """Answers a request with the size of its body. A WebSocket gets back what it says."""
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            await send({"type": "websocket.send", "text": message["text"]})
+        return
     size, more = 0, True
     while more:
         message = await receive()
@@ -23,13 +29,16 @@ async def application(scope, receive, send):
 
 
 @contextlib.asynccontextmanager
-async def connected(http):
-    """(reader, writer) of a connection to such a server."""
+async def connected(http, shared=None):
+    """(reader, writer) of a connection to such a server. `shared` stands in for the server's own Edge."""
     config = uvicorn.Config(application, host="127.0.0.1", port=take_free("127.0.0.1"), http=http, lifespan="off",
                             log_level="critical", timeout_graceful_shutdown=1)
     config.load()
     server = uvicorn.Server(config)
-    edge.bound_headers(config)
+    if shared is None:
+        edge.bound_headers(config)
+    else:
+        config.http_protocol_class = shared.connect
     serving = asyncio.create_task(server.serve())
     async with asyncio.timeout(WITHIN_S):
         while not server.started:
@@ -76,3 +85,15 @@ async def test_a_large_slow_body_passes_as_before(http):
             await writer.drain()
             await asyncio.sleep(0.02)
         assert (await reader.readuntil(b"  3000000")).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_websocket_is_not_kept_as_a_connection_that_sends_nothing():
+    shared = edge.Edge(edge.EdgeLimits(head_s=0.3))
+    async with connected("httptools", shared) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: Upgrade\r\nupgrade: websocket\r\n"
+                     b"sec-websocket-version: 13\r\nsec-websocket-key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n")
+        assert b" 101 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN_S)
+        assert len(shared) == 0
+        await asyncio.sleep(1.0)  # well over the limit for a header
+        writer.write(b"\x81\x82\x00\x00\x00\x00hi")  # a text, masked with zeros
+        assert await asyncio.wait_for(reader.readexactly(4), WITHIN_S) == b"\x81\x02hi"
