@@ -567,9 +567,62 @@ async def test_b64_an_engine_that_is_lost_by_chance_costs_no_request():
         served.router._proxy._fatal.answered("/v1/completions", b"once")
         assert not await served.router._proxy._fatal.broke(served.worker(engines[0]), "/v1/completions", b"once")
         for number in range(1100):
-            served.router._proxy._fatal._lost[number] = (1, 0.0)
+            served.router._proxy._fatal._lost[number] = (frozenset(), 0.0)
         await served.router._proxy._fatal.broke(served.worker(engines[0]), "/v1/completions", b"another")
         assert len(served.router._proxy._fatal._lost) == 1000
+
+
+async def test_b63_two_equal_requests_over_which_one_engine_is_lost_count_it_once():
+    async with serving(1) as (served, [engine]):
+        engine.fault = Fault.HANG
+        both = [asyncio.create_task(served.ask()) for _ in range(2)]
+        await served.until(lambda: len(engine.asked) == 2)
+        await engine.stop()
+        for answer in await asyncio.gather(*both):
+            assert answer.status in (502, 503) and "engines were lost" not in answer.json["message"]
+        engine.fault = Fault.NONE
+        await engine.start()
+        await served.until(lambda: served.router.workers.counts() == {"up": 1})
+        assert (await served.ask()).status == 200
+
+
+async def test_b63_an_engine_that_is_lost_twice_counts_twice():
+    async with serving(1) as (served, [engine]):
+        for _ in range(2):
+            engine.fault = Fault.NONE
+            if engine._server is None:
+                await engine.start()
+            await served.until(lambda: served.router.workers.counts() == {"up": 1})
+            engine.asked.clear()
+            engine.fault = Fault.HANG
+            asked = asyncio.create_task(served.ask())
+            await served.until(lambda: engine.asked)
+            await engine.stop()
+            answer = await asked
+        assert "engines were lost" in answer.json["message"]
+
+
+async def test_b63_a_stream_that_is_answered_makes_an_earlier_loss_chance():
+    async with serving(2) as (served, engines):
+        for engine in engines:
+            engine.fault = Fault.HANG
+        asked = asyncio.create_task(served.ask(True))
+        await served.until(lambda: any(engine.asked for engine in engines))
+        lost, other = sorted(engines, key=lambda engine: not engine.asked)
+        other.fault = Fault.NONE
+        await lost.stop()
+        assert (await asked).events == [*TEXTS, "[DONE]"]
+        assert not served.router._proxy._fatal._lost
+
+
+async def test_b63_an_engine_lost_in_an_answer_without_room_for_an_event_counts():
+    async with serving(1) as (served, [engine]):
+        assert (await served.ask()).status == 200  # leaves an idle connection
+        engine._server.close()
+        engine.raw = chunked(GZIPPED[:20], b"content-encoding: gzip", end=False), False
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await served.ask(True)
+        await served.until(lambda: served.router._proxy._fatal._lost)
 
 
 async def test_b64_a_request_is_sent_three_times_at_most_idle_connections_included():

@@ -3,7 +3,8 @@
 
 An engine is lost over a request where the connection breaks and nobody listens at its port any more. That may be
 chance, so the request is tried once more elsewhere. With the second engine it is given up, and refused for
-`REMEMBERED_S` where it comes again, for clients repeat what has failed.
+`REMEMBERED_S` where it comes again, for clients repeat what has failed. An engine counts once each time it has come up,
+however many equal requests it had open.
 """
 import asyncio
 import collections
@@ -19,12 +20,14 @@ REMEMBERED_S = 60.0
 MAX_REMEMBERED = 1000
 LOOK_S = 1.0  # for a connection
 
+_Life = tuple[str, float]  # URL, since when it was up
+
 
 class Fatal:
     """Belongs to the router's event loop."""
 
     def __init__(self) -> None:
-        self._lost: collections.OrderedDict[int, tuple[int, float]] = collections.OrderedDict()  # how many, until when
+        self._lost: collections.OrderedDict[int, tuple[frozenset[_Life], float]] = collections.OrderedDict()  # until
         self._looking: set[asyncio.Task] = set()
         self._now = asyncio.get_running_loop().time
 
@@ -32,20 +35,21 @@ class Fatal:
         """Whether as many engines were lost over such a request as may be."""
         if not self._lost:
             return False
-        count, until_s = self._lost.get(_name(path, body), (0, 0.0))
-        return count >= MOST_LOST and self._now() < until_s
+        lives, until_s = self._lost.get(_name(path, body), (frozenset(), 0.0))
+        return len(lives) >= MOST_LOST and self._now() < until_s
 
     async def broke(self, worker: Worker, path: str, body: bytes) -> bool:
         """The worker's connection broke with this request. Whether it is to be given up."""
+        life = worker.url, worker.up_since_s
         if not await _is_gone(worker.url):
             return False
         name, now_s = _name(path, body), self._now()
-        count, until_s = self._lost.pop(name, (0, 0.0))
-        count = count + 1 if now_s < until_s else 1
-        self._lost[name] = count, now_s + REMEMBERED_S
+        lives, until_s = self._lost.pop(name, (frozenset(), 0.0))
+        lives = lives | {life} if now_s < until_s else frozenset({life})
+        self._lost[name] = lives, now_s + REMEMBERED_S
         while len(self._lost) > MAX_REMEMBERED:
             self._lost.popitem(last=False)
-        return count >= MOST_LOST
+        return len(lives) >= MOST_LOST
 
     def broke_later(self, worker: Worker, path: str, body: bytes) -> None:
         """The same, in the middle of an answer: it is not sent elsewhere, and nobody is to wait."""

@@ -206,8 +206,6 @@ class Proxy:
             flight.heard(generated)
             if request.suspects and generated:
                 self._convict(request)
-            if generated and whole:
-                self._fatal.answered(request.path, request.body)
             for refuser, seconds in request.refusals:
                 refuser.busy(seconds)
             self._metrics.first_byte_s.observe(self._now() - request.began_s)
@@ -216,6 +214,8 @@ class Proxy:
             await line.begin(reply.status, fit, first, more=not whole)
             if not whole:
                 await self._pass_on(flight, reply, first, generated, line)
+            if generated:
+                self._fatal.answered(request.path, request.body)
             end = End.ANSWERED
             return reply.status
         except TimeoutError:
@@ -253,8 +253,8 @@ class Proxy:
                 worker.fail(Failure.BROKEN, str(broken))
             else:
                 worker.doubt()
-            await self._break_off(worker, line, f"{_LOST}: {broken}")
             self._fatal.broke_later(worker, request.path, request.body)
+            await self._break_off(worker, line, f"{_LOST}: {broken}")
             return HTTPStatus.OK
         finally:
             line.watch(None)

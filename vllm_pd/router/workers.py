@@ -111,7 +111,7 @@ class Worker:
         self._excusable = False  # whether it is out for no more than answers of 500
         self.busy_until_s = 0.0
         self.now = asyncio.get_running_loop().time
-        self.heard_s = self.now()
+        self.heard_s = self.up_since_s = self.now()
         self.wake = asyncio.Event()
         self._metrics = metrics
         self._up = metrics.worker_up.labels(url)
@@ -125,6 +125,8 @@ class Worker:
         self.failures = 0
         self.problem = ""
         self.heard_s = self.now()
+        if self.state is not WorkerState.UP:
+            self.up_since_s = self.heard_s
         self.state = WorkerState.UP
         self._show()
 
