@@ -217,6 +217,25 @@ async def test_b66_a_body_that_says_it_is_too_long_is_refused_before_it_comes():
         assert not engine.asked
 
 
+async def test_b66_b82_options_without_a_key_bring_no_more_than_a_small_body():
+    async with serving(1, api_key="k") as (served, [engine]), connected(served) as (reader, writer):
+        options = request(b"", length=5000).replace(b"POST", b"OPTIONS")
+        writer.write(options)
+        assert b" 413 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN_S)
+        async with connected(served) as (again, more):
+            more.write(options.replace(b"content-length: 5000", b"transfer-encoding: chunked")
+                       + b"1388\r\n" + b" " * 5000 + b"\r\n0\r\n\r\n")
+            assert b" 413 " in await asyncio.wait_for(again.readuntil(b"\r\n\r\n"), WITHIN_S)
+        assert not engine.asked
+        async with connected(served) as (again, more):
+            more.write(request(b" " * 1000, length=2000).replace(b"POST", b"OPTIONS"))
+            await served.until(lambda: served.router._open)
+            await asyncio.sleep(0.1)
+            assert served.count("vllm:pd_router_body_bytes") == 0
+            more.write(b" " * 998 + b"{}")
+            assert b" 200 " in await asyncio.wait_for(again.readuntil(b"\r\n\r\n"), WITHIN_S)
+
+
 async def test_b66_requests_that_wait_for_the_one_before_them_are_bounded():
     async with serving(1) as (served, [engine]):
         engine.gap_s = 0.5

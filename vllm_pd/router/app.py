@@ -32,6 +32,7 @@ logger = logging.getLogger("vllm_pd.router")
 FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize", "/version"}
 METHODS = ("GET", "POST", "OPTIONS")
 MAX_OWN_BODY_BYTES = 65536
+MAX_OPTIONS_BODY_BYTES = 4096  # of a request that needs no key
 
 
 class _WorkerBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -150,7 +151,7 @@ class Router:
         task = asyncio.current_task()
         self._open.add(task)
         try:
-            with self._bodies.hold() as held:
+            with self._bodies_of(scope["method"]).hold() as held:
                 try:
                     body = await _body(receive, headers, held)
                 except BodyRefused as refused:
@@ -164,6 +165,10 @@ class Router:
                 return await self._send_on(scope, body, receive, send)
         finally:
             self._open.discard(task)
+
+    def _bodies_of(self, method: str) -> Bodies:
+        """What a body counts to. OPTIONS needs no key, so that it takes nothing from those that have one."""
+        return Bodies(MAX_OPTIONS_BODY_BYTES, MAX_OPTIONS_BODY_BYTES) if method == "OPTIONS" else self._bodies
 
     async def _send_on(self, scope: dict[str, Any], body: bytes, receive: Receive, send: Send) -> int:
         path, headers, query = scope["path"], scope["headers"], scope["query_string"]
