@@ -282,6 +282,18 @@ async def test_b66_a_probe_without_descriptors_says_nothing(monkeypatch):
         assert_nobody_is_blamed(served, engines)
 
 
+async def test_b63_workers_whose_probes_hang_hold_up_no_other_ones_probe():
+    async with serving(1, probe_timeout_s=60.0) as (served, [engine]), contextlib.AsyncExitStack() as stack:
+        hanging = [FaultyEngine() for _ in range(120)]
+        for one in hanging:
+            one.sick = Fault.HANG
+            await one.start()
+            stack.push_async_callback(one.stop)
+            served.router._membership.add(one.url)
+        await served.until(lambda: all(one.probes for one in hanging))
+        assert (await served.ask()).status == 200
+
+
 def test_b66_an_error_is_ours_where_nothing_can_be_opened():
     assert descriptors.are_short(OSError(errno.EMFILE, ""))
     assert not descriptors.are_short(ConnectionRefusedError(errno.ECONNREFUSED, ""))

@@ -61,7 +61,7 @@ class Router:
         tls = ssl.create_default_context()
         self._upstream = Upstream(options.connect_timeout_s, tls, self.most_clients)
         self._session = session = aiohttp.ClientSession(  # for what the router itself asks
-            connector=aiohttp.TCPConnector(ssl=tls),
+            connector=aiohttp.TCPConnector(ssl=tls, limit=0),  # a worker that hangs is to hold up no other
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
         self._pool = TokenPool(options)
