@@ -332,6 +332,24 @@ async def test_b67_what_cant_be_read_is_said_once_in_the_log_and_in_workers(capl
         context.destroy(linger=0)
 
 
+async def test_b67_a_rank_that_begins_anew_leaves_the_others_events_alone():
+    context = zmq.Context()
+    ranks = [Publisher(context), Publisher(context)]
+    batches = {name: bytes.fromhex(payload) for name, payload in FIXTURES["0.32.0"]["batches"].items()}
+    try:
+        async with serving(1, Policy.KV, events=([rank.endpoint for rank in ranks],)) as (served, [engine]):
+            await until_heard(served, engine, ranks, batches["stored"])
+            index, names = with_index(served.router.placer, SIZE), (engine.url, f"{engine.url}#1")
+            first, second = served.router._feeds._subscribers[engine.url]
+            await first.close()
+            assert index.blocks(names[0]) == 0 and index.blocks(names[1]) == 2
+            ranks[1].send(batches["removed"])
+            await served.until(lambda: second.counters["blocks_removed"])
+            assert index.blocks(names[1]) == 1
+    finally:
+        context.destroy(linger=0)
+
+
 async def test_b67_what_only_one_data_parallel_rank_holds_is_no_hit():
     """The engine's own front end chooses the rank."""
     context = zmq.Context()

@@ -89,7 +89,7 @@ def _names(worker: Worker) -> frozenset[str]:
 
 
 class UnsizedIndex:
-    """The index of one worker (`vllm_pd.events.subscriber.Index`) whose blocks' size its first event says."""
+    """The index of one rank of a worker (`vllm_pd.events.subscriber.Index`) whose blocks' size its first event says."""
 
     def __init__(self, family: Family) -> None:
         self._family = family

@@ -149,13 +149,12 @@ class Feeds:
     def _subscribe(self, worker: Worker, block_size: int | None, ranks: list[dict[str, Any]]) -> None:
         """`ranks` says of each data-parallel rank where its events are."""
         family = self._placer.families.join(worker)
-        index = UnsizedIndex(family) if block_size is None else family.index(block_size)
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="sweep")
         names = [worker.url, *(f"{worker.url}#{rank}" for rank in range(1, len(ranks)))]
         self._subscribers[worker.url] = [
-            Subscriber(worker.url, index, self._session, self._headers, keys=self._keys, worker=name,
-                       **rank)
+            Subscriber(worker.url, UnsizedIndex(family) if block_size is None else family.index(block_size),
+                       self._session, self._headers, keys=self._keys, worker=name, **rank)
             for name, rank in zip(names, ranks, strict=True)]
         if len(ranks) > 1:
             self._placer.ranks[worker.url] = names
