@@ -18,6 +18,7 @@ from vllm_pd.events import reach
 from vllm_pd.events.follow import ReplayFollower
 from vllm_pd.events.formats import Reader
 from vllm_pd.events.holdings import Holdings
+from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Policy
 from vllm_pd.rpc.codec import BadFrame
@@ -225,6 +226,18 @@ def test_b67_reasons_are_bounded():
     for number in range(100):
         engine.say({"type": f"Kind{number}" * 100})
     assert len(engine.unread) <= 17 and max(map(len, engine.unread)) <= 200
+
+
+def test_b67_reasons_why_blocks_are_left_out_are_bounded_too():
+    subscriber = Subscriber("http://127.0.0.1:1", PrefixIndex(SIZE), None)
+    reader = Reader(subscriber.unread)
+    for size in range(5, 105):
+        stored = {"type": "BlockStored", "block_hashes": [size], "parent_block_hash": None,
+                  "token_ids": [*range(size)], "block_size": size, "group_idx": 0}
+        batch = msgspec.msgpack.encode([1.0, [stored], 0])
+        for event in reader.read([b"", bytes(8), batch])[1].events:
+            assert subscriber._holdings.apply(event)
+    assert sum(subscriber.unread.values()) == 100 and len(subscriber.unread) <= 17
 
 
 def test_b67_two_ranks_in_one_stream_are_refused():

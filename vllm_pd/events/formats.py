@@ -82,6 +82,12 @@ _raw = msgspec.msgpack.Decoder(_RawBatch)
 _any = msgspec.msgpack.Decoder()
 
 
+def count_unread(unread: Counter[str], reason: str) -> None:
+    """Something could not be read. Of different reasons so many are kept: a publisher can make up any number."""
+    reason = reason[:MAX_REASON_CHARS]
+    unread[reason if reason in unread or len(unread) < MAX_REASONS else "other reasons"] += 1
+
+
 class Reader:
     """For one publisher. `unread` says what could not be read, and how often; `rank` is the publisher's data-parallel
     rank, as its first batch says."""
@@ -111,8 +117,7 @@ class Reader:
 
     def note(self, reason: str) -> None:
         """Something could not be read."""
-        reason = reason[:MAX_REASON_CHARS]
-        self.unread[reason if reason in self.unread or len(self.unread) < MAX_REASONS else "other reasons"] += 1
+        count_unread(self.unread, reason)
 
     def _decoded(self, payload: bytes) -> Any:
         for decoder in self._whole:

@@ -27,7 +27,7 @@ from vllm_pd.errors import PDError
 from vllm_pd.events import messages as m
 from vllm_pd.events import reach
 from vllm_pd.events.follow import BEHIND_S, Blocks, Lost, ReplayFollower, SideFollower
-from vllm_pd.events.formats import REMOVED, STORED, Event, Unreadable
+from vllm_pd.events.formats import REMOVED, STORED, Event, Unreadable, count_unread
 from vllm_pd.events.holdings import Holdings
 from vllm_pd.events.notice import MAX_NOTICE_BYTES, PATH, EventsNotice
 from vllm_pd.rpc import sockets
@@ -345,7 +345,7 @@ class Subscriber:
             logger.warning("events of %s: %s", self.worker, text)
 
     def _note(self, reason: str) -> None:
-        self.unread[reason] += 1
+        count_unread(self.unread, reason)
 
     def _say_unread(self) -> None:
         """Each reason once."""
