@@ -102,7 +102,8 @@ DONE = EVENT + b"data: [DONE]\n\n"
     (chunked(EVENT + b"event: response.completed\ndata: {}\n\n"), True, None),
     (sized(EVENT), True, EVENT),
     (HEAD + b"connection: close\r\n\r\n" + EVENT + b"data:[DONE]\r\n\r\n", False, None),
-], ids=["gzip", "no space", "comment", "no done", "length", "connection"])
+    (HEAD + b"content-encoding: gzip\r\nconnection: close\r\n\r\n" + GZIPPED, False, GZIPPED),
+], ids=["gzip", "no space", "comment", "no done", "length", "connection", "gzip and connection"])
 async def test_b64_a_stream_is_complete_where_its_framing_ends(raw, goes_on, body):
     async with serving(2) as (served, engines):
         for engine in engines:
@@ -113,6 +114,14 @@ async def test_b64_a_stream_is_complete_where_its_framing_ends(raw, goes_on, bod
             assert answer.body == body or body is None and EVENT in answer.body
         assert served.router.workers.counts() == {"up": 2}
         assert not sum(served.count("vllm:pd_router_broken_streams_total", worker=engine.url) for engine in engines)
+
+
+async def test_b64_a_stream_that_never_has_a_done_needs_none():
+    async with serving(1) as (served, [engine]):
+        events = b'event: response.completed\ndata: {"type": "response.completed"}\n\n'
+        engine.raw = HEAD + b"connection: close\r\n\r\n" + events, False
+        assert (await served.ask(True, path="/v1/responses")).body == events
+        assert not served.count("vllm:pd_router_broken_streams_total", worker=engine.url)
 
 
 @pytest.mark.parametrize("raw", [chunked(DONE, end=False), HEAD + b"connection: close\r\n\r\n" + EVENT],

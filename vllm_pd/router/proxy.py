@@ -5,7 +5,8 @@ Nothing goes to the client before the first byte of a body is there, so up to th
 once, on at most three workers in all. An answer that says how long it is, is awaited whole, if it is not too long.
 After the first byte nothing is tried again: a stream that breaks is ended by an event that is an error, and anything
 else by the end of the connection. An answer is complete where its framing ends (the last chunk, the length); only where
-it has none, and the end of the connection is all that shows, a stream has to end with `[DONE]`.
+it has none, and the end of the connection is all that shows, a stream of completions has to end with `[DONE]`, unless
+it is compressed.
 """
 import asyncio
 import re
@@ -213,7 +214,7 @@ class Proxy:
                 fit += self._explained(choice, request)
             await line.begin(reply.status, fit, first, more=not whole)
             if not whole:
-                await self._pass_on(flight, reply, first, generated, line)
+                await self._pass_on(flight, reply, first, request, line)
             if generated:
                 self._fatal.answered(request.path, request.body)
             end = End.ANSWERED
@@ -299,17 +300,19 @@ class Proxy:
                             answer=Answer(HTTPStatus.OK, first, headers))
         return headers, whole, first
 
-    async def _pass_on(self, flight: Flight, reply: Reply, first: bytes, generated: bool, line: "_Line") -> None:
+    async def _pass_on(self, flight: Flight, reply: Reply, first: bytes, request: Request, line: "_Line") -> None:
+        generated = request.generates and reply.status == HTTPStatus.OK
+        needs_done = generated and request.path in COMPLETING and line.takes_events and not reply.framed
         tail = first[-_TAIL_BYTES:]
         with _Silence(flight, self._options.stream_timeout_s) as silence:
             while chunk := await reply.chunk():
                 flight.heard(generated)
-                if not reply.framed:
+                if needs_done:
                     tail = (tail + chunk)[-_TAIL_BYTES:]
                 silence.writing = True
                 await line.more(chunk)
                 silence.writing = False
-        if line.streams and reply.status == HTTPStatus.OK and not reply.framed and not _ENDED.search(tail):
+        if needs_done and not _ENDED.search(tail):
             raise StreamBroken("the stream ended before its last event")
         await line.end()
 
@@ -434,7 +437,6 @@ class _Line:
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self.begun = False
-        self.streams = False
         self.takes_events = False  # of ours, beside those of the answer
         self._receive = receive
         self._send = send
@@ -450,8 +452,7 @@ class _Line:
 
     async def begin(self, status: int, headers: Headers, first: bytes, more: bool) -> None:
         self.begun = True
-        self.streams = is_stream(headers)
-        self.takes_events = self.streams and not any(name in _FIXED for name, _ in headers)
+        self.takes_events = is_stream(headers) and not any(name in _FIXED for name, _ in headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": first, "more_body": more})
 
