@@ -9,8 +9,9 @@ are over a limit. Where there are too many connections, those that have no whole
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
+import socket
+import struct
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
@@ -257,10 +258,13 @@ class Connection(HttpToolsProtocol):
         if not self._is_busy():
             self._since_s = self.loop.time()
         self._part = _Part.BODY
-        self.app = self.config.loaded_app if self._edge.has_room_for(self.url) else self._say_full
+        app = self.config.loaded_app if self._edge.has_room_for(self.url) else self._say_full
+        self.app = _UntilClose(app) if self.parser.get_http_version() == "1.0" else app
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":
-            self.cycle.send = functools.partial(_send_until_close, self.cycle)
+        if self.cycle is None:  # the first request is for a WebSocket
+            return
+        if isinstance(self.app, _UntilClose):
+            self.app.cycle = self.cycle
         if self._edge.ending:
             self.cycle.keep_alive = False
         if not self.pipeline:
@@ -330,16 +334,41 @@ def bound_headers(config: uvicorn.Config) -> None:
         config.http_protocol_class = Edge(EdgeLimits()).connect
 
 
-async def _send_until_close(cycle: RequestResponseCycle, message: dict[str, Any]) -> None:
-    """To a client of HTTP/1.0, which knows no chunks: where an answer does not say its length, the end of the
-    connection is its end."""
-    if message["type"] == "http.response.start":
-        if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
-            cycle.chunked_encoding = False
-            cycle.expected_content_length = UNKNOWN_BYTES
-    elif cycle.expected_content_length > UNKNOWN_BYTES // 2 and not message.get("more_body", False):
-        cycle.expected_content_length = len(message.get("body", b""))
-    await RequestResponseCycle.send(cycle, message)
+class _UntilClose:
+    """An application, for one client of HTTP/1.0, which knows no chunks: where an answer does not say its length, the
+    end of the connection is its end, and a reset says that it is not whole."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.cycle: RequestResponseCycle | None = None  # known before it begins
+        self._app = app
+        self._unsized = False
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[[], Awaitable[dict[str, Any]]],
+                       send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        try:
+            await self._app(scope, receive, self._send)
+        finally:
+            if self._unsized and not self.cycle.response_complete:
+                _reset(self.cycle.transport)
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        cycle = self.cycle
+        if message["type"] == "http.response.start":
+            if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+                self._unsized = True
+                cycle.chunked_encoding = False
+                cycle.expected_content_length = UNKNOWN_BYTES
+        elif self._unsized and not message.get("more_body", False):
+            cycle.expected_content_length = len(message.get("body", b""))
+        await cycle.send(message)
+
+
+def _reset(transport: asyncio.Transport) -> None:
+    """End the connection so that the client sees that something is missing."""
+    if not transport.is_closing():
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
 
 
 def error_body(status: HTTPStatus, text: str) -> bytes:

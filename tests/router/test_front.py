@@ -148,6 +148,15 @@ async def test_a_client_of_http_1_0_gets_no_chunks(keep):
         assert b'"code": 502' in answer.rpartition(b"data: ")[2]
 
 
+async def test_a_client_of_http_1_0_sees_that_an_answer_is_not_whole():
+    """The end of its connection would look like the end of the answer."""
+    async with serving(1) as (served, [engine]):
+        engine.raw = (b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+                      b'5\r\n{"a":\r\n', False)
+        with pytest.raises(ConnectionResetError):
+            await ask_raw(served, b"POST /v1/completions HTTP/1.0\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}")
+
+
 async def test_two_host_headers_are_refused():
     async with serving(1) as (served, [engine]):
         for path in ("/health", "/v1/completions"):
