@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import prometheus_client
 import pytest
 import zmq
 from faulty import Fault, FaultyEngine, serving
@@ -380,6 +381,35 @@ async def test_nothing_is_left_on_the_page_of_workers_that_have_gone():
             page = (await served.ask(path="/metrics", method="GET")).body.decode()
             assert engine.url not in page
         assert len(page.splitlines()) < kept + 40  # what the first failures have brought
+
+
+@pytest.mark.parametrize("fault", [Fault.NONE, Fault.BREAK, Fault.HANG], ids=lambda fault: fault.name.lower())
+async def test_nothing_comes_back_to_the_page_with_the_last_request_of_a_worker_that_has_left(fault):
+    async with serving(1) as (served, [engine]):
+        engine.fault, engine.gap_s = fault, 0.5
+        asked = asyncio.create_task(served.ask(stream=fault is Fault.BREAK))
+        await served.until(lambda: engine.asked)
+        served.router._membership.remove(engine.url)
+        if fault is Fault.HANG:
+            await engine.stop()
+        await asked
+        await served.until(lambda: not served.router.workers._leaving)
+        assert engine.url not in (await served.ask(path="/metrics", method="GET")).body.decode()
+
+
+def test_what_a_worker_leaves_on_the_page_is_not_looked_for_among_all_others(monkeypatch):
+    metrics = RouterMetrics()
+    for url in ("http://a:1", "http://b:1"):
+        metrics.of(url, metrics.worker_up).set(1)
+        metrics.of(url, metrics.tries, "broken").inc()
+        metrics.of(url, metrics.tries, "broken").inc()
+    with monkeypatch.context() as patch:
+        patch.setattr(prometheus_client.metrics.MetricWrapperBase, "collect", lambda _: pytest.fail("collected"))
+        metrics.forget("http://a:1")
+        metrics.forget("http://c:1")
+    page = metrics.page().decode()
+    assert "http://a:1" not in page and 'worker="http://b:1",outcome="broken"} 2.0' in page.replace(
+        'outcome="broken",worker="http://b:1"', 'worker="http://b:1",outcome="broken"')
 
 
 async def test_the_page_of_metrics_and_the_documentation_name_the_same():

@@ -69,7 +69,7 @@ class Router:
                              lambda url: self._feeds.load_of(url))
         self._feeds = Feeds(self.placer, session, options)
         self._prober = Prober(options, session, self._came_up,
-                              lambda url, outcome: self.metrics.probes.labels(url, outcome).inc(),
+                              lambda url, outcome: self.metrics.of(url, self.metrics.probes, outcome).inc(),
                               lambda url: self._feeds.progress_of(url))
         self._proxy = Proxy(options, self.workers, self.placer, self._upstream, self.metrics)
         self._membership = Membership(options, self.workers, self.metrics)

@@ -4,11 +4,14 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vllm_pd.router.index import PrefixIndex
+
+_Labelled = prometheus_client.Counter | prometheus_client.Gauge
 
 SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -52,6 +55,7 @@ class RouterMetrics:
         self.connections = gauge("vllm:pd_router_connections", "Connections of clients.")
         self.body_bytes = gauge("vllm:pd_router_body_bytes", "Bytes of the bodies of open requests.")
         self.registry_silent = gauge("vllm:pd_router_registry_silent", "1 while the broker does not answer.")
+        self._of: dict[str, set[tuple[_Labelled, tuple[str, ...]]]] = {}  # by worker, what it has on the page
         self._index = _IndexCollector()
         self.registry.register(self._index)
 
@@ -67,12 +71,15 @@ class RouterMetrics:
         """In Prometheus' text format."""
         return prometheus_client.generate_latest(self.registry)
 
+    def of(self, worker: str, family: _Labelled, *labels: str) -> Any:
+        """The worker's own member of a family whose first label is the worker."""
+        self._of.setdefault(worker, set()).add((family, labels))
+        return family.labels(worker, *labels)
+
     def forget(self, worker: str) -> None:
         """All of a worker that is gone: workers come and go, and the page would only grow."""
-        for family in (self.worker_up, self.in_flight, self.tries, self.broken_streams, self.failures, self.probes):
-            [found] = family.collect()
-            for labels in {tuple(one.labels.values()) for one in found.samples if one.labels["worker"] == worker}:
-                family.remove(*labels)
+        for family, labels in self._of.pop(worker, ()):
+            family.remove(worker, *labels)
 
 
 class _IndexCollector:

@@ -152,7 +152,6 @@ class Proxy:
             try:
                 return await self._try(worker, choice, request, headers, line)
             except TryFailed as failure:
-                worker.tries(failure.kind.value).inc()
                 request.tries.append({"worker": worker.url, "failed": failure.kind.value})
                 if failure.kind is Failure.ROUTER:
                     return await self._give_up(request, plan.model, True, None, line, short=True)
@@ -197,7 +196,7 @@ class Proxy:
         worker.flights.add(flight)
         line.watch(flight)
         reply: Reply | None = None
-        end = End.BROKEN_LATER
+        end: End | Failure = End.BROKEN_LATER
         try:
             async with asyncio.timeout(self._options.timeout_s or None):
                 reply = await self._open(worker, request, headers)
@@ -220,7 +219,7 @@ class Proxy:
             end = End.ANSWERED
             return reply.status
         except TimeoutError:
-            end = None
+            end = Failure.TIMEOUT
             why = f"no answer in {self._options.timeout_s:g} s"
             if worker.heard_s > flight.began_s:  # it is this request that takes so long, there or elsewhere
                 raise TryFailed(Failure.TIMEOUT, why, answer=answers.refusal(HTTPStatus.GATEWAY_TIMEOUT, why),
@@ -229,7 +228,7 @@ class Proxy:
             self._note(worker, failure, request)
             raise failure from None
         except TryFailed as failure:
-            end = None
+            end = failure.kind
             self._note(worker, failure, request)
             raise
         except asyncio.CancelledError:
@@ -247,7 +246,7 @@ class Proxy:
             if line.begun:
                 await self._break_off(worker, line, f"{_LOST}: it was taken out")
                 return HTTPStatus.OK
-            end = None
+            end = Failure.PROBE
             raise TryFailed(Failure.PROBE, worker.problem) from None
         except StreamBroken as broken:
             if self._workers.another_up(worker):
@@ -261,9 +260,8 @@ class Proxy:
             line.watch(None)
             if reply is not None:
                 reply.close()
-            self._workers.landed(flight)
-            if end is not None:
-                worker.tries(end.value).inc()
+            worker.tries(end.value).inc()
+            self._workers.landed(flight)  # with the last one a worker that leaves is forgotten
 
     async def _open(self, worker: Worker, request: Request, headers: Headers) -> Reply:
         """The head of an answer. A connection that was closed while nobody used it is no fault of the worker's, but it
@@ -380,13 +378,13 @@ class Proxy:
     @staticmethod
     def _convict(request: Request) -> None:
         for suspect in request.suspects:
-            if suspect.failure is None:
+            if suspect.failure is None and not suspect.worker.leaving:
                 suspect.worker.fail(Failure.SERVER_ERROR, suspect.detail)
         request.suspects.clear()
 
     async def _break_off(self, worker: Worker, line: "_Line", why: str,
                          status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
-        self._metrics.broken_streams.labels(worker.url).inc()
+        self._metrics.of(worker.url, self._metrics.broken_streams).inc()
         if not line.takes_events:
             raise Broken(why)
         await line.more(answers.broken_event(why, status))

@@ -114,10 +114,10 @@ class Worker:
         self.heard_s = self.up_since_s = self.now()
         self.wake = asyncio.Event()
         self._metrics = metrics
-        self._up = metrics.worker_up.labels(url)
-        self._open = metrics.in_flight.labels(url)
+        self._up = metrics.of(url, metrics.worker_up)
+        self._open = metrics.of(url, metrics.in_flight)
         self._open.set_function(lambda: len(self.flights))
-        self.tries = functools.cache(lambda outcome: metrics.tries.labels(url, outcome))
+        self.tries = functools.cache(lambda outcome: metrics.of(url, metrics.tries, outcome))
         self._show()
 
     def good(self) -> None:
@@ -133,7 +133,7 @@ class Worker:
     def fail(self, kind: Failure, detail: str) -> int:
         """Out at once; it is probed soon. Returns what `acquit` takes."""
         self.problem = f"{kind.value}: {detail}"[:500]
-        self._metrics.failures.labels(self.url, kind.value).inc()
+        self._metrics.of(self.url, self._metrics.failures, kind.value).inc()
         self._fails += 1
         if self.state is not WorkerState.DOWN:
             logger.warning("worker %s is out: %s", self.url, self.problem)
