@@ -27,7 +27,7 @@ MAX_DISCARDED_BYTES = 1 << 20  # that a refused client may go on sending meanwhi
 MAX_PIPELINED = 16  # requests that wait for the answer of one before them
 SPARE = 32  # connections beyond the bound, for the paths that are always served
 UNKNOWN_BYTES = 1 << 62  # for uvicorn, which counts down from it
-RESCAN_S = 0.25  # after nothing could be ended to make room
+RESCAN_S = 0.25  # after little could be ended to make room
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Edge:
             self.count("room")
             self.closed(one)
             one.transport.abort()
-        if not idle:
+        if len(idle) < batch:
             self._packed_until_s = now_s + RESCAN_S
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -139,6 +139,9 @@ class Edge:
             waiting = one.waiting()
             if waiting is None:
                 continue
+            if waiting[0] in (_Wait.WRITE, _Wait.CLOSE):
+                one.see_reading()
+                waiting = one.waiting()
             what, since_s = waiting
             limit_s, reason = self._times[what]
             if one.refused_s is not None:
@@ -161,7 +164,9 @@ class Connection(HttpToolsProtocol):
         self._limits = edge.limits
         self._part = _Part.NONE
         self._since_s = self.loop.time()  # that it waits for what it waits for
-        self._full_since_s: float | None = None  # that the client does not read
+        self._full_since_s: float | None = None  # that more waits for the client than should
+        self._unread_bytes = 0  # that waited for it at the last look
+        self._read_s = 0.0  # when it was seen to have read some of them
         self._refusal: tuple[HTTPStatus, str] | None = None
         self.refused_s: float | None = None
         self._discarded_bytes = 0
@@ -173,14 +178,21 @@ class Connection(HttpToolsProtocol):
         if self.refused_s is not None:
             return _Wait.CLOSE, self.refused_s
         if self._full_since_s is not None:
-            return _Wait.WRITE, self._full_since_s
+            return _Wait.WRITE, max(self._full_since_s, self._read_s)
         if self.transport.is_closing():
-            return _Wait.CLOSE, self._since_s
+            return _Wait.CLOSE, max(self._since_s, self._read_s)
         if self._is_busy():
             return (_Wait.BODY, self._since_s) if self._part is _Part.BODY and not self.pipeline else None
         if self._part is _Part.NONE:
             return (_Wait.SILENT if self.cycle is None else _Wait.IDLE), self._since_s
         return (_Wait.HEAD if self._part is _Part.HEAD else _Wait.BODY), self._since_s
+
+    def see_reading(self) -> None:
+        """Look whether the client has read anything since the last look."""
+        unread_bytes = self.transport.get_write_buffer_size()
+        if unread_bytes < self._unread_bytes:
+            self._read_s = self.loop.time()
+        self._unread_bytes = unread_bytes
 
     def refuse(self, status: HTTPStatus, text: str) -> None:
         """Say so, where an answer to this request may be sent, and end the connection."""

@@ -2,6 +2,7 @@
 """B66 at an engine's own server: headers have bounds whichever parser uvicorn uses; bodies are upstream's affair."""
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -97,3 +98,88 @@ async def test_a_websocket_is_not_kept_as_a_connection_that_sends_nothing():
         await asyncio.sleep(1.0)  # well over the limit for a header
         writer.write(b"\x81\x82\x00\x00\x00\x00hi")  # a text, masked with zeros
         assert await asyncio.wait_for(reader.readexactly(4), WITHIN_S) == b"\x81\x02hi"
+
+
+class Clock:
+    """In place of a loop."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, seconds, function, *given):
+        return None
+
+
+class Waiting:
+    """A connection, as its edge sees it; `looks` counts the questions of all of them."""
+    refused_s = None
+    looks = 0
+
+    def __init__(self, loop: Clock, waits) -> None:
+        self.loop, self.waits, self.ended = loop, waits, False
+        self.transport = SimpleNamespace(abort=lambda: setattr(self, "ended", True))
+
+    def waiting(self):
+        Waiting.looks += 1
+        return self.waits
+
+
+def test_b66_room_is_not_looked_for_again_at_once_where_there_was_little(monkeypatch):
+    monkeypatch.setattr(Waiting, "looks", 0)
+    loop, shared = Clock(), edge.Edge(edge.EdgeLimits(connections=320))
+    for number in range(320):
+        shared.opened(Waiting(loop, (edge._Wait.IDLE, 1.0) if number < 3 else None))
+    assert Waiting.looks == 0
+    new = [Waiting(loop, (edge._Wait.SILENT, 100.0)) for _ in range(20)]
+    for one in new:
+        shared.opened(one)
+    assert len(shared) == 337 and Waiting.looks <= 321
+    loop.now_s += edge.RESCAN_S
+    shared.opened(Waiting(loop, None))
+    assert sum(one.ended for one in new) >= 10
+
+
+class Buffer:
+    """A transport to a client."""
+
+    def __init__(self) -> None:
+        self.unread_bytes, self.aborted, self.closing = 0, False, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread_bytes
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def get_extra_info(self, name):
+        return None
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize("closing", [False, True], ids=["open", "closing"])
+@pytest.mark.parametrize("reads", [True, False], ids=["slow", "stuck"])
+async def test_b66_a_client_that_reads_slowly_but_steadily_is_not_cut(reads, closing):
+    counted, clock, transport = [], Clock(), Buffer()
+    shared = edge.Edge(edge.EdgeLimits(write_s=10.0), counted.append)
+    config = uvicorn.Config(application, lifespan="off")
+    config.load()
+    connection = shared.connect(config=config, server_state=uvicorn.server.ServerState(), app_state={}, _loop=clock)
+    connection.connection_made(transport)
+    transport.unread_bytes, transport.closing = 1 << 20, closing
+    connection.pause_writing()
+    for _ in range(40):
+        clock.now_s += 1.0
+        if reads:
+            transport.unread_bytes -= 1 << 14
+        if closing and transport.unread_bytes < 1 << 19:
+            connection.resume_writing()
+        shared._sweep(clock)
+    assert transport.aborted is not reads and set(counted) == (set() if reads else {"write_time"})
+    clock.now_s += 11.0
+    shared._sweep(clock)
+    assert transport.aborted, "it reads no more"
