@@ -80,13 +80,23 @@ class Node:
                  "max_parked_fraction": fraction, "attempt_deadline_s": 86400}
         self.disagg = Disaggregation(self, {"kv_role": "kv_both", "extra": extra})
         self.disagg._looped = True  # it is stepped, and does not sleep
+        self.input = False
         self._after_schedule, self.disagg.after_schedule = self.disagg.after_schedule, self._carry
 
-    def step(self) -> None:
-        self.disagg.has_work()
-        self.sim.step(**self.disagg.take_progress())
+    def ask(self, request_id: str, token_ids: list[int], **more) -> None:
+        """A client's request: input, after which the loop takes a step."""
+        self.sim.add(request_id, token_ids, **more)
+        self.input = True
+
+    def step(self) -> list[str]:
+        """As an engine loop does: only where there is input or work. The ids of the requests in the batch."""
+        if not (self.disagg.has_work() or self.input):
+            return []
+        self.input = False
+        batch = self.sim.step(**self.disagg.take_progress())
         self.sim.check_references()
         self.sim.check_writers()
+        return batch
 
     def _carry(self, outputs) -> None:
         self._after_schedule(outputs)
@@ -130,6 +140,12 @@ class Node:
         return -1
 
     def degraded(self) -> None:
+        pass
+
+    def abort(self, attempt: Attempt) -> None:
+        pass
+
+    def ended(self, attempt: Attempt) -> None:
         pass
 
     def set_room(self, jobs: int) -> None:
@@ -221,7 +237,7 @@ def full_ring(monkeypatch, size: int, seats: int) -> Ring:
     """Each engine has parked a request that takes most of its pool, or with one seat all seats."""
     ring = Ring(monkeypatch)
     for number in range(size):
-        ring.add_engine(0.9, blocks=20, max_num_seqs=seats).sim.add(f"r{number}", tokens(number, 12 * BLOCK_SIZE))
+        ring.add_engine(0.9, blocks=20, max_num_seqs=seats).ask(f"r{number}", tokens(number, 12 * BLOCK_SIZE))
     for node in ring.nodes:
         node.step()
         assert len(node.scheduler[0].remote_prefilling) == 1
@@ -250,15 +266,56 @@ def test_a_job_behind_a_prompt_that_waits_for_parked_blocks(monkeypatch):
     ring = Ring(monkeypatch)
     for number in range(2):
         node = ring.add_engine(0.5, blocks=40, max_num_seqs=8)
-        node.sim.add(f"short{number}", tokens(number, 3), max_tokens=100)
+        node.ask(f"short{number}", tokens(number, 3), max_tokens=100)
         node.step()
-        node.sim.add(f"parked{number}", tokens(10 + number, 14 * BLOCK_SIZE))
+        node.ask(f"parked{number}", tokens(10 + number, 14 * BLOCK_SIZE))
         node.step()
-        node.sim.add(f"head{number}", tokens(20 + number, 25 * BLOCK_SIZE))
+        node.ask(f"head{number}", tokens(20 + number, 25 * BLOCK_SIZE))
     for _ in range(60):  # 3 s
         ring.round()
     assert all("short" in name for node in ring.nodes for name in node.sim.groups if "parked" not in name), "ran"
     ring.run()
+
+
+def parked(node: Node, *request_ids: str) -> list[Attempt]:
+    """Park these requests. Their attempts."""
+    for number, request_id in enumerate(request_ids):
+        node.ask(request_id, tokens(50 + number, 2 * BLOCK_SIZE))
+    assert node.step() == []
+    return [node.sim.attempt_of(request_id) for request_id in request_ids]
+
+
+def arrived(node: Node, attempt: Attempt) -> None:
+    """A peer has written the whole prompt."""
+    node.sim.write_remotely(attempt)
+    node.events.append(Prefilled(attempt, Timings()))
+
+
+def test_b32_a_group_that_was_aborted_in_the_meantime_holds_back_no_prompt(monkeypatch):
+    ring = Ring(monkeypatch)
+    node, _ = ring.add_engine(0.9), ring.add_engine(0.9)
+    gone, _ = parked(node, "gone", "stays")
+    node.sim.abort("gone")
+    node.ask("short", tokens(0, 2))
+    arrived(node, gone)
+    assert node.step() == ["short"]
+
+
+def test_b33_a_step_that_takes_no_prompt_for_a_resumed_group_is_no_stall(monkeypatch):
+    """The group is aborted after it resumed and before it decodes: the step that was kept for it is empty."""
+    ring = Ring(monkeypatch)
+    node, _ = ring.add_engine(0.9), ring.add_engine(0.9)
+    first, second, _ = parked(node, "first", "second", "stays")
+    arrived(node, first)
+    assert node.step() == ["first"]
+    arrived(node, second)
+    node.ask("short", tokens(0, 2), max_tokens=1)
+    assert node.step() == ["short"], "no two steps without prompts follow each other"
+    node.sim.abort("first")
+    node.sim.abort("second")
+    node.ask("next", tokens(1, 2))
+    assert node.step() == []
+    assert node.step() == ["next"]
 
 
 requests = st.tuples(st.integers(0, 4), st.integers(1, 100), st.integers(1, 20), st.integers(0, 30))
@@ -280,5 +337,5 @@ def test_nobody_waits_for_ever_at_any_setting(shapes, work):
                 ring.round()
             node = ring.nodes[index % len(ring.nodes)]
             longest = (min(blocks for blocks, *_ in shapes) - 2) * BLOCK_SIZE - outputs
-            node.sim.add(f"r{number}", tokens(number, max(1, min(length, longest))), max_tokens=outputs)
+            node.ask(f"r{number}", tokens(number, max(1, min(length, longest))), max_tokens=outputs)
         ring.run()

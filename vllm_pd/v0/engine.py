@@ -171,8 +171,8 @@ class Disaggregation(EngineBinding):
         progress, self._progress = self._progress, Progress()
         if self._device.needs_flush and progress.brings_kv:
             self._flush_due = True  # until a step has carried it down
-        if progress.finished_prefills:
-            self._turns.resume()
+        if not self._scheduler.remote_prefilling.keys().isdisjoint(progress.finished_prefills):
+            self._turns.resume()  # not for those that were aborted
         self._update_metrics()
         self._metrics_stale = True  # the step that follows changes what was counted
         return progress.arguments()
@@ -243,8 +243,9 @@ class Disaggregation(EngineBinding):
         news wakes the loop, so it need not run step after step until then."""
         scheduler = self._scheduler
         held = scheduler.remote_prefilling or scheduler.quarantined or scheduler.prefill_sending
-        self._stalled = bool(held and not outputs.scheduled_seq_groups and not scheduler.running
-                             and not scheduler.swapped and not scheduler.scheduler_config.delay_factor)
+        self._stalled = bool(held and not self._turns.held and not outputs.scheduled_seq_groups
+                             and not scheduler.running and not scheduler.swapped
+                             and not scheduler.scheduler_config.delay_factor)
         if self.prefill_jobs is not None and not self._turns.held:
             self._patience.scheduled(time.monotonic(), not outputs.num_prefill_groups and self.prefill_jobs.waiting
                                      and self._has_parked())
