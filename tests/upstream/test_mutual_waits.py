@@ -15,7 +15,7 @@ from simulated_engine import BLOCK_SIZE, RemoteWork, SimulatedEngine
 
 import vllm_pd.v0.engine
 from vllm_pd.control.outlook import QueueView
-from vllm_pd.core.events import Event, Fallback, FallbackReason, Outcome, Prefill, Prefilled, Released
+from vllm_pd.core.events import Cancelled, Event, Fallback, FallbackReason, Outcome, Prefill, Prefilled, Released
 from vllm_pd.core.messages import Attempt, Role, Timings
 from vllm_pd.transfer.device import HostDevice
 from vllm_pd.transfer.requests import Finished, TransferProgress, Write
@@ -256,7 +256,7 @@ def test_a_ring_of_full_engines_goes_on_at_once(monkeypatch, size, seats):
 @pytest.mark.parametrize("size", [2, 3])
 def test_without_the_rule_it_stands_still(monkeypatch, size):
     """The simulation can show it."""
-    monkeypatch.setattr(PrefillJobs, "give_back_waiting", lambda jobs: None)
+    monkeypatch.setattr(PrefillJobs, "give_back", lambda jobs, attempts: None)
     with pytest.raises(AssertionError, match="wait for each other"):
         full_ring(monkeypatch, size, 4).run()
 
@@ -316,6 +316,42 @@ def test_b33_a_step_that_takes_no_prompt_for_a_resumed_group_is_no_stall(monkeyp
     node.ask("next", tokens(1, 2))
     assert node.step() == []
     assert node.step() == ["next"]
+
+
+def job(number: int, blocks: int) -> Prefill:
+    """Of a peer that is not in the ring."""
+    return Prefill(Attempt("peer", f"r{number}", number), tokens(number, blocks * BLOCK_SIZE), list(range(blocks)), 0,
+                   [], "peer")
+
+
+@pytest.mark.parametrize("way", ["given back", "cancelled"])
+def test_b30_a_job_is_tried_whatever_became_of_the_one_before_it(monkeypatch, way):
+    """On an engine that does nothing else."""
+    ring = Ring(monkeypatch)
+    node, peer = ring.add_engine(0.9, blocks=20), ring.add_engine(0.9)
+    monkeypatch.setattr(ring, "find", lambda name: peer)
+    parked(node, "stays")
+    large, small = job(1, 19), job(2, 2)
+    node.events.append(large)
+    assert node.step() == []
+    if way == "cancelled":
+        node.events.append(Cancelled(large.attempt))
+    assert node.step() == []
+    assert node.failures == (way == "given back")
+    node.events.append(small)
+    assert node.step() == [f"pd-{small.attempt}"]
+
+
+def test_b30_a_prompt_behind_a_job_that_is_given_back_begins(monkeypatch):
+    ring = Ring(monkeypatch)
+    node, peer = ring.add_engine(0.9, blocks=20), ring.add_engine(0.9)
+    monkeypatch.setattr(ring, "find", lambda name: peer)
+    parked(node, "stays")
+    node.events.append(job(1, 19))
+    node.disagg.has_work()  # the job is in the queue
+    node.ask("short", tokens(0, 2))
+    assert node.step() == []
+    assert node.step() == ["short"]
 
 
 requests = st.tuples(st.integers(0, 4), st.integers(1, 100), st.integers(1, 20), st.integers(0, 30))

@@ -304,8 +304,8 @@ def test_b30_jobs_that_have_not_begun_can_be_given_back(jobs, agent, engine):
         jobs.handle(prefill(attempt=attempt), progress)
     engine.scheduler[0].waiting[0].first_seq.status = SequenceStatus.RUNNING
     jobs.computed(attempts[1], [5, 6, 7], progress)
-    assert jobs.waiting
-    jobs.give_back_waiting()
+    assert jobs.waiting == [attempts[2]]
+    jobs.give_back(jobs.waiting)
     assert not jobs.waiting and [jobs.find(attempt) for attempt in attempts] == [JobState.COMPUTING,
                                                                                   JobState.COMPUTED, None]
     assert engine.aborted == [f"pd-{attempts[2]}"]

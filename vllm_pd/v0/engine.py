@@ -247,8 +247,8 @@ class Disaggregation(EngineBinding):
                              and not scheduler.running and not scheduler.swapped
                              and not scheduler.scheduler_config.delay_factor)
         if self.prefill_jobs is not None and not self._turns.held:
-            self._patience.scheduled(time.monotonic(), not outputs.num_prefill_groups and self.prefill_jobs.waiting
-                                     and self._has_parked())
+            blocked = not outputs.num_prefill_groups and self._has_parked()
+            self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
 
     def _has_parked(self) -> bool:
         """Whether requests of this engine itself, and not of a peer, are parked or in quarantine."""
@@ -258,10 +258,13 @@ class Disaggregation(EngineBinding):
 
     def _give_back_jobs(self) -> None:
         """Give back the peers' jobs that wait for this engine's parked requests (`vllm_pd.core.mutual`)."""
+        if self._progress:
+            return  # the next step may begin them
         moving = bool(self._scheduler.running or self.prefill_jobs.sending)
-        # With progress the next step may begin them.
-        if not self._progress and self._patience.is_over(time.monotonic(), moving):
-            self.prefill_jobs.give_back_waiting()
+        over = self._patience.take_over(time.monotonic(), moving, self.prefill_jobs.waiting)
+        if over:
+            self._stalled = False  # those behind them may fit
+            self.prefill_jobs.give_back(over)
 
     def _collect(self) -> None:
         """Move everything that has happened since the last call into `_progress`."""

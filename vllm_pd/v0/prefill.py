@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -80,7 +81,7 @@ class PrefillJobs:
 
     @property
     def sending(self) -> bool:
-        """Whether a write or a read is under way, or its end not dealt with yet. For tests."""
+        """Whether a write or a read is under way, or its end not dealt with yet."""
         return bool(self._open)
 
     @property
@@ -89,16 +90,15 @@ class PrefillJobs:
         return bool(self._requests) or any(job.state is JobState.COMPUTED for job in self._jobs.values())
 
     @property
-    def waiting(self) -> bool:
-        """Whether a job waits for its first step."""
-        return any(_waits(job) for job in self._jobs.values())
+    def waiting(self) -> list[Attempt]:
+        """The jobs that wait for their first step."""
+        return [attempt for attempt, job in self._jobs.items() if _waits(job)]
 
-    def give_back_waiting(self) -> None:
-        """Give up every job that waits for its first step: its owner has it done elsewhere."""
-        for attempt, job in [(attempt, job) for attempt, job in self._jobs.items() if _waits(job)]:
+    def give_back(self, attempts: Iterable[Attempt]) -> None:
+        """Give up these jobs, which wait for their first step: their owners have them done elsewhere."""
+        for attempt in attempts:
             logger.info("job %s finds no room beside this engine's own requests that wait for peers", attempt)
-            self._engine.abort_request(job.request_id)
-            del self._jobs[attempt]
+            self._engine.abort_request(self._jobs.pop(attempt).request_id)
             self._agent.failed(attempt, "there is no room for it beside requests that wait for peers in turn")
 
     def tell_room(self) -> None:
