@@ -48,6 +48,19 @@ def test_b33_rung_by_another_thread(bell):
     assert time.monotonic() - began < 50.0
 
 
+def test_b33_rung_at_a_time(bell):
+    """However long the wait; the last time counts, and a loop that is told of none sleeps on."""
+    began = time.monotonic()
+    bell.ring_at(began)
+    bell.ring_at(began + 0.05)
+    bell.wait(100.0)
+    assert 0.04 < time.monotonic() - began < 50.0
+    bell.ring_at(None)
+    began = time.monotonic()
+    bell.wait(0.05)
+    assert time.monotonic() - began > 0.04
+
+
 def test_input_on_the_socket_ends_the_wait_and_is_told_apart(bell):
     context = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -92,6 +105,19 @@ async def test_b33_an_async_loop_is_woken_only_for_a_step_that_is_worth_it(bell,
     else:
         await asyncio.sleep(0.1)
         assert not event.is_set()
+    engine._background_loop_unshielded.cancel()
+
+
+async def test_b33_an_async_loop_is_woken_at_a_time(bell):
+    engine = AsyncEngine()
+    bell.serve(engine, lambda: True)
+    event = engine._request_tracker.new_requests_event
+    bell.ring_at(time.monotonic())
+    bell.ring_at(None)
+    await asyncio.sleep(0.1)
+    assert not event.is_set(), "it was taken back"
+    bell.ring_at(time.monotonic() + 0.05)
+    await asyncio.wait_for(event.wait(), 50)
     engine._background_loop_unshielded.cancel()
 
 

@@ -3,12 +3,14 @@
 
 Real schedulers and real bindings; memory, transfers and the control plane are simulated. No deadline ends anything.
 """
+import asyncio
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_engine import BLOCK_SIZE, RemoteWork, SimulatedEngine
@@ -22,6 +24,7 @@ from vllm_pd.transfer.requests import Finished, TransferProgress, Write
 from vllm_pd.v0.engine import Disaggregation
 from vllm_pd.v0.prefill import PrefillJobs
 
+CLOCK = time.monotonic
 ROUND_S = 0.05
 ROUNDS = 1000  # far more than any test here takes
 
@@ -352,6 +355,64 @@ def test_b30_a_prompt_behind_a_job_that_is_given_back_begins(monkeypatch):
     node.ask("short", tokens(0, 2))
     assert node.step() == []
     assert node.step() == ["short"]
+
+
+@pytest.fixture
+def with_a_write_that_hangs(monkeypatch) -> Node:
+    """An engine with a parked request and a write under way, which a large job has found no room beside. Behind that
+    job a small request waits."""
+    ring = Ring(monkeypatch)
+    node, peer = ring.add_engine(0.9, blocks=20), ring.add_engine(0.9)
+    monkeypatch.setattr(ring, "find", lambda name: peer)
+    monkeypatch.setattr(ring, "write", lambda source, write: None)
+    monkeypatch.setattr(time, "monotonic", CLOCK)
+    monkeypatch.setattr("vllm_pd.core.mutual.BLOCKED_S", 0.5)
+    parked(node, "stays")
+    node.events.append(job(1, 2))
+    assert node.step() == [f"pd-{job(1, 2).attempt}"]
+    node.events.append(job(2, 17))
+    node.disagg.has_work()  # the job is in the queue
+    node.ask("short", tokens(0, 2))
+    assert node.step() == []
+    assert not node.disagg.has_work() and not node.failures, "the write may end and make room"
+    return node
+
+
+def test_b30_a_sleeping_loop_wakes_to_give_a_job_back(with_a_write_that_hangs):
+    """No event comes, and no input."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PULL)
+    try:
+        began = CLOCK()
+        assert with_a_write_that_hangs.disagg.poll(socket, 40_000) == 1
+        assert CLOCK() - began < 30.0
+    finally:
+        socket.close(0)
+        context.term()
+    assert with_a_write_that_hangs.failures == 1
+    assert with_a_write_that_hangs.step() == ["short"]
+
+
+class AsyncEngine:
+    """What the binding knows of an AsyncLLMEngine."""
+
+    def __init__(self) -> None:
+        self._background_loop_unshielded = asyncio.get_running_loop().create_task(asyncio.sleep(60))
+        self._request_tracker = SimpleNamespace(new_requests_event=asyncio.Event())
+
+    def start_background_loop(self) -> None:
+        """It runs."""
+
+
+async def test_b30_a_sleeping_async_loop_wakes_to_give_a_job_back(with_a_write_that_hangs):
+    engine = AsyncEngine()
+    event = engine._request_tracker.new_requests_event
+    with_a_write_that_hangs.disagg.serve(engine)
+    await asyncio.sleep(0)
+    assert not with_a_write_that_hangs.disagg.has_work() and not event.is_set()
+    await asyncio.wait_for(event.wait(), 20)
+    assert with_a_write_that_hangs.failures == 1
+    engine._background_loop_unshielded.cancel()
 
 
 requests = st.tuples(st.integers(0, 4), st.integers(1, 100), st.integers(1, 20), st.integers(0, 30))

@@ -183,6 +183,7 @@ class Disaggregation(EngineBinding):
         self._sleeping = not (self._progress or self._outputs
                               or (self._scheduler.has_schedulable_seqs() and not self._stalled)
                               or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
+        self._bell.ring_at(self._patience.next_look() if self._sleeping else None)
         if self._sleeping and self._metrics_stale:
             self._metrics_due = 0.0
             self._update_metrics()

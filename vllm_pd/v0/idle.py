@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -31,6 +33,8 @@ class Bell:
         self._poller = zmq.Poller()
         self._poller.register(self._read_fd, zmq.POLLIN)
         self._socket: zmq.Socket | None = None
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None  # for it, in the async loop
 
     def serve(self, async_engine: AsyncLLMEngine, is_worth_a_step: Callable[[], bool]) -> None:
         """From now on ringing also sets the event that this engine's background loop waits for, if `is_worth_a_step`
@@ -47,11 +51,23 @@ class Bell:
             with contextlib.suppress(RuntimeError):  # that loop is closed
                 loop.call_soon_threadsafe(self._rung)
 
+    def ring_at(self, when: float | None) -> None:
+        """Also wake the step loop at that time of the monotonic clock; None: at none. The last call counts."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._due = when
+        loop = self._async_loop() if when is not None else None
+        if loop is not None:
+            self._timer = loop.call_later(max(0.0, when - time.monotonic()), self._rung)
+
     def wait(self, timeout_s: float, socket: zmq.Socket | None = None) -> bool:
         """Sleep until it rings, the socket has input, or the time is over. True where the socket has input."""
         if socket is not self._socket:
             self._watch(socket)
-        ready = dict(self._poller.poll(max(0, timeout_s * 1000)))
+        if self._due is not None:
+            timeout_s = min(timeout_s, self._due - time.monotonic())
+        ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
         if self._read_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._read_fd, 4096)
