@@ -134,6 +134,29 @@ def test_b27_a_write_that_fails_in_part_gives_no_notice(p_ranks, d_ranks):
     assert not any(rank.transport.poll().notices for rank in engines.d)
 
 
+@pytest.mark.parametrize("posted", [False, True])
+def test_b27_a_part_with_which_something_unexpected_goes_wrong_ends_the_write(posted, monkeypatch):
+    """B20: once, as not ok and without a notice, when no part of it can land any more."""
+    (p,) = (engines := Engines(1, 2, kv_heads=2)).p
+    write, calls = p.own.write, []
+
+    def broken(*arguments) -> None:
+        calls.append(arguments)
+        if len(calls) < 2 or posted:
+            write(*arguments)
+        if len(calls) == 2:
+            raise MemoryError("injected")
+
+    monkeypatch.setattr(p.own, "write", broken)
+    engines.fabric.stop("p/0")
+    p.transport.write("k", "d", [0], [0], b"n")
+    assert not p.transport.poll().finished and p.own.live_handles() == 1 + posted
+    engines.fabric.resume("p/0")
+    (end,) = engines.run(p)
+    assert not end.ok and "injected" in end.error
+    assert not engines.d[0].transport.poll().notices
+
+
 def test_b25_a_cancelled_write_ends_as_not_ok_in_all_its_parts():
     engines = Engines(1, 4, kv_heads=4)
     (p,) = engines.p

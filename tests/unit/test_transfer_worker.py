@@ -133,6 +133,27 @@ def test_b29_a_second_write_under_an_open_key_is_ignored():
     assert [end.ok for end in p.take_progress().finished] == [True], "an ended key is free again"
 
 
+@pytest.mark.parametrize("posted", [False, True])
+def test_b27_a_write_with_which_something_unexpected_goes_wrong_ends(posted, monkeypatch):
+    """B20: at once where nothing of it was posted, otherwise when no byte of it can land any more."""
+    clock, fabric, _, _, add = pair(Faults(delay_s=1.0))
+    p, transport = member(fabric, "other", clock=clock)
+    write = transport.write
+
+    def broken(*arguments) -> None:
+        if posted:
+            write(*arguments)
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(transport, "write", broken)
+    p.execute([add, Write("k", "d", [1], [1], [b"n"])])
+    ends = [end.key for end in p.take_progress().finished]
+    assert ends == ([] if posted else ["k"]) and p.moving == posted
+    clock.now_s = 5.0
+    ends += [end.key for end in p.take_progress().finished]
+    assert ends == ["k"] and p.live_handles() == 0 and not p.moving
+
+
 def test_b25_cancelling_what_is_not_there_changes_nothing():
     _, _, p, _, add = pair()
     p.execute([CancelWrite("k"), DropPeer("d"), add, Write("k", "d", [1], [1], [b""])])

@@ -39,9 +39,6 @@ class Agent:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         from nixl import _bindings as nixl
         self._nixl = nixl
-        # The library's errors share no base class.
-        self._errors = (*(getattr(nixl, word) for word in dir(nixl)
-                          if word.startswith("nixl") and word.endswith("Error")), RuntimeError)
         config = nixl.nixlAgentConfig()
         config.useProgThread = progress_thread
         config.pthrDelay = int(PROGRESS_WAIT_S * 1e6)
@@ -105,7 +102,7 @@ class Agent:
     def _call(self, function, *arguments):
         try:
             return function(*arguments)
-        except self._errors as error:
+        except Exception as error:  # the library's own share no base class, and it raises Python's too
             raise TransferError(f"NIXL: {type(error).__name__}: {error}") from error
 
     def _state(self, status: object) -> State:

@@ -181,6 +181,9 @@ class FakeTransport:
         if key in self._open:
             self._given_up.setdefault(key, "cancelled")
 
+    def is_open(self, key: str) -> bool:
+        return key in self._open
+
     def poll(self) -> Progress:
         self._fabric.advance()
         finished, self._finished = self._finished, []

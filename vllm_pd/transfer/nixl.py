@@ -148,6 +148,9 @@ class NixlTransport:
         if key in self._open:
             self._give_up(key, "cancelled")
 
+    def is_open(self, key: str) -> bool:
+        return key in self._open
+
     def poll(self) -> Progress:
         notices: list[Notice] = []
         if self._agent is not None:

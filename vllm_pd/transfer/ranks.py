@@ -129,6 +129,9 @@ class RankedTransport:
         for open_key in list(split.open) if split is not None else [key]:
             self._transport.cancel(open_key)
 
+    def is_open(self, key: str) -> bool:
+        return key in self._splits or self._transport.is_open(key)
+
     def poll(self) -> Progress:
         progress = self._transport.poll()
         for end in progress.finished:
@@ -166,11 +169,12 @@ class RankedTransport:
         """One part of a split transfer; one that can't start has ended."""
         try:
             start(part, *arguments)
-        except TransferError as error:
-            self._splits[key].errors.append(str(error))
-        else:
-            self._splits[key].open.add(part)
-            self._part_of[part] = key
+        except Exception as error:  # whatever it is, the other parts must come to their end
+            self._splits[key].errors.append(str(error) if isinstance(error, TransferError) else repr(error))
+            if not self._transport.is_open(part):
+                return
+        self._splits[key].open.add(part)
+        self._part_of[part] = key
 
     def _sources(self, name: str, shares: list[range]) -> list[str]:
         ours, sources, covered = head_range(self._rank, self._ranks, self._kv_heads), [], set()

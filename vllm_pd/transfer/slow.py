@@ -72,6 +72,9 @@ class SlowTransport:
         else:
             self._transport.cancel(key)
 
+    def is_open(self, key: str) -> bool:
+        return key in self._waiting or self._transport.is_open(key)
+
     def poll(self) -> Progress:
         finished: list[Finished] = []
         for key in [key for key, waiting in self._waiting.items() if waiting.due_s <= self._clock()]:

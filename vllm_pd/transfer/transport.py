@@ -110,6 +110,9 @@ class Transport(Protocol):
     def cancel(self, key: str) -> None:
         """Ask for an early end of a write or a read. An unknown key is no error: it has ended already."""
 
+    def is_open(self, key: str) -> bool:
+        """Whether a write or a read under this key is posted and has not ended."""
+
     def poll(self) -> Progress:
         """Make progress and take what has finished and arrived. Never raises for a peer."""
 

@@ -125,6 +125,12 @@ class TransferWorker:
         except PDError as error:
             logger.warning("%s %s with %s failed: %s", kind, request.key, request.peer, error)
             self._finished.append(Finished(key=request.key, ok=False, error=str(error)))
+        except Exception as error:
+            logger.exception("unexpected error in %s %s with %s", kind, request.key, request.peer)
+            if self._transport.is_open(request.key):
+                self._open.add(request.key)  # bytes may land: its end is the transport's to tell
+            else:
+                self._finished.append(Finished(key=request.key, ok=False, error=repr(error)))
         else:
             self._open.add(request.key)
 

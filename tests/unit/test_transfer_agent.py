@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B27: what the NIXL library raises ends one transfer or one peer, whatever its type is."""
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_pd.errors import TransferError
+from vllm_pd.transfer.agent import Agent
+
+
+class Library:
+    """As much of NIXL's bindings as an agent uses. Each post raises `error`."""
+    nixlAgentConfig = SimpleNamespace
+
+    class nixlBackendError(Exception):
+        """Of the library's own; they share no base class."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def nixlAgent(self, name: str, config: object) -> SimpleNamespace:
+        return SimpleNamespace(createBackend=lambda kind, options: 0, postXferReq=self._post)
+
+    def _post(self, handle: int) -> None:
+        raise self._error("injected")
+
+
+@pytest.mark.parametrize("error", [Library.nixlBackendError, RuntimeError, MemoryError, ValueError, TypeError])
+def test_b27_a_post_that_raises_has_failed(error, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", SimpleNamespace(_bindings=Library(error)))
+    with pytest.raises(TransferError, match=f"{error.__name__}: injected"):
+        Agent("p", progress_thread=False).post(1)
