@@ -139,6 +139,29 @@ def test_b50_the_selection_of_v0_ends_with_the_last_engine():
     assert "VLLM_USE_V1" not in os.environ
 
 
+def test_the_end_of_an_engine_leaves_the_selection_to_one_that_is_configured():
+    """A program that makes its next engine from a VllmConfig, and lets the old one go before."""
+    selection, old, new = V0Selection(), Engine(), Engine()
+    selection.select("PDConnector")
+    selection.hold(old)
+    selection.select("PDConnector")
+    del old
+    assert not envs.VLLM_USE_V1
+    selection.hold(new)
+    del new
+    assert "VLLM_USE_V1" not in os.environ
+
+
+def test_b50_an_engine_that_was_configured_and_never_built_leaves_nothing():
+    selection, old = V0Selection(), Engine()
+    selection.select("PDConnector")
+    selection.hold(old)
+    selection.select("PDConnector")
+    del old
+    selection.drop()
+    assert "VLLM_USE_V1" not in os.environ
+
+
 def test_b50_v0_by_the_user_stays(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V1", "0")
     selection, engine = V0Selection(), Engine()
