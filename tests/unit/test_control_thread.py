@@ -40,6 +40,28 @@ def test_a_peer_has_its_answer_before_the_thread_looks_after_others():
     assert in_time and all(in_time)
 
 
+def test_a_stop_in_the_thread_itself_does_not_wait_for_it():
+    """The garbage collector may run anywhere."""
+    stopped = threading.Event()
+
+    def is_gone(member: m.Member) -> bool:
+        decode.agent.close()
+        stopped.set()
+        return False
+
+    peer = local_member(m.Role.PREFILL, FINGERPRINT)
+    with serving() as broker, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        decode = Engine(Settings(broker.address), m.Role.DECODE, is_gone=is_gone)
+        try:
+            socket.linger = 0
+            socket.connect(decode.agent.member.address)
+            socket.send(codec.encode(peer.incarnation, m.Hello(peer, b"memory")))
+            assert stopped.wait(ANSWER_S)
+        finally:
+            decode.close()
+        assert decode.agent.error is None
+
+
 @pytest.fixture
 def granted():
     """A decode side, and its one attempt, which `p` was granted."""

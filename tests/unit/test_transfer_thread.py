@@ -212,6 +212,54 @@ def test_b20_an_unexpected_error_ends_no_thread(transfer, wire, caplog, monkeypa
     assert caplog.text.count("unexpected error") == 3
 
 
+def test_b20_an_error_before_the_wait_is_paced(transfer, wire, caplog, monkeypatch):
+    """And a request does not wait for the end of the pause."""
+    monkeypatch.setattr("vllm_pd.transfer.thread.ERROR_PAUSE_S", 1000.0)
+    looks = []
+
+    def filenos() -> list[int]:
+        looks.append(0)
+        if len(looks) < 100:
+            raise OSError("injected")
+        return []
+
+    monkeypatch.setattr(transfer, "filenos", filenos)
+    transfer.execute([Poll()])
+    eventually(lambda: looks, "it fails")
+    time.sleep(0.2)
+    assert len(looks) == 1 and caplog.text.count("unexpected error") == 1
+    looks += [0] * 100
+    transfer.execute([WRITE])
+    eventually(lambda: wire.open, "it is posted")
+    wire.end("k")
+    assert transfer.woken.wait(WAIT_S)
+
+
+def test_b20_without_the_device_all_is_released(wire, caplog):
+    entered = []
+
+    def enter() -> None:
+        entered.append(0)
+        raise RuntimeError("injected")
+
+    transfer = EngineTransfer(TransferWorker(wire), enter=enter)
+    transfer.start(lambda: None, lambda end: None)
+    eventually(lambda: wire.closed, "it is released")
+    assert transfer.close() and len(entered) == 1 and wire.closed == 1
+    assert caplog.text.count("nothing is transferred") == 1
+
+
+def test_b20_a_close_in_the_thread_itself_does_not_wait_for_it(wire, caplog):
+    """The garbage collector may run anywhere."""
+    closed = []
+    transfer = EngineTransfer(TransferWorker(wire))
+    transfer.start(lambda: None, lambda end: closed.append(transfer.close()))
+    transfer.execute([Write("refused", "d", [0], [0], [b"n"])])
+    eventually(lambda: wire.closed, "the thread has ended")
+    assert closed == [False] and "error" not in caplog.text
+    assert transfer.close()
+
+
 def test_b20_a_close_ends_the_thread_and_says_what_may_still_land(transfer, wire):
     transfer.execute([WRITE])
     eventually(lambda: wire.open, "it is posted")

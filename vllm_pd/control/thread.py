@@ -57,7 +57,11 @@ class ControlThread:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Have it leave the registry and end, and wait for that."""
+        """Have it leave the registry and end, and wait for that: not in the thread itself, where the garbage collector
+        may close an engine."""
+        if threading.current_thread() is self._thread:
+            self._stopping = True  # without the lock, which it may hold
+            return
         with self._sides.lock:
             self._stopping = True
             if self._links is not None:

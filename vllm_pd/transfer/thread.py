@@ -119,7 +119,8 @@ class TransferThread:
         if self._thread.ident is None:
             self._release()
         elif not self.join(CLOSE_S):
-            logger.error("the transfer thread hangs in the transport; it is left behind")
+            if threading.current_thread() is not self._thread:
+                logger.error("the transfer thread hangs in the transport; it is left behind")
             return False
         if self._wakeup >= 0:
             wakeup, self._wakeup = self._wakeup, -1
@@ -127,7 +128,10 @@ class TransferThread:
         return self._ended
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the thread ends within that time."""
+        """Whether the thread ends within that time. It can't wait for itself: who closes may be the garbage collector,
+        in any thread."""
+        if threading.current_thread() is self._thread:
+            return False
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -136,14 +140,15 @@ class TransferThread:
             os.eventfd_write(self._wakeup, 1)
 
     def _main(self) -> None:
-        entered = False
+        try:
+            self._enter()
+        except Exception:
+            logger.exception("the transfer thread can't use the device: nothing is transferred any more")
+            self._closing = True
         pause_s: float | None = None
         while not self._closing:
             try:
-                if not entered:
-                    self._enter()
-                    entered = True
-                ready = self._wait(pause_s)
+                ready = self._wait(pause_s, self._owner.filenos())
                 if self._wakeup in ready:
                     os.eventfd_read(self._wakeup)
                     pause_s = None
@@ -152,7 +157,9 @@ class TransferThread:
                 pause_s = self._work(pause_s)
             except Exception:  # whatever caused it, what is open must still come to its end
                 logger.exception("unexpected error in the transfer thread, which goes on")
-                pause_s = ERROR_PAUSE_S
+                if self._wait(ERROR_PAUSE_S, []):
+                    os.eventfd_read(self._wakeup)
+                pause_s = LOOK_MIN_S
         self._release()
 
     def _work(self, pause_s: float | None) -> float | None:
@@ -168,13 +175,13 @@ class TransferThread:
             return LOOK_MIN_S if pause_s is None else min(LOOK_GROWTH * pause_s, LOOK_MAX_S)
         return IDLE_LOOK_S if self._transfers.busy or not delivered else None
 
-    def _wait(self, pause_s: float | None) -> set[int]:
-        """The descriptors that have input, after at most `pause_s`."""
+    def _wait(self, pause_s: float | None, filenos: list[int]) -> set[int]:
+        """Those of the descriptors, and of `_wakeup`, that have input, after at most `pause_s`."""
         if pause_s is not None and pause_s < LOOK_MAX_S:
             time.sleep(pause_s)  # a poll rounds it up to whole milliseconds
             pause_s = 0.0
         poll = select.poll()
-        for fileno in (self._wakeup, *self._owner.filenos()):
+        for fileno in (self._wakeup, *filenos):
             poll.register(fileno, select.POLLIN)
         return {fileno for fileno, _ in poll.poll(None if pause_s is None else 1000 * pause_s)}
 
