@@ -101,7 +101,8 @@ def _enter(worker: Any) -> Callable[[], None]:
     import torch
     from vllm.platforms import current_platform
 
-    return (lambda: torch.cuda.set_device(worker.device)) if current_platform.device_type == "cuda" else no_context
+    device = worker.device  # not the worker, which will own the thread
+    return (lambda: torch.cuda.set_device(device)) if current_platform.device_type == "cuda" else no_context
 
 
 def _describe(worker: Any, caches: list, heads: range) -> CacheDescription:
