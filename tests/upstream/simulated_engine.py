@@ -20,6 +20,7 @@ from vllm.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
 from vllm.utils import Device
 
 from vllm_pd.v0.interface import SchedulerBinding
+from vllm_pd.v0.pending_blocks import PendingBlocks
 from vllm_pd.v0.turns import DecodeTurns
 
 BLOCK_SIZE = 4
@@ -37,7 +38,8 @@ class RemoteWork:
 class FakePeers(SchedulerBinding):
     """Stands where `Disaggregation` stands. `wants_remote` decides; the test says what becomes of the work."""
 
-    def __init__(self, wants_remote: Callable[[SequenceGroup], bool]) -> None:
+    def __init__(self, scheduler: Scheduler, wants_remote: Callable[[SequenceGroup], bool]) -> None:
+        self.pending_blocks = PendingBlocks(scheduler.block_manager)
         self.wants_remote = wants_remote
         self.wants_prefix: Callable[[SequenceGroup], bool] = lambda group: False
         self.waits: Callable[[SequenceGroup], bool] = lambda group: False
@@ -89,7 +91,7 @@ class SimulatedEngine:
             SchedulerConfig("generate", max_num_batched_tokens=chunk or max_model_len * 2, max_num_seqs=max_num_seqs,
                             max_model_len=max_model_len, enable_chunked_prefill=chunk is not None,
                             preemption_mode="swap" if swap_blocks else None, policy=policy), cache, None)
-        self.peers = FakePeers(wants_remote)
+        self.peers = FakePeers(self.scheduler, wants_remote)
         if disagg:
             self.scheduler.disagg = self.peers
         self.manager = self.scheduler.block_manager

@@ -6,6 +6,7 @@ The real scheduler and the real binding; the control thread's part is played by 
 
 import pytest
 from simulated_engine import BLOCK_SIZE, FakePeers, SimulatedEngine
+from vllm.core.scheduler import Scheduler
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.outlook import QueueView
@@ -43,8 +44,8 @@ class Agent:
 class Peers(FakePeers):
     """The binding in the scheduler's place for it, with the record of who may write where."""
 
-    def __init__(self, prefills: RemotePrefills) -> None:
-        super().__init__(lambda group: True)
+    def __init__(self, scheduler: Scheduler, prefills: RemotePrefills) -> None:
+        super().__init__(scheduler, lambda group: True)
         self.prefills = prefills
 
     def choose_remote_prefill(self, seq_group, num_cached_tokens):
@@ -72,7 +73,7 @@ class Decoder:
                  "max_parked_fraction": 1.0, **settings}
         self.prefills = RemotePrefills(PDConfig.parse("kv_consumer", extra), self.agent, self.engine.scheduler,
                                        PDMetrics("test"), {})
-        self.engine.peers = self.engine.scheduler.disagg = Peers(self.prefills)
+        self.engine.peers = self.engine.scheduler.disagg = Peers(self.engine.scheduler, self.prefills)
         self.progress = Progress()
 
     def add(self, request_id: str, first_token: int = 100, **more) -> Attempt:
@@ -229,7 +230,7 @@ def test_a_fallback_that_finds_a_peer_after_all_holds_nobody_up(monkeypatch):
 def test_b8_a_preempted_request_is_no_prompt_any_more(decoder):
     """One that never was asked about, as the engine did not hand over then."""
     decoder.engine.add("r", PROMPT, max_tokens=4)
-    decoder.engine.scheduler.disagg = FakePeers(lambda group: False)
+    decoder.engine.scheduler.disagg = FakePeers(decoder.engine.scheduler, lambda group: False)
     decoder.engine.step()
     decoder.engine.step()
     [group] = decoder.engine.scheduler.running

@@ -33,6 +33,7 @@ from vllm_pd.transfer.requests import Finished, Flush, TransferRequest
 from vllm_pd.v0.decode import RemotePrefills
 from vllm_pd.v0.idle import Bell
 from vllm_pd.v0.interface import EngineBinding
+from vllm_pd.v0.pending_blocks import PendingBlocks
 from vllm_pd.v0.prefill import PrefillJobs
 from vllm_pd.v0.progress import Progress
 from vllm_pd.v0.turns import DecodeTurns
@@ -57,6 +58,7 @@ class Disaggregation(EngineBinding):
     def __init__(self, engine: LLMEngine, settings: dict[str, Any]) -> None:
         config = PDConfig.parse(settings["kv_role"], settings["extra"])
         self._scheduler = engine.scheduler[0]
+        self.pending_blocks = PendingBlocks(self._scheduler.block_manager)
         self._outputs = engine.scheduler_contexts[0].output_queue  # of the last step, with asynchronous processing
         self._bell = Bell()
         self._metrics = PDMetrics(engine.model_config.served_model_name)

@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
     from vllm.sequence import SequenceGroup
 
+    from vllm_pd.v0.pending_blocks import PendingBlocks
+
 
 class SchedulerBinding(ABC):
     """The part that the scheduler calls, in the order of a request's life."""
+
+    pending_blocks: PendingBlocks
+    """Those of the scheduler's block manager: it allocates, commits and detaches the blocks of parked prompts here."""
 
     @abstractmethod
     def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:

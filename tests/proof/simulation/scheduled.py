@@ -29,7 +29,7 @@ class _Binding(FakePeers):
     """In the place of `Disaggregation`: decode engine's half for real, the other half by `ScheduledEngine`."""
 
     def __init__(self, engine: "ScheduledEngine"):
-        super().__init__(lambda group: True)
+        super().__init__(engine.scheduler, lambda group: True)
         self._engine = engine
 
     def choose_remote_prefill(self, seq_group, num_cached_tokens):
