@@ -15,6 +15,9 @@ Made by `scripts/series.py export`; do not edit. `series` gives the order, `SHA2
 A *fix* mends upstream, a *backport* is upstream's own later change, a *seam* is a generic opening that upstream could
 merge, a *hook* is one call into `vllm_pd.hooks`, a *queue* belongs to the scheduler's two queues for parked requests.
 
+The patches that `vllm_pd.dp` needs are counted as those for data parallelism, and stand last. Some of the fixes
+among them help V1 without data parallelism too, with tensor parallelism or a pipeline for example: their text says so.
+
 """
 
 
@@ -23,13 +26,16 @@ def totals(series: List[Patch], whole: str) -> str:
     one = Patch("", "", "", whole)
     text = (f"{len(series)} patches, +{len(one.added())} -{len(one.removed())} lines in {len(one.paths)} upstream "
             f"files, {len(whole):,} characters of diff.")
-    lines, files = _size([patch for patch in series if not _is_for_dp(patch)])
-    dp_lines, dp_files = _size([patch for patch in series if _is_for_dp(patch)])
+    for_dp = [patch for patch in series if is_for_dp(patch)]
+    lines, files = _size([patch for patch in series if not is_for_dp(patch)])
+    dp_lines, dp_files = _size(for_dp)
     return text + (f" Without data parallelism: {lines} changed lines in {files} files (goal: {GOAL_LINES} in "
-                   f"{GOAL_FILES} at most). For data parallelism: {dp_lines} in {dp_files}.")
+                   f"{GOAL_FILES} at most). For data parallelism, the last {len(for_dp)} patches: {dp_lines} in "
+                   f"{dp_files}.")
 
 
-def _is_for_dp(patch: Patch) -> bool:
+def is_for_dp(patch: Patch) -> bool:
+    """Whether the step sync of data-parallel ranks needs this patch, and prefill/decode disaggregation does not."""
     return patch.subject.startswith("dp:") or "vllm_pd.dp" in patch.trailers.get("Used-By", "")
 
 
