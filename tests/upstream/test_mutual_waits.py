@@ -82,7 +82,7 @@ class Node:
         extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE, "prefix_reads": "never",
                  "max_parked_fraction": fraction, "attempt_deadline_s": 86400}
         self.disagg = Disaggregation(self, {"kv_role": "kv_both", "extra": extra})
-        self.disagg._looped = True  # it is stepped, and does not sleep
+        self.disagg.in_loop = True  # it is stepped, and does not sleep
         self.input = False
         self._after_schedule, self.disagg.after_schedule = self.disagg.after_schedule, self._carry
 

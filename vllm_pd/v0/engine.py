@@ -75,7 +75,7 @@ class Disaggregation(EngineBinding):
         self._transfer.start(self._bell.ring, partial(_guarded, self._metrics, tell))
         self._progress = Progress()
         self._turns = DecodeTurns()
-        self._looped = False  # whether an engine loop sleeps for us
+        self.in_loop = False
         self._sleeping = False  # whether that loop was told to wait
         self._device: Device = engine.model_executor.driver_worker.worker.transfer.device
         self._flush_due = False  # the next step may read what a peer has written
@@ -166,7 +166,7 @@ class Disaggregation(EngineBinding):
     def take_progress(self) -> dict[str, Any]:
         """The arguments of the `schedule` that follows. A loop that never sleeps, as LLM's, is slowed down here while
         there is nothing to do but wait for peers."""
-        if not self._looped and not self.has_work():
+        if not self.in_loop and not self.has_work():
             self._bell.wait(LLM_PAUSE_S)
         self._sleeping = False
         self._collect()
@@ -193,7 +193,7 @@ class Disaggregation(EngineBinding):
 
     def serve(self, async_engine: AsyncLLMEngine) -> None:
         """This engine runs in that loop: wake it, and let it run before the first client asks."""
-        self._looped = True
+        self.in_loop = True
         self._bell.serve(async_engine, self._is_worth_a_step)
         try:
             asyncio.get_running_loop()
@@ -204,7 +204,7 @@ class Disaggregation(EngineBinding):
 
     def poll(self, socket: zmq.Socket, timeout_ms: int) -> int:
         """Sleep until the socket has input or there is work; 0 where neither came within the time."""
-        self._looped = True
+        self.in_loop = True
         deadline = time.monotonic() + timeout_ms / 1000
         while True:
             if self.has_work():

@@ -65,6 +65,10 @@ class SchedulerBinding(ABC):
 class EngineBinding(SchedulerBinding):
     """All of it: what the engine and its loops call besides."""
 
+    in_loop: bool
+    """Whether an engine loop runs the steps and sleeps in between. `LLM.generate` steps by itself, and only for its own
+    requests."""
+
     @abstractmethod
     def take_progress(self) -> dict[str, Any]:
         """The keyword arguments of the `Scheduler.schedule` that follows: what became of attempts since the last."""
