@@ -93,8 +93,8 @@ def up(model: Annotated[str, typer.Argument(help="The model, as `vllm serve` tak
                                                    "default where vllm runs on the CPU.")] = None,
        pd: Settings = None) -> None:
     """Start a broker, prefill engines and decode engines; print their addresses; end them all together."""
-    from vllm_pd.fleet import UpOptions, engines_run_on_cpu, parse_setting, plan_fleet
-    from vllm_pd.up import Fleet
+    from vllm_pd.launch.plan import UpOptions, engines_run_on_cpu, parse_setting, plan_fleet
+    from vllm_pd.launch.up import Fleet
     options = UpOptions(model=model, prefill=prefill, decode=decode, port=port, broker_port=broker_port,
                         pd=dict(map(parse_setting, pd or ())), serve_args=tuple(serve_args or ()), router=router)
     pinned = engines_run_on_cpu() if pin is None else pin

@@ -52,8 +52,8 @@ class Child:
     def start(self, events: "queue.SimpleQueue") -> None:
         """Starts the process. Its Exited will be put into `events` exactly once."""
         pinned = ["--cores", ",".join(map(str, self._cores))] if self._cores else []
-        self._process = subprocess.Popen([sys.executable, "-m", "vllm_pd.launch", *pinned, "--", *self._command],
-                                         env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        command = [sys.executable, "-m", "vllm_pd.launch.exec_child", *pinned, "--", *self._command]
+        self._process = subprocess.Popen(command, env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                          stderr=subprocess.STDOUT, start_new_session=True)
         for work in (self._relay, lambda: self._await_end(events)):
             thread = threading.Thread(target=work, name=f"{self.name}-watch", daemon=True)

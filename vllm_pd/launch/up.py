@@ -19,10 +19,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_pd.children import Child, Exited, Say, say_aloud
 from vllm_pd.client import is_healthy
 from vllm_pd.errors import PDError
-from vllm_pd.fleet import HOST, ROLE_NAMES, EnginePlan, FleetPlan
+from vllm_pd.launch.child import Child, Exited, Say, say_aloud
+from vllm_pd.launch.plan import HOST, ROLE_NAMES, EnginePlan, FleetPlan
 
 STARTING_AT_ONCE = 2
 CHECK_PERIOD_S = 0.25

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m vllm_pd.launch [--cores 0,1] -- COMMAND...` becomes COMMAND, tied to its parent and to some cores.
+"""`python -m vllm_pd.launch.exec_child [--cores 0,1] -- COMMAND...` becomes COMMAND, tied to its parent and some cores.
 
 The kernel sends SIGTERM when the process that started us ends, however it ends; so nothing outlives a killed `up`.
 It is a program, not a `preexec_fn`, because the parent has threads. Standard library only: it runs before every
