@@ -32,10 +32,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_pd.client import Answer, Question, ask, is_healthy, served_model
+from vllm_pd.admin.client import Answer, Question, ask, is_healthy, served_model
+from vllm_pd.admin.scrape import Snapshot, scrape, scrape_after_request
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.metrics import STAGES
-from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
 
 FORMULA = "control plane = parked - prefill - transfer; overhead = TTFT (client) - prefill - transfer - first step"
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999

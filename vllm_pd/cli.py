@@ -155,7 +155,7 @@ def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
            keys: KeyFile = None, nats_credentials: NatsCredentials = None, nats_ca: NatsCa = None,
            nats_prefix: NatsPrefix = "vllm_pd") -> None:
     """Stand before several engines: each request goes to the one that holds most of its prompt and has least to do."""
-    from vllm_pd.peers import Access
+    from vllm_pd.admin.members import Access
     from vllm_pd.router.options import RouterOptions
     from vllm_pd.router.policy import PolicyConfig
     from vllm_pd.router.server import serve
@@ -181,8 +181,8 @@ def doctor(broker: Annotated[str | None, typer.Option(help="Also ask this broker
            nats_credentials: NatsCredentials = None, nats_ca: NatsCa = None,
            nats_prefix: NatsPrefix = "vllm_pd") -> None:
     """Check the installation, NIXL, the ports and the engines; say what to do about each fault."""
-    from vllm_pd.doctor import examine
-    from vllm_pd.peers import Access
+    from vllm_pd.admin.doctor import examine
+    from vllm_pd.admin.members import Access
     access = Access(keys, nats_credentials, nats_ca, nats_prefix)
     findings = examine(broker, port or ([] if broker else [5700, 8000]), access)
     for finding in findings:
@@ -196,8 +196,8 @@ def drain(engine: Engine, broker: OfBroker, keys: KeyFile = None,
           nats_credentials: NatsCredentials = None, nats_ca: NatsCa = None,
           nats_prefix: NatsPrefix = "vllm_pd") -> None:
     """Have an engine take nothing new, finish what is open and leave; it can be stopped then without harm."""
-    from vllm_pd.orders import Operator, describe, find_engine, is_drained
-    from vllm_pd.peers import Access
+    from vllm_pd.admin.members import Access
+    from vllm_pd.admin.orders import Operator, describe, find_engine, is_drained
     access = Access(keys, nats_credentials, nats_ca, nats_prefix)
     with Operator(find_engine(engine, broker, access), access) as operator:
         reply = operator.drain(timeout_s)
@@ -210,11 +210,11 @@ def role(engine: Engine, role: Annotated[str, typer.Argument(help="kv_both, kv_p
          broker: OfBroker, keys: KeyFile = None, nats_credentials: NatsCredentials = None, nats_ca: NatsCa = None,
          nats_prefix: NatsPrefix = "vllm_pd") -> None:
     """Have a kv_both engine act as only one of both, or as both again. What is open is finished."""
+    from vllm_pd.admin.members import Access
+    from vllm_pd.admin.orders import Operator, describe, find_engine
     from vllm_pd.config import KV_ROLES
     from vllm_pd.core.messages import SetRole
     from vllm_pd.errors import ConfigError
-    from vllm_pd.orders import Operator, describe, find_engine
-    from vllm_pd.peers import Access
     if role not in KV_ROLES:
         raise ConfigError("ROLE", role, f"write one of {', '.join(KV_ROLES)}")
     access = Access(keys, nats_credentials, nats_ca, nats_prefix)
@@ -226,9 +226,9 @@ def role(engine: Engine, role: Annotated[str, typer.Argument(help="kv_both, kv_p
 def status(broker: OfBroker, engine: MaybeEngine = None, keys: KeyFile = None, nats_credentials: NatsCredentials = None,
            nats_ca: NatsCa = None, nats_prefix: NatsPrefix = "vllm_pd") -> None:
     """Ask an engine what it is doing; without ENGINE, list those that are registered."""
+    from vllm_pd.admin.members import Access, take_census
+    from vllm_pd.admin.orders import Operator, describe, find_engine, introduce
     from vllm_pd.core.messages import Status
-    from vllm_pd.orders import Operator, describe, find_engine, introduce
-    from vllm_pd.peers import Access, take_census
     access = Access(keys, nats_credentials, nats_ca, nats_prefix)
     if engine is None:
         typer.echo("\n".join(map(introduce, take_census(broker, access=access).members)) or "no engine is registered")

@@ -9,9 +9,9 @@ import pytest
 import zmq
 from light_engine import BLOCKS, WAIT_S, Light, Nursery
 
+from vllm_pd.admin.members import take_census
 from vllm_pd.core import messages as m
 from vllm_pd.core.messages import Role
-from vllm_pd.peers import take_census
 from vllm_pd.ports import take_free
 from vllm_pd.rpc import codec, sockets
 

@@ -10,13 +10,13 @@ import pytest
 from light_engine import WAIT_S, Light
 from typer.testing import CliRunner
 
+from vllm_pd.admin.members import Access, take_census
+from vllm_pd.admin.orders import Operator, Target, find_engine
 from vllm_pd.broker.server import Broker
 from vllm_pd.cli import app
 from vllm_pd.core import messages as m
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError, ControlError
-from vllm_pd.orders import Operator, Target, find_engine
-from vllm_pd.peers import Access, take_census
 from vllm_pd.rpc.keys import Keys
 
 

@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 from tests.unit.brokers import serving
-from vllm_pd import doctor
+from vllm_pd.admin import doctor
+from vllm_pd.admin.members import Census, take_census
 from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Register, Role
 from vllm_pd.errors import ControlError
-from vllm_pd.peers import Census, take_census
 from vllm_pd.ports import take_free
 from vllm_pd.rpc import codec, sockets
 

@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 
 from tests.unit.brokers import serving
 from tests.unit.test_agent import Engine, Settings, hand_over, peered
-from vllm_pd import cli, doctor
+from vllm_pd import cli
+from vllm_pd.admin import doctor
+from vllm_pd.admin.members import Access, take_census
 from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.launch.plan import UpOptions, plan_fleet
-from vllm_pd.peers import Access, take_census
 from vllm_pd.ports import take_free_run
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate

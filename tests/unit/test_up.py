@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_pd.client import fetch
+from vllm_pd.admin.client import fetch
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_cores

@@ -16,7 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from vllm_pd.client import Answer, Question, RequestError, ask, is_healthy
+from vllm_pd.admin.client import Answer, Question, RequestError, ask, is_healthy
+from vllm_pd.admin.scrape import Snapshot, scrape, scrape_after_request
 from vllm_pd.demo.questions import Case, cases
 from vllm_pd.demo.report import Outcome, Report
 from vllm_pd.errors import PDError
@@ -25,7 +26,6 @@ from vllm_pd.launch.plan import HOST, SERVE, UpOptions, plan_fleet
 from vllm_pd.launch.up import Fleet, StartError
 from vllm_pd.metrics import STAGES
 from vllm_pd.ports import take_free, take_free_run
-from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
 
 NAME = "demo"
 MAX_LOCAL_PREFILL_TOKENS = 400

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_pd.client import is_healthy
+from vllm_pd.admin.client import is_healthy
 from vllm_pd.errors import PDError
 from vllm_pd.launch.child import Child, Exited, Say, say_aloud
 from vllm_pd.launch.plan import HOST, ROLE_NAMES, EnginePlan, FleetPlan

@@ -9,9 +9,9 @@ its way to an engine. While the broker is silent everybody stays.
 import asyncio
 import logging
 
+from vllm_pd.admin.members import take_census
 from vllm_pd.core.messages import Member
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.peers import take_census
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.workers import Source, Worker, Workers, WorkerState

@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass
 
+from vllm_pd.admin.members import Access, take_census
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError
-from vllm_pd.peers import Access, take_census
 from vllm_pd.rpc.call import Call
 
 POLL_S = 0.5

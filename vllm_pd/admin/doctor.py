@@ -19,8 +19,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from vllm_pd.admin.members import Access, Census, take_census
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.peers import Access, Census, take_census
 from vllm_pd.ports import is_free
 
 INSTALL_CURE = "enter the environment (`. scripts/env.sh`), or pip install the wheel of scripts/build_wheel.py again"

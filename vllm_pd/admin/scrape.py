@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_pd.client import fetch
+from vllm_pd.admin.client import fetch
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 
