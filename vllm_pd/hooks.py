@@ -81,10 +81,10 @@ def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]
     config = getattr(app.state, "vllm_config", None)
     settings = _settings(config)
     if settings is not None:
-        from vllm_pd.v0.front import open_front_door
+        from vllm_pd.frontend.drain import open_front_door
         stop = open_front_door(app, server, settings, stop)
     if _publishes_events(config):
-        from vllm_pd.events.route import add_route
+        from vllm_pd.frontend.events_route import add_route
         add_route(app, config)
     return stop
 

@@ -20,7 +20,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.process import local_member
 from vllm_pd.core import messages as m
-from vllm_pd.v0 import front
+from vllm_pd.frontend import drain
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 LOCAL = ((b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json"))
@@ -51,7 +51,7 @@ class Server:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """A control thread that stands still for some seconds is not silent."""
-    monkeypatch.setattr(front, "ANSWER_S", 60.0)
+    monkeypatch.setattr(drain, "ANSWER_S", 60.0)
 
 
 @contextlib.asynccontextmanager
@@ -182,7 +182,7 @@ def test_b43_an_engine_that_does_not_answer_ends_all_the_same(tmp_path):
 
 
 def test_b43_a_silent_control_thread_cuts_no_open_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(front, "ANSWER_S", 0.2)
+    monkeypatch.setattr(drain, "ANSWER_S", 0.2)
 
     async def body(served):
         asked = asyncio.create_task(served.ask("POST", "/v1/completions"))
@@ -200,7 +200,7 @@ def test_b43_a_silent_control_thread_cuts_no_open_request(tmp_path, monkeypatch)
 
 
 def test_b43_an_operators_drain_that_nobody_answers_refuses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(front, "ANSWER_S", 0.2)
+    monkeypatch.setattr(drain, "ANSWER_S", 0.2)
 
     async def body(served):
         served.agent.close()

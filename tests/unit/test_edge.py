@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 
-from vllm_pd import edge
+from vllm_pd.frontend import edge
 from vllm_pd.ports import take_free
 
 WITHIN_S = 60

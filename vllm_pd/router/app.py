@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.operators import objection, shows
+from vllm_pd.frontend.access import objection, shows
 from vllm_pd.router import answers, descriptors
 from vllm_pd.router.answers import Answer, Headers
 from vllm_pd.router.bodies import Bodies, BodyRefused, Held

@@ -15,7 +15,7 @@ from types import FrameType
 
 import uvicorn
 
-from vllm_pd.edge import Edge, EdgeLimits
+from vllm_pd.frontend.edge import Edge, EdgeLimits
 from vllm_pd.ports import require_free
 from vllm_pd.router import descriptors
 from vllm_pd.router.app import Router

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 
 from vllm_pd.events import notice
-from vllm_pd.operators import key_of, shows
+from vllm_pd.frontend.access import key_of, shows
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

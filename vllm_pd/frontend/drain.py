@@ -9,14 +9,14 @@ with 503 once the engine drains, and serves
     POST /pd/role    {"role": "kv_consumer"}
 
 to whoever has the server's API key. Where the server has none, the two that change something are for this machine only,
-and for JSON from no browser (`vllm_pd.operators`).
+and for JSON from no browser (`vllm_pd.frontend.access`).
 `GET /health_generate` has the application generate one token and answers as it does. The registry is told where the
 server is reached.
 
 The engine may be another process. `EngineLine` talks to its control agent, which tells by itself what changes, over a
 socket of the file system that only this user can open; the messages are those of an operator, and nothing is pickled.
 
-The server itself gives up headers that are too large or too slow (`vllm_pd.edge`).
+The server itself gives up headers that are too large or too slow (`vllm_pd.frontend.edge`).
 
 SIGTERM: the first one drains and ends the server when nothing is open any more, or when `drain_timeout_s` is over and
 whatever is left ends as it would upstream; a second one does that at once.
@@ -39,9 +39,9 @@ import zmq.asyncio
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core import messages as m
-from vllm_pd.edge import bound_headers
 from vllm_pd.errors import ControlError
-from vllm_pd.operators import key_of, objection, shows
+from vllm_pd.frontend.access import key_of, objection, shows
+from vllm_pd.frontend.edge import bound_headers
 from vllm_pd.rpc import codec, sockets
 
 if TYPE_CHECKING:
