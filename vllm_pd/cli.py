@@ -46,10 +46,10 @@ def broker(bind: Bind = "tcp://127.0.0.1:5700",
            ttl_s: Annotated[float, typer.Option(help="Forget an engine that is silent for this long.")] = 5.0,
            keys: KeyFile = None) -> None:
     """Run the broker: the queue of prefill jobs and the list of engines. Ctrl-C ends it."""
-    from vllm_pd.addresses import parse_endpoint
     from vllm_pd.broker.server import Broker
     from vllm_pd.config import PDConfig
     from vllm_pd.ports import require_free
+    from vllm_pd.rpc.addresses import parse_endpoint
     from vllm_pd.rpc.keys import Keys
     ttl_s = PDConfig.check_number("ttl_s", ttl_s, "--ttl-s")
     loaded = None if keys is None else Keys.load(keys, "--keys")

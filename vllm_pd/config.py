@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_pd.addresses import EXAMPLE_BROKER, parse_endpoint, parse_nats
 from vllm_pd.core.messages import Role
 from vllm_pd.core.prefix import PrefixReads
 from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.addresses import EXAMPLE_BROKER, parse_endpoint, parse_nats
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
 

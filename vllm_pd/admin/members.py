@@ -4,11 +4,11 @@
 import time
 from dataclasses import dataclass
 
-from vllm_pd.addresses import parse_endpoint, parse_nats
 from vllm_pd.config import PDConfig
 from vllm_pd.core import messages
 from vllm_pd.core.messages import PROTOCOL, Member, Peers, Refused
 from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
+from vllm_pd.rpc.addresses import parse_endpoint, parse_nats
 from vllm_pd.rpc.call import Call
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted

@@ -8,9 +8,9 @@ import re
 import urllib.parse
 from dataclasses import dataclass
 
-from vllm_pd.addresses import is_loopback, parse_endpoint
 from vllm_pd.admin.members import Access
 from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.addresses import is_loopback, parse_endpoint
 from vllm_pd.rpc.nats_address import NatsAddress
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
