@@ -27,7 +27,7 @@ from vllm_pd.router.tokens import TokenPool
 from vllm_pd.router.upstream import Upstream
 from vllm_pd.router.workers import Worker, Workers
 
-logger = logging.getLogger("vllm_pd.router")
+logger = logging.getLogger("vllm.pd.router")
 
 FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize", "/version"}
 METHODS = ("GET", "POST", "OPTIONS")

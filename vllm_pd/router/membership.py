@@ -16,7 +16,7 @@ from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.workers import Source, Worker, Workers, WorkerState
 
-logger = logging.getLogger("vllm_pd.router")
+logger = logging.getLogger("vllm.pd.router")
 
 
 class Membership:

@@ -22,7 +22,7 @@ from vllm_pd.router.app import Router
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import PolicyConfig
 
-logger = logging.getLogger("vllm_pd.router")
+logger = logging.getLogger("vllm.pd.router")
 
 CUT_S = 2.0  # in which those may hear of it whose requests are cut
 SPARED = (b"/health", b"/ping", b"/metrics")  # paths that are served however many connections there are
