@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine counts about handing prefills over, as it appears on /metrics beside upstream's own figures.
 
-The families live as long as the process and are shared by all its engines, told apart by `model_name`. They are
-registered through one collector of our own and not one by one: upstream's stat logger drops every collector whose
-`_name` contains "vllm" when it is built, which is after the scheduler, and a second engine in the process would
-register the same names twice. Under `vllm serve` the engine is a process of its own and prometheus_client writes its
-values to PROMETHEUS_MULTIPROC_DIR, where the front end adds them up.
+Under `vllm serve` the engine is a process of its own: prometheus_client writes its values to PROMETHEUS_MULTIPROC_DIR,
+and the front end adds them up.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Self
 
 import prometheus_client
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from vllm_pd.control.degraded import Cause
-from vllm_pd.events.messages import EngineLoad
 
 STAGES = ("queue", "claim", "prefill", "transfer", "first_step")
 OUTCOMES = ("done", "failed", "cancelled", "expired")
@@ -25,13 +22,41 @@ ROLES = ("kv_both", "kv_producer", "kv_consumer")
 HANDOVER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
 
 
-class _Families(Collector):
-    """Every family, registered once per process."""
+class FamilyCollector(Collector):
+    """A collector of all metric families that a subclass has as attributes. They live as long as the process. All its
+    engines share them and differ in the label `model_name`.
+
+    The families are not registered one by one: upstream's stat logger, which is built after the scheduler, drops every
+    collector whose `_name` contains "vllm", and a second engine in the process would register the same names twice.
+    """
+    counter = staticmethod(functools.partial(prometheus_client.Counter, registry=None))
+    gauge = staticmethod(functools.partial(prometheus_client.Gauge, labelnames=["model_name"], registry=None,
+                                           multiprocess_mode="sum"))
+
+    @classmethod
+    @functools.cache
+    def of_process(cls) -> Self:
+        """The process's only object of this class, registered for /metrics."""
+        families = cls()
+        prometheus_client.REGISTRY.register(families)
+        return families
+
+    def collect(self) -> Iterator[Metric]:
+        """The families with their samples."""
+        for family in vars(self).values():
+            yield from family.collect()
+
+    def describe(self) -> Iterator[Metric]:
+        """The families without samples."""
+        for family in vars(self).values():
+            yield from family.describe()
+
+
+class HandoverFamilies(FamilyCollector):
+    """What is counted about hand-overs; docs/operations.md says what each means."""
 
     def __init__(self) -> None:
-        labels = ["model_name"]
-        counter = functools.partial(prometheus_client.Counter, registry=None)
-        gauge = functools.partial(prometheus_client.Gauge, labelnames=labels, registry=None, multiprocess_mode="sum")
+        labels, counter, gauge = ["model_name"], self.counter, self.gauge
         self.decisions = counter("vllm:pd_decisions_total", "Where prompts were prefilled, and why.",
                                  labels + ["decision", "reason"])
         self.attempts = counter("vllm:pd_attempts_total", "Remote prefills by how they ended.", labels + ["outcome"])
@@ -63,27 +88,6 @@ class _Families(Collector):
                                          labels)
         self.frames_dropped = counter("vllm:pd_frames_dropped_total", "Control messages that were refused.",
                                       labels + ["kind"])
-        self.announced_blocks = gauge("vllm:pd_events_announced_blocks", "KV blocks that were announced as prefix "
-                                      "hits and not as removed since.")
-        self.event_counts = counter("vllm:pd_events_total", "What became of KV events, see docs/events.md.",
-                                    labels + ["kind"])
-        for name in EngineLoad.__struct_fields__:
-            setattr(self, f"load_{name}", gauge(f"vllm:pd_load_{name}", f"The load that is told to routers: {name}."))
-
-    def collect(self) -> Iterator[Metric]:
-        for family in vars(self).values():
-            yield from family.collect()
-
-    def describe(self) -> Iterator[Metric]:
-        for family in vars(self).values():
-            yield from family.describe()
-
-
-@functools.cache
-def _families() -> _Families:
-    families = _Families()
-    prometheus_client.REGISTRY.register(families)
-    return families
 
 
 class PDMetrics:
@@ -93,8 +97,7 @@ class PDMetrics:
     """
 
     def __init__(self, model_name: str) -> None:
-        families = _families()
-        self._families = families
+        self._families = families = HandoverFamilies.of_process()
         self._model_name = model_name
         self.parked_blocks = families.parked_blocks.labels(model_name)
         self.quarantined_blocks = families.quarantined_blocks.labels(model_name)
@@ -157,25 +160,3 @@ class PDMetrics:
     def frames_dropped(self, kind: str, count: int = 1) -> None:
         """So many control messages were refused as malformed, late or meant for another life of the engine."""
         self._families.frames_dropped.labels(self._model_name, kind).inc(count)
-
-
-class EventMetrics:
-    """The figures of one engine's events and its load. Belongs to the thread that announces them."""
-
-    def __init__(self, model_name: str) -> None:
-        self._families = _families()
-        self._model_name = model_name
-        self._announced_blocks = self._families.announced_blocks.labels(model_name)
-        self._load = {name: getattr(self._families, f"load_{name}").labels(model_name)
-                      for name in EngineLoad.__struct_fields__}
-        self._counted: dict[str, int] = {}
-
-    def show(self, load: EngineLoad, counts: Mapping[str, int], announced_blocks: int) -> None:
-        """The present load, and the totals of this engine's life so far by kind."""
-        for name, gauge in self._load.items():
-            gauge.set(getattr(load, name))
-        self._announced_blocks.set(announced_blocks)
-        for kind, count in counts.items():
-            if count > self._counted.get(kind, 0):
-                self._families.event_counts.labels(self._model_name, kind).inc(count - self._counted.get(kind, 0))
-                self._counted[kind] = count
