@@ -81,11 +81,11 @@ def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]
     config = getattr(app.state, "vllm_config", None)
     settings = _settings(config)
     if settings is not None:
-        from vllm_pd.frontend.drain import open_front_door
-        stop = open_front_door(app, server, settings, stop)
+        from vllm_pd.frontend.attach import attach_disaggregation
+        stop = attach_disaggregation(app, server, settings, stop)
     if _publishes_events(config):
-        from vllm_pd.frontend.events_route import add_route
-        add_route(app, config)
+        from vllm_pd.frontend.attach import attach_events
+        attach_events(app, config)
     return stop
 
 

@@ -12,7 +12,7 @@ from vllm.config import KVEventsConfig, ParallelConfig
 from vllm_pd import hooks
 from vllm_pd.errors import ConfigError
 from vllm_pd.events import notice
-from vllm_pd.frontend import events_route
+from vllm_pd.frontend.routes import RoutesMiddleware, events_route
 from vllm_pd.ports import is_free, take_free
 from vllm_pd.v0 import events as binding
 
@@ -124,7 +124,7 @@ async def test_the_server_says_where_to_whom_it_may(endpoint):
 
     config = SimpleNamespace(kv_events_config=events_at(endpoint), instance_id="abcde",
                              cache_config=SimpleNamespace(block_size=16), parallel_config=ParallelConfig())
-    middleware = events_route._Middleware(app, config, "secret")
+    middleware = RoutesMiddleware(app, [events_route(config, "secret")], notice.PATH)
     status, body = await ask(middleware, key="secret")
     assert status == 200
     assert json.loads(body) == {"events": endpoint, "block_size": 16, "replay": None, "topic": "", "side": None,
@@ -134,7 +134,7 @@ async def test_the_server_says_where_to_whom_it_may(endpoint):
     assert (await ask(middleware))[0] == (await ask(middleware, key="guess"))[0] == 401
     assert (await ask(middleware, method="POST", key="secret"))[0] == 405
     assert (await ask(middleware, path="/pd/status"))[0] == 299
-    assert (await ask(events_route._Middleware(app, config, None)))[0] == 200
+    assert (await ask(RoutesMiddleware(app, [events_route(config, None)], notice.PATH)))[0] == 200
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"side": 5, "epoch": ""}', b"[" * 4000])
