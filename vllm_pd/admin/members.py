@@ -3,11 +3,13 @@
 
 import time
 from dataclasses import dataclass
+from typing import Annotated
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core import messages
 from vllm_pd.core.messages import PROTOCOL, Member, Peers, Refused
 from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
+from vllm_pd.options import Option
 from vllm_pd.rpc.addresses import parse_endpoint, parse_nats
 from vllm_pd.rpc.call import Call
 from vllm_pd.rpc.keys import Keys
@@ -26,10 +28,11 @@ class Census:
 @dataclass(frozen=True)
 class Access:
     """What a command needs to be let in: files, as an engine's settings of these names have them."""
-    keys: str | None = None
-    nats_credentials: str | None = None
-    nats_ca: str | None = None
-    nats_prefix: str = DEFAULT_PREFIX
+    keys: Annotated[str | None, Option("The cluster's key, as `vllm-pd keys` made it; needed beyond the loopback.",
+                                       metavar="FILE")] = None
+    nats_credentials: Annotated[str | None, Option("The NATS user's file.", metavar="FILE")] = None
+    nats_ca: Annotated[str | None, Option("Certificates for tls://.", metavar="FILE")] = None
+    nats_prefix: Annotated[str, Option("As in the engines' settings.")] = DEFAULT_PREFIX
 
     def load_keys(self) -> Keys | None:
         """Raises ConfigError where there is a file that is none."""

@@ -14,17 +14,19 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
+from vllm_pd.options import Option
 from vllm_pd.ports import require_free, take_free
 
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 BROKER = (sys.executable, "-m", "vllm_pd.cli", "broker")
 ROUTER = (sys.executable, "-m", "vllm_pd.cli", "router")
 HOST = "127.0.0.1"
+STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 OURS = {"--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
 ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
@@ -33,14 +35,18 @@ ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 class UpOptions:
     """The command line of `vllm-pd up`. `pd` holds settings of PDConfig, `serve_args` goes to every `vllm serve`; with
     `router`, one stands at `port` and the engines take the next ports."""
-    model: str
-    prefill: int
-    decode: int
-    port: int = 8000
-    broker_port: int = 0
-    pd: Mapping[str, Any] = field(default_factory=dict)
-    serve_args: Sequence[str] = ()
-    router: bool = False
+    model: Annotated[str, Option("The model, as `vllm serve` takes it.", argument=True)]
+    prefill: Annotated[int, Option("How many prefill engines.")] = 1
+    decode: Annotated[int, Option("How many decode engines.")] = 1
+    port: Annotated[int, Option("Port of the router, where there is one, else of the first engine; the decode engines "
+                                "come first, the others take the next ports.")] = 8000
+    broker_port: Annotated[int, Option("Port of the broker; 0 takes a free one.")] = 0
+    pd: Annotated[Mapping[str, Any], Option(
+        "A setting of every engine, like max_local_prefill_tokens=500; may be repeated.", metavar="KEY=VALUE",
+        parse=lambda texts: dict(map(parse_setting, texts)))] = field(default_factory=dict)
+    serve_args: Annotated[Sequence[str], Option("What follows -- goes to every `vllm serve`.", metavar="[-- ARGS...]",
+                                                argument=True)] = ()
+    router: Annotated[bool, Option("Start a router in front of the decode engines.")] = False
 
 
 @dataclass(frozen=True)

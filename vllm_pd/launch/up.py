@@ -22,14 +22,13 @@ from pathlib import Path
 from vllm_pd.admin.client import is_healthy
 from vllm_pd.errors import PDError
 from vllm_pd.launch.child import Child, Exited, Say, say_aloud
-from vllm_pd.launch.plan import HOST, ROLE_NAMES, EnginePlan, FleetPlan
+from vllm_pd.launch.plan import HOST, ROLE_NAMES, STOP_TIMEOUT_S, EnginePlan, FleetPlan
 
 STARTING_AT_ONCE = 2
 CHECK_PERIOD_S = 0.25
 BROKER_START_S = 30.0
 BROKER_STOP_S = 3.0
 ROUTER_START_S = 60.0
-STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
