@@ -142,11 +142,11 @@ def role(engine: Engine, role: Annotated[str, typer.Argument(help="kv_both, kv_p
 @takes_settings
 def status(broker: OfBroker, access: Access, engine: MaybeEngine = None) -> None:
     """Ask an engine what it is doing; without ENGINE, list those that are registered."""
-    from vllm_pd.admin.members import take_census
+    from vllm_pd.admin.members import list_members
     from vllm_pd.admin.orders import Operator, describe, find_engine, introduce
     from vllm_pd.core.messages import Status
     if engine is None:
-        typer.echo("\n".join(map(introduce, take_census(broker, access=access).members)) or "no engine is registered")
+        typer.echo("\n".join(map(introduce, list_members(broker, access=access).members)) or "no engine is registered")
         return
     with Operator(find_engine(engine, broker, access), access) as operator:
         typer.echo("\n".join(describe(operator.tell(Status()))))

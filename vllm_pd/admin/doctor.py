@@ -19,7 +19,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from vllm_pd.admin.members import Access, Census, take_census
+from vllm_pd.admin.members import Access, MemberList, list_members
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.ports import is_free
 
@@ -144,7 +144,7 @@ def check_port(port: int) -> Iterator[Finding]:
 def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
     """The broker answers, and its engines fit each other."""
     try:
-        census = take_census(broker, access=access)
+        listed = list_members(broker, access=access)
     except ConfigError as error:
         yield Finding("broker", f"{error.key}={error.value} can't be used", error.cure)
         return
@@ -152,14 +152,14 @@ def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
         yield Finding("broker", str(error), "start a nats-server with JetStream there, and an engine"
                       if broker.startswith(("nats:", "tls:")) else f"start it: vllm-pd broker --bind {broker}")
         return
-    yield Finding("broker", f"{broker} answers; {census.queue_length} jobs wait")
-    yield from judge_peers(census)
+    yield Finding("broker", f"{broker} answers; {listed.queue_length} jobs wait")
+    yield from judge_peers(listed)
 
 
-def judge_peers(census: Census) -> Iterator[Finding]:
+def judge_peers(listed: MemberList) -> Iterator[Finding]:
     """Each engine with those that it can work with, or with the first value that differs."""
-    decodes = [member for member in census.members if member.role.decodes]
-    prefills = [member for member in census.members if member.role.prefills]
+    decodes = [member for member in listed.members if member.role.decodes]
+    prefills = [member for member in listed.members if member.role.prefills]
     for name, found, kv_role in (("decode", decodes, "kv_consumer"), ("prefill", prefills, "kv_producer")):
         if not found:
             yield Finding("peers", f"no {name} engine is there",

@@ -19,7 +19,7 @@ TTL_S = next(key.default for key in PDConfig.settings() if key.name == "ttl_s")
 
 
 @dataclass(frozen=True)
-class Census:
+class MemberList:
     """Who is registered at a broker, and how many jobs wait there."""
     members: tuple[Member, ...]
     queue_length: int
@@ -49,7 +49,8 @@ class Access:
         return NatsAddress.of(url, self.nats_prefix, self.nats_credentials, self.nats_ca)
 
 
-def take_census(broker: str, timeout_s: float = 5.0, access: Access | None = None, key: str = "--broker") -> Census:
+def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = None,
+                 key: str = "--broker") -> MemberList:
     """Raises ConfigError, naming `key`, for an address that is none, ControlError where nobody answers in time,
     PeerMismatch where the broker speaks another protocol."""
     access = access or Access()
@@ -59,13 +60,13 @@ def take_census(broker: str, timeout_s: float = 5.0, access: Access | None = Non
         except ImportError as error:
             raise ConfigError(key, broker, f"{error}; pip install 'nats-py[nkeys]'") from error
         members, queue_length = take_nats_census(access.nats(key, broker), TTL_S, timeout_s)
-        return Census(tuple(members), queue_length)
+        return MemberList(tuple(members), queue_length)
     keys = access.load_keys()
     host, port = parse_endpoint(key, broker, keyed=keys is not None)
     return _ask(f"tcp://{host}:{port}", keys, timeout_s)
 
 
-def _ask(broker: str, keys: Keys | None, timeout_s: float) -> Census:
+def _ask(broker: str, keys: Keys | None, timeout_s: float) -> MemberList:
     deadline = time.monotonic() + timeout_s
     with Call("broker", broker, keys, only_connected=True) as call:
         if not call.say(messages.Census(), deadline):
@@ -74,5 +75,5 @@ def _ask(broker: str, keys: Keys | None, timeout_s: float) -> Census:
             if isinstance(message, Refused):
                 raise PeerMismatch(message.key, str(PROTOCOL), message.ours)
             if isinstance(message, Peers):
-                return Census(tuple(message.members), message.queue_length)
+                return MemberList(tuple(message.members), message.queue_length)
     raise ControlError(f"what listens at {broker} does not answer")

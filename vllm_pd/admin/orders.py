@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from vllm_pd.admin.members import Access, take_census
+from vllm_pd.admin.members import Access, list_members
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.rpc.call import Call
@@ -12,21 +12,21 @@ POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Target:
+class EngineAddress:
     """Where an engine listens for orders, and who it is, if that is known."""
     address: str
     incarnation: str | None = None
 
 
-def find_engine(engine: str, broker: str, access: Access, timeout_s: float = 5.0) -> Target:
+def find_engine(engine: str, broker: str, access: Access, timeout_s: float = 5.0) -> EngineAddress:
     """The registered engine whose incarnation begins so; an address is taken as it is, for an engine that has drained
-    is registered no more. Raises ConfigError where it is none or not the only one, and what `take_census` does."""
+    is registered no more. Raises ConfigError where it is none or not the only one, and what `list_members` does."""
     if engine.startswith("tcp://"):
-        return Target(engine)
-    members = take_census(broker, timeout_s, access).members
+        return EngineAddress(engine)
+    members = list_members(broker, timeout_s, access).members
     found = [member for member in members if engine and member.incarnation.startswith(engine)]
     if len(found) == 1:
-        return Target(found[0].address, found[0].incarnation)
+        return EngineAddress(found[0].address, found[0].incarnation)
     listed = ", ".join(map(introduce, found or members))
     raise ConfigError("ENGINE", engine, f"{'more than one begins so' if found else 'no such engine is registered'}: "
                       f"write one of {listed or 'those that you start; there is none now'}")
@@ -41,7 +41,7 @@ def introduce(member: m.Member) -> str:
 class Operator:
     """A connection to one engine. Also a context manager."""
 
-    def __init__(self, target: Target, access: Access):
+    def __init__(self, target: EngineAddress, access: Access):
         self.target = target
         self._call = Call("engine", target.address, access.load_keys(), only_connected=False)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits for the clients of an HTTP server that uvicorn runs: how much each may send, and how long it may take.
 
-uvicorn's protocol upon httptools keeps whatever a header holds, and waits for ever for its end, for the rest of a body
-and for a client that does not read. `Connection` is that protocol with bounds. `Edge` is what all connections of a
-server share; uvicorn gets its `connect` as `http`. One timer, which runs while there are connections, ends those that
-are over a limit. Where there are too many connections, those that have no whole request are ended first.
+uvicorn's protocol upon httptools keeps a header of any size. It waits without a limit for the end of a header, for the
+rest of a body, and for a client that does not read. `ClientConnection` is that protocol with limits. All connections of
+a server share one `Edge`, whose `connect` uvicorn gets as `http`. One timer, which runs while there are connections,
+ends those that are over a limit. Where there are too many connections, those without a whole request are ended first.
 """
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Edge:
         self.count = count
         self.ending = False  # whether each answer is the last on its connection
         self._spared = frozenset(spared)
-        self._open: set[Connection] = set()
+        self._open: set[ClientConnection] = set()
         self._sweeping: asyncio.TimerHandle | None = None
         self._packed_until_s = 0.0
         self._times = {_Wait.SILENT: (limits.head_s, "head_time"), _Wait.HEAD: (limits.head_s, "head_time"),
@@ -87,11 +87,11 @@ class Edge:
     def __len__(self) -> int:
         return len(self._open)
 
-    def connect(self, **given: Any) -> Connection:
+    def connect(self, **given: Any) -> ClientConnection:
         """For uvicorn: the protocol of a new connection."""
-        return Connection(self, **given)
+        return ClientConnection(self, **given)
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: ClientConnection) -> None:
         """A client has come."""
         self._open.add(connection)
         if self._sweeping is None:
@@ -103,7 +103,7 @@ class Edge:
                 self.count("full")
                 connection.transport.abort()
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: ClientConnection) -> None:
         """It has gone."""
         self._open.discard(connection)
 
@@ -117,7 +117,7 @@ class Edge:
         for connection in list(self._open):
             connection.transport.abort()
 
-    def _make_room(self, newest: Connection) -> None:
+    def _make_room(self, newest: ClientConnection) -> None:
         now_s = newest.loop.time()
         if now_s < self._packed_until_s:
             return
@@ -155,7 +155,7 @@ class Edge:
                     one.transport.abort()
 
 
-class Connection(HttpToolsProtocol):
+class ClientConnection(HttpToolsProtocol):
     """One client's. uvicorn and httptools call what has no docstring."""
 
     def __init__(self, edge: Edge, **given: Any) -> None:

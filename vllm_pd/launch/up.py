@@ -37,7 +37,7 @@ class StartError(PDError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class SignalReceived:
     """A signal told us to end."""
     number: int
 
@@ -54,7 +54,7 @@ class Fleet:
         self._stop_timeout_s = stop_timeout_s
         self._stop_on_death = stop_on_death
         self._say_as = say
-        self._events: queue.SimpleQueue[Asked | Exited] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[SignalReceived | Exited] = queue.SimpleQueue()
         self._broker = Child("broker", plan.broker_command, say=say)
         self._engines = {engine: Child(engine.name, engine.command, env=engine.env, cores=engine.cores, say=say)
                          for engine in plan.engines}
@@ -154,7 +154,7 @@ class Fleet:
     def _watch(self) -> None:
         while True:
             event = self._events.get()
-            if isinstance(event, Asked):
+            if isinstance(event, SignalReceived):
                 raise KeyboardInterrupt
             self._report(event)
             if self._stop_on_death or not any(child.alive for child in self._engines.values()):
@@ -181,7 +181,7 @@ class Fleet:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return
-        if isinstance(event, Asked):
+        if isinstance(event, SignalReceived):
             raise KeyboardInterrupt
         self._report(event)
         raise StartError(f"{event.child.name} ended while the engines were starting")
@@ -204,7 +204,7 @@ class Fleet:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 event = None
-            patient = not isinstance(event, Asked)
+            patient = not isinstance(event, SignalReceived)
             if event is None or not patient:
                 break
         for child in children:
@@ -215,7 +215,7 @@ class Fleet:
         return patient
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._events.put(Asked(number))
+        self._events.put(SignalReceived(number))
 
     def _say(self, text: str) -> None:
         self._say_as("up", text)
