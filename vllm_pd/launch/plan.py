@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-pd up` is going to start: a broker, N + M engines, perhaps a router, as commands. Nothing is started here.
+"""The plan of `vllm-pd up`: the commands of a broker, the engines and perhaps a router. Nothing is started here.
 
-The plan is made and checked as a whole first, because an engine needs half a minute to find out that its port is
+The whole plan is checked before anything starts, because an engine needs half a minute to find out that its port is
 taken or that a setting is misspelt.
 """
 
@@ -27,14 +27,15 @@ BROKER = (sys.executable, "-m", "vllm_pd.cli", "broker")
 ROUTER = (sys.executable, "-m", "vllm_pd.cli", "router")
 HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
-OURS = {"--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
+OWN_FLAGS = {  # of `vllm serve`, which `up` sets itself, and what to use instead
+    "--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
 ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 
 @dataclass(frozen=True)
 class UpOptions:
-    """The command line of `vllm-pd up`. `pd` holds settings of PDConfig, `serve_args` goes to every `vllm serve`; with
-    `router`, one stands at `port` and the engines take the next ports."""
+    """The command line of `vllm-pd up`. `pd` holds settings of PDConfig, `serve_args` goes to every `vllm serve`. With
+    `router`, the router listens at `port` and the engines take the next ports."""
     model: Annotated[str, Option("The model, as `vllm serve` takes it.", argument=True)]
     prefill: Annotated[int, Option("How many prefill engines.")] = 1
     decode: Annotated[int, Option("How many decode engines.")] = 1
@@ -51,7 +52,7 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """What stands in front."""
+    """The router of a plan."""
     port: int
     command: tuple[str, ...]
     env: Mapping[str, str]
@@ -63,7 +64,7 @@ class RouterPlan:
 
 @dataclass(frozen=True, eq=False)
 class EnginePlan:
-    """One `vllm serve`. `cores` is empty where the engine is not pinned."""
+    """One `vllm serve`. `cores` is empty where the engine is not pinned to any."""
     name: str
     role: Role
     port: int
@@ -78,7 +79,7 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """Everything that `up` starts; the decode engines come first, for they are what clients talk to."""
+    """Everything that `up` starts. The decode engines come first, as clients talk to them."""
     broker_port: int
     broker_command: tuple[str, ...]
     engines: tuple[EnginePlan, ...]
@@ -91,9 +92,10 @@ class FleetPlan:
 
 def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str] = SERVE,
                broker: Sequence[str] = BROKER, router: Sequence[str] = ROUTER) -> FleetPlan:
-    """The plan for `options`, the engines pinned to shares of `cores` where each can have one.
+    """The plan for `options`. Each engine is pinned to its share of `cores`, unless there are fewer cores than engines.
+    `serve`, `broker` and `router` are the beginnings of the commands.
 
-    Raises ConfigError, before anything is started, for impossible options, settings and ports.
+    Raises ConfigError for invalid options and settings, and for ports that are in use.
     """
     for key, value in (("--prefill", options.prefill), ("--decode", options.decode)):
         if value < 1:
@@ -150,7 +152,7 @@ def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:
 
 
 def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """`count` disjoint shares of `cores`, as even as they go; empty ones where there are fewer cores than engines."""
+    """`count` disjoint shares of `cores`, as equal as possible; all empty where there are fewer cores than shares."""
     if len(cores) < count:
         return [()] * count
     ordered = sorted(cores)
@@ -159,7 +161,7 @@ def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 
 def engines_run_on_cpu() -> bool:
-    """Whether the installed vllm is the CPU one; engines on accelerators are not pinned."""
+    """Whether the installed vllm is built for the CPU. Engines on accelerators are not pinned."""
     try:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -167,7 +169,8 @@ def engines_run_on_cpu() -> bool:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`key=value` of --pd. The value is read as JSON where it is JSON, else as it stands."""
+    """(key, value) of one `--pd KEY=VALUE`. The value is parsed as JSON if it is JSON, else it is a string. Raises
+    ConfigError."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError("--pd", text, "write it as key=value, like lease_s=30")
@@ -178,7 +181,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """What was written after a flag, or behind its `=`; the last one counts."""
+    """The value of a flag in a command line, `--flag VALUE` or `--flag=VALUE`; the last one counts."""
     value = None
     for number, argument in enumerate(arguments):
         name, equals, behind = argument.partition("=")
@@ -188,20 +191,21 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def _events_config() -> str:
-    """Events over a socket of the file system, as all are on one machine."""
+    """The value of --kv-events-config: over a Unix socket, as all processes are on one machine."""
     path = os.path.join(tempfile.gettempdir(), f"vllm-pd-events-{uuid.uuid4().hex}")
     return json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{path}"})
 
 
 def _refuse_ours(serve_args: Sequence[str]) -> None:
     for argument in serve_args:
-        flag: str | None = OURS.get(argument.partition("=")[0].replace("_", "-"))
+        flag: str | None = OWN_FLAGS.get(argument.partition("=")[0].replace("_", "-"))
         if flag is not None:
             raise ConfigError(f"-- {argument}", None, f"`up` sets this for each engine: use {flag}")
 
 
 def _omp_env(share: Sequence[int], *, crowded: bool) -> dict[str, str]:
-    """Threads that wait for each other must not share cores: an engine without cores of its own gets one thread."""
+    """The environment of an engine's OpenMP threads. They wait for each other, so they must not share cores: an engine
+    without cores of its own gets one thread."""
     if crowded:
         return {"VLLM_CPU_OMP_THREADS_BIND": "all", "OMP_NUM_THREADS": "1"}
     if not share:
