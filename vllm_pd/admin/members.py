@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking a broker who is there, from outside."""
+"""Listing the engines that are registered at a broker."""
 
 import time
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ TTL_S = next(key.default for key in PDConfig.settings() if key.name == "ttl_s")
 
 @dataclass(frozen=True)
 class MemberList:
-    """Who is registered at a broker, and how many jobs wait there."""
+    """The engines that are registered at a broker, and the number of jobs in its queue."""
     members: tuple[Member, ...]
     queue_length: int
 
 
 @dataclass(frozen=True)
 class Access:
-    """What a command needs to be let in: files, as an engine's settings of these names have them."""
+    """The files with which a command is admitted to brokers and engines, as in the engines' settings of these names."""
     keys: Annotated[str | None, Option("The cluster's key, as `vllm-pd keys` made it; needed beyond the loopback.",
                                        metavar="FILE")] = None
     nats_credentials: Annotated[str | None, Option("The NATS user's file.", metavar="FILE")] = None
@@ -35,11 +35,11 @@ class Access:
     nats_prefix: Annotated[str, Option("As in the engines' settings.")] = DEFAULT_PREFIX
 
     def load_keys(self) -> Keys | None:
-        """Raises ConfigError where there is a file that is none."""
+        """The cluster's key; None without a file. Raises ConfigError for an invalid file."""
         return None if self.keys is None else Keys.load(self.keys, "--keys")
 
     def nats(self, key: str, broker: str) -> NatsAddress:
-        """Raises ConfigError, naming `key`, where the address or a file can't be used."""
+        """The NATS address `broker`, given as option `key`. Raises ConfigError for an invalid address or file."""
         if self.nats_credentials is not None:
             check_credentials("--nats-credentials", self.nats_credentials)
         if self.nats_ca is not None:
@@ -51,8 +51,8 @@ class Access:
 
 def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = None,
                  key: str = "--broker") -> MemberList:
-    """Raises ConfigError, naming `key`, for an address that is none, ControlError where nobody answers in time,
-    PeerMismatch where the broker speaks another protocol."""
+    """Ask the broker for its engines. Raises ConfigError, naming `key`, for an invalid address, ControlError without an
+    answer in time, PeerMismatch where the broker has another protocol version."""
     access = access or Access()
     if NatsAddress.is_url(broker):
         try:
@@ -70,7 +70,7 @@ def _ask(broker: str, keys: Keys | None, timeout_s: float) -> MemberList:
     deadline = time.monotonic() + timeout_s
     with Call("broker", broker, keys, only_connected=True) as call:
         if not call.say(messages.Census(), deadline):
-            raise ControlError(f"nobody listens at {broker} who speaks to us: no broker, or one with another key")
+            raise ControlError(f"no broker answers at {broker}: there is none, or it has another key")
         for _, message in call.answers(deadline):
             if isinstance(message, Refused):
                 raise PeerMismatch(message.key, str(PROTOCOL), message.ours)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading an engine's /metrics page: one snapshot, sums over labels, differences between two snapshots."""
+"""Reading a server's /metrics page: samples, sums over labels, and differences between two readings."""
 
 import time
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 
 @dataclass(frozen=True)
 class MetricsSnapshot:
-    """Every sample of one page, by sample name and labels."""
+    """All samples of one page, by sample name and labels."""
     samples: dict[Key, float]
 
     def value(self, name: str, **labels: str) -> float:
@@ -54,11 +54,8 @@ def scrape(url: str, timeout_s: float = 10.0) -> MetricsSnapshot:
 
 
 def scrape_after_request(url: str, before: MetricsSnapshot, timeout_s: float = 12.0) -> MetricsSnapshot:
-    """The page of a decode engine after the one request since `before`, once everything is counted for it.
-
-    An engine counts some things a little after the client has heard of them. What is missing after `timeout_s` will
-    not come.
-    """
+    """The page of a decode engine when everything about the one request since `before` is counted, or after
+    `timeout_s`. An engine counts some of it shortly after the client has its answer."""
     deadline = time.monotonic() + timeout_s
     while True:
         after = scrape(url)
