@@ -91,9 +91,9 @@ class HandoverFamilies(FamilyCollector):
 
 
 class PDMetrics:
-    """The figures of one engine. Created and used by the engine binding, from the thread of the step loop.
+    """The figures of one engine. Created and used by the engine binding, in the thread of the step loop.
 
-    Gauges are attributes and take `.set(blocks)`; nothing here raises for a label value that it has not seen before.
+    Gauges are attributes with `.set(blocks)`. No method raises for a new label value.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -116,47 +116,47 @@ class PDMetrics:
             families.prefix_reads.labels(model_name, outcome)
 
     def degraded(self, reason: str | None) -> None:
-        """Why the engine can't do its part (see `control.degraded.Cause`); None where it can."""
+        """Set why the engine is degraded (a value of `control.degraded.Cause`); None where it is not."""
         for cause in Cause:
             self._families.degraded.labels(self._model_name, cause.value).set(cause.value == reason)
 
     def standing(self, role: str, draining: bool, control_dead: bool) -> None:
-        """The engine acts in this role now, takes new work or not, and has lost its control thread or not."""
+        """Set the engine's present role, whether it drains, and whether its control thread has ended."""
         for one in ROLES:
             self._families.role.labels(self._model_name, one).set(one == role)
         self._families.draining.labels(self._model_name).set(draining)
         self._families.control_dead.labels(self._model_name).set(control_dead)
 
     def decision(self, decision: str, reason: str) -> None:
-        """One prompt's final decision: `decision` is "remote" or "local", `reason` a value of the policy's Reason."""
+        """Count one prompt's final decision, "remote" or "local". `reason` is a value of `core.policy.Reason`."""
         self._families.decisions.labels(self._model_name, decision, reason).inc()
 
     def attempt(self, outcome: str) -> None:
-        """One attempt has ended: done, failed, cancelled or expired."""
+        """Count one attempt that has ended. `outcome` is one of OUTCOMES."""
         self._families.attempts.labels(self._model_name, outcome).inc()
 
     def handover(self, stage: str, seconds: float) -> None:
-        """One stage (see STAGES) of one hand-over took this long."""
+        """Record the duration of one stage (see STAGES) of one hand-over."""
         self._handover[stage].observe(seconds)
 
     def parked(self, seconds: float) -> None:
-        """A request whose KV has come was parked for so long."""
+        """Record for how long a request was parked whose KV has arrived."""
         self._parked.observe(seconds)
 
     def transfer_bytes(self, count: int) -> None:
-        """So many bytes of KV have landed."""
+        """Count the KV bytes of a hand-over that is done."""
         self._transfer_bytes.inc(count)
 
     def job(self, tokens: int) -> None:
-        """A peer's prompt of so many tokens has been prefilled."""
+        """Count a peer's prompt of so many tokens that was prefilled here."""
         self._jobs.inc()
         self._job_tokens.inc(tokens)
 
     def prefix_read(self, outcome: str, count: int) -> None:
-        """One prefix read has ended (see READ_OUTCOMES), with so many bytes that are of use."""
+        """Count one prefix read that has ended (see READ_OUTCOMES), and its bytes that are used."""
         self._families.prefix_reads.labels(self._model_name, outcome).inc()
         self._prefix_read_bytes.inc(count)
 
     def frames_dropped(self, kind: str, count: int = 1) -> None:
-        """So many control messages were refused as malformed, late or meant for another life of the engine."""
+        """Count control messages that changed nothing. docs/operations.md lists the kinds."""
         self._families.frames_dropped.labels(self._model_name, kind).inc(count)
