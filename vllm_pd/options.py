@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line options that come from the fields of settings classes.
+"""Command line options from the fields of settings classes.
 
-A settings class is a dataclass or a msgspec.Struct. A field is an option where it is annotated with an `Option`, and a
-group of options where its type is a settings class. Name, type and default are the field's; fields without either are
-no options. `takes_settings` gives them to a typer command.
+A settings class is a dataclass or a msgspec.Struct. A field that is annotated with an `Option` is an option of the
+command line, with the field's name, type and default. A field whose type is itself a settings class stands for the
+options of that class. All other fields are not on the command line. `takes_settings` makes a typer command of a
+function that takes such classes.
 """
 import dataclasses
 import inspect
@@ -14,14 +15,14 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 
 import msgspec
 
-_REPEATED = (tuple, Sequence, Mapping)  # what an option that may be repeated becomes
+_REPEATED = (tuple, Sequence, Mapping)  # types of fields whose option may be repeated
 
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is written on the command line. `flag`: where that is not the field's name; `metavar`: what `--help`
-    shows for the value; `argument`: whether it is written without a flag; `parse` makes the field's value of what was
-    written, of the list where the option may be repeated."""
+    """How a field is written on the command line. `flag`: where it is not named as the field; `metavar`: what `--help`
+    shows for the value; `argument`: whether it is written without a flag; `parse` makes the field's value of the value
+    that was written, or of the tuple of all values where the option may be repeated."""
     help: str
     flag: str | None = None
     metavar: str | None = None
@@ -38,23 +39,24 @@ class _Field(NamedTuple):
 
     @property
     def repeated(self) -> bool:
+        """Whether the option may be given more than once."""
         return get_origin(self.kind) in _REPEATED
 
     def hint(self) -> Any:
-        """The annotation by which typer knows the option."""
+        """The option as an annotation for typer."""
         import typer
         kind = self.kind
         if self.repeated:
             kind = list[str] | None
         elif isinstance(kind, type) and issubclass(kind, Enum):
-            kind = str  # checked with all other settings, whose errors name the cure
+            kind = str  # the settings check it themselves, and their error names the cure
         if self.option.argument:
             return Annotated[kind, typer.Argument(metavar=self.option.metavar, help=self.option.help)]
         flag = self.option.flag or f"--{self.name.replace('_', '-')}"
         return Annotated[kind, typer.Option(flag, metavar=self.option.metavar, help=self.option.help)]
 
     def parameter(self) -> inspect.Parameter:
-        """The parameter by which typer knows the option."""
+        """The option as a parameter for typer."""
         default = self.default.value if isinstance(self.default, Enum) else None if self.repeated else self.default
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=self.hint())
 
@@ -69,8 +71,8 @@ class _Field(NamedTuple):
 
 
 def takes_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` for typer. Each of its parameters whose type is a settings class gives way to the options of that
-    class, and is called with an object made of them."""
+    """A function for typer that calls `command`. Each parameter of `command` whose type is a settings class is replaced
+    by the options of that class; `command` gets an object that is made of their values."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
@@ -98,7 +100,7 @@ def _is_settings(kind: Any) -> bool:
 
 
 def _fields(settings: type) -> Iterator[_Field]:
-    """Those that are options or groups of options."""
+    """The fields that are options or groups of options."""
     struct = issubclass(settings, msgspec.Struct)
     defaults = {field.name: field.default for field in
                 (msgspec.structs.fields(settings) if struct else dataclasses.fields(settings))}

@@ -12,7 +12,7 @@ from vllm_pd.events import notice
 from vllm_pd.frontend import routes
 from vllm_pd.frontend.access import key_of
 from vllm_pd.frontend.drain import DrainMiddleware, ServerDrain
-from vllm_pd.frontend.edge import bound_headers
+from vllm_pd.frontend.edge import limit_headers
 
 if TYPE_CHECKING:
     import uvicorn
@@ -41,7 +41,7 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
     app.add_middleware(DrainMiddleware, drain=drain)
     app.add_middleware(routes.GenerateMiddleware, key=key)
     app.add_middleware(routes.RoutesMiddleware, routes=routes.operator_routes(drain, key), prefix=routes.PREFIX)
-    bound_headers(server.config)
+    limit_headers(server.config)
     return drain.on_sigterm
 
 

@@ -59,6 +59,7 @@ class RouterPlan:
 
     @property
     def url(self) -> str:
+        """Its base URL."""
         return f"http://{HOST}:{self.port}"
 
 
@@ -74,6 +75,7 @@ class EnginePlan:
 
     @property
     def url(self) -> str:
+        """Its base URL."""
         return f"http://{HOST}:{self.port}"
 
 
@@ -87,6 +89,7 @@ class FleetPlan:
 
     @property
     def broker_url(self) -> str:
+        """The broker's address, as engines need it."""
         return f"tcp://{HOST}:{self.broker_port}"
 
 
