@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-pd` command: the broker, the router, a whole fleet on one machine, orders to engines, a check-up, benches.
+"""The `vllm-pd` command.
 
 Options that are settings come from the settings' classes (`vllm_pd.options`). Whatever else a command needs it imports
 by itself, so that the broker starts without an HTTP client and `--help` without an engine.
@@ -30,7 +30,7 @@ app.add_typer(bench_app, name="bench")
 Bind = Annotated[str, typer.Option(help="Where to listen: tcp://127.0.0.1:PORT.")]
 StateFile = Annotated[Path | None, typer.Option(help="Where to write the addresses and process ids as JSON, "
                                                         "once all engines are healthy.")]
-ENGINE_HELP = "The beginning of its incarnation, or its control address, as `vllm-pd status` without it shows them."
+ENGINE_HELP = "The beginning of its incarnation, or its control address; `vllm-pd status` without it lists both."
 Engine = Annotated[str, typer.Argument(help=ENGINE_HELP)]
 MaybeEngine = Annotated[str | None, typer.Argument(help=ENGINE_HELP)]
 OfBroker = Annotated[str, typer.Option("--broker", help="The broker where it is registered.")]
@@ -39,7 +39,7 @@ Urls = Annotated[list[str], typer.Option(help="Its base URL, like http://127.0.0
 
 @app.command()
 def broker(bind: Bind = "tcp://127.0.0.1:5700",
-           ttl_s: Annotated[float, typer.Option(help="Forget an engine that is silent for this long.")] = TTL_S,
+           ttl_s: Annotated[float, typer.Option(help="Forget an engine that has sent nothing for this long.")] = TTL_S,
            keys: option_hint(Access, "keys") = None) -> None:
     """Run the broker: the queue of prefill jobs and the list of engines. Ctrl-C ends it."""
     from vllm_pd.broker.server import Broker
@@ -61,7 +61,7 @@ def broker(bind: Bind = "tcp://127.0.0.1:5700",
 @app.command()
 def keys(path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="What to write, or where. Nothing is ever "
                                                                          "overwritten.")]) -> None:
-    """Make the key of a cluster: a file that all its brokers and engines share."""
+    """Make the key of a cluster, a file that all its brokers and engines share."""
     from vllm_pd.rpc.keys import Keys
     file = Keys.make(path)
     typer.echo(f"{file}: copy it to every machine of the cluster, for its owner alone to read (mode 0600); then\n"
@@ -91,7 +91,7 @@ def up(options: UpOptions, state: StateFile = None,
 @app.command()
 @takes_settings
 def router(options: RouterOptions, policy: PolicyConfig) -> None:
-    """Stand before several engines: each request goes to the one that holds most of its prompt and has least to do."""
+    """Run a router: each request goes to the engine that has most of its prompt cached and least to do."""
     from vllm_pd.router.server import serve
     serve(options, policy)
 
@@ -99,10 +99,10 @@ def router(options: RouterOptions, policy: PolicyConfig) -> None:
 @app.command()
 @takes_settings
 def doctor(access: Access,
-           broker: Annotated[str | None, typer.Option(help="Also ask this broker for its engines.")] = None,
-           port: Annotated[list[int] | None, typer.Option(help="Also try whether this port is free; 5700 and "
+           broker: Annotated[str | None, typer.Option(help="Also check this broker and its engines.")] = None,
+           port: Annotated[list[int] | None, typer.Option(help="Also check whether this port is free; 5700 and "
                                                               "8000 where no --broker is given.")] = None) -> None:
-    """Check the installation, NIXL, the ports and the engines; say what to do about each fault."""
+    """Check the installation, NIXL, ports and engines, and say how to repair each fault."""
     from vllm_pd.admin.doctor import examine
     findings = examine(broker, port or ([] if broker else [5700, 8000]), access)
     for finding in findings:
@@ -115,7 +115,7 @@ def doctor(access: Access,
 def drain(engine: Engine, broker: OfBroker, access: Access,
           timeout_s: Annotated[float, typer.Option(help="How long to wait until nothing is open there.")] = 300.0
           ) -> None:
-    """Have an engine take nothing new, finish what is open and leave; it can be stopped then without harm."""
+    """Make an engine accept nothing new, finish what is open and leave. It can then be stopped without harm."""
     from vllm_pd.admin.orders import Operator, describe, find_engine, is_drained
     with Operator(find_engine(engine, broker, access), access) as operator:
         reply = operator.drain(timeout_s)
@@ -127,7 +127,7 @@ def drain(engine: Engine, broker: OfBroker, access: Access,
 @takes_settings
 def role(engine: Engine, role: Annotated[str, typer.Argument(help="kv_both, kv_producer or kv_consumer.")],
          broker: OfBroker, access: Access) -> None:
-    """Have a kv_both engine act as only one of both, or as both again. What is open is finished."""
+    """Make a kv_both engine act as only one of both, or as both again. It finishes what is open."""
     from vllm_pd.admin.orders import Operator, describe, find_engine
     from vllm_pd.config import KV_ROLES
     from vllm_pd.core.messages import SetRole
@@ -141,7 +141,7 @@ def role(engine: Engine, role: Annotated[str, typer.Argument(help="kv_both, kv_p
 @app.command()
 @takes_settings
 def status(broker: OfBroker, access: Access, engine: MaybeEngine = None) -> None:
-    """Ask an engine what it is doing; without ENGINE, list those that are registered."""
+    """Show the status of an engine; without ENGINE, list the registered engines."""
     from vllm_pd.admin.members import list_members
     from vllm_pd.admin.orders import Operator, describe, find_engine, introduce
     from vllm_pd.core.messages import Status

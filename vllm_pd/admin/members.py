@@ -28,11 +28,11 @@ class MemberList:
 @dataclass(frozen=True)
 class Access:
     """The files with which a command is admitted to brokers and engines, as in the engines' settings of these names."""
-    keys: Annotated[str | None, Option("The cluster's key, as `vllm-pd keys` made it; needed beyond the loopback.",
+    keys: Annotated[str | None, Option("The cluster's key, made by `vllm-pd keys`; needed beyond the loopback.",
                                        metavar="FILE")] = None
     nats_credentials: Annotated[str | None, Option("The NATS user's file.", metavar="FILE")] = None
-    nats_ca: Annotated[str | None, Option("Certificates for tls://.", metavar="FILE")] = None
-    nats_prefix: Annotated[str, Option("As in the engines' settings.")] = DEFAULT_PREFIX
+    nats_ca: Annotated[str | None, Option("Certificates to check a tls:// server with.", metavar="FILE")] = None
+    nats_prefix: Annotated[str, Option("As nats_prefix in the engines' settings.")] = DEFAULT_PREFIX
 
     def load_keys(self) -> Keys | None:
         """The cluster's key; None without a file. Raises ConfigError for an invalid file."""

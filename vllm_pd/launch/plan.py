@@ -39,8 +39,8 @@ class UpOptions:
     model: Annotated[str, Option("The model, as `vllm serve` takes it.", argument=True)]
     prefill: Annotated[int, Option("How many prefill engines.")] = 1
     decode: Annotated[int, Option("How many decode engines.")] = 1
-    port: Annotated[int, Option("Port of the router, where there is one, else of the first engine; the decode engines "
-                                "come first, the others take the next ports.")] = 8000
+    port: Annotated[int, Option("Port of the router, or of the first engine where there is no router. The other "
+                                "engines take the next ports, decode engines first.")] = 8000
     broker_port: Annotated[int, Option("Port of the broker; 0 takes a free one.")] = 0
     pd: Annotated[Mapping[str, Any], Option(
         "A setting of every engine, like max_local_prefill_tokens=500; may be repeated.", metavar="KEY=VALUE",

@@ -37,36 +37,35 @@ class RouterOptions:
     workers: Annotated[tuple[str, ...], Option(
         "The base URL of an engine, like http://127.0.0.1:8001; may be repeated.", flag="--worker")] = ()
     events: Annotated[tuple[str, ...], Option(
-        "Where the KV events of that engine are, if it can't be asked (no /pd/events, as with a stock vLLM); may be "
-        "repeated, also for each data-parallel rank.", flag="--worker-events", metavar="URL=EVENTS[,REPLAY]")] = ()
+        "Where the KV events of that engine are, if it has no /pd/events to ask, like a stock vLLM; may be repeated, "
+        "also for each data-parallel rank.", flag="--worker-events", metavar="URL=EVENTS[,REPLAY]")] = ()
     block_size: Annotated[int | None, Option(
-        "Of the KV blocks of --worker-events; default: as their events say.")] = None
-    broker: Annotated[str | None, Option("Also the decode engines that are registered at this broker.")] = None
+        "The tokens in a KV block of --worker-events; default: as the events say.")] = None
+    broker: Annotated[str | None, Option("Also use the decode engines that are registered at this broker.")] = None
     access: Access = Access()
     tokenizer: Annotated[str | None, Option(
-        "The model or folder whose tokenizer the prompts get; `none` for no overlap. Default: what the engines "
-        "serve.")] = None
-    api_key: Annotated[str | None, Option("What clients must show; default $VLLM_API_KEY.")] = None
-    worker_api_key: Annotated[str | None, Option(
-        "What the router shows to engines in place of what clients have shown.")] = None
-    max_in_flight: Annotated[int, Option("How many requests an engine may have open.")] = 1024
-    max_body_bytes: Annotated[int, Option("How long the body of a request may be.")] = 64 << 20
-    max_bodies_bytes: Annotated[int, Option(
-        "How long the bodies of all open requests may be together.")] = 1 << 30
-    max_connections: Annotated[int, Option("How many connections clients may have in all.")] = 8192
+        "The model or folder with the tokenizer for prompts; `none` for no prefix overlap. Default: the engines' "
+        "model.")] = None
+    api_key: Annotated[str | None, Option("The key that clients must send; default $VLLM_API_KEY.")] = None
+    worker_api_key: Annotated[str | None, Option("The key that the router sends to engines, not the client's.")] = None
+    max_in_flight: Annotated[int, Option("How many requests an engine may have open at a time.")] = 1024
+    max_body_bytes: Annotated[int, Option("The largest body of a request.")] = 64 << 20
+    max_bodies_bytes: Annotated[int, Option("The largest sum of the bodies of all open requests.")] = 1 << 30
+    max_connections: Annotated[int, Option("How many connections all clients together may have.")] = 8192
     unready_s: Annotated[float, Option(
-        "How long after SIGTERM requests are still taken, while /health says 503.")] = 2.0
-    grace_s: Annotated[float, Option("How long requests have then that are open.")] = 30.0
-    header_timeout_s: Annotated[float, Option("How long a client's header may take.")] = 10.0
-    body_timeout_s: Annotated[float, Option("How long a client's body may take.")] = 60.0
+        "How long requests are still accepted after SIGTERM, while /health answers 503.")] = 2.0
+    grace_s: Annotated[float, Option("How long open requests may take after that.")] = 30.0
+    header_timeout_s: Annotated[float, Option("How long a client may take to send a header.")] = 10.0
+    body_timeout_s: Annotated[float, Option("How long a client may take to send a body.")] = 60.0
     write_timeout_s: Annotated[float, Option("How long a client may read nothing of its answer.")] = 30.0
-    idle_timeout_s: Annotated[float, Option("How long a connection may stay between two requests.")] = 65.0
-    timeout_s: Annotated[float, Option("How long the first byte of an answer may take; 0 for no bound.")] = 600.0
+    idle_timeout_s: Annotated[float, Option("How long a connection may be idle between two requests.")] = 65.0
+    timeout_s: Annotated[float, Option(
+        "How long an engine may take to the first byte of an answer; 0 for no limit.")] = 600.0
     stream_timeout_s: Annotated[float, Option(
-        "How long an engine may send nothing in the middle of an answer; 0 for no bound.")] = 300.0
+        "How long an engine may send nothing in the middle of an answer; 0 for no limit.")] = 300.0
     connect_timeout_s: float = 3.0
-    probe_interval_s: Annotated[float, Option("A silent engine is probed after this long.")] = 5.0
-    probe_timeout_s: Annotated[float, Option("How long the token of a probe may take.")] = 15.0
+    probe_interval_s: Annotated[float, Option("Probe an engine that has sent nothing for this long.")] = 5.0
+    probe_timeout_s: Annotated[float, Option("How long an engine may take to generate the token of a probe.")] = 15.0
     probe_backoff_s: tuple[float, float] = (0.25, 30.0)  # first, longest
     retry_after_s: float = 1.0
     tokenize_timeout_s: float = 0.25

@@ -53,15 +53,14 @@ class PolicyConfig(msgspec.Struct, frozen=True):
     """The operator's weights, see the module; all 0 or more. `temperature` is in the unit of the score: 0 takes the
     best, and the greater it is the more often a worse one is drawn."""
     policy: Annotated[Policy, Option(
-        "kv (prefix overlap less load), round-robin, least-load or consistent-hash.",
+        "kv (prefix overlap minus load), round-robin, least-load or consistent-hash.",
         parse=lambda text: text.replace("_", "-"))] = Policy.KV
-    overlap_weight: Annotated[float, Option("What a prompt that is held in full counts, in prefills.")] = 6.0
-    waiting_weight: Annotated[float, Option("What the tokens that wait count.")] = 1.0
-    remote_weight: Annotated[float, Option("What a remote prefill under way counts.")] = 0.1
-    blocks_weight: Annotated[float, Option("What a full KV cache counts.")] = 2.0
-    open_weight: Annotated[float, Option("What a request counts that is open at an engine which does not tell its "
-                                         "load.")] = 0.5
-    temperature: Annotated[float, Option("0 takes the best score; more also draws others.")] = 0.0
+    overlap_weight: Annotated[float, Option("Weight of a completely cached prompt; 1 is a prefill of it.")] = 6.0
+    waiting_weight: Annotated[float, Option("Weight of the tokens that wait for prefill.")] = 1.0
+    remote_weight: Annotated[float, Option("Weight of each remote prefill under way.")] = 0.1
+    blocks_weight: Annotated[float, Option("Weight of the used share of the KV cache.")] = 2.0
+    open_weight: Annotated[float, Option("Weight of each open request at an engine that reports no load.")] = 0.5
+    temperature: Annotated[float, Option("0 takes the best score; the higher, the more often others.")] = 0.0
 
     def check(self) -> "PolicyConfig":
         """Itself, or a ConfigError."""
