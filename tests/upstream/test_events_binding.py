@@ -132,7 +132,8 @@ async def test_the_server_says_where_to_whom_it_may(endpoint):
     config.parallel_config = ParallelConfig(data_parallel_size=4)
     assert json.loads((await ask(middleware, key="secret"))[1])["ranks"] == 4
     assert (await ask(middleware))[0] == (await ask(middleware, key="guess"))[0] == 401
-    assert (await ask(middleware, method="POST", key="secret"))[0] == 405
+    status, body = await ask(middleware, method="POST", key="secret")
+    assert (status, json.loads(body)["message"]) == (405, "use GET or HEAD")
     assert (await ask(middleware, path="/pd/status"))[0] == 299
     assert (await ask(RoutesMiddleware(app, [events_route(config, None)], notice.PATH)))[0] == 200
 
