@@ -21,4 +21,4 @@ def route_path(scope: Scope) -> str:
 
 def error_response(status: HTTPStatus, text: str, headers: Mapping[str, str] | None = None) -> Response:
     """A response with this error as JSON."""
-    return Response(error_body(status, text), status, headers, "application/json")
+    return Response(error_body(status, text), status.value, headers, "application/json")
