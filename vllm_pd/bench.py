@@ -32,10 +32,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_pd.client import Answer, Question, ask, is_healthy, served_model
+from vllm_pd.admin.client import Answer, Question, ask, is_healthy, served_model
+from vllm_pd.admin.scrape import MetricsSnapshot, scrape, scrape_after_request
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.metrics import STAGES
-from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
 
 FORMULA = "control plane = parked - prefill - transfer; overhead = TTFT (client) - prefill - transfer - first step"
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999
@@ -119,13 +119,13 @@ def measure_handover(bench: HandoverBench) -> dict[str, Any]:
     return report(bench, samples, local)
 
 
-def went_remote(added: Snapshot) -> bool:
+def went_remote(added: MetricsSnapshot) -> bool:
     """Whether the one request between two snapshots was prefilled remotely, from decision to end."""
     return (added.value("vllm:pd_decisions_total", decision="remote") == 1
             and added.value("vllm:pd_attempts_total", outcome="done") == 1)
 
 
-def sample_of(answer: Answer, added: Snapshot, front_end_s: float) -> Sample:
+def sample_of(answer: Answer, added: MetricsSnapshot, front_end_s: float) -> Sample:
     """The sample of one request from its answer, what it has added to the decode engine's figures, and what the
     front end took of the short one that followed."""
     stages_s = {stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES}

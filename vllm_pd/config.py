@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of one engine, read once and refused early.
+"""The settings of one engine, checked before anything starts.
 
-They arrive as `kv_role` and `kv_connector_extra_config` inside `vllm serve --kv-transfer-config`. `PDConfig.parse`
-is the only way in: whatever it returns is complete and possible, so nothing behind it looks at a setting twice.
-The rules of a key stand beside its default, in the field's metadata; docs/configuration.md is checked against them.
+They come from `kv_role` and `kv_connector_extra_config` in `vllm serve --kv-transfer-config`. `PDConfig.parse` is the
+only constructor to use: what it returns is complete and valid, so no other code checks a setting again. The rule of
+each key is in the metadata of its field; a test compares docs/configuration.md with them.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_pd.addresses import EXAMPLE_BROKER, parse_endpoint, parse_nats
 from vllm_pd.core.messages import Role
 from vllm_pd.core.prefix import PrefixReads
 from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.addresses import EXAMPLE_BROKER, parse_endpoint, parse_nats
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
 
@@ -26,7 +26,8 @@ KV_ROLES = {role.value: role for role in Role}
 
 @dataclass(frozen=True)
 class Rule:
-    """What a key's value must be. `above` is exclusive, `least` and `most` are inclusive."""
+    """What a key means and which values it may have. `above` is exclusive, `least` and `most` are inclusive. `choices`
+    are all values of a key that has only a few."""
     text: str
     least: float | None = None
     above: float | None = None
@@ -34,10 +35,12 @@ class Rule:
     choices: tuple[str, ...] = ()
 
     def allows(self, value: float) -> bool:
+        """Whether a number is within the bounds."""
         return ((self.least is None or value >= self.least) and (self.above is None or value > self.above)
                 and (self.most is None or value <= self.most))
 
     def range_text(self) -> str:
+        """The bounds in words."""
         bounds = [f"{word} {bound:g}" for word, bound in (("at least", self.least), ("above", self.above),
                                                           ("at most", self.most)) if bound is not None]
         return " and ".join(bounds)
@@ -49,7 +52,7 @@ def _key(default: Any, text: str, **bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class PDConfig:
-    """Validated settings of one engine. Built by `parse`; immutable, shared freely between threads."""
+    """The valid settings of one engine, made by `parse`. Immutable, so all threads may share it."""
 
     role: Role
     broker: str = field(metadata={"rule": Rule("Where the broker listens. There is no default: an engine without a "
@@ -103,8 +106,8 @@ class PDConfig:
     def parse(cls, kv_role: str | None, extra: Mapping[str, Any] | None) -> "PDConfig":
         """The settings of an engine with this `kv_role` and `kv_connector_extra_config`.
 
-        Called once per engine, before anything is started. Raises ConfigError for the first key that is unknown,
-        missing, of a wrong type or impossible; opens no socket (see `vllm_pd.ports` for that).
+        Raises ConfigError for the first key that is unknown, missing, of a wrong type or out of bounds. Reads files
+        that are named, but opens no socket (see `vllm_pd.ports` for that).
         """
         if kv_role not in KV_ROLES:
             raise ConfigError("kv_role", kv_role, f"write one of {', '.join(KV_ROLES)}")
@@ -123,12 +126,12 @@ class PDConfig:
 
     @classmethod
     def settings(cls) -> list[dataclasses.Field]:
-        """The fields that may be written in `kv_connector_extra_config`, in the order of the documentation."""
+        """The fields that are keys of `kv_connector_extra_config`, in the order of the documentation."""
         return [key for key in dataclasses.fields(cls) if "rule" in key.metadata]
 
     @classmethod
     def check_number(cls, name: str, value: Any, key: str) -> Any:
-        """The value of the number setting `name`, as it is used, where it was written as `key`."""
+        """The value of the setting `name`, a number, that was given as `key`. Raises ConfigError naming `key`."""
         return _checked_number(next(one for one in cls.settings() if one.name == name), value, key)
 
     def _check_pairs(self) -> None:
@@ -153,7 +156,7 @@ def _cure_unknown(name: str, known: list[str]) -> str:
 
 
 def _checked(key: dataclasses.Field, value: Any, values: Mapping[str, Any]) -> Any:
-    """`value` as it is used; `values` are all that were written."""
+    """The valid form of one value; `values` are all that were given."""
     rule: Rule = key.metadata["rule"]
     if rule.choices:
         if value not in rule.choices:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors a user or an operator may see. Each message names the key, the value and what to do."""
+"""The errors that a user or an operator may see. Each message names the key, the value and what to do."""
 
 
 class PDError(Exception):
@@ -7,7 +7,7 @@ class PDError(Exception):
 
 
 class ConfigError(PDError):
-    """A setting that can't be used. Raised at start, before anything runs."""
+    """A setting that can't be used. Raised before anything starts."""
 
     def __init__(self, key: str, value: object, cure: str):
         super().__init__(f"{key}={value!r} can't be used: {cure}")
@@ -16,12 +16,12 @@ class ConfigError(PDError):
         self.cure = cure
 
     def __reduce__(self) -> tuple:
-        """A worker's error travels to its engine pickled, by upstream's own queue."""
+        """Upstream pickles a worker's error on its way to the engine."""
         return type(self), (self.key, self.value, self.cure)
 
 
 class PeerMismatch(PDError):
-    """Two engines whose KV caches don't fit each other."""
+    """Two engines whose KV caches, or two programs whose protocols, don't fit each other."""
 
     def __init__(self, key: str, ours: object, theirs: object):
         super().__init__(

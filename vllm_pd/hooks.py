@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the patched vLLM calls in: the only module that a patch imports.
+"""The functions that the patched vLLM calls. Patches import no other module of this package.
 
-The hooks for disaggregation return at once, and import nothing more, for an engine that does not name our connector.
+For an engine that does not name our connector, the hooks for disaggregation return at once and import nothing more.
 """
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def claim_kv_transfer_config(engine_args: EngineArgs) -> None:
-    """Take a kv_transfer_config that names our connector away from vLLM, and select the V0 engine, for as long as that
-    engine lives.
+    """Move a kv_transfer_config that names our connector to where vLLM does not see it, and select the V0 engine for as
+    long as that engine lives.
 
     Called by `EngineArgs.create_engine_config` before anything else. Raises ConfigError for settings that can't work.
     """
@@ -42,7 +42,7 @@ def claim_kv_transfer_config(engine_args: EngineArgs) -> None:
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Refuse an engine that can't take part in disaggregation, or can't publish its KV events where that is asked for.
+    """Refuse an engine that is to disaggregate, or to publish KV events, and can't.
 
     Called by `LLMEngine.__init__` before anything else, so before the model is loaded. Raises ConfigError.
     """
@@ -56,10 +56,10 @@ def check_engine(config: VllmConfig) -> None:
 
 
 def attach_engine(engine: LLMEngine) -> Disaggregation | None:
-    """The binding of this engine, which then belongs to it; None where disaggregation is off. Its KV events are
-    published in either case, where they are asked for.
+    """The binding of this engine, which owns it from then on; None where disaggregation is off. Also begins to publish
+    the engine's KV events, where they are configured.
 
-    Called by `LLMEngine.__init__` when all else is there. Raises ConfigError for what has changed since `check_engine`.
+    Called by `LLMEngine.__init__` at its end. Raises ConfigError for what has changed since `check_engine`.
     """
     if _publishes_events(engine.vllm_config):
         from vllm_pd.v0.events import attach_events
@@ -73,24 +73,24 @@ def attach_engine(engine: LLMEngine) -> Disaggregation | None:
 
 
 def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]) -> Callable[[], None]:
-    """What SIGTERM is to call: `stop`, or with disaggregation on a drain that ends with it. Where KV events are
-    published the server tells where.
+    """What SIGTERM is to call: `stop`, or with disaggregation on a drain that ends with it. Also adds the routes of
+    `vllm_pd.frontend.routes`.
 
     Called by `serve_http` in the server's event loop, before the server starts.
     """
     config = getattr(app.state, "vllm_config", None)
     settings = _settings(config)
     if settings is not None:
-        from vllm_pd.v0.front import open_front_door
-        stop = open_front_door(app, server, settings, stop)
+        from vllm_pd.frontend.attach import attach_disaggregation
+        stop = attach_disaggregation(app, server, settings, stop)
     if _publishes_events(config):
-        from vllm_pd.events.route import add_route
-        add_route(app, config)
+        from vllm_pd.frontend.attach import attach_events
+        attach_events(app, config)
     return stop
 
 
 def _settings(config: VllmConfig | EngineArgs | None) -> dict[str, Any] | None:
-    """What `vllm_pd.v0.claim` left in the configuration; None where disaggregation is off."""
+    """What `vllm_pd.v0.claim` has put into the configuration; None where disaggregation is off."""
     additional = config.additional_config if config is not None else None
     return additional.get(SETTINGS_KEY) if isinstance(additional, dict) else None
 
@@ -101,8 +101,8 @@ def _publishes_events(config: VllmConfig | None) -> bool:
 
 
 def join_dp_sync(engine: DPEngineCoreProc, config: VllmConfig) -> EngineSync:
-    """Take part, with this rank's engine, in the step sync of its data-parallel group. Where the model needs none, the
-    engine's part of `config` becomes that of an engine without data parallelism.
+    """Join this rank's engine to the step sync of its data-parallel group. Where the model needs no sync, `config`
+    becomes that of an engine without data parallelism.
 
     Called by `DPEngineCoreProc._init_data_parallel`, in every rank at the same point. Raises GroupFailed, ConfigError.
     """
@@ -112,7 +112,7 @@ def join_dp_sync(engine: DPEngineCoreProc, config: VllmConfig) -> EngineSync:
 
 
 def exit_grace_s(config: VllmConfig) -> float:
-    """Seconds from SIGTERM to SIGKILL for an engine process: upstream's 5, but for a rank that other ranks may need.
+    """Seconds from SIGTERM to SIGKILL for an engine process: upstream's 5, or a day for a rank that others may need.
 
     Called where engine processes are started. Raises ConfigError.
     """

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine counts about handing prefills over, as it appears on /metrics beside upstream's own figures.
 
-The families live as long as the process and are shared by all its engines, told apart by `model_name`. They are
-registered through one collector of our own and not one by one: upstream's stat logger drops every collector whose
-`_name` contains "vllm" when it is built, which is after the scheduler, and a second engine in the process would
-register the same names twice. Under `vllm serve` the engine is a process of its own and prometheus_client writes its
-values to PROMETHEUS_MULTIPROC_DIR, where the front end adds them up.
+Under `vllm serve` the engine is a process of its own: prometheus_client writes its values to PROMETHEUS_MULTIPROC_DIR,
+and the front end adds them up.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Self
 
 import prometheus_client
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from vllm_pd.control.degraded import Cause
-from vllm_pd.events.messages import EngineLoad
 
 STAGES = ("queue", "claim", "prefill", "transfer", "first_step")
 OUTCOMES = ("done", "failed", "cancelled", "expired")
@@ -25,13 +22,41 @@ ROLES = ("kv_both", "kv_producer", "kv_consumer")
 HANDOVER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
 
 
-class _Families(Collector):
-    """Every family, registered once per process."""
+class FamilyCollector(Collector):
+    """A collector of all metric families that a subclass has as attributes. They live as long as the process. All its
+    engines share them and differ in the label `model_name`.
+
+    The families are not registered one by one: upstream's stat logger, which is built after the scheduler, drops every
+    collector whose `_name` contains "vllm", and a second engine in the process would register the same names twice.
+    """
+    counter = staticmethod(functools.partial(prometheus_client.Counter, registry=None))
+    gauge = staticmethod(functools.partial(prometheus_client.Gauge, labelnames=["model_name"], registry=None,
+                                           multiprocess_mode="sum"))
+
+    @classmethod
+    @functools.cache
+    def of_process(cls) -> Self:
+        """The process's only object of this class, registered for /metrics."""
+        families = cls()
+        prometheus_client.REGISTRY.register(families)
+        return families
+
+    def collect(self) -> Iterator[Metric]:
+        """The families with their samples."""
+        for family in vars(self).values():
+            yield from family.collect()
+
+    def describe(self) -> Iterator[Metric]:
+        """The families without samples."""
+        for family in vars(self).values():
+            yield from family.describe()
+
+
+class HandoverFamilies(FamilyCollector):
+    """What is counted about hand-overs; docs/operations.md says what each means."""
 
     def __init__(self) -> None:
-        labels = ["model_name"]
-        counter = functools.partial(prometheus_client.Counter, registry=None)
-        gauge = functools.partial(prometheus_client.Gauge, labelnames=labels, registry=None, multiprocess_mode="sum")
+        labels, counter, gauge = ["model_name"], self.counter, self.gauge
         self.decisions = counter("vllm:pd_decisions_total", "Where prompts were prefilled, and why.",
                                  labels + ["decision", "reason"])
         self.attempts = counter("vllm:pd_attempts_total", "Remote prefills by how they ended.", labels + ["outcome"])
@@ -63,38 +88,16 @@ class _Families(Collector):
                                          labels)
         self.frames_dropped = counter("vllm:pd_frames_dropped_total", "Control messages that were refused.",
                                       labels + ["kind"])
-        self.announced_blocks = gauge("vllm:pd_events_announced_blocks", "KV blocks that were announced as prefix "
-                                      "hits and not as removed since.")
-        self.event_counts = counter("vllm:pd_events_total", "What became of KV events, see docs/events.md.",
-                                    labels + ["kind"])
-        for name in EngineLoad.__struct_fields__:
-            setattr(self, f"load_{name}", gauge(f"vllm:pd_load_{name}", f"The load that is told to routers: {name}."))
-
-    def collect(self) -> Iterator[Metric]:
-        for family in vars(self).values():
-            yield from family.collect()
-
-    def describe(self) -> Iterator[Metric]:
-        for family in vars(self).values():
-            yield from family.describe()
-
-
-@functools.cache
-def _families() -> _Families:
-    families = _Families()
-    prometheus_client.REGISTRY.register(families)
-    return families
 
 
 class PDMetrics:
-    """The figures of one engine. Created and used by the engine binding, from the thread of the step loop.
+    """The figures of one engine. Created and used by the engine binding, in the thread of the step loop.
 
-    Gauges are attributes and take `.set(blocks)`; nothing here raises for a label value that it has not seen before.
+    Gauges are attributes with `.set(blocks)`. No method raises for a new label value.
     """
 
     def __init__(self, model_name: str) -> None:
-        families = _families()
-        self._families = families
+        self._families = families = HandoverFamilies.of_process()
         self._model_name = model_name
         self.parked_blocks = families.parked_blocks.labels(model_name)
         self.quarantined_blocks = families.quarantined_blocks.labels(model_name)
@@ -113,69 +116,47 @@ class PDMetrics:
             families.prefix_reads.labels(model_name, outcome)
 
     def degraded(self, reason: str | None) -> None:
-        """Why the engine can't do its part (see `control.degraded.Cause`); None where it can."""
+        """Set why the engine is degraded (a value of `control.degraded.Cause`); None where it is not."""
         for cause in Cause:
             self._families.degraded.labels(self._model_name, cause.value).set(cause.value == reason)
 
     def standing(self, role: str, draining: bool, control_dead: bool) -> None:
-        """The engine acts in this role now, takes new work or not, and has lost its control thread or not."""
+        """Set the engine's present role, whether it drains, and whether its control thread has ended."""
         for one in ROLES:
             self._families.role.labels(self._model_name, one).set(one == role)
         self._families.draining.labels(self._model_name).set(draining)
         self._families.control_dead.labels(self._model_name).set(control_dead)
 
     def decision(self, decision: str, reason: str) -> None:
-        """One prompt's final decision: `decision` is "remote" or "local", `reason` a value of the policy's Reason."""
+        """Count one prompt's final decision, "remote" or "local". `reason` is a value of `core.policy.Reason`."""
         self._families.decisions.labels(self._model_name, decision, reason).inc()
 
     def attempt(self, outcome: str) -> None:
-        """One attempt has ended: done, failed, cancelled or expired."""
+        """Count one attempt that has ended. `outcome` is one of OUTCOMES."""
         self._families.attempts.labels(self._model_name, outcome).inc()
 
     def handover(self, stage: str, seconds: float) -> None:
-        """One stage (see STAGES) of one hand-over took this long."""
+        """Record the duration of one stage (see STAGES) of one hand-over."""
         self._handover[stage].observe(seconds)
 
     def parked(self, seconds: float) -> None:
-        """A request whose KV has come was parked for so long."""
+        """Record for how long a request was parked whose KV has arrived."""
         self._parked.observe(seconds)
 
     def transfer_bytes(self, count: int) -> None:
-        """So many bytes of KV have landed."""
+        """Count the KV bytes of a hand-over that is done."""
         self._transfer_bytes.inc(count)
 
     def job(self, tokens: int) -> None:
-        """A peer's prompt of so many tokens has been prefilled."""
+        """Count a peer's prompt of so many tokens that was prefilled here."""
         self._jobs.inc()
         self._job_tokens.inc(tokens)
 
     def prefix_read(self, outcome: str, count: int) -> None:
-        """One prefix read has ended (see READ_OUTCOMES), with so many bytes that are of use."""
+        """Count one prefix read that has ended (see READ_OUTCOMES), and its bytes that are used."""
         self._families.prefix_reads.labels(self._model_name, outcome).inc()
         self._prefix_read_bytes.inc(count)
 
     def frames_dropped(self, kind: str, count: int = 1) -> None:
-        """So many control messages were refused as malformed, late or meant for another life of the engine."""
+        """Count control messages that changed nothing. docs/operations.md lists the kinds."""
         self._families.frames_dropped.labels(self._model_name, kind).inc(count)
-
-
-class EventMetrics:
-    """The figures of one engine's events and its load. Belongs to the thread that announces them."""
-
-    def __init__(self, model_name: str) -> None:
-        self._families = _families()
-        self._model_name = model_name
-        self._announced_blocks = self._families.announced_blocks.labels(model_name)
-        self._load = {name: getattr(self._families, f"load_{name}").labels(model_name)
-                      for name in EngineLoad.__struct_fields__}
-        self._counted: dict[str, int] = {}
-
-    def show(self, load: EngineLoad, counts: Mapping[str, int], announced_blocks: int) -> None:
-        """The present load, and the totals of this engine's life so far by kind."""
-        for name, gauge in self._load.items():
-            gauge.set(getattr(load, name))
-        self._announced_blocks.set(announced_blocks)
-        for kind, count in counts.items():
-            if count > self._counted.get(kind, 0):
-                self._families.event_counts.labels(self._model_name, kind).inc(count - self._counted.get(kind, 0))
-                self._counted[kind] = count

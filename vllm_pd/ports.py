@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trying ports before anything is started, so that a taken one is an error of the first second and not of the last."""
+"""Checking and choosing ports before anything is started, so that a port in use is an error within the first second."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ from vllm_pd.errors import ConfigError
 
 _LOWEST = 10_000
 _KERNELS_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_turns = itertools.count(int.from_bytes(os.urandom(4), "big"))  # so that processes begin at different ports
+_turns = itertools.count(int.from_bytes(os.urandom(4), "big"))  # random, so that processes try different ports
 
 
 def is_free(host: str, port: int) -> bool:
@@ -26,7 +26,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def require_free(key: str, host: str, ports: Iterable[int]) -> None:
-    """Raises ConfigError naming `key` and the first of `ports` on which something listens already."""
+    """Raises ConfigError, naming `key` and the port, if one of `ports` is in use."""
     for port in ports:
         if not is_free(host, port):
             raise ConfigError(key, f"{host}:{port}", "that port is in use: stop what listens there, or write another "
@@ -34,7 +34,7 @@ def require_free(key: str, host: str, ports: Iterable[int]) -> None:
 
 
 def take_free_run(host: str, count: int) -> int:
-    """The first of `count` ports in a row that were free a moment ago."""
+    """The first of `count` consecutive ports that were free a moment ago."""
     while True:
         first = take_free(host)
         if first + count <= 65536 and all(is_free(host, port) for port in range(first, first + count)):
@@ -44,8 +44,8 @@ def take_free_run(host: str, count: int) -> int:
 
 
 def take_free(host: str) -> int:
-    """A port that was free a moment ago, for somebody who listens on it soon. It is none of those that the kernel gives
-    to sockets which want any port, as connections do, and this process gives it to nobody else for a long time."""
+    """A port that was free a moment ago, to be listened on soon. It is outside of the range from which the kernel gives
+    ports to connections, and this process does not return it again for a long time."""
     count = _kernels_first() - _LOWEST
     for turn in itertools.islice(_turns, 1000 if count > 1000 else 0):
         port = _LOWEST + turn % count
@@ -57,7 +57,7 @@ def take_free(host: str) -> int:
 
 
 def _kernels_first() -> int:
-    """The lowest port that the kernel gives away by itself."""
+    """The lowest port that the kernel gives to sockets that ask for any port."""
     try:
         return int(_KERNELS_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):

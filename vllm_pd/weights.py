@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A digest of a checkpoint's weights in which every tensor counts, without reading all of them.
+"""A digest of a checkpoint's weights to which every tensor contributes, without reading all bytes.
 
-Two engines whose checkpoints have different digests refuse each other, so a fine-tune must never have its base's. What
-is read of a file is a list of `Stretch`es: of each its size and pieces of `PIECE_BYTES`, one at its beginning, one at
-its end and others between them, so that two neighbours begin at most `every` bytes apart.
+Two engines whose checkpoints have different digests refuse each other, so a fine-tuned model must not have the digest
+of its base. A file is divided into `Stretch`es. Of each stretch the digest has the size and some pieces of
+`PIECE_BYTES`: one at its beginning, one at its end, and others between, so that two neighbours begin at most `every`
+bytes apart.
 
 - safetensors, GGUF: the whole header, and a stretch for each tensor.
-- PyTorch's zip files: the whole directory of members, which holds each one's size and CRC-32, and a stretch for each
-  stored tensor; all else in them, such as the tensors' names, whole.
+- PyTorch's zip files: the whole directory of members, which has the size and the CRC-32 of each, and a stretch for each
+  stored tensor; all other members, such as the tensors' names, whole.
 - Anything else: one stretch for the file, with pieces `OPAQUE_EVERY_BYTES` apart.
 
-The digest depends on bytes and file names only: neither on the folder, on times, nor on the machine.
+The digest depends on bytes and file names only, not on the folder, on times or on the machine.
 """
 from __future__ import annotations
 
@@ -29,22 +30,22 @@ from typing import NamedTuple
 PIECE_BYTES = 16 << 10
 TENSOR_EVERY_BYTES = 64 << 20  # most tensors are smaller and have two pieces
 OPAQUE_EVERY_BYTES = 1 << 20
-READERS = 16  # a disk, and a network file system above all, answers several at a time
+READERS = 16  # threads: disks, and even more network file systems, serve several reads at a time
 BATCH = 4096
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
-INDEX_SUFFIX = ".index.json"  # it may choose among the files
-_HEADER_MAX_BYTES = 100_000_000  # of the format itself
+INDEX_SUFFIX = ".index.json"  # such a file may select some of the weight files
+_HEADER_MAX_BYTES = 100_000_000  # the limit of the safetensors format
 
 
 class Stretch(NamedTuple):
-    """`size` bytes of a file from `start`, looked at every `every` bytes."""
+    """`size` bytes of a file from `start`, of which a piece is read every `every` bytes."""
     start: int
     size: int
     every: int
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of a folder that may hold weights, in the order of their names; a file's own path."""
+    """The files of a folder that may hold weights, sorted by name. For the path of a file, that path."""
     return [path] if path.is_file() else _files(path, SUFFIXES)
 
 
@@ -54,12 +55,12 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def index_files(path: Path) -> list[Path]:
-    """The files of a folder that choose among its weight files."""
+    """The index files of a folder, which may select some of its weight files. None for the path of a file."""
     return [] if path.is_file() else _files(path, (INDEX_SUFFIX,))
 
 
 def digest_weights(path: Path) -> bytes:
-    """The digest of a checkpoint: a folder of weight files, or one file, whose name does not count then.
+    """The SHA-256 digest, 32 bytes, of a checkpoint: a folder of weight files, or one file, whose name does not count.
 
     Raises OSError for a file that can't be read.
     """
@@ -80,7 +81,7 @@ def digest_weights(path: Path) -> bytes:
 
 
 def count_reads(path: Path) -> int:
-    """How many pieces `digest_weights` reads."""
+    """The number of pieces that `digest_weights` reads."""
     files = (*weight_files(path), *index_files(path))
     return sum(1 for file in files for stretch in _stretches(file) for _ in _pieces(stretch))
 
@@ -98,7 +99,7 @@ def _pieces(stretch: Stretch) -> Iterator[tuple[int, int]]:
 
 
 def _stretches(file: Path) -> list[Stretch]:
-    """What is looked at. A file that is not what its name says is taken as opaque; loading it will fail."""
+    """The stretches of a file. One whose content does not fit its name counts as opaque; vLLM will fail to load it."""
     size = file.stat().st_size
     try:
         if file.name.endswith(".safetensors"):
@@ -143,7 +144,7 @@ def _zip(file: Path, size: int) -> list[Stretch]:
 
 
 def _gguf(file: Path, size: int) -> list[Stretch]:
-    """By the format's description. Its own library takes seconds to build the vocabulary, which is skipped here."""
+    """Parsed here because the format's own library takes seconds to build the vocabulary, which is not needed."""
     with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         header = _GGUFHeader(data)
         offsets = header.read_offsets()
@@ -153,7 +154,7 @@ def _gguf(file: Path, size: int) -> list[Stretch]:
 
 
 class _GGUFHeader:
-    """A walk through the header of a GGUF file."""
+    """Parses the header of a GGUF file."""
     SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
     U32, STRING, ARRAY = 4, 8, 9
 
@@ -162,7 +163,7 @@ class _GGUFHeader:
         self._at = 4  # after the magic
 
     def read_offsets(self) -> list[int]:
-        """Where the tensors begin in the file, in rising order. Raises ValueError for what is not understood."""
+        """The offsets of the tensors in the file, in bytes, sorted. Raises ValueError for an invalid header."""
         version, alignment = self._number(4), 32
         if version not in (2, 3):
             raise ValueError(f"version {version}")

@@ -18,12 +18,12 @@ import pytest
 from harness import START_S, WAIT_S, core, engine_env, eventually, freeze, model_folder
 
 from tests.verdict import WrongAnswer, same_answer
-from vllm_pd.client import Question, ask, is_healthy
+from vllm_pd.admin.client import Question, ask, is_healthy
+from vllm_pd.admin.scrape import scrape
 from vllm_pd.core.messages import Role
-from vllm_pd.fleet import SERVE, UpOptions, plan_fleet, transfer_config
+from vllm_pd.launch.plan import SERVE, UpOptions, plan_fleet, transfer_config
+from vllm_pd.launch.up import Fleet
 from vllm_pd.ports import take_free, take_free_run
-from vllm_pd.scrape import scrape
-from vllm_pd.up import Fleet
 
 MODEL = "real"
 SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "16", "--enable-prefix-caching",

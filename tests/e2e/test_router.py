@@ -14,11 +14,11 @@ from harness import engine_env, eventually, freeze, model_folder
 
 from tests.router.openai_talk import client, conversation
 from tests.verdict import same_answer
-from vllm_pd.client import Question, ask
-from vllm_pd.fleet import UpOptions, plan_fleet
+from vllm_pd.admin.client import Question, ask
+from vllm_pd.admin.scrape import scrape
+from vllm_pd.launch.plan import UpOptions, plan_fleet
+from vllm_pd.launch.up import Fleet
 from vllm_pd.ports import take_free_run
-from vllm_pd.scrape import scrape
-from vllm_pd.up import Fleet
 
 MODEL = "real"
 SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "16", "--enable-prefix-caching",

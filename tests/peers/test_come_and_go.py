@@ -9,9 +9,9 @@ import pytest
 import zmq
 from light_engine import BLOCKS, WAIT_S, Light, Nursery
 
+from vllm_pd.admin.members import list_members
 from vllm_pd.core import messages as m
 from vllm_pd.core.messages import Role
-from vllm_pd.peers import take_census
 from vllm_pd.ports import take_free
 from vllm_pd.rpc import codec, sockets
 
@@ -32,7 +32,7 @@ def all_remote(decode: Light, name: str, count: int) -> None:
 def queue_becomes(broker: str, jobs: int) -> None:
     """So many wait at the broker; a decode engine counts its own before it has sent them."""
     deadline = time.monotonic() + WAIT_S
-    while take_census(broker, WAIT_S).queue_length != jobs:
+    while list_members(broker, WAIT_S).queue_length != jobs:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

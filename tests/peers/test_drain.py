@@ -10,13 +10,13 @@ import pytest
 from light_engine import WAIT_S, Light
 from typer.testing import CliRunner
 
+from vllm_pd.admin.members import Access, list_members
+from vllm_pd.admin.orders import EngineAddress, Operator, find_engine
 from vllm_pd.broker.server import Broker
 from vllm_pd.cli import app
 from vllm_pd.core import messages as m
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError, ControlError
-from vllm_pd.orders import Operator, Target, find_engine
-from vllm_pd.peers import Access, take_census
 from vllm_pd.rpc.keys import Keys
 
 
@@ -64,7 +64,7 @@ class Load:
 
 
 def names(broker: str, access: Access | None = None) -> dict[str, m.Member]:
-    return {member.incarnation: member for member in take_census(broker, WAIT_S, access).members}
+    return {member.incarnation: member for member in list_members(broker, WAIT_S, access).members}
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -170,13 +170,13 @@ def test_b43_roles_change_under_load(nursery, broker):
 def test_b80_an_engine_of_one_role_keeps_it(nursery, broker):
     prefill = nursery.engine(Role.PREFILL, broker)
     prefill.wait_until(lambda state: state["view"]["broker_up"])
-    with Operator(Target(prefill.member.address), Access()) as operator:
+    with Operator(EngineAddress(prefill.member.address), Access()) as operator:
         with pytest.raises(ControlError, match="started as kv_producer.*start it as kv_both"):
             operator.tell(m.SetRole(Role.BOTH), WAIT_S)
         assert operator.tell(m.SetRole(Role.PREFILL), WAIT_S).problem == ""
     with pytest.raises(ConfigError, match=f"no such engine.*{prefill.member.incarnation[:12]}"):
         find_engine("nobody", broker, Access(), WAIT_S)
-    with Operator(Target(prefill.member.address, "another"), Access()) as operator, \
+    with Operator(EngineAddress(prefill.member.address, "another"), Access()) as operator, \
             pytest.raises(ControlError, match="another engine listens"):
         operator.tell(m.Status(), WAIT_S)
 
@@ -206,7 +206,7 @@ def test_b43_b82_the_commands_with_and_without_the_key(nursery, tmp_path):
         assert code == 0 and "drained" in said
         code, said = run("status", engine.member.address, "--keys", keys)
         assert code == 0 and "kv_producer, drained" in said
-        with Operator(Target(engine.member.address), Access()) as stranger, pytest.raises(ControlError):
+        with Operator(EngineAddress(engine.member.address), Access()) as stranger, pytest.raises(ControlError):
             stranger.tell(m.Drain(), timeout_s=1.0)
     finally:
         broker.stop()

@@ -20,7 +20,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.process import local_member
 from vllm_pd.core import messages as m
-from vllm_pd.v0 import front
+from vllm_pd.frontend import connection
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 LOCAL = ((b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json"))
@@ -51,7 +51,7 @@ class Server:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """A control thread that stands still for some seconds is not silent."""
-    monkeypatch.setattr(front, "ANSWER_S", 60.0)
+    monkeypatch.setattr(connection, "ANSWER_S", 60.0)
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +98,7 @@ async def serving(tmp_path, api_token=None, host="127.0.0.1", **settings):
 
     try:
         yield SimpleNamespace(ask=ask, agent=agent, on_sigterm=on_sigterm, server=server, stops=stops, release=release,
-                              door=on_sigterm.__self__)
+                              drain=on_sigterm.__self__)
     finally:
         on_sigterm.__self__.close()
         agent.close()
@@ -134,9 +134,9 @@ def test_b43_sigterm_refuses_new_requests_and_waits_for_the_open_one(tmp_path):
         assert served.server.exits == [], "the server goes on accepting"
         served.agent.set_load(m.Load(running=1))
         asked = asyncio.create_task(served.ask("POST", "/v1/completions"))
-        await until(lambda: served.door._open)
+        await until(lambda: served.drain.open_requests)
         served.on_sigterm()
-        await until(lambda: served.door._draining)
+        await until(lambda: served.drain.draining)
         status, said, headers = await served.ask("POST", "/v1/completions")
         assert (status, headers[b"retry-after"]) == (503, b"5") and "drained" in said["message"]
         assert (await served.ask("GET", "/health"))[0] == (await served.ask("POST", "/tokenize"))[0] == 200
@@ -182,11 +182,11 @@ def test_b43_an_engine_that_does_not_answer_ends_all_the_same(tmp_path):
 
 
 def test_b43_a_silent_control_thread_cuts_no_open_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(front, "ANSWER_S", 0.2)
+    monkeypatch.setattr(connection, "ANSWER_S", 0.2)
 
     async def body(served):
         asked = asyncio.create_task(served.ask("POST", "/v1/completions"))
-        await until(lambda: served.door._open)
+        await until(lambda: served.drain.open_requests)
         served.agent.close()
         served.on_sigterm()
         await asyncio.sleep(1.0)
@@ -200,7 +200,7 @@ def test_b43_a_silent_control_thread_cuts_no_open_request(tmp_path, monkeypatch)
 
 
 def test_b43_an_operators_drain_that_nobody_answers_refuses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(front, "ANSWER_S", 0.2)
+    monkeypatch.setattr(connection, "ANSWER_S", 0.2)
 
     async def body(served):
         served.agent.close()
@@ -330,7 +330,7 @@ def test_b63_health_generate_goes_a_completions_way(tmp_path):
     async def body(served):
         status, said, _ = await served.ask("GET", "/health_generate", headers=[(b"accept", b"*/*")])
         assert (status, said["text"], said["asked"]["max_tokens"]) == (200, "done", 1)
-        assert served.door._open == 0
+        assert served.drain.open_requests == 0
         served.agent.set_load(m.Load(running=1))
         served.on_sigterm()
         await until(lambda: served.agent.standing.draining)

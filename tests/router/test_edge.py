@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from faulty import Fault, FaultyEngine, serving
 
-from vllm_pd import edge
+from vllm_pd.frontend import edge
 from vllm_pd.ports import take_free
 from vllm_pd.router import descriptors
 

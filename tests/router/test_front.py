@@ -549,7 +549,7 @@ class TestMembership:
                 raise errors.pop()
             return SimpleNamespace(members=[self.member("a", "http://h:1")])
 
-        monkeypatch.setattr(membership_module, "take_census", census)
+        monkeypatch.setattr(membership_module, "list_members", census)
         async with self.following(broker="tcp://127.0.0.1:1", census_period_s=0.02) as (membership, workers):
             membership.start()
             async with asyncio.timeout(50):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who gets a request, and what is said about it."""
-import inspect
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pd import cli
 from vllm_pd.errors import ConfigError
 from vllm_pd.router.policy import (
     MAX_HEADER_CHARS,
@@ -150,12 +148,6 @@ def test_b80_weights_that_mean_nothing_are_refused(key, value):
     with pytest.raises(ConfigError, match=key):
         msgspec.structs.replace(KV, **{key: value}).check()
     assert KV.check() is KV
-
-
-def test_the_command_has_the_same_defaults():
-    parameters = inspect.signature(cli.router).parameters
-    assert {key: parameters[key].default for key in PolicyConfig.__struct_fields__} == msgspec.structs.asdict(
-        PolicyConfig())
 
 
 LOADS = st.one_of(st.none(), st.builds(Load, st.integers(0, 10**6), st.integers(0, 2000), st.integers(0, 500),

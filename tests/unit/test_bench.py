@@ -4,10 +4,10 @@
 import pytest
 
 from tests.unit.fake_engine import FakeEngine
+from vllm_pd.admin.client import Question, RequestError, ask
+from vllm_pd.admin.scrape import parse
 from vllm_pd.bench import HandoverBench, Sample, measure_handover, report, spread
-from vllm_pd.client import Question, RequestError, ask
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.scrape import parse
 
 
 def bench(engine: FakeEngine, **changes) -> HandoverBench:

@@ -12,7 +12,8 @@ from pathlib import Path
 import certifi
 import pytest
 
-from vllm_pd import cli, doctor
+from vllm_pd import cli
+from vllm_pd.admin import doctor
 from vllm_pd.ports import take_free
 
 ROOT = Path(__file__).parents[2]

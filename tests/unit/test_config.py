@@ -10,10 +10,10 @@ import certifi
 import nkeys
 import pytest
 
-from vllm_pd.addresses import parse_endpoint
 from vllm_pd.config import KV_ROLES, PDConfig
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.addresses import parse_endpoint
 from vllm_pd.rpc.keys import Keys
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.unit.fake_engine import FakeEngine
-from vllm_pd.client import Answer, Question
+from vllm_pd.admin.client import Answer, Question
 from vllm_pd.demo import __main__ as demo
 from vllm_pd.demo.questions import Case
 from vllm_pd.demo.report import Outcome, Report

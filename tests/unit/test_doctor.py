@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 from tests.unit.brokers import serving
-from vllm_pd import doctor
+from vllm_pd.admin import doctor
+from vllm_pd.admin.members import MemberList, list_members
 from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Register, Role
 from vllm_pd.errors import ControlError
-from vllm_pd.peers import Census, take_census
 from vllm_pd.ports import take_free
 from vllm_pd.rpc import codec, sockets
 
@@ -36,13 +36,13 @@ def test_census_names_the_engines_and_leaves_no_trace(broker):
     with zmq.Context() as context, sockets.client(context, broker.address, only_connected=False) as its_socket:
         sockets.send(its_socket, codec.encode("p", Register(engine)))
         assert its_socket.poll(60_000), "the broker answers a heartbeat"
-        assert take_census(broker.address) == Census((engine, ), 0)
-        assert take_census(broker.address) == Census((engine, ), 0), "the first visit must be over"
+        assert list_members(broker.address) == MemberList((engine, ), 0)
+        assert list_members(broker.address) == MemberList((engine, ), 0), "the first visit must be over"
 
 
-def test_census_without_a_broker_ends():
-    with pytest.raises(ControlError, match="nobody listens"):
-        take_census(f"tcp://127.0.0.1:{take_free('127.0.0.1')}", timeout_s=2.0)
+def test_a_list_without_a_broker_ends():
+    with pytest.raises(ControlError, match="no broker answers"):
+        list_members(f"tcp://127.0.0.1:{take_free('127.0.0.1')}", timeout_s=2.0)
 
 
 def test_census_of_something_else_ends():
@@ -50,11 +50,11 @@ def test_census_of_something_else_ends():
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(ControlError):
-            take_census(f"tcp://127.0.0.1:{other.getsockname()[1]}", timeout_s=2.0)
+            list_members(f"tcp://127.0.0.1:{other.getsockname()[1]}", timeout_s=2.0)
 
 
 def test_b42_peers_that_differ_are_named_with_both_values():
-    found = list(doctor.judge_peers(Census((member("d", Role.DECODE), member("p", Role.PREFILL),
+    found = list(doctor.judge_peers(MemberList((member("d", Role.DECODE), member("p", Role.PREFILL),
                                             member("q", Role.PREFILL, block_size=32)), 0)))
     assert [finding.ok for finding in found] == [True, False]
     assert "block_size: 16 and 32" in found[1].fact and "tcp://q" in found[1].fact
@@ -62,10 +62,10 @@ def test_b42_peers_that_differ_are_named_with_both_values():
 
 
 def test_missing_roles_are_named():
-    found = list(doctor.judge_peers(Census((member("d", Role.DECODE), ), 0)))
+    found = list(doctor.judge_peers(MemberList((member("d", Role.DECODE), ), 0)))
     assert [finding.ok for finding in found] == [False]
     assert "no prefill engine" in found[0].fact and "kv_producer" in found[0].cure
-    assert not any(f.cure for f in doctor.judge_peers(Census((member("b", Role.BOTH), member("c", Role.BOTH)), 0)))
+    assert not any(f.cure for f in doctor.judge_peers(MemberList((member("b", Role.BOTH), member("c", Role.BOTH)), 0)))
 
 
 def test_changed_and_missing_files_are_found(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 
-from vllm_pd import edge
+from vllm_pd.frontend import edge
 from vllm_pd.ports import take_free
 
 WITHIN_S = 60
@@ -37,7 +37,7 @@ async def connected(http, shared=None):
     config.load()
     server = uvicorn.Server(config)
     if shared is None:
-        edge.bound_headers(config)
+        edge.limit_headers(config)
     else:
         config.http_protocol_class = shared.connect
     serving = asyncio.create_task(server.serve())

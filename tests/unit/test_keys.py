@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 
 from tests.unit.brokers import serving
 from tests.unit.test_agent import Engine, Settings, hand_over, peered
-from vllm_pd import cli, doctor
+from vllm_pd import cli
+from vllm_pd.admin import doctor
+from vllm_pd.admin.members import Access, list_members
 from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError
-from vllm_pd.fleet import UpOptions, plan_fleet
-from vllm_pd.peers import Access, take_census
+from vllm_pd.launch.plan import UpOptions, plan_fleet
 from vllm_pd.ports import take_free_run
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
@@ -57,7 +58,7 @@ def test_b82_engines_with_the_key_work_as_without(broker, key_file):
         for number in range(20):
             hand_over(decode, prefill, f"r{number}")
         decode.assert_clean()
-        assert len(take_census(broker.address, access=Access(key_file)).members) == 2
+        assert len(list_members(broker.address, access=Access(key_file)).members) == 2
         assert all(finding.ok for finding in doctor.check_peers(broker.address, Access(key_file)))
     finally:
         for one in (decode, prefill):
@@ -98,9 +99,9 @@ def test_b82_without_the_key_nothing_comes_in_and_nothing_goes_out(broker, key_f
         context.destroy(linger=0)
         engine.close()
     with pytest.raises(ControlError, match="another key"):
-        take_census(broker.address, timeout_s=2.0)
+        list_members(broker.address, timeout_s=2.0)
     with pytest.raises(ControlError, match="another key"):
-        take_census(broker.address, timeout_s=2.0, access=Access(str(Keys.make(tmp_path / "another"))))
+        list_members(broker.address, timeout_s=2.0, access=Access(str(Keys.make(tmp_path / "another"))))
 
 
 def test_b82_a_client_with_a_key_speaks_to_no_server_without_it(key_file):

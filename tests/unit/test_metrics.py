@@ -7,8 +7,8 @@ import sys
 
 import prometheus_client
 
+from vllm_pd.admin.scrape import parse
 from vllm_pd.metrics import OUTCOMES, STAGES, PDMetrics
-from vllm_pd.scrape import parse
 
 
 def exposed() -> dict:

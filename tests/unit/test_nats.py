@@ -19,13 +19,13 @@ from nats.js import api
 from tests.unit import certificates, test_agent, test_broker_contract
 from tests.unit.brokers import NatsServer, patience  # noqa: F401
 from tests.unit.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
-from vllm_pd import doctor, peers
+from vllm_pd.admin import doctor, members
+from vllm_pd.admin.members import Access, list_members
 from vllm_pd.broker import nats_census, nats_session, nats_store, nats_uplink
 from vllm_pd.broker.directory import Directory
 from vllm_pd.core import messages as m
 from vllm_pd.core.events import Fallback, FallbackReason
 from vllm_pd.errors import ControlError
-from vllm_pd.peers import Access, take_census
 from vllm_pd.rpc import codec
 from vllm_pd.rpc.sockets import SendResult
 
@@ -420,7 +420,7 @@ def jwt(claims, name, subject, issuer):
 
 
 def test_b82_an_nkey_opens_the_server_and_nothing_else_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "TTL_S", 600.0)
+    monkeypatch.setattr(members, "TTL_S", 600.0)
     good = secret_file(tmp_path / "seed", SEED + "\n")
     bad = secret_file(tmp_path / "bad", nkeys.encode_seed(bytes(32), nkeys.PREFIX_BYTE_USER).decode())
     with nkey_server(tmp_path) as server:
@@ -434,10 +434,10 @@ def test_b82_an_nkey_opens_the_server_and_nothing_else_does(tmp_path, monkeypatc
                 time.sleep(0.02)
             assert stranger.line.send(m.Register(stranger.member)) is SendResult.UNREACHABLE
             stranger.close()
-        census = take_census(server.url, timeout_s=60.0, access=Access(nats_credentials=good, nats_prefix="x"))
+        census = list_members(server.url, timeout_s=60.0, access=Access(nats_credentials=good, nats_prefix="x"))
         assert [one.incarnation for one in census.members] == [d.name]
         with pytest.raises(ControlError):
-            take_census(server.url, access=Access(nats_credentials=bad, nats_prefix="x"))
+            list_members(server.url, access=Access(nats_credentials=bad, nats_prefix="x"))
         d.close()
 
 
@@ -490,16 +490,16 @@ def test_b82_tls_is_checked(tmp_path):
 
 
 def test_b42_doctor_asks_a_nats_server(server, prefix, speaker, monkeypatch):
-    monkeypatch.setattr(peers, "TTL_S", 600.0)  # nobody says a word meanwhile
+    monkeypatch.setattr(members, "TTL_S", 600.0)  # nobody says a word meanwhile
     access = Access(nats_prefix=prefix)
     with pytest.raises(ControlError, match="no engine has ever been here"):
-        take_census(server.url, access=access)
+        list_members(server.url, access=access)
     d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
     d.put(1)
     d.put(2)
     p.take(1)
     assert p.offer() == 1
-    census = take_census(server.url, timeout_s=60.0, access=access)
+    census = list_members(server.url, timeout_s=60.0, access=access)
     assert {one.incarnation for one in census.members} == {d.name, p.name} and census.queue_length == 1
     assert all(finding.ok for finding in doctor.check_peers(server.url, access))
     broken = list(doctor.check_peers("nats://127.0.0.1:1"))

@@ -16,6 +16,7 @@ from vllm_pd.control.process import local_member
 from vllm_pd.core.events import FallbackReason, Outcome
 from vllm_pd.core.messages import PROTOCOL, DenyReason, Fingerprint, Role
 from vllm_pd.core.policy import Reason
+from vllm_pd.events.metrics import EventFamilies
 from vllm_pd.rpc.codec import FrameFault
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +42,9 @@ def dropped(path: str, prefix: str) -> set[str]:
 
 
 def figures() -> set[str]:
-    names = {family.name for family in metrics._families().describe()}
-    totals = {f"{family.name}_total" for family in metrics._families().describe() if family.type == "counter"}
+    described = [*metrics.HandoverFamilies().describe(), *EventFamilies().describe()]
+    names = {family.name for family in described}
+    totals = {f"{family.name}_total" for family in described if family.type == "counter"}
     return {name for name in names if f"{name}_total" not in totals} | totals
 
 

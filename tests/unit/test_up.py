@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_pd.client import fetch
+from vllm_pd.admin.client import fetch
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
-from vllm_pd.fleet import UpOptions, parse_setting, plan_fleet, split_cores
+from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_cores
 from vllm_pd.ports import take_free_run
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +26,8 @@ FAKE = [sys.executable, str(ROOT / "tests" / "unit" / "fake_server.py")]
 PROGRAM = """
 import sys
 from pathlib import Path
-from vllm_pd.fleet import UpOptions, plan_fleet
-from vllm_pd.up import Fleet
+from vllm_pd.launch.plan import UpOptions, plan_fleet
+from vllm_pd.launch.up import Fleet
 fake, model, port, state, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), eval(sys.argv[5])
 command = [sys.executable, fake]
 router = options.pop("router", False)
@@ -123,7 +123,7 @@ class TestPlan:
     def test_the_broker_never_gets_a_port_of_an_engine(self, monkeypatch):
         first = take_free_run("127.0.0.1", 3)
         offered = iter(range(first, first + 3))
-        monkeypatch.setattr("vllm_pd.fleet.take_free", lambda host: next(offered))
+        monkeypatch.setattr("vllm_pd.launch.plan.take_free", lambda host: next(offered))
         assert plan(port=first).broker_port == first + 2
 
     def test_settings_are_json_where_they_can_be(self):

@@ -11,7 +11,8 @@ from vllm.config import KVEventsConfig, ParallelConfig
 
 from vllm_pd import hooks
 from vllm_pd.errors import ConfigError
-from vllm_pd.events import notice, route
+from vllm_pd.events import notice
+from vllm_pd.frontend.routes import RoutesMiddleware, events_route
 from vllm_pd.ports import is_free, take_free
 from vllm_pd.v0 import events as binding
 
@@ -123,7 +124,7 @@ async def test_the_server_says_where_to_whom_it_may(endpoint):
 
     config = SimpleNamespace(kv_events_config=events_at(endpoint), instance_id="abcde",
                              cache_config=SimpleNamespace(block_size=16), parallel_config=ParallelConfig())
-    middleware = route._Middleware(app, config, "secret")
+    middleware = RoutesMiddleware(app, [events_route(config, "secret")], notice.PATH)
     status, body = await ask(middleware, key="secret")
     assert status == 200
     assert json.loads(body) == {"events": endpoint, "block_size": 16, "replay": None, "topic": "", "side": None,
@@ -131,9 +132,10 @@ async def test_the_server_says_where_to_whom_it_may(endpoint):
     config.parallel_config = ParallelConfig(data_parallel_size=4)
     assert json.loads((await ask(middleware, key="secret"))[1])["ranks"] == 4
     assert (await ask(middleware))[0] == (await ask(middleware, key="guess"))[0] == 401
-    assert (await ask(middleware, method="POST", key="secret"))[0] == 405
+    status, body = await ask(middleware, method="POST", key="secret")
+    assert (status, json.loads(body)["message"]) == (405, "use GET or HEAD")
     assert (await ask(middleware, path="/pd/status"))[0] == 299
-    assert (await ask(route._Middleware(app, config, None)))[0] == 200
+    assert (await ask(RoutesMiddleware(app, [events_route(config, None)], notice.PATH)))[0] == 200
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"side": 5, "epoch": ""}', b"[" * 4000])

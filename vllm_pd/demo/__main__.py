@@ -16,16 +16,16 @@ import sys
 import time
 from pathlib import Path
 
-from vllm_pd.children import Child
-from vllm_pd.client import Answer, Question, RequestError, ask, is_healthy
+from vllm_pd.admin.client import Answer, Question, RequestError, ask, is_healthy
+from vllm_pd.admin.scrape import MetricsSnapshot, scrape, scrape_after_request
 from vllm_pd.demo.questions import Case, cases
 from vllm_pd.demo.report import Outcome, Report
 from vllm_pd.errors import PDError
-from vllm_pd.fleet import HOST, SERVE, UpOptions, plan_fleet
+from vllm_pd.launch.child import Child
+from vllm_pd.launch.plan import HOST, SERVE, UpOptions, plan_fleet
+from vllm_pd.launch.up import Fleet, StartError
 from vllm_pd.metrics import STAGES
 from vllm_pd.ports import take_free, take_free_run
-from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
-from vllm_pd.up import Fleet, StartError
 
 NAME = "demo"
 MAX_LOCAL_PREFILL_TOKENS = 400
@@ -175,7 +175,7 @@ def left_over(urls: dict[str, str]) -> list[str]:
 
 def leaks_now(urls: dict[str, str]) -> list[str]:
     """The gauges that are not zero at this moment."""
-    pages: dict[str, Snapshot] = {name: scrape(url) for name, url in urls.items()}
+    pages: dict[str, MetricsSnapshot] = {name: scrape(url) for name, url in urls.items()}
     return [f"{name} engine: {gauge} is {page.value(gauge):g}, not 0"
             for name, page in pages.items() for gauge in MUST_BE_ZERO if page.value(gauge) != 0]
 

@@ -8,7 +8,7 @@ question is the same wherever the demo runs.
 import random
 from dataclasses import dataclass
 
-from vllm_pd.client import Question, detokenize, tokenize
+from vllm_pd.admin.client import Question, detokenize, tokenize
 
 ANSWER_TOKENS = 8
 PLACES = ("the harbour", "the old mill", "the station", "the market", "the library", "the bridge", "the orchard",

@@ -21,7 +21,7 @@ from vllm_pd.dp.messages import Keys, Say, Tell, decode, encode, rank_identity, 
 from vllm_pd.rpc.codec import BadFrame
 from vllm_pd.rpc.sockets import SendResult, Waker, endpoint, receive, send
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.pd")
 
 THREAD = "vllm-pd-dp-coordinator"
 

@@ -42,7 +42,7 @@ TOGETHER_S = 30.0
 LINGER_POLL_S = 0.5  # how often, at most, a rank that leaves looks whether it has waited long enough
 REST_POLL_S = 0.05  # how often a rank at rest looks after transfers of KV, which tell nobody when they end
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.pd")
 
 
 class GroupSettings(Settings, frozen=True, forbid_unknown_fields=True):

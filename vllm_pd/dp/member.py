@@ -18,7 +18,7 @@ from vllm_pd.dp.interface import Abort, CallEnd, Counters, Decision, GroupFailed
 from vllm_pd.dp.liveness import Liveness
 from vllm_pd.rpc.sockets import Waker
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.pd")
 
 PATIENCE_S = 1.0  # for how long rank 0 keeps others waiting for a call that not all ranks are ready for
 

@@ -18,9 +18,9 @@ import zmq
 
 from vllm_pd.events import messages as m
 from vllm_pd.events.journal import Journal
+from vllm_pd.events.metrics import EventMetrics
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
-from vllm_pd.metrics import EventMetrics
 from vllm_pd.rpc.sockets import Waker
 
 logger = logging.getLogger("vllm.pd")

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.operators import objection, shows
+from vllm_pd.frontend.access import has_key, objection
 from vllm_pd.router import answers, descriptors
 from vllm_pd.router.answers import Answer, Headers
 from vllm_pd.router.bodies import Bodies, BodyRefused, Held
@@ -27,7 +27,7 @@ from vllm_pd.router.tokens import TokenPool
 from vllm_pd.router.upstream import Upstream
 from vllm_pd.router.workers import Worker, Workers
 
-logger = logging.getLogger("vllm_pd.router")
+logger = logging.getLogger("vllm.pd.router")
 
 FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize", "/version"}
 METHODS = ("GET", "POST", "OPTIONS")
@@ -250,7 +250,7 @@ class Router:
         if self.options.api_key is None:
             return True
         given = answers.find(headers, b"authorization") or b""
-        return shows(given, self.options.api_key)
+        return has_key(given, self.options.api_key)
 
     def _ended(self, worker: Worker) -> None:
         """The connections are the URL's, where another worker may be by now."""

@@ -24,7 +24,7 @@ from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.workers import Worker
 
-logger = logging.getLogger("vllm_pd.router")
+logger = logging.getLogger("vllm.pd.router")
 
 EVENTS_PATH = "/pd/events"
 ASK_S = 5.0

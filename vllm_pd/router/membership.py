@@ -9,14 +9,14 @@ its way to an engine. While the broker is silent everybody stays.
 import asyncio
 import logging
 
+from vllm_pd.admin.members import list_members
 from vllm_pd.core.messages import Member
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.peers import take_census
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.workers import Source, Worker, Workers, WorkerState
 
-logger = logging.getLogger("vllm_pd.router")
+logger = logging.getLogger("vllm.pd.router")
 
 
 class Membership:
@@ -102,7 +102,7 @@ class Membership:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                census = await asyncio.to_thread(take_census, self._options.broker, self._options.census_timeout_s,
+                census = await asyncio.to_thread(list_members, self._options.broker, self._options.census_timeout_s,
                                                  self._options.access)
                 self.update(list(census.members), loop.time())
                 self.problem = ""

@@ -7,10 +7,12 @@ import os
 import re
 import urllib.parse
 from dataclasses import dataclass
+from typing import Annotated
 
-from vllm_pd.addresses import is_loopback, parse_endpoint
+from vllm_pd.admin.members import Access
 from vllm_pd.errors import ConfigError
-from vllm_pd.peers import Access
+from vllm_pd.options import Option
+from vllm_pd.rpc.addresses import is_loopback, parse_endpoint
 from vllm_pd.rpc.nats_address import NatsAddress
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -25,38 +27,45 @@ _COUNTS = {"max_in_flight": 1, "max_body_bytes": 1, "tokenize_threads": 1, "max_
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """Times in seconds. `timeout_s`: how long a worker may take to its first byte, `stream_timeout_s`: from there on to
-    each further one; 0 without a bound. `max_in_flight` is per worker. `expected_s`: how long a block counts as held by
-    the worker to which its prompt has just gone, while that worker has not announced it. Of a client:
-    `header_timeout_s` and `body_timeout_s` until all of it is there, `write_timeout_s` in which it reads nothing,
-    `idle_timeout_s` between two requests of a connection. `max_bodies_bytes`: of all requests that are open
-    together. After SIGTERM: `unready_s` in which requests are taken and /health says 503, then `grace_s` for those that
-    are open."""
-    port: int
-    host: str = "127.0.0.1"
-    workers: tuple[str, ...] = ()
-    events: tuple[str, ...] = ()  # URL=EVENTS[,REPLAY] of workers that can't be asked for them
-    block_size: int | None = None  # of the workers in `events`; None: as their events say
-    broker: str | None = None
+    """The settings of a router. Those with an `Option` are options of `vllm-pd router`.
+
+    All times are in seconds. `max_in_flight` is per worker. `expected_s`: for so long a block counts as held by the
+    worker that its prompt was sent to, unless the worker's events report it before.
+    """
+    port: Annotated[int, Option("Where to listen.")] = 8000
+    host: Annotated[str, Option("The address to listen at; beyond the loopback it needs --api-key.")] = "127.0.0.1"
+    workers: Annotated[tuple[str, ...], Option(
+        "The base URL of an engine, like http://127.0.0.1:8001; may be repeated.", flag="--worker")] = ()
+    events: Annotated[tuple[str, ...], Option(
+        "Where the KV events of that engine are, if it has no /pd/events to ask, like a stock vLLM; may be repeated, "
+        "also for each data-parallel rank.", flag="--worker-events", metavar="URL=EVENTS[,REPLAY]")] = ()
+    block_size: Annotated[int | None, Option(
+        "The tokens in a KV block of --worker-events; default: as the events say.")] = None
+    broker: Annotated[str | None, Option("Also use the decode engines that are registered at this broker.")] = None
     access: Access = Access()
-    tokenizer: str | None = None  # None: the workers' model's
-    api_key: str | None = None
-    worker_api_key: str | None = None
-    max_in_flight: int = 1024
-    max_body_bytes: int = 64 << 20
-    max_bodies_bytes: int = 1 << 30
-    max_connections: int = 8192  # of clients
-    unready_s: float = 2.0
-    grace_s: float = 30.0
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 60.0
-    write_timeout_s: float = 30.0
-    idle_timeout_s: float = 65.0
-    timeout_s: float = 600.0
-    stream_timeout_s: float = 300.0
+    tokenizer: Annotated[str | None, Option(
+        "The model or folder with the tokenizer for prompts; `none` for no prefix overlap. Default: the engines' "
+        "model.")] = None
+    api_key: Annotated[str | None, Option("The key that clients must send; default $VLLM_API_KEY.")] = None
+    worker_api_key: Annotated[str | None, Option("The key that the router sends to engines, not the client's.")] = None
+    max_in_flight: Annotated[int, Option("How many requests an engine may have open at a time.")] = 1024
+    max_body_bytes: Annotated[int, Option("The largest body of a request.")] = 64 << 20
+    max_bodies_bytes: Annotated[int, Option("The largest sum of the bodies of all open requests.")] = 1 << 30
+    max_connections: Annotated[int, Option("How many connections all clients together may have.")] = 8192
+    unready_s: Annotated[float, Option(
+        "How long requests are still accepted after SIGTERM, while /health answers 503.")] = 2.0
+    grace_s: Annotated[float, Option("How long open requests may take after that.")] = 30.0
+    header_timeout_s: Annotated[float, Option("How long a client may take to send a header.")] = 10.0
+    body_timeout_s: Annotated[float, Option("How long a client may take to send a body.")] = 60.0
+    write_timeout_s: Annotated[float, Option("How long a client may read nothing of its answer.")] = 30.0
+    idle_timeout_s: Annotated[float, Option("How long a connection may be idle between two requests.")] = 65.0
+    timeout_s: Annotated[float, Option(
+        "How long an engine may take to the first byte of an answer; 0 for no limit.")] = 600.0
+    stream_timeout_s: Annotated[float, Option(
+        "How long an engine may send nothing in the middle of an answer; 0 for no limit.")] = 300.0
     connect_timeout_s: float = 3.0
-    probe_interval_s: float = 5.0
-    probe_timeout_s: float = 15.0
+    probe_interval_s: Annotated[float, Option("Probe an engine that has sent nothing for this long.")] = 5.0
+    probe_timeout_s: Annotated[float, Option("How long an engine may take to generate the token of a probe.")] = 15.0
     probe_backoff_s: tuple[float, float] = (0.25, 30.0)  # first, longest
     retry_after_s: float = 1.0
     tokenize_timeout_s: float = 0.25

@@ -16,12 +16,13 @@ import operator
 import random
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.options import Option
 
 EQUAL = 1e-9  # scores that differ by less are a tie
 MAX_SHOWN = 8  # scores in an explanation
@@ -51,13 +52,15 @@ class Reason(StrEnum):
 class PolicyConfig(msgspec.Struct, frozen=True):
     """The operator's weights, see the module; all 0 or more. `temperature` is in the unit of the score: 0 takes the
     best, and the greater it is the more often a worse one is drawn."""
-    policy: Policy = Policy.KV
-    overlap_weight: float = 6.0
-    waiting_weight: float = 1.0
-    remote_weight: float = 0.1
-    blocks_weight: float = 2.0
-    open_weight: float = 0.5
-    temperature: float = 0.0
+    policy: Annotated[Policy, Option(
+        "kv (prefix overlap minus load), round-robin, least-load or consistent-hash.",
+        parse=lambda text: text.replace("_", "-"))] = Policy.KV
+    overlap_weight: Annotated[float, Option("Weight of a completely cached prompt; 1 is a prefill of it.")] = 6.0
+    waiting_weight: Annotated[float, Option("Weight of the tokens that wait for prefill.")] = 1.0
+    remote_weight: Annotated[float, Option("Weight of each remote prefill under way.")] = 0.1
+    blocks_weight: Annotated[float, Option("Weight of the used share of the KV cache.")] = 2.0
+    open_weight: Annotated[float, Option("Weight of each open request at an engine that reports no load.")] = 0.5
+    temperature: Annotated[float, Option("0 takes the best score; the higher, the more often others.")] = 0.0
 
     def check(self) -> "PolicyConfig":
         """Itself, or a ConfigError."""

@@ -25,7 +25,7 @@ from vllm_pd.router.feeds import Progress
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.workers import Failure, Worker, WorkerState
 
-logger = logging.getLogger("vllm_pd.router")
+logger = logging.getLogger("vllm.pd.router")
 
 GENERATE_PATH = "/health_generate"
 MAX_BODY_BYTES = 1 << 20

@@ -15,14 +15,14 @@ from types import FrameType
 
 import uvicorn
 
-from vllm_pd.edge import Edge, EdgeLimits
+from vllm_pd.frontend.edge import Edge, EdgeLimits
 from vllm_pd.ports import require_free
 from vllm_pd.router import descriptors
 from vllm_pd.router.app import Router
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import PolicyConfig
 
-logger = logging.getLogger("vllm_pd.router")
+logger = logging.getLogger("vllm.pd.router")
 
 CUT_S = 2.0  # in which those may hear of it whose requests are cut
 SPARED = (b"/health", b"/ping", b"/metrics")  # paths that are served however many connections there are

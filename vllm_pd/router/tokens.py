@@ -22,7 +22,7 @@ import msgspec
 from vllm_pd.router.options import NO_TOKENIZER, RouterOptions
 from vllm_pd.router.tokenizer import Prompt, Tokenizer
 
-logger = logging.getLogger("vllm_pd.router")
+logger = logging.getLogger("vllm.pd.router")
 
 MAX_QUEUED = 64
 RETRY_S = (5.0, 60.0)  # first pause, longest

@@ -15,7 +15,7 @@ from enum import Enum, StrEnum
 
 from vllm_pd.router.metrics import RouterMetrics
 
-logger = logging.getLogger("vllm_pd.router")
+logger = logging.getLogger("vllm.pd.router")
 
 MAX_WORKERS = 4096
 STRIKE_S = 30.0

@@ -24,11 +24,11 @@ from typing import Any
 
 import aiohttp
 
-from vllm_pd.client import fetch, is_healthy, served_model
+from vllm_pd.admin.client import fetch, is_healthy, served_model
+from vllm_pd.admin.scrape import scrape
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
-from vllm_pd.scrape import scrape
 
 from . import oracle
 from .chats import Chats, Turn, hold, make, without_words

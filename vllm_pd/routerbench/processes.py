@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from vllm_pd.children import Child
-from vllm_pd.client import is_healthy
+from vllm_pd.admin.client import is_healthy
 from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.launch.child import Child
 from vllm_pd.ports import take_free
 
 from .load import Line, LoadError, Shape, make_body

@@ -39,7 +39,7 @@ from vllm_pd.transfer.transport import PeerMetadata, Progress
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.pd")
 
 # How long the first poll after a new peer goes on. The worker polls on for a peer that takes longer.
 MEET_S = 0.03

@@ -26,7 +26,7 @@ from vllm_pd.transfer.requests import (
 )
 from vllm_pd.transfer.transport import Transport
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.pd")
 
 SETTLE_S = 0.5
 SETTLE_STEP_S = 0.02  # of it, between two polls

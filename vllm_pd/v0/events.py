@@ -25,9 +25,9 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.events import notice, reach
 from vllm_pd.events.announcer import Announcer
 from vllm_pd.events.messages import EngineLoad, KVEvent
+from vllm_pd.events.metrics import EventMetrics
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink, Salt
-from vllm_pd.metrics import EventMetrics
 from vllm_pd.ports import is_free
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.sockets import Waker

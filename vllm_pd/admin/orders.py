@@ -1,47 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Telling a running engine what to do, from outside: an operator's messages on its control socket."""
+"""An operator's orders to a running engine: drain, change the role, report the status."""
 import time
 from dataclasses import dataclass
 
+from vllm_pd.admin.members import Access, list_members
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError
-from vllm_pd.peers import Access, take_census
 from vllm_pd.rpc.call import Call
 
 POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Target:
-    """Where an engine listens for orders, and who it is, if that is known."""
+class EngineAddress:
+    """Where an engine's control socket is, and the engine's incarnation, where that is known."""
     address: str
     incarnation: str | None = None
 
 
-def find_engine(engine: str, broker: str, access: Access, timeout_s: float = 5.0) -> Target:
-    """The registered engine whose incarnation begins so; an address is taken as it is, for an engine that has drained
-    is registered no more. Raises ConfigError where it is none or not the only one, and what `take_census` does."""
+def find_engine(engine: str, broker: str, access: Access, timeout_s: float = 5.0) -> EngineAddress:
+    """The registered engine whose incarnation begins with `engine`. A `tcp://` address is taken as it is, because an
+    engine that has drained is no longer registered. Raises ConfigError where no engine or more than one fits, and what
+    `list_members` raises."""
     if engine.startswith("tcp://"):
-        return Target(engine)
-    members = take_census(broker, timeout_s, access).members
+        return EngineAddress(engine)
+    members = list_members(broker, timeout_s, access).members
     found = [member for member in members if engine and member.incarnation.startswith(engine)]
     if len(found) == 1:
-        return Target(found[0].address, found[0].incarnation)
+        return EngineAddress(found[0].address, found[0].incarnation)
     listed = ", ".join(map(introduce, found or members))
     raise ConfigError("ENGINE", engine, f"{'more than one begins so' if found else 'no such engine is registered'}: "
                       f"write one of {listed or 'those that you start; there is none now'}")
 
 
 def introduce(member: m.Member) -> str:
-    """A registry entry in a few words."""
+    """A registry entry on one line."""
     return (f"{member.incarnation[:12]} ({member.role.value}{', draining' if member.draining else ''} at "
             f"{member.address})")
 
 
 class Operator:
-    """A connection to one engine. Also a context manager."""
+    """A connection to one engine, for orders. Also a context manager."""
 
-    def __init__(self, target: Target, access: Access):
+    def __init__(self, target: EngineAddress, access: Access):
         self.target = target
         self._call = Call("engine", target.address, access.load_keys(), only_connected=False)
 
@@ -52,7 +53,8 @@ class Operator:
         self.close()
 
     def tell(self, order: m.Message, timeout_s: float = 5.0) -> m.StatusReply:
-        """The engine's answer. Raises ControlError where none comes in time, or where the engine refuses."""
+        """Send an order; returns the engine's status after it. Raises ControlError without an answer in time, or where
+        the engine refuses."""
         deadline = time.monotonic() + timeout_s
         self._call.say(order, deadline)
         for sender, reply in self._call.answers(deadline):
@@ -66,7 +68,7 @@ class Operator:
                            "another key")
 
     def drain(self, timeout_s: float) -> m.StatusReply:
-        """Have it drained, and wait for the end of that; the last answer says whether it came in time."""
+        """Have the engine drained, and wait until it is or `timeout_s` is over. Returns its last status."""
         deadline = time.monotonic() + timeout_s
         reply = self.tell(m.Drain())
         while not is_drained(reply) and time.monotonic() < deadline:
@@ -75,17 +77,17 @@ class Operator:
         return reply
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._call.close()
 
 
 def is_drained(reply: m.StatusReply) -> bool:
-    """Whether nothing is open there any more, and the engine has left the registry."""
+    """Whether the engine has nothing open and has left the registry."""
     return bool(reply.gauges.get("drained"))
 
 
 def describe(reply: m.StatusReply) -> list[str]:
-    """A status, line by line."""
+    """The lines of a status."""
     member = reply.member
     state = "drained" if is_drained(reply) else "draining" if member.draining else "serving"
     return [f"engine {member.incarnation} at {member.address}: {member.role.value}, {state}",

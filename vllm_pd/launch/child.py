@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One child process of `vllm-pd up`: started in a group of its own, heard line by line, ended for certain.
+"""One child process of `vllm-pd up`, in a process group of its own.
 
-Life: `Child(...)` -> `start()` -> lines go out with the child's name in front, the last ones are kept -> an `Exited`
-is put into the given queue when the process ends, and its whole group is killed then, because an engine whose front
-end is gone is of no use to anybody -> `stop()` asks, `kill()` makes sure.
+After `start()`, each line that the process prints is printed with its name in front, and the last lines are kept. When
+the process ends, an `Exited` is put into the given queue and its whole group is killed: the processes of an engine are
+useless without its front end. `stop()` asks it to end, `kill()` ends it.
 """
 
 import collections
@@ -23,20 +23,21 @@ Say = Callable[[str, str], None]
 
 
 def say_aloud(name: str, line: str) -> None:
-    """Prints a line with the name of its speaker; the default of every `say` (it gets both)."""
-    sys.stdout.write(f"[{name}] {line}\n")  # in one piece: many threads speak
+    """Print a line of the process with this name."""
+    sys.stdout.write(f"[{name}] {line}\n")  # one call, as many threads print
     sys.stdout.flush()
 
 
 @dataclass(frozen=True)
 class Exited:
-    """`child` has ended with `code`: its exit status, or minus the signal's number."""
+    """`child` has ended. `code` is its exit status, or minus the number of the signal that killed it."""
     child: "Child"
     code: int
 
 
 class Child:
-    """A process with a name. All methods are called from the main thread, which must outlive the process."""
+    """A process with a name. All methods are called from the main thread, which must outlive the process. `cores`: to
+    which it is pinned, all where empty."""
 
     def __init__(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None,
                  cores: Sequence[int] = (), say: Say = say_aloud) -> None:
@@ -50,10 +51,10 @@ class Child:
         self._threads: list[threading.Thread] = []
 
     def start(self, events: "queue.SimpleQueue") -> None:
-        """Starts the process. Its Exited will be put into `events` exactly once."""
+        """Start the process. Its Exited will be put into `events` exactly once."""
         pinned = ["--cores", ",".join(map(str, self._cores))] if self._cores else []
-        self._process = subprocess.Popen([sys.executable, "-m", "vllm_pd.launch", *pinned, "--", *self._command],
-                                         env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        command = [sys.executable, "-m", "vllm_pd.launch.exec_child", *pinned, "--", *self._command]
+        self._process = subprocess.Popen(command, env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                          stderr=subprocess.STDOUT, start_new_session=True)
         for work in (self._relay, lambda: self._await_end(events)):
             thread = threading.Thread(target=work, name=f"{self.name}-watch", daemon=True)
@@ -62,24 +63,26 @@ class Child:
 
     @property
     def pid(self) -> int | None:
+        """The process id; None before the start."""
         return self._process.pid if self._process else None
 
     @property
     def alive(self) -> bool:
+        """Whether the process was started and has not ended."""
         return self._process is not None and self._process.returncode is None
 
     def last_lines(self) -> list[str]:
-        """The end of what the process has printed, newest last. Complete once its Exited has been seen."""
+        """The last 30 lines that the process has printed, newest last. Complete once its Exited was received."""
         return list(self._lines)
 
     def stop(self) -> None:
-        """Asks the process to end (SIGTERM), also when it is stopped. Returns at once."""
+        """Send SIGTERM, and SIGCONT in case the process is stopped. Returns at once."""
         if self.alive:
             self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Ends the process and everything it has started (SIGKILL to its group)."""
+        """End the process and everything that it has started (SIGKILL to its group)."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):  # the whole group may have ended
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits for the clients of an HTTP server that uvicorn runs: how much each may send, and how long it may take.
 
-uvicorn's protocol upon httptools keeps whatever a header holds, and waits for ever for its end, for the rest of a body
-and for a client that does not read. `Connection` is that protocol with bounds. `Edge` is what all connections of a
-server share; uvicorn gets its `connect` as `http`. One timer, which runs while there are connections, ends those that
-are over a limit. Where there are too many connections, those that have no whole request are ended first.
+uvicorn's protocol upon httptools keeps a header of any size. It waits without a limit for the end of a header, for the
+rest of a body, and for a client that does not read. `ClientConnection` is that protocol with limits. All connections of
+a server share one `Edge`, whose `connect` uvicorn gets as `http`. One timer, which runs while there are connections,
+ends those that are over a limit. Where there are too many connections, those without a whole request are ended first.
 """
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 SWEEP_S = 0.25
-LINGER_S = 1.0  # in which a client may read why it was refused
-MAX_DISCARDED_BYTES = 1 << 20  # that a refused client may go on sending meanwhile
-MAX_PIPELINED = 16  # requests that wait for the answer of one before them
-SPARE = 32  # connections beyond the bound, for the paths that are always served
-UNKNOWN_BYTES = 1 << 62  # for uvicorn, which counts down from it
-RESCAN_S = 0.25  # after little could be ended to make room
+LINGER_S = 1.0  # how long a refused client may read the reason
+MAX_DISCARDED_BYTES = 1 << 20  # that a refused client may still send meanwhile
+MAX_PIPELINED = 16  # requests of one connection that wait behind another
+SPARE = 32  # connections beyond the limit, for the paths that are always served
+UNKNOWN_BYTES = 1 << 62  # a content length for uvicorn, which counts down from it
+RESCAN_S = 0.25  # pause after a search that found too few connections to end
 
 
 @dataclass(frozen=True)
 class EdgeLimits:
-    """Times in seconds, None without a bound. `head_s`: from the connection, or from the first byte of a later
-    request, to the end of the header. `body_s`: from there to the end of the body. `write_s`: how long a client may
-    read nothing of what waits for it. `idle_s`: between two requests."""
-    head_bytes: int = 1 << 16  # of a header in all, its request line included
-    target_bytes: int = 1 << 13  # of path and query
+    """Limits for each client of a server; None means no limit. Times are in seconds.
+
+    `head_s`: from the start of the connection, or the first byte of a later request, to the end of the header.
+    `body_s`: from there to the end of the body. `write_s`: how long a client may read nothing while data waits for it.
+    `idle_s`: between two requests. `connections`: of all clients together.
+    """
+    head_bytes: int = 1 << 16  # the whole header, with the request line
+    target_bytes: int = 1 << 13  # path and query
     header_count: int = 100
     head_s: float | None = 10.0
     body_s: float | None = None
@@ -46,8 +49,8 @@ class EdgeLimits:
 
 
 class _Wait(IntEnum):
-    """What a connection waits for. To make room the lowest are ended first; the last two never."""
-    SILENT = 0  # nothing has come yet
+    """What a connection waits for. To make room, the lowest are ended first and the last two never."""
+    SILENT = 0  # no byte was received yet
     HEAD = 1
     IDLE = 2
     BODY = 3
@@ -56,28 +59,28 @@ class _Wait(IntEnum):
 
 
 class _Part(Enum):
-    """Of a request, what is being read."""
+    """The part of a request that is being received."""
     NONE = auto()
     HEAD = auto()
     BODY = auto()
 
 
 class _Refused(Exception):
-    """Ends the parsing."""
+    """Raised to end the parsing of a refused request."""
 
 
 class Edge:
-    """Of one server. `count` is told of each client that was cut off, by the reason: `header_size`, `head_time`,
-    `body_time`, `write_time`, `pipelined`, `room`, `full`. Paths in `spared` are served even where there are too many
-    connections."""
+    """The connections of one server. `count` is called for each client that is cut off, with the reason: `header_size`,
+    `head_time`, `body_time`, `write_time`, `pipelined`, `room` or `full`. Paths in `spared` are served even where there
+    are too many connections."""
 
     def __init__(self, limits: EdgeLimits, count: Callable[[str], None] = lambda reason: None,
                  spared: Collection[bytes] = ()) -> None:
         self.limits = limits
         self.count = count
-        self.ending = False  # whether each answer is the last on its connection
+        self.ending = False  # close each connection after its present answer
         self._spared = frozenset(spared)
-        self._open: set[Connection] = set()
+        self._open: set[ClientConnection] = set()
         self._sweeping: asyncio.TimerHandle | None = None
         self._packed_until_s = 0.0
         self._times = {_Wait.SILENT: (limits.head_s, "head_time"), _Wait.HEAD: (limits.head_s, "head_time"),
@@ -85,14 +88,15 @@ class Edge:
                        _Wait.WRITE: (limits.write_s, "write_time"), _Wait.CLOSE: (limits.write_s, "write_time")}
 
     def __len__(self) -> int:
+        """The number of open connections."""
         return len(self._open)
 
-    def connect(self, **given: Any) -> Connection:
-        """For uvicorn: the protocol of a new connection."""
-        return Connection(self, **given)
+    def connect(self, **given: Any) -> ClientConnection:
+        """The protocol object of a new connection. uvicorn calls this."""
+        return ClientConnection(self, **given)
 
-    def opened(self, connection: Connection) -> None:
-        """A client has come."""
+    def opened(self, connection: ClientConnection) -> None:
+        """Add a new connection; may end others, or this one, to stay within the limit."""
         self._open.add(connection)
         if self._sweeping is None:
             self._sweeping = connection.loop.call_later(SWEEP_S, self._sweep, connection.loop)
@@ -103,28 +107,29 @@ class Edge:
                 self.count("full")
                 connection.transport.abort()
 
-    def closed(self, connection: Connection) -> None:
-        """It has gone."""
+    def closed(self, connection: ClientConnection) -> None:
+        """Remove a connection that has ended."""
         self._open.discard(connection)
 
     def has_room_for(self, target: bytes) -> bool:
-        """Whether a request for that is to be served now."""
+        """Whether a request for this path and query is to be served now."""
         most = self.limits.connections
         return most is None or len(self._open) <= most or target.partition(b"?")[0] in self._spared
 
     def abort_all(self) -> None:
-        """End every connection."""
+        """End every connection at once."""
         for connection in list(self._open):
             connection.transport.abort()
 
-    def _make_room(self, newest: Connection) -> None:
+    def _make_room(self, newest: ClientConnection) -> None:
         now_s = newest.loop.time()
         if now_s < self._packed_until_s:
             return
         idle = sorted(((*waiting, number, one) for number, one in enumerate(self._open)
                        if one is not newest and (waiting := one.waiting()) is not None and waiting[0] <= _Wait.BODY),
                       key=lambda entry: entry[:3])
-        batch = max(len(self._open) - self.limits.connections, self.limits.connections // 32)  # one look for many
+        # More than needed, as each search is expensive.
+        batch = max(len(self._open) - self.limits.connections, self.limits.connections // 32)
         for *_, one in idle[:batch]:
             self.count("room")
             self.closed(one)
@@ -155,26 +160,26 @@ class Edge:
                     one.transport.abort()
 
 
-class Connection(HttpToolsProtocol):
-    """One client's. uvicorn and httptools call what has no docstring."""
+class ClientConnection(HttpToolsProtocol):
+    """The connection of one client. uvicorn and httptools call the methods without a docstring."""
 
     def __init__(self, edge: Edge, **given: Any) -> None:
         super().__init__(**given)
         self._edge = edge
         self._limits = edge.limits
         self._part = _Part.NONE
-        self._since_s = self.loop.time()  # that it waits for what it waits for
-        self._full_since_s: float | None = None  # that more waits for the client than should
-        self._unread_bytes = 0  # that waited for it at the last look
-        self._read_s = 0.0  # when it was seen to have read some of them
+        self._since_s = self.loop.time()  # when it began to wait for the present part
+        self._full_since_s: float | None = None  # when the write buffer became full; None while it is not
+        self._unread_bytes = 0  # in the write buffer at the last check
+        self._read_s = 0.0  # when the client was last seen to read some of them
         self._refusal: tuple[HTTPStatus, str] | None = None
         self.refused_s: float | None = None
         self._discarded_bytes = 0
-        self._unparsed_bytes = 0  # that have come since the parser has last made something of them
+        self._unparsed_bytes = 0  # received since the parser last made progress
         self._running: RequestResponseCycle | None = None  # the request that is being answered
 
     def waiting(self) -> tuple[_Wait, float] | None:
-        """What the client keeps this connection waiting for, and since when; None where it is the server's turn."""
+        """What the connection waits for and since when (loop time, in s); None where it waits for the server."""
         if self.refused_s is not None:
             return _Wait.CLOSE, self.refused_s
         if self._full_since_s is not None:
@@ -188,14 +193,14 @@ class Connection(HttpToolsProtocol):
         return (_Wait.HEAD if self._part is _Part.HEAD else _Wait.BODY), self._since_s
 
     def see_reading(self) -> None:
-        """Look whether the client has read anything since the last look."""
+        """Check whether the client has read anything since the last check."""
         unread_bytes = self.transport.get_write_buffer_size()
         if unread_bytes < self._unread_bytes:
             self._read_s = self.loop.time()
         self._unread_bytes = unread_bytes
 
     def refuse(self, status: HTTPStatus, text: str) -> None:
-        """Say so, where an answer to this request may be sent, and end the connection."""
+        """Answer the present request with this error, where an answer is still possible, and end the connection."""
         if self.transport.is_closing():
             return
         cycle = self.cycle
@@ -205,14 +210,14 @@ class Connection(HttpToolsProtocol):
                 return
             cycle.disconnected = True
             cycle.message_event.set()
-        elif self._part is _Part.BODY:  # which was answered before its end
+        elif self._part is _Part.BODY:  # the request was answered before its end
             self.transport.abort()
             return
         body = error_body(status, text)
         self.transport.write(STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
                              b"content-length: %d\r\n\r\n%b" % (len(body), body))
         self.refused_s = self.loop.time()
-        if self.transport.can_write_eof():  # a close with unread data would take the answer along
+        if self.transport.can_write_eof():  # closing with unread data would discard the answer
             self.transport.write_eof()
         else:
             self.transport.close()
@@ -222,14 +227,14 @@ class Connection(HttpToolsProtocol):
         self._edge.opened(self)
 
     def handle_websocket_upgrade(self) -> None:
-        self._edge.closed(self)  # another protocol has the transport from here on, and is told of its end
+        self._edge.closed(self)  # another protocol owns the transport now
         super().handle_websocket_upgrade()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._edge.closed(self)
         super().connection_lost(exc)
         running = self._running
-        if running is not None and not running.response_complete:  # uvicorn tells the newest request only
+        if running is not None and not running.response_complete:  # uvicorn does so for the newest request only
             running.disconnected = True
             running.message_event.set()
 
@@ -273,7 +278,7 @@ class Connection(HttpToolsProtocol):
         app = self.config.loaded_app if self._edge.has_room_for(self.url) else self._say_full
         self.app = _UntilClose(app) if self.parser.get_http_version() == "1.0" else app
         super().on_headers_complete()
-        if self.cycle is None:  # the first request is for a WebSocket
+        if self.cycle is None:  # the connection's first request opens a WebSocket
             return
         if isinstance(self.app, _UntilClose):
             self.app.cycle = self.cycle
@@ -287,7 +292,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
-        """Of a chunked body; uvicorn does not use it."""
+        """httptools calls this for each chunk of a body. uvicorn does not."""
         self._unparsed_bytes = 0
 
     def on_message_complete(self) -> None:
@@ -305,7 +310,7 @@ class Connection(HttpToolsProtocol):
             self._since_s = self.loop.time()
 
     def _check_header(self) -> None:
-        """Of one that is complete; `data_received` looks after one that does not end."""
+        """Check a complete header; `data_received` checks one that does not end."""
         size, hosts = len(self.url), 0
         for name, value in self.headers:
             size += len(name) + len(value)
@@ -320,7 +325,7 @@ class Connection(HttpToolsProtocol):
             raise _Refused
 
     def _is_busy(self) -> bool:
-        """Whether an answer is under way."""
+        """Whether a request is being answered."""
         return self.cycle is not None and (not self.cycle.response_complete or bool(self.pipeline))
 
     def _fail(self, reason: str, status: HTTPStatus, text: str) -> None:
@@ -339,19 +344,19 @@ class Connection(HttpToolsProtocol):
         await send({"type": "http.response.body", "body": body})
 
 
-def bound_headers(config: uvicorn.Config) -> None:
-    """Have a server that is configured like this, and has not started, give up headers that are too large or too slow.
-    Only upon httptools: h11 bounds their size by itself."""
+def limit_headers(config: uvicorn.Config) -> None:
+    """Make a server that has not started yet refuse headers that are too large or too slow. Changes nothing for h11,
+    which limits their size by itself."""
     if config.http_protocol_class is HttpToolsProtocol:
         config.http_protocol_class = Edge(EdgeLimits()).connect
 
 
 class _UntilClose:
-    """An application, for one client of HTTP/1.0, which knows no chunks: where an answer does not say its length, the
-    end of the connection is its end, and a reset says that it is not whole."""
+    """The application for a client of HTTP/1.0, which has no chunked answers. Where an answer has no content length, it
+    ends with the connection, and a reset tells the client that it is incomplete."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self.cycle: RequestResponseCycle | None = None  # known before it begins
+        self.cycle: RequestResponseCycle | None = None  # set before the application is called
         self._app = app
         self._unsized = False
 
@@ -376,7 +381,7 @@ class _UntilClose:
 
 
 def _reset(transport: asyncio.Transport) -> None:
-    """End the connection so that the client sees that something is missing."""
+    """End the connection with a reset, so that the client sees that the answer is incomplete."""
     if not transport.is_closing():
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -384,7 +389,7 @@ def _reset(transport: asyncio.Transport) -> None:
 
 
 def error_body(status: HTTPStatus, text: str) -> bytes:
-    """In the form of vLLM's own errors."""
+    """An error as JSON, in the form of vLLM's own errors."""
     return json.dumps({"object": "error", "message": text, "type": status.phrase, "param": None,
                        "code": status.value}).encode()
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m vllm_pd.launch [--cores 0,1] -- COMMAND...` becomes COMMAND, tied to its parent and to some cores.
+"""`python -m vllm_pd.launch.exec_child [--cores 0,1] -- COMMAND...` becomes COMMAND, tied to its parent and some cores.
 
-The kernel sends SIGTERM when the process that started us ends, however it ends; so nothing outlives a killed `up`.
-It is a program, not a `preexec_fn`, because the parent has threads. Standard library only: it runs before every
-engine.
+The kernel sends the process SIGTERM when its parent ends, in whatever way; so nothing outlives a killed `up`. This is a
+program and not a `preexec_fn`, because the parent has threads. It runs before every engine, so it imports only the
+standard library.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command in place of this process. Returns 1 if the parent has ended already."""
     parent = int(os.environ.pop("VLLM_PD_PARENT", os.getppid()))
     split = arguments.index("--")
     options, command = arguments[:split], arguments[split + 1:]
@@ -22,7 +23,7 @@ def main(arguments: list[str]) -> int:
         os.sched_setaffinity(0, {int(core) for core in options[1].split(",")})
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
-        return 1  # The parent died before the kernel knew of our wish.
+        return 1  # the parent ended before prctl
     os.execvp(command[0], command)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd doctor`: is this installation what it says it is, and can its engines reach each other?
+"""`vllm-pd doctor`: checks that this installation is complete and that its engines fit each other.
 
-Each check gives one or more findings; a bad one carries its cure. Checks look, they change nothing. Those that load
-native libraries do it in a process of their own, because a wrong library may end the process instead of raising.
+Each check gives one or more findings; one that is not ok has a cure. Checks change nothing. Those that load native
+libraries do so in a process of their own, because a wrong library may end the process instead of raising.
 """
 
 import base64
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from vllm_pd.admin.members import Access, MemberList, list_members
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.peers import Access, Census, take_census
 from vllm_pd.ports import is_free
 
 INSTALL_CURE = "enter the environment (`. scripts/env.sh`), or pip install the wheel of scripts/build_wheel.py again"
@@ -36,13 +36,14 @@ print("nixl", version("nixl"), "with UCX")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `cure` is what to do, empty where nothing is wrong."""
+    """One line of the report. `cure` says what to do; it is empty where nothing is wrong."""
     check: str
     fact: str
     cure: str = ""
 
     @property
     def ok(self) -> bool:
+        """Whether nothing is wrong."""
         return not self.cure
 
     def __str__(self) -> str:
@@ -51,7 +52,7 @@ class Finding:
 
 
 def examine(broker: str | None, ports: Sequence[int], access: Access | None = None) -> list[Finding]:
-    """All findings, in the order in which one would repair them. `broker` and `ports` are looked at where given."""
+    """All findings, in the order in which one would repair them. A broker and ports are checked only where given."""
     findings = [*check_pin(), *check_series(), *check_requirements(), *check_wheel(), *check_nixl()]
     findings += [finding for port in ports for finding in check_port(port)]
     if broker is not None:
@@ -60,7 +61,7 @@ def examine(broker: str | None, ports: Sequence[int], access: Access | None = No
 
 
 def check_pin() -> Iterator[Finding]:
-    """The distribution named vllm is ours and is made from the pin that its build file names."""
+    """The installed vllm is a wheel of this project, and vllm_pd is of the same wheel."""
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -80,7 +81,7 @@ def check_pin() -> Iterator[Finding]:
 
 
 def check_series() -> Iterator[Finding]:
-    """The files that the patches touch are as they were in the wheel."""
+    """The files that the patches change are as in the wheel."""
     built = build_file()
     if built is None:
         yield Finding("series", "unknown: there is no build file", INSTALL_CURE)
@@ -94,7 +95,7 @@ def check_series() -> Iterator[Finding]:
 
 
 def check_requirements() -> Iterator[Finding]:
-    """What the wheel asks for is installed, in a version that it can run with."""
+    """The wheel's requirements are installed in versions that fit."""
     try:
         wanted = [Requirement(text) for text in metadata.requires("vllm") or ()]
     except metadata.PackageNotFoundError:
@@ -126,12 +127,12 @@ def check_wheel() -> Iterator[Finding]:
 
 
 def check_nixl() -> Iterator[Finding]:
-    """An agent with the UCX back end can be made."""
+    """A NIXL agent with the UCX back end can be created."""
     yield run_native("nixl", CREATE_AGENT, "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1")
 
 
 def check_port(port: int) -> Iterator[Finding]:
-    """Something could listen there."""
+    """A server could listen at this port of the loopback."""
     if not 1 <= port <= 65535:
         yield Finding("port", f"{port} is no port", "write 1 to 65535")
     elif is_free("127.0.0.1", port):
@@ -144,7 +145,7 @@ def check_port(port: int) -> Iterator[Finding]:
 def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
     """The broker answers, and its engines fit each other."""
     try:
-        census = take_census(broker, access=access)
+        listed = list_members(broker, access=access)
     except ConfigError as error:
         yield Finding("broker", f"{error.key}={error.value} can't be used", error.cure)
         return
@@ -152,14 +153,14 @@ def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
         yield Finding("broker", str(error), "start a nats-server with JetStream there, and an engine"
                       if broker.startswith(("nats:", "tls:")) else f"start it: vllm-pd broker --bind {broker}")
         return
-    yield Finding("broker", f"{broker} answers; {census.queue_length} jobs wait")
-    yield from judge_peers(census)
+    yield Finding("broker", f"{broker} answers; {listed.queue_length} jobs wait")
+    yield from judge_peers(listed)
 
 
-def judge_peers(census: Census) -> Iterator[Finding]:
-    """Each engine with those that it can work with, or with the first value that differs."""
-    decodes = [member for member in census.members if member.role.decodes]
-    prefills = [member for member in census.members if member.role.prefills]
+def judge_peers(listed: MemberList) -> Iterator[Finding]:
+    """Each decode engine with each prefill engine: they fit, or the first value in which they differ."""
+    decodes = [member for member in listed.members if member.role.decodes]
+    prefills = [member for member in listed.members if member.role.prefills]
     for name, found, kv_role in (("decode", decodes, "kv_consumer"), ("prefill", prefills, "kv_producer")):
         if not found:
             yield Finding("peers", f"no {name} engine is there",
@@ -179,20 +180,20 @@ def judge_peers(census: Census) -> Iterator[Finding]:
 
 
 def build_file() -> dict | None:
-    """What the wheel was made from; None where vllm_pd does not come from a wheel."""
+    """What the wheel was built from; None where vllm_pd does not come from a wheel."""
     file = resources.files("vllm_pd") / "_build.json"
     return json.loads(file.read_text()) if file.is_file() else None
 
 
 def changed_files(distribution: metadata.Distribution, names: Sequence[str]) -> list[str]:
-    """Those of `names` whose bytes differ from the distribution's RECORD, or that are gone."""
+    """The files of `names` that are missing or differ from the distribution's RECORD."""
     rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
     recorded = {row[0]: row[1] for row in rows if len(row) > 1}
     return [name for name in names if recorded.get(name) != _record_digest(Path(distribution.locate_file(name)))]
 
 
 def run_native(check: str, program: str, cure: str) -> Finding:
-    """The last line that `program` prints in a Python of its own, or how that ended."""
+    """Run a Python program in a process of its own. The finding holds the last line of its output or of its error."""
     try:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                               timeout=NATIVE_TIMEOUT_S)

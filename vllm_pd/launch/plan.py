@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-pd up` is going to start: a broker, N + M engines, perhaps a router, as commands. Nothing is started here.
+"""The plan of `vllm-pd up`: the commands of a broker, the engines and perhaps a router. Nothing is started here.
 
-The plan is made and checked as a whole first, because an engine needs half a minute to find out that its port is
+The whole plan is checked before anything starts, because an engine needs half a minute to find out that its port is
 taken or that a setting is misspelt.
 """
 
@@ -14,50 +14,58 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
+from vllm_pd.options import Option
 from vllm_pd.ports import require_free, take_free
 
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 BROKER = (sys.executable, "-m", "vllm_pd.cli", "broker")
 ROUTER = (sys.executable, "-m", "vllm_pd.cli", "router")
 HOST = "127.0.0.1"
-OURS = {"--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
+STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
+OWN_FLAGS = {  # of `vllm serve`, which `up` sets itself, and what to use instead
+    "--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
 ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 
 @dataclass(frozen=True)
 class UpOptions:
-    """The command line of `vllm-pd up`. `pd` holds settings of PDConfig, `serve_args` goes to every `vllm serve`; with
-    `router`, one stands at `port` and the engines take the next ports."""
-    model: str
-    prefill: int
-    decode: int
-    port: int = 8000
-    broker_port: int = 0
-    pd: Mapping[str, Any] = field(default_factory=dict)
-    serve_args: Sequence[str] = ()
-    router: bool = False
+    """The command line of `vllm-pd up`. `pd` holds settings of PDConfig, `serve_args` goes to every `vllm serve`. With
+    `router`, the router listens at `port` and the engines take the next ports."""
+    model: Annotated[str, Option("The model, as `vllm serve` takes it.", argument=True)]
+    prefill: Annotated[int, Option("How many prefill engines.")] = 1
+    decode: Annotated[int, Option("How many decode engines.")] = 1
+    port: Annotated[int, Option("Port of the router, or of the first engine where there is no router. The other "
+                                "engines take the next ports, decode engines first.")] = 8000
+    broker_port: Annotated[int, Option("Port of the broker; 0 takes a free one.")] = 0
+    pd: Annotated[Mapping[str, Any], Option(
+        "A setting of every engine, like max_local_prefill_tokens=500; may be repeated.", metavar="KEY=VALUE",
+        parse=lambda texts: dict(map(parse_setting, texts)))] = field(default_factory=dict)
+    serve_args: Annotated[Sequence[str], Option("What follows -- goes to every `vllm serve`.", metavar="[-- ARGS...]",
+                                                argument=True)] = ()
+    router: Annotated[bool, Option("Start a router in front of the decode engines.")] = False
 
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """What stands in front."""
+    """The router of a plan."""
     port: int
     command: tuple[str, ...]
     env: Mapping[str, str]
 
     @property
     def url(self) -> str:
+        """Its base URL."""
         return f"http://{HOST}:{self.port}"
 
 
 @dataclass(frozen=True, eq=False)
 class EnginePlan:
-    """One `vllm serve`. `cores` is empty where the engine is not pinned."""
+    """One `vllm serve`. `cores` is empty where the engine is not pinned to any."""
     name: str
     role: Role
     port: int
@@ -67,12 +75,13 @@ class EnginePlan:
 
     @property
     def url(self) -> str:
+        """Its base URL."""
         return f"http://{HOST}:{self.port}"
 
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """Everything that `up` starts; the decode engines come first, for they are what clients talk to."""
+    """Everything that `up` starts. The decode engines come first, as clients talk to them."""
     broker_port: int
     broker_command: tuple[str, ...]
     engines: tuple[EnginePlan, ...]
@@ -80,14 +89,16 @@ class FleetPlan:
 
     @property
     def broker_url(self) -> str:
+        """The broker's address, as engines need it."""
         return f"tcp://{HOST}:{self.broker_port}"
 
 
 def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str] = SERVE,
                broker: Sequence[str] = BROKER, router: Sequence[str] = ROUTER) -> FleetPlan:
-    """The plan for `options`, the engines pinned to shares of `cores` where each can have one.
+    """The plan for `options`. Each engine is pinned to its share of `cores`, unless there are fewer cores than engines.
+    `serve`, `broker` and `router` are the beginnings of the commands.
 
-    Raises ConfigError, before anything is started, for impossible options, settings and ports.
+    Raises ConfigError for invalid options and settings, and for ports that are in use.
     """
     for key, value in (("--prefill", options.prefill), ("--decode", options.decode)):
         if value < 1:
@@ -144,7 +155,7 @@ def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:
 
 
 def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """`count` disjoint shares of `cores`, as even as they go; empty ones where there are fewer cores than engines."""
+    """`count` disjoint shares of `cores`, as equal as possible; all empty where there are fewer cores than shares."""
     if len(cores) < count:
         return [()] * count
     ordered = sorted(cores)
@@ -153,7 +164,7 @@ def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 
 def engines_run_on_cpu() -> bool:
-    """Whether the installed vllm is the CPU one; engines on accelerators are not pinned."""
+    """Whether the installed vllm is built for the CPU. Engines on accelerators are not pinned."""
     try:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -161,7 +172,8 @@ def engines_run_on_cpu() -> bool:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`key=value` of --pd. The value is read as JSON where it is JSON, else as it stands."""
+    """(key, value) of one `--pd KEY=VALUE`. The value is parsed as JSON if it is JSON, else it is a string. Raises
+    ConfigError."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError("--pd", text, "write it as key=value, like lease_s=30")
@@ -172,7 +184,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """What was written after a flag, or behind its `=`; the last one counts."""
+    """The value of a flag in a command line, `--flag VALUE` or `--flag=VALUE`; the last one counts."""
     value = None
     for number, argument in enumerate(arguments):
         name, equals, behind = argument.partition("=")
@@ -182,20 +194,21 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def _events_config() -> str:
-    """Events over a socket of the file system, as all are on one machine."""
+    """The value of --kv-events-config: over a Unix socket, as all processes are on one machine."""
     path = os.path.join(tempfile.gettempdir(), f"vllm-pd-events-{uuid.uuid4().hex}")
     return json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{path}"})
 
 
 def _refuse_ours(serve_args: Sequence[str]) -> None:
     for argument in serve_args:
-        flag: str | None = OURS.get(argument.partition("=")[0].replace("_", "-"))
+        flag: str | None = OWN_FLAGS.get(argument.partition("=")[0].replace("_", "-"))
         if flag is not None:
             raise ConfigError(f"-- {argument}", None, f"`up` sets this for each engine: use {flag}")
 
 
 def _omp_env(share: Sequence[int], *, crowded: bool) -> dict[str, str]:
-    """Threads that wait for each other must not share cores: an engine without cores of its own gets one thread."""
+    """The environment of an engine's OpenMP threads. They wait for each other, so they must not share cores: an engine
+    without cores of its own gets one thread."""
     if crowded:
         return {"VLLM_CPU_OMP_THREADS_BIND": "all", "OMP_NUM_THREADS": "1"}
     if not share:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking a broker who is there, from outside."""
+"""Listing the engines that are registered at a broker."""
 
 import time
 from dataclasses import dataclass
+from typing import Annotated
 
-from vllm_pd.addresses import parse_endpoint, parse_nats
 from vllm_pd.config import PDConfig
 from vllm_pd.core import messages
 from vllm_pd.core.messages import PROTOCOL, Member, Peers, Refused
 from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
+from vllm_pd.options import Option
+from vllm_pd.rpc.addresses import parse_endpoint, parse_nats
 from vllm_pd.rpc.call import Call
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
@@ -17,26 +19,27 @@ TTL_S = next(key.default for key in PDConfig.settings() if key.name == "ttl_s")
 
 
 @dataclass(frozen=True)
-class Census:
-    """Who is registered at a broker, and how many jobs wait there."""
+class MemberList:
+    """The engines that are registered at a broker, and the number of jobs in its queue."""
     members: tuple[Member, ...]
     queue_length: int
 
 
 @dataclass(frozen=True)
 class Access:
-    """What a command needs to be let in: files, as an engine's settings of these names have them."""
-    keys: str | None = None
-    nats_credentials: str | None = None
-    nats_ca: str | None = None
-    nats_prefix: str = DEFAULT_PREFIX
+    """The files with which a command is admitted to brokers and engines, as in the engines' settings of these names."""
+    keys: Annotated[str | None, Option("The cluster's key, made by `vllm-pd keys`; needed beyond the loopback.",
+                                       metavar="FILE")] = None
+    nats_credentials: Annotated[str | None, Option("The NATS user's file.", metavar="FILE")] = None
+    nats_ca: Annotated[str | None, Option("Certificates to check a tls:// server with.", metavar="FILE")] = None
+    nats_prefix: Annotated[str, Option("As nats_prefix in the engines' settings.")] = DEFAULT_PREFIX
 
     def load_keys(self) -> Keys | None:
-        """Raises ConfigError where there is a file that is none."""
+        """The cluster's key; None without a file. Raises ConfigError for an invalid file."""
         return None if self.keys is None else Keys.load(self.keys, "--keys")
 
     def nats(self, key: str, broker: str) -> NatsAddress:
-        """Raises ConfigError, naming `key`, where the address or a file can't be used."""
+        """The NATS address `broker`, given as option `key`. Raises ConfigError for an invalid address or file."""
         if self.nats_credentials is not None:
             check_credentials("--nats-credentials", self.nats_credentials)
         if self.nats_ca is not None:
@@ -46,9 +49,10 @@ class Access:
         return NatsAddress.of(url, self.nats_prefix, self.nats_credentials, self.nats_ca)
 
 
-def take_census(broker: str, timeout_s: float = 5.0, access: Access | None = None, key: str = "--broker") -> Census:
-    """Raises ConfigError, naming `key`, for an address that is none, ControlError where nobody answers in time,
-    PeerMismatch where the broker speaks another protocol."""
+def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = None,
+                 key: str = "--broker") -> MemberList:
+    """Ask the broker for its engines. Raises ConfigError, naming `key`, for an invalid address, ControlError without an
+    answer in time, PeerMismatch where the broker has another protocol version."""
     access = access or Access()
     if NatsAddress.is_url(broker):
         try:
@@ -56,20 +60,20 @@ def take_census(broker: str, timeout_s: float = 5.0, access: Access | None = Non
         except ImportError as error:
             raise ConfigError(key, broker, f"{error}; pip install 'nats-py[nkeys]'") from error
         members, queue_length = take_nats_census(access.nats(key, broker), TTL_S, timeout_s)
-        return Census(tuple(members), queue_length)
+        return MemberList(tuple(members), queue_length)
     keys = access.load_keys()
     host, port = parse_endpoint(key, broker, keyed=keys is not None)
     return _ask(f"tcp://{host}:{port}", keys, timeout_s)
 
 
-def _ask(broker: str, keys: Keys | None, timeout_s: float) -> Census:
+def _ask(broker: str, keys: Keys | None, timeout_s: float) -> MemberList:
     deadline = time.monotonic() + timeout_s
     with Call("broker", broker, keys, only_connected=True) as call:
         if not call.say(messages.Census(), deadline):
-            raise ControlError(f"nobody listens at {broker} who speaks to us: no broker, or one with another key")
+            raise ControlError(f"no broker answers at {broker}: there is none, or it has another key")
         for _, message in call.answers(deadline):
             if isinstance(message, Refused):
                 raise PeerMismatch(message.key, str(PROTOCOL), message.ours)
             if isinstance(message, Peers):
-                return Census(tuple(message.members), message.queue_length)
+                return MemberList(tuple(message.members), message.queue_length)
     raise ControlError(f"what listens at {broker} does not answer")

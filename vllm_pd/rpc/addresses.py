@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses as people write them: where a socket of ours listens, and where a broker is.
+"""Parsing addresses that users write: where a socket listens, and where a broker is.
 
-Beyond this machine's loopback nothing listens, and nobody is spoken to, without a key.
+Without a key, only addresses of this machine's loopback are accepted.
 """
 import ipaddress
 import re
@@ -18,11 +18,11 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?(\.[A-Za-z0-9]([
 
 
 def parse_endpoint(key: str, value: Any, *, any_port: bool = False, keyed: bool = False) -> tuple[str, int]:
-    """(host, port) of `tcp://HOST:PORT`. HOST is an IPv4 address of the loopback (`localhost` reads as 127.0.0.1) or,
-    with keys, of any network; where something is connected to, not bound, it may be a name.
+    """(host, port) of `tcp://HOST:PORT`. HOST is an IPv4 address of the loopback (`localhost` is 127.0.0.1) or, where
+    `keyed`, of any network. It may be a name in an address to connect to, but not in one to listen at.
 
-    With `any_port`, for what is bound, port 0 or `*` stands for a free one and comes back as 0. Raises ConfigError
-    naming `key`.
+    `any_port` is for addresses to listen at: port 0 or `*` then means any free one and is returned as 0. Raises
+    ConfigError naming `key`.
     """
     host, port = _split(key, value, ("tcp",), "tcp://127.0.0.1:0" if any_port else EXAMPLE_BROKER, any_port=any_port)
     if is_loopback(host):
@@ -33,7 +33,7 @@ def parse_endpoint(key: str, value: Any, *, any_port: bool = False, keyed: bool 
 
 
 def parse_nats(key: str, value: str, *, keyed: bool = False) -> str:
-    """The addresses of NATS servers, normalised. Raises ConfigError naming `key`."""
+    """The normalised form of a comma-separated list of NATS servers. Raises ConfigError naming `key`."""
     _refuse_password(key, value, EXAMPLE_NATS)
     parts = [part.strip() for part in value.split(",")]
     scheme = parts[0].partition("://")[0]
@@ -52,7 +52,7 @@ def parse_nats(key: str, value: str, *, keyed: bool = False) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can be reached there."""
+    """Whether this is an IPv4 address of the loopback."""
     try:
         return ipaddress.IPv4Address(host).is_loopback
     except ValueError:
@@ -77,7 +77,7 @@ def _split(key: str, value: Any, schemes: tuple[str, ...], example: str, *, any_
 
 
 def _refuse_password(key: str, value: str, example: str) -> None:
-    """Before anything else is said of the value: what stands in an error stands in logs."""
+    """Checked before all else, so that no error message, and no log, shows the password."""
     if "@" in value:
         raise ConfigError(key, "***@" + value.rpartition("@")[2], f"it holds a password, which does not belong there: "
                           f"write it like {example}")

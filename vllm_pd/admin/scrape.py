@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading an engine's /metrics page: one snapshot, sums over labels, differences between two snapshots."""
+"""Reading a server's /metrics page: samples, sums over labels, and differences between two readings."""
 
 import time
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_pd.client import fetch
+from vllm_pd.admin.client import fetch
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Every sample of one page, by sample name and labels."""
+class MetricsSnapshot:
+    """All samples of one page, by sample name and labels."""
     samples: dict[Key, float]
 
     def value(self, name: str, **labels: str) -> float:
@@ -31,21 +31,21 @@ class Snapshot:
                 sums[key] = sums.get(key, 0.0) + value
         return sums
 
-    def since(self, earlier: "Snapshot") -> "Snapshot":
+    def since(self, earlier: "MetricsSnapshot") -> "MetricsSnapshot":
         """What has been added to each sample since `earlier`; meaningful for counters and histograms."""
-        return Snapshot({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})
+        return MetricsSnapshot({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})
 
 
-def parse(text: str) -> Snapshot:
+def parse(text: str) -> MetricsSnapshot:
     """The samples of a page in Prometheus' text format. Raises ValueError for anything else."""
     samples: dict[Key, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             samples[sample.name, frozenset(sample.labels.items())] = sample.value
-    return Snapshot(samples)
+    return MetricsSnapshot(samples)
 
 
-def scrape(url: str, timeout_s: float = 10.0) -> Snapshot:
+def scrape(url: str, timeout_s: float = 10.0) -> MetricsSnapshot:
     """The page of the server at `url` (its base, without /metrics). Raises OSError when it does not answer."""
     status, page = fetch(url, "/metrics", timeout_s)
     if status != 200:
@@ -53,12 +53,9 @@ def scrape(url: str, timeout_s: float = 10.0) -> Snapshot:
     return parse(page)
 
 
-def scrape_after_request(url: str, before: Snapshot, timeout_s: float = 12.0) -> Snapshot:
-    """The page of a decode engine after the one request since `before`, once everything is counted for it.
-
-    An engine counts some things a little after the client has heard of them. What is missing after `timeout_s` will
-    not come.
-    """
+def scrape_after_request(url: str, before: MetricsSnapshot, timeout_s: float = 12.0) -> MetricsSnapshot:
+    """The page of a decode engine when everything about the one request since `before` is counted, or after
+    `timeout_s`. An engine counts some of it shortly after the client has its answer."""
     deadline = time.monotonic() + timeout_s
     while True:
         after = scrape(url)
@@ -67,7 +64,7 @@ def scrape_after_request(url: str, before: Snapshot, timeout_s: float = 12.0) ->
         time.sleep(0.05)
 
 
-def _is_counted(added: Snapshot) -> bool:
+def _is_counted(added: MetricsSnapshot) -> bool:
     if not added.value("vllm:pd_decisions_total"):
         return False
     remote = added.value("vllm:pd_decisions_total", decision="remote")

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd up`: a broker, some engines and perhaps a router on this machine, started together and ended together.
 
-Life: the broker, then the engines, at most two of them starting at a time because starting is mostly work for the
-CPU; each is waited for until it is healthy, and then the router, where there is one; then the addresses are printed and
-the state file is written. Until then a child that dies takes the rest down. Afterwards it is reported, the others go on
-without it (a decode engine that loses its peers prefills by itself), and `up` ends with a failure in the end. A signal
-takes everything down: the router and the decode engines first, asked, so that they drain, then killed; then the prefill
-engines; then the broker. A second signal kills at once.
+Start: first the broker; then the engines, at most two at a time because starting needs mostly the CPU; when all engines
+are healthy, the router, where there is one. Then the addresses are printed and the state file is written. Until then, a
+child that dies ends all the others. Afterwards its death is reported, the others go on (a decode engine that loses its
+peers prefills by itself), and the exit status of `up` is 1.
+
+End: a signal ends everything. The router and the decode engines are asked to end first, so that they drain, and killed
+if they do not end in time; then the prefill engines; then the broker. A second signal kills all of them at once.
 """
 
 import collections
@@ -19,33 +20,37 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_pd.children import Child, Exited, Say, say_aloud
-from vllm_pd.client import is_healthy
+from vllm_pd.admin.client import is_healthy
 from vllm_pd.errors import PDError
-from vllm_pd.fleet import HOST, ROLE_NAMES, EnginePlan, FleetPlan
+from vllm_pd.launch.child import Child, Exited, Say, say_aloud
+from vllm_pd.launch.plan import HOST, ROLE_NAMES, STOP_TIMEOUT_S, EnginePlan, FleetPlan
 
 STARTING_AT_ONCE = 2
 CHECK_PERIOD_S = 0.25
 BROKER_START_S = 30.0
 BROKER_STOP_S = 3.0
 ROUTER_START_S = 60.0
-STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StartError(PDError):
-    """The fleet did not come up; everything that was started has been ended again."""
+    """The fleet could not be started. The message names the cause."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A signal told us to end."""
+class SignalReceived:
+    """This process was told to end, by signal `number`."""
     number: int
 
 
 class Fleet:
-    """The running processes of one plan. Used from the main thread only, by `run` or as a context manager:
-    inside the `with` block every engine is healthy, and after it every process has ended."""
+    """The running processes of one plan. Used from the main thread only, by `run` or as a context manager: inside the
+    `with` block every engine is healthy, and after it every process has ended.
+
+    `state`: the file to write once all is healthy. `timeout_s`: how long the start may take. `stop_timeout_s`: how long
+    engines may take to end before they are killed. `stop_on_death`: end everything when one process dies. `say` prints
+    a line of a named process.
+    """
 
     def __init__(self, plan: FleetPlan, *, state: Path | None = None, timeout_s: float = 600.0,
                  stop_timeout_s: float = STOP_TIMEOUT_S, stop_on_death: bool = False, say: Say = say_aloud) -> None:
@@ -55,7 +60,7 @@ class Fleet:
         self._stop_timeout_s = stop_timeout_s
         self._stop_on_death = stop_on_death
         self._say_as = say
-        self._events: queue.SimpleQueue[Asked | Exited] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[SignalReceived | Exited] = queue.SimpleQueue()
         self._broker = Child("broker", plan.broker_command, say=say)
         self._engines = {engine: Child(engine.name, engine.command, env=engine.env, cores=engine.cores, say=say)
                          for engine in plan.engines}
@@ -64,7 +69,7 @@ class Fleet:
         self._dead: list[Child] = []
 
     def run(self) -> int:
-        """Brings the fleet up, keeps it until a signal comes, takes it down. Returns the exit status."""
+        """Start the fleet, keep it until a signal comes, end it. Returns the exit status: 1 where something failed."""
         handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             try:
@@ -95,8 +100,8 @@ class Fleet:
         self.stop()
 
     def start(self) -> None:
-        """Returns when every engine is healthy. Raises StartError, or KeyboardInterrupt upon a signal; either way
-        the caller calls `stop` afterwards."""
+        """Start everything; returns when every engine is healthy. Raises StartError, or KeyboardInterrupt for a
+        signal. The caller calls `stop` afterwards in any case."""
         if self._state is not None:
             self._state.unlink(missing_ok=True)
         deadline = time.monotonic() + self._timeout_s
@@ -122,9 +127,8 @@ class Fleet:
         self._announce()
 
     def stop(self) -> None:
-        """Ends every process. Each engine drains: the decode engines first, while the others still work for them.
-        Bounded: both kinds have `stop_timeout_s` each and the broker 3 s, then they are killed; at once, where a signal
-        comes meanwhile."""
+        """End every process. Engines drain: the decode engines first, while the prefill engines still work for them.
+        Each kind has `stop_timeout_s` and the broker 3 s; then they are killed, or at once when a signal comes."""
         patient = True
         for decodes in (True, False):
             children = [child for engine, child in self._engines.items() if engine.role.decodes is decodes]
@@ -134,7 +138,7 @@ class Fleet:
         self._end([self._broker], BROKER_STOP_S)
 
     def state(self) -> dict:
-        """What the state file holds."""
+        """The content of the state file: URL and process id of each process."""
         router = ({} if self._router is None else
                   {"router": {"url": self.plan.router.url, "pid": self._router.pid}})
         return {"broker": {"url": self.plan.broker_url, "pid": self._broker.pid}, **router,
@@ -155,7 +159,7 @@ class Fleet:
     def _watch(self) -> None:
         while True:
             event = self._events.get()
-            if isinstance(event, Asked):
+            if isinstance(event, SignalReceived):
                 raise KeyboardInterrupt
             self._report(event)
             if self._stop_on_death or not any(child.alive for child in self._engines.values()):
@@ -182,7 +186,7 @@ class Fleet:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return
-        if isinstance(event, Asked):
+        if isinstance(event, SignalReceived):
             raise KeyboardInterrupt
         self._report(event)
         raise StartError(f"{event.child.name} ended while the engines were starting")
@@ -195,7 +199,7 @@ class Fleet:
             self._say(f"    {line}")
 
     def _end(self, children: list[Child], timeout_s: float) -> bool:
-        """End these. Whether no signal asked for more haste."""
+        """End these processes. Returns False if a signal came meanwhile, which means: kill the rest at once."""
         for child in children:
             child.stop()
         patient = True
@@ -205,7 +209,7 @@ class Fleet:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 event = None
-            patient = not isinstance(event, Asked)
+            patient = not isinstance(event, SignalReceived)
             if event is None or not patient:
                 break
         for child in children:
@@ -216,7 +220,7 @@ class Fleet:
         return patient
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._events.put(Asked(number))
+        self._events.put(SignalReceived(number))
 
     def _say(self, text: str) -> None:
         self._say_as("up", text)

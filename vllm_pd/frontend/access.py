@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may use an operator's routes. A server with an API key asks for it. At a server without one, requests that change
+something must come from this machine, and not from a web page.
+
+A browser on this machine sends what any web page tells it to send. Three rules keep such requests out. They carry the
+header `Origin`, which is refused. A page may send JSON only after a preflight request, which fails here, so any other
+content type is refused. And where the owner of a name has made it resolve to this machine, `Host` holds that name.
+"""
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_FORWARDED = (b"x-forwarded-for", b"forwarded")  # a proxy, or a liar, replaces the client's address with them
+_JSON = b"application/json"
+
+
+def key_of(app: FastAPI) -> str | None:
+    """The server's API key: what vLLM's own middleware asks for, which checks paths under /v1 only."""
+    return next((entry.kwargs["api_token"] for entry in app.user_middleware if "api_token" in entry.kwargs), None)
+
+
+def has_key(authorization: bytes, key: str) -> bool:
+    """Whether the value of an Authorization header holds the key. Takes equally long for right and wrong keys."""
+    return secrets.compare_digest(authorization, f"Bearer {key}".encode())
+
+
+def refusal(scope: Mapping[str, Any], key: str | None, *, changes: bool) -> tuple[HTTPStatus, str] | None:
+    """Status and reason with which a request to an operator's route is refused; None where it is allowed. `scope` is
+    the request's, as ASGI defines it; `changes` says whether the route changes anything."""
+    if key is not None:
+        allowed = has_key(dict(scope["headers"]).get(b"authorization", b""), key)
+        return None if allowed else (HTTPStatus.UNAUTHORIZED, "Unauthorized")
+    problem = objection(scope) if changes else None
+    return None if problem is None else (HTTPStatus.FORBIDDEN, problem)
+
+
+def objection(scope: Mapping[str, Any]) -> str | None:
+    """Why a server without a key refuses a request that changes something; None where it accepts it."""
+    headers = dict(scope["headers"])
+    if not _is_here(scope.get("client")) or any(name in headers for name in _FORWARDED):
+        return "there is no --api-key, so this is for this machine only"
+    if b"origin" in headers:
+        return "there is no --api-key, so this is for no web page"
+    if not _names_loopback(headers.get(b"host", b"").decode("latin-1")):
+        return "there is no --api-key: write 127.0.0.1 or localhost into the URL"
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != _JSON:
+        return "there is no --api-key: add the header Content-Type: application/json"
+    return None
+
+
+def _is_here(client: tuple[str, int] | None) -> bool:
+    return client is not None and _is_loopback(client[0])
+
+
+def _names_loopback(authority: str) -> bool:
+    """Of `HOST` or `HOST:PORT`, where an IPv6 address has brackets."""
+    host = authority.partition("]")[0].strip("[") if authority.startswith("[") else authority.partition(":")[0]
+    return host.lower() == "localhost" or _is_loopback(host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Putting all of this package before the application of `vllm serve`, when its server is about to start."""
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from vllm_pd.config import PDConfig
+from vllm_pd.events import notice
+from vllm_pd.frontend import routes
+from vllm_pd.frontend.access import key_of
+from vllm_pd.frontend.drain import DrainMiddleware, ServerDrain
+from vllm_pd.frontend.edge import limit_headers
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+    from vllm.config import VllmConfig
+
+
+def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[str, Any],
+                          stop: Callable[[], None]) -> Callable[[], None]:
+    """Give the server of an engine with disaggregation its routes, its drain and limits for headers. `stop` is what
+    SIGTERM calls upstream; returns what it is to call instead. The server must not have started yet."""
+    config = PDConfig.parse(settings["kv_role"], settings["extra"])
+    exit_as_before = server.handle_exit
+
+    def handle_exit(number: int, frame: Any) -> None:
+        if number != signal.SIGTERM:  # on which it would stop accepting at once
+            exit_as_before(number, frame)
+
+    def stop_as_before() -> None:
+        exit_as_before(signal.SIGTERM, None)
+        stop()
+
+    server.handle_exit = handle_exit
+    key = key_of(app)
+    drain = ServerDrain(settings["front"], config.drain_timeout_s, stop_as_before, _base_url(server.config, config))
+    app.add_middleware(DrainMiddleware, drain=drain)
+    app.add_middleware(routes.GenerateMiddleware, key=key)
+    app.add_middleware(routes.RoutesMiddleware, routes=routes.operator_routes(drain, key), prefix=routes.PREFIX)
+    limit_headers(server.config)
+    return drain.on_sigterm
+
+
+def attach_events(app: FastAPI, config: VllmConfig) -> None:
+    """Give the server of an engine that publishes KV events the route that says where. It must not have started yet;
+    to be called after `attach_disaggregation`, whose routes would hide this one."""
+    app.add_middleware(routes.RoutesMiddleware, routes=[routes.events_route(config, key_of(app))], prefix=notice.PATH)
+
+
+def _base_url(server: uvicorn.Config, config: PDConfig) -> str:
+    """Where others reach the server: one that listens everywhere, at the address of the control socket."""
+    host = server.host if server.host not in (None, "", "0.0.0.0", "::") else urlsplit(config.bind).hostname
+    return f"{'https' if server.is_ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{server.port}"

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connection from a server to the control agent of its engine, which may be another process.
+
+It is a socket of the file system that only this user can open. The messages are those of an operator; the agent also
+sends its status unasked when it changes.
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+
+import zmq.asyncio
+
+from vllm_pd.core import messages as m
+from vllm_pd.errors import ControlError
+from vllm_pd.rpc import codec, sockets
+
+logger = logging.getLogger("vllm.pd")
+
+ANSWER_S = 5.0
+
+
+class EngineConnection:
+    """Belongs to the server's event loop. `on_status` is called with every status that the agent sends."""
+
+    def __init__(self, address: str, on_status: Callable[[m.StatusReply], None]) -> None:
+        self._name = f"front-{uuid.uuid4().hex}"
+        self._on_status = on_status
+        self._context = zmq.asyncio.Context()
+        self._socket = sockets.client(self._context, address, only_connected=False)
+        self._updated = asyncio.Event()
+        self._last: m.StatusReply | None = None
+        self._asking = asyncio.Lock()
+        self._listener = asyncio.get_running_loop().create_task(self._listen())
+
+    async def ask(self, message: m.Message, is_answer: Callable[[m.StatusReply], bool]) -> m.StatusReply:
+        """Send a message, and return the first status for which `is_answer` holds or which names a problem. Raises
+        ControlError where none comes within 5 s."""
+        async with self._asking:
+            if self._socket.closed:
+                raise ControlError("the server ends")
+            self._updated.clear()
+            await self._socket.send(codec.encode(self._name, message))
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    while True:
+                        await self._updated.wait()
+                        self._updated.clear()
+                        if self._last.problem or is_answer(self._last):
+                            return self._last
+            except TimeoutError:
+                raise ControlError("the engine's control thread does not answer") from None
+
+    def close(self) -> None:
+        """Close the socket. Idempotent. Not left to the garbage collector, which may end a context before its sockets,
+        and hang."""
+        if not self._socket.closed:
+            self._listener.cancel()
+            self._socket.close(linger=0)
+            self._context.term()
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                _, message = codec.decode(await self._socket.recv_multipart())
+            except codec.BadFrame as fault:
+                logger.error("the engine's control thread can't be understood: %s", fault)
+                continue
+            if isinstance(message, m.StatusReply):
+                self._last = message
+                self._on_status(message)
+                self._updated.set()
