@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from tests.dp.models import At, Rank, RpcModel, Setting, ShmModel, State, astuple, put, without
-from vllm_pd.dp.calls import Turns
-from vllm_pd.dp.core import Coordinator, Known, Participant, Reach
-from vllm_pd.dp.interface import Decision
+from vllm_pd.dp.calls import CallState
+from vllm_pd.dp.core import Coordinator, Lookahead, Participant, RankState
+from vllm_pd.dp.interface import StepDecision
 
 
 class HorizonOnOneSide(RpcModel):
@@ -18,7 +18,7 @@ class HorizonOnOneSide(RpcModel):
         for what, after in super().decide(state, index, rank):
             rank = after.ranks[index]
             if len(rank.says) > len(before):
-                said = (rank.participant[0], *astuple(Participant(*rank.participant).known())[1:], False)
+                said = (rank.participant[0], *astuple(Participant(*rank.participant).state())[1:], False)
                 after = put(after, index, rank._replace(says=(*before, said)))
             yield what, after
 
@@ -28,11 +28,11 @@ class SenderExcluded(RpcModel):
     drops = False
 
     def __init__(self, setting: Setting):
-        super().__init__(setting._replace(reach=Reach(0, 1)))
+        super().__init__(setting._replace(lookahead=Lookahead(0, 1)))
         self.horizon = 1
 
-    def as_heard(self, known: Known) -> Known:
-        return Known(known.asked + 1, *astuple(known)[1:]) if known.asked else known
+    def as_heard(self, known: RankState) -> RankState:
+        return RankState(known.asked + 1, *astuple(known)[1:]) if known.asked else known
 
     def tells(self, to: int, because_of: int) -> bool:
         return to != because_of
@@ -47,8 +47,8 @@ class EdgeTriggeredWake(RpcModel):
         else:
             yield from super().loop(state, index, rank)
 
-    def rung(self, rank: Rank) -> Rank:
-        return rank._replace(ring=False, queue=rank.queue or rank.at is At.GET)
+    def wake_loop(self, rank: Rank) -> Rank:
+        return rank._replace(woken=False, queue=rank.queue or rank.at is At.GET)
 
 
 class LatchedRunning(RpcModel):
@@ -103,22 +103,22 @@ class LeavesAtOnce(RpcModel):
             yield from super().decide(state, index, rank)
 
 
-class NoBell(ShmModel):
+class NoWakeup(ShmModel):
     """The number on the page is right, but nobody is woken."""
 
-    def rings(self, urgent: bool) -> bool:
+    def wakes(self, urgent: bool) -> bool:
         return False
 
 
-class OnlyLateBells(ShmModel):
-    """Bells are rung for the asks that don't need them, and not for those that do."""
+class OnlyLateWakeups(ShmModel):
+    """Requests made ahead of need wake the others, and urgent ones do not."""
 
-    def rings(self, urgent: bool) -> bool:
+    def wakes(self, urgent: bool) -> bool:
         return not urgent
 
 
-class EdgeTriggeredBell(ShmModel):
-    """A bell rouses only a loop that is waiting already, and the loop does not look again before it waits."""
+class EdgeTriggeredWakeInMemory(ShmModel):
+    """A wakeup reaches only a loop that is waiting already, and the loop does not look again before it waits."""
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         if rank.at is At.CHECK and not self.works(rank):
@@ -128,8 +128,8 @@ class EdgeTriggeredBell(ShmModel):
 
     def of(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         for what, after in super().of(state, index, rank):
-            if what == "hears its bell" and rank.at is not At.GET:
-                after = put(after, index, rank._replace(ring=False))
+            if what == "is woken by another" and rank.at is not At.GET:
+                after = put(after, index, rank._replace(woken=False))
             yield what, after
 
 
@@ -141,10 +141,10 @@ class ReadyRankAsks(ShmModel):
 
     def begin(self, state: State, rank: Rank) -> tuple:
         participant = Participant(*rank.participant)
-        turns = participant.turns
-        participant.turns = Turns()
+        call_state = participant.call_state
+        participant.call_state = CallState()
         begun, *rest = super().begin(state, rank._replace(participant=astuple(participant)))
-        participant = replace(Participant(*begun.participant), turns=turns)
+        participant = replace(Participant(*begun.participant), call_state=call_state)
         return begun._replace(participant=astuple(participant)), *rest
 
 
@@ -152,10 +152,10 @@ class CallsBeforeTheFinalStep(RpcModel):
     """A call that is released is made at once."""
 
     def advanced(self, state: State, rank: Rank) -> tuple[str, Rank] | None:
-        turns = Participant(*rank.participant).turns
-        if turns.promised and turns.known.released == turns.ready:
-            turns = replace(turns, known=replace(turns.known, final=rank.participant[0]))
-            rank = rank._replace(participant=astuple(replace(Participant(*rank.participant), turns=turns)))
+        call_state = Participant(*rank.participant).call_state
+        if call_state.promised and call_state.registers.released == call_state.ready:
+            call_state = replace(call_state, registers=replace(call_state.registers, final=rank.participant[0]))
+            rank = rank._replace(participant=astuple(replace(Participant(*rank.participant), call_state=call_state)))
         return super().advanced(state, rank)
 
 
@@ -164,9 +164,9 @@ class AsksBeforeItsCall(ShmModel):
 
     def refreshed(self, state: State, rank: Rank) -> Rank:
         participant = Participant(*super().refreshed(state, rank).participant)
-        calls = participant.turns.known
-        if participant.turns.promised and calls.released == participant.turns.ready:
-            participant.turns = replace(participant.turns, known=replace(calls, final=participant.agreed))
+        calls = participant.call_state.registers
+        if participant.call_state.promised and calls.released == participant.call_state.ready:
+            participant.call_state = replace(participant.call_state, registers=replace(calls, final=participant.agreed))
         return rank._replace(participant=astuple(participant))
 
 
@@ -175,9 +175,9 @@ class ReleasedBeforeAllAreReady(ShmModel):
 
     def refreshed(self, state: State, rank: Rank) -> Rank:
         participant = Participant(*super().refreshed(state, rank).participant)
-        if participant.turns.leads:
-            calls = participant.turns.known
-            participant.turns = replace(participant.turns, known=replace(calls, ready=calls.proposed))
+        if participant.call_state.leads:
+            calls = participant.call_state.registers
+            participant.call_state = replace(participant.call_state, registers=replace(calls, ready=calls.proposed))
         return rank._replace(participant=astuple(participant))
 
 
@@ -187,7 +187,7 @@ class LeavesAfterItsPromise(ShmModel):
     def begin(self, state: State, rank: Rank) -> tuple:
         participant = Participant(*rank.participant)
         if participant.over and participant.local >= participant.agreed:
-            return rank._replace(at=At.ENDED), Decision.END, None, False, state.last
+            return rank._replace(at=At.ENDED), StepDecision.END, None, False, state.last
         return super().begin(state, rank)
 
 
@@ -230,14 +230,14 @@ class MissesNobodyWhoSaidGoodBye(RpcModel):
     """The same over the network."""
 
     def misses(self, coordinator: Coordinator, rank: Rank) -> bool:
-        done = self.done(rank, coordinator.step, coordinator.calls.released)
+        done = self.done(rank, coordinator.step, coordinator.registers.released)
         return super().misses(coordinator, rank) and not (rank.at is At.CLOSED and done)
 
 
 class NeverPutsOff(ShmModel):
     """Rank 0 waits for those who will never be ready, whoever waits behind."""
 
-    def put_off(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+    def postpone(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield from ()
 
 
@@ -245,12 +245,12 @@ class ForgetsWhatIsPutOff(ShmModel):
     """A rank that was ready for a number which is dropped holds the call no longer."""
 
     def advanced(self, state: State, rank: Rank) -> tuple[str, Rank] | None:
-        before = Participant(*rank.participant).turns
+        before = Participant(*rank.participant).call_state
         advanced = super().advanced(state, rank)
-        if advanced and advanced[0].startswith("does RELAX"):
+        if advanced and advanced[0].startswith("does RESUME"):
             what, rank = advanced
             participant = Participant(*rank.participant)
-            participant.turns = replace(participant.turns, held=without(before.held, before.promised))
+            participant.call_state = replace(participant.call_state, held=without(before.held, before.promised))
             advanced = what, rank._replace(participant=astuple(participant))
         return advanced
 
@@ -261,7 +261,7 @@ class GivesUpAfterItsPromise(RpcModel):
     def utility(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield from super().utility(state, index, rank)
         participant = Participant(*rank.participant)
-        turns = participant.turns
-        if turns.promised and not turns.leads:
-            participant.turns = replace(turns, held=(), promised=0)
+        call_state = participant.call_state
+        if call_state.promised and not call_state.leads:
+            participant.call_state = replace(call_state, held=(), promised=0)
             yield "gives up", put(state, index, rank._replace(participant=astuple(participant)))

@@ -7,7 +7,7 @@ import pytest
 from tests.dp import broken
 from tests.dp.explorer import Violation, explore
 from tests.dp.models import RpcModel, Setting, ShmModel, Spare
-from vllm_pd.dp.core import Reach
+from vllm_pd.dp.core import Lookahead
 
 pytestmark = pytest.mark.exact
 SPARE = Spare
@@ -27,7 +27,7 @@ A_CALL = Setting(2, Spare(requests=1, calls=1), tokens=(2,))
 A_CALL_AND_A_STOP = Setting(2, Spare(requests=1, calls=1, stops=1), tokens=(1,))
 A_CALL_WHILE_ALL_LEAVE_AND_A_DEATH = Setting(2, Spare(calls=1, crashes=1), leaves=True, expire=True)
 A_CALL_BEHIND_ONE_THAT_NOT_ALL_HEAR_OF = Setting(2, Spare(calls=1, lone_calls=1), names=(2,))
-A_CALL_PUT_OFF = Setting(2, Spare(calls=1, lone_calls=1, put_offs=1), names=(2,))
+A_CALL_PUT_OFF = Setting(2, Spare(calls=1, lone_calls=1, postpones=1), names=(2,))
 ONE_IS_SHUT_DOWN = Setting(2, Spare(requests=1, closes=1))
 ALL_LEAVE_AND_ONE_ENDS_EARLY = Setting(2, Spare(requests=1, closes=1), leaves=True)
 A_CALL_AND_ALL_LEAVE = Setting(2, Spare(calls=1), leaves=True, expire=True)
@@ -38,7 +38,7 @@ EXPLORED = {
     "network, 2 ranks, nothing known ahead": (RpcModel, Setting(2, Spare(requests=2, aborts=1), hint=no_hint), 33_421),
     "network, 2 ranks, less expected": (RpcModel, Setting(2, Spare(requests=2), tokens=(1, 3), hint=too_low), 20_834),
     "network, 2 ranks, a far horizon": (
-        RpcModel, Setting(2, Spare(requests=2, aborts=1), tokens=(3,), reach=Reach(2, 2)), 13_178),
+        RpcModel, Setting(2, Spare(requests=2, aborts=1), tokens=(3,), lookahead=Lookahead(2, 2)), 13_178),
     "network, 2 ranks, late to join": (RpcModel, Setting(2, Spare(requests=2), joined=False), 14_811),
     "network, 2 ranks, messages lost": (
         RpcModel, Setting(2, Spare(requests=1, losses=1), tokens=(1,), joined=False), 45_870),
@@ -100,9 +100,9 @@ BROKEN = {
     broken.EndsWhenNobodyNeedsIt: (ALL_LEAVE, "before all had left"),
     broken.MissesNobodyWhoWasShutDown: (ONE_IS_SHUT_DOWN, "goes on, after another's end"),
     broken.MissesNobodyWhoSaidGoodBye: (ALL_LEAVE_AND_ONE_ENDS_EARLY, "goes on, after another's end"),
-    broken.NoBell: (Setting(2, Spare(requests=1)), "hangs|unequal"),
-    broken.OnlyLateBells: (Setting(2, Spare(requests=1)), "hangs|unequal"),
-    broken.EdgeTriggeredBell: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+    broken.NoWakeup: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+    broken.OnlyLateWakeups: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+    broken.EdgeTriggeredWakeInMemory: (Setting(2, Spare(requests=1)), "hangs|unequal"),
     broken.ReadyRankAsks: (A_CALL, "hangs|unequal|alike"),
     broken.CallsBeforeTheFinalStep: (A_CALL, "hangs|unequal|alike"),
     broken.AsksBeforeItsCall: (Setting(2, Spare(requests=1, calls=1), tokens=(2,), collective=False), "hangs|alike"),
