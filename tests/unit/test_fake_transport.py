@@ -188,7 +188,7 @@ def test_b24_a_name_is_one_life():
         Rank(fabric, "d")
     fabric.kill("d")
     reborn = Rank(fabric, "d", blocks=3)
-    with pytest.raises(TransferError, match="new life"):
+    with pytest.raises(TransferError, match="new incarnation"):
         p.knows(reborn)
 
 

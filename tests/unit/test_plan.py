@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_pd.errors import PeerMismatch, UnmappableSplit
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
-from vllm_pd.transfer.plan import Lane, Run, descriptor_indices, descriptor_rows, merge_runs, pair_blocks, plan
+from vllm_pd.transfer.plan import BlockRun, Lane, descriptor_indices, descriptor_rows, merge_runs, pair_blocks, plan
 
 BLOCK_SIZE, HEAD_SIZE, ELEMENT = 4, 2, 4
 
@@ -78,11 +78,11 @@ def test_b44_a_head_range_without_a_run_is_refused():
 
 @pytest.mark.parametrize("local,remote,runs", [
     ([], [], []),
-    ([3], [7], [Run(3, 7, 1)]),
-    ([1, 2, 3], [5, 6, 7], [Run(1, 5, 3)]),
-    ([3, 2, 1], [7, 6, 5], [Run(1, 5, 3)]),
-    ([1, 2, 3], [7, 6, 5], [Run(1, 7, 1), Run(2, 6, 1), Run(3, 5, 1)]),
-    ([2, 9, 1, 8], [4, 3, 3, 2], [Run(1, 3, 2), Run(8, 2, 2)]),
+    ([3], [7], [BlockRun(3, 7, 1)]),
+    ([1, 2, 3], [5, 6, 7], [BlockRun(1, 5, 3)]),
+    ([3, 2, 1], [7, 6, 5], [BlockRun(1, 5, 3)]),
+    ([1, 2, 3], [7, 6, 5], [BlockRun(1, 7, 1), BlockRun(2, 6, 1), BlockRun(3, 5, 1)]),
+    ([2, 9, 1, 8], [4, 3, 3, 2], [BlockRun(1, 3, 2), BlockRun(8, 2, 2)]),
 ])
 def test_runs(local, remote, runs):
     assert merge_runs(local, remote) == runs
@@ -106,7 +106,7 @@ def test_pairs_keep_together_when_put_in_order():
     ([10], [0], "local block ids 10..10 are outside 0..9"),
     ([0], [20], "remote block ids 20..20 are outside 0..19"),
     ([0], [-1], "remote block ids"),
-    ([0, 1], [5, 5], "named twice"),
+    ([0, 1], [5, 5], "occurs twice"),
 ])
 def test_b2_pairs_that_must_not_be_written_are_refused(local, remote, word):
     with pytest.raises(ValueError, match=word):
