@@ -9,7 +9,7 @@ import pytest
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.engine import EngineTransfer
-from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, Finished, Notice, Poll, Read, Write
+from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, Finished, Notice, Read, Write
 from vllm_pd.transfer.transport import TransportProgress
 from vllm_pd.transfer.worker import TransferWorker
 
@@ -146,7 +146,7 @@ def test_the_step_loop_waits_for_no_post(transfer, wire):
 
 
 def test_device_work_is_waited_for_by_the_thread_that_computes_and_before_data_moves_only(transfer, waits):
-    transfer.execute([AddTransferPeer("d", b""), CancelTransfer("k"), Poll()])
+    transfer.execute([AddTransferPeer("d", b""), CancelTransfer("k")])
     assert waits == []
     transfer.execute([WRITE, Read("r", "d", [1], [1])])
     assert waits == [threading.current_thread().name]
@@ -224,7 +224,7 @@ def test_b20_an_error_before_the_wait_is_paced(transfer, wire, caplog, monkeypat
         return []
 
     monkeypatch.setattr(transfer, "filenos", filenos)
-    transfer.execute([Poll()])
+    transfer.execute([CancelTransfer("none")])
     eventually(lambda: looks, "it fails")
     time.sleep(0.2)
     assert len(looks) == 1 and caplog.text.count("unexpected error") == 1
@@ -265,7 +265,7 @@ def test_b20_a_close_ends_the_thread_and_says_what_may_still_land(transfer, wire
     eventually(lambda: wire.open, "it is posted")
     assert not transfer.close()  # the write is open
     assert not transfer.close() and wire.closed == 1
-    transfer.execute([Poll()])  # of no use, and no error
+    transfer.execute([CancelTransfer("none")])  # of no use, and no error
 
 
 def test_b20_a_transport_that_hangs_does_not_keep_its_engine(transfer, wire, monkeypatch):

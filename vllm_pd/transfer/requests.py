@@ -45,15 +45,11 @@ class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
     key: str
 
 
-class Poll(msgspec.Struct, frozen=True, tag=True):
-    """Nothing but progress, for a step without other work."""
-
-
 class Flush(msgspec.Struct, frozen=True, tag=True):
     """The step reads blocks that a transfer has filled: make their data visible to the device."""
 
 
-TransferRequest = AddTransferPeer | DropTransferPeer | Write | Read | CancelTransfer | Poll | Flush
+TransferRequest = AddTransferPeer | DropTransferPeer | Write | Read | CancelTransfer | Flush
 
 
 class Finished(msgspec.Struct, frozen=True):

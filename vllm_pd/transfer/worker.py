@@ -18,7 +18,6 @@ from vllm_pd.transfer.requests import (
     DropTransferPeer,
     Finished,
     PeerRefusal,
-    Poll,
     Read,
     TransferProgress,
     TransferRequest,
@@ -68,7 +67,7 @@ class TransferWorker:
                 self._add_peer(request)
             elif isinstance(request, DropTransferPeer):
                 self._transport.drop_peer(request.name)
-            elif not isinstance(request, Poll):
+            else:
                 raise TypeError(f"not a transfer request: {request!r}")
 
     def synchronize(self) -> None:
