@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from tests.fakes.transport import FakeFabric, FakeTransport, Faults
 from vllm_pd.errors import TransferError
-from vllm_pd.transfer.fake import FakeFabric, FakeTransport, Faults
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
 from vllm_pd.transfer.requests import Notice
 

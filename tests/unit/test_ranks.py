@@ -6,9 +6,9 @@ import itertools
 import msgspec
 import pytest
 
+from tests.fakes.transport import FakeFabric, FakeTransport, Faults
 from vllm_pd.core import messages as m
 from vllm_pd.errors import TransferError, UnmappableSplit
-from vllm_pd.transfer.fake import FakeFabric, FakeTransport, Faults
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
 from vllm_pd.transfer.plan import head_range, heads_to_write
 from vllm_pd.transfer.ranks import RankedTransport

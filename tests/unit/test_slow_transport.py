@@ -3,8 +3,8 @@
 
 import pytest
 
+from tests.fakes.transport import FakeFabric
 from tests.unit.test_transfer_worker import BLOCKS, Clock, member
-from vllm_pd.transfer.fake import FakeFabric
 from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
 
 BLOCK_BYTES = 128  # both planes
