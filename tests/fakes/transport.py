@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.layout import CacheDescription
-from vllm_pd.transfer.plan import Lane, merge_runs, pair_blocks, plan
+from vllm_pd.transfer.plan import Lane, pair_blocks, plan
 from vllm_pd.transfer.requests import Finished, Notice
 from vllm_pd.transfer.transport import PeerMetadata, TransportProgress
 
@@ -218,12 +218,11 @@ class FakeTransport:
     def copy(self, key: str, local: list[int], remote: list[int]) -> None:
         """Called by the fabric: move these blocks of a transfer."""
         transfer, ours = self._open[key], self._cache
-        for run in merge_runs(local, remote):
+        for our_block, their_block in zip(local, remote, strict=True):
             for lane in transfer.lanes:
-                for block in range(run.count):
-                    there = lane.remote + (run.remote + block) * transfer.theirs.block_stride_bytes
-                    here = lane.local + (run.local + block) * ours.block_stride_bytes
-                    ctypes.memmove(*((here, there) if transfer.reads else (there, here)), lane.bytes)
+                there = lane.remote + their_block * transfer.theirs.block_stride_bytes
+                here = lane.local + our_block * ours.block_stride_bytes
+                ctypes.memmove(*((here, there) if transfer.reads else (there, here)), lane.bytes)
 
     def end(self, key: str, seconds: float, error: str) -> None:
         """Called by the fabric: a transfer has ended."""

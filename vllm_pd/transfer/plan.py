@@ -28,13 +28,6 @@ class Lane(NamedTuple):
     bytes: int
 
 
-class BlockRun(NamedTuple):
-    """`count` consecutive blocks, from block `local` here and from block `remote` at the peer."""
-    local: int
-    remote: int
-    count: int
-
-
 def head_range(rank: int, ranks: int, kv_heads: int) -> range:
     """The KV heads, of `kv_heads` in the model, that tensor-parallel rank `rank` of `ranks` holds.
 
@@ -112,19 +105,6 @@ def pair_blocks(local_ids: list[int], remote_ids: list[int], ours: CacheDescript
             raise ValueError(f"a {side} block id occurs twice")
     order = sorted(range(len(local_ids)), key=local_ids.__getitem__)
     return [local_ids[i] for i in order], [remote_ids[i] for i in order]
-
-
-def merge_runs(local_ids: list[int], remote_ids: list[int]) -> list[BlockRun]:
-    """Merge block pairs, given in any order, into the fewest runs of blocks that are consecutive on both sides."""
-    runs: list[BlockRun] = []
-    for local, remote in sorted(zip(local_ids, remote_ids, strict=True)):
-        if runs:
-            last = runs[-1]
-            if (local, remote) == (last.local + last.count, last.remote + last.count):
-                runs[-1] = last._replace(count=last.count + 1)
-                continue
-        runs.append(BlockRun(local, remote, 1))
-    return runs
 
 
 def descriptor_rows(lanes: list[tuple[int, int]], cache: CacheDescription) -> np.ndarray:
