@@ -68,7 +68,7 @@ def test_b3_exactly_the_blocks_named_are_written(rank, layout):
             send(p, peer, key, local, remote, key.encode())
             peer.tell("poll", 1, 60.0)
             end = finish(p, [key])[key]
-            assert end.ok and end.bytes == len(local) * p.cache.bytes_per_block
+            assert end.ok and end.bytes == len(local) * p.cache.block_bytes * len(p.cache.planes)
             assert peer.answer() == [(p.name, key.encode())]
             expected[:, :, remote] = torch.stack(p.memory)[:, :, local]
         same_bytes(torch.equal(torch.from_numpy(peer.ask("memory")), expected))

@@ -39,7 +39,7 @@ def test_b3_b5_exactly_the_blocks_named_are_read(rank, layout, progress_thread):
                                    ("scattered", [20, 13, 39], [49, 0, 7])):
             p.worker.execute([Read(key, peer.name, local, remote)])
             end = end_of(p, key)
-            assert end.ok and end.bytes == len(local) * p.cache.bytes_per_block
+            assert end.ok and end.bytes == len(local) * p.cache.block_bytes * len(p.cache.planes)
             expected[:, :, local] = theirs[:, :, remote]
         same_bytes(torch.equal(torch.stack(p.memory), expected))
         same_bytes(torch.equal(torch.from_numpy(peer.ask("memory")), theirs))

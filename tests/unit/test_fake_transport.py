@@ -71,7 +71,8 @@ def test_b3_the_pairs_are_copied_and_nothing_else_is_touched(layout):
     expected[:, :, remote] = p.bytes[:, :, local]
     p.write("k", d, local, remote, b"done")
     ended = p.transport.poll().finished
-    assert [(end.key, end.ok, end.bytes) for end in ended] == [("k", True, 4 * p.cache.bytes_per_block)]
+    moved = 4 * p.cache.block_bytes * len(p.cache.planes)
+    assert [(end.key, end.ok, end.bytes) for end in ended] == [("k", True, moved)]
     assert d.transport.poll().notices == [Notice("p", b"done")]
     np.testing.assert_array_equal(d.bytes, expected)
     assert p.transport.live_handles() == 0

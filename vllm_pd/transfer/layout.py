@@ -105,36 +105,9 @@ class CacheDescription(msgspec.Struct, frozen=True):
         """The size of one head in one block of one plane."""
         return self.block_bytes // self.kv_heads
 
-    @property
-    def bytes_per_block(self) -> int:
-        """The size of one block over all layers, keys and values."""
-        return self.block_bytes * len(self.planes)
 
-
-def block_address(cache: CacheDescription, layer: int, kv: int, block: int, head: int = 0) -> int:
-    """Address of the first byte of `head` in `block` of `layer`. Heads and layers are counted on this rank; `kv` is KEY
-    or VALUE. Raises IndexError.
-
-    With TOKENS_FIRST the run that begins there holds one token only. The other tokens follow at the stride of a token.
-    """
-    for name, value, end in (("layer", layer, cache.layers), ("kv", kv, 2), ("block", block, cache.num_blocks),
-                             ("head", head, cache.kv_heads)):
-        if not 0 <= value < end:
-            raise IndexError(f"{name} {value} is outside 0..{end - 1}")
-    head_stride = cache.head_bytes if cache.layout.heads_are_runs else cache.head_bytes // cache.block_size
-    return cache.planes[2 * layer + kv] + block * cache.block_stride_bytes + head * head_stride
-
-
-def describe(kv_caches: list[torch.Tensor],
-             *,
-             num_blocks: int,
-             block_size: int,
-             kv_heads: int,
-             head_size: int,
-             platform: str,
-             backend: str,
-             first_head: int = 0,
-             first_layer: int = 0) -> CacheDescription:
+def describe(kv_caches: list[torch.Tensor], *, num_blocks: int, block_size: int, kv_heads: int, head_size: int,
+             platform: str, backend: str, first_head: int = 0, first_layer: int = 0) -> CacheDescription:
     """Describe the cache tensors of a worker: one per layer, in layer order.
 
     Each tensor is [2, num_blocks, ...], keys first; with FLASHINFER it is [num_blocks, 2, ...]. `platform` is "cpu" or
