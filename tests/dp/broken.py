@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mistakes that such protocols are known for, one a model. The explorer must find each."""
+"""Models with the mistakes that such protocols are known for, one each. The explorer must find all of them."""
 from collections.abc import Iterator
 
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from vllm_pd.dp.interface import StepDecision
 
 
 class HorizonOnOneSide(RpcModel):
-    """The asking rank goes on to the horizon, but has told the others of the present step only."""
+    """The requesting rank runs up to the horizon, but has requested only the current step of the others."""
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         before = rank.says
@@ -24,7 +24,7 @@ class HorizonOnOneSide(RpcModel):
 
 
 class SenderExcluded(RpcModel):
-    """The coordinator adds the horizon, and tells everyone but the rank that has asked."""
+    """The coordinator adds the horizon, and updates all ranks but the requesting one."""
     drops = False
 
     def __init__(self, setting: Setting):
@@ -39,7 +39,7 @@ class SenderExcluded(RpcModel):
 
 
 class EdgeTriggeredWake(RpcModel):
-    """A wake-up reaches only a loop that is waiting already, and the loop does not look again before it waits."""
+    """A wakeup reaches only a loop that is already waiting, and the loop does not check again before it waits."""
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         if rank.at is At.CHECK and not self.works(rank):
@@ -52,8 +52,8 @@ class EdgeTriggeredWake(RpcModel):
 
 
 class LatchedRunning(RpcModel):
-    """`latch` is a flag "the group is running": set by any word of the coordinator, reset when the agreed step has
-    been run. A late word sets it again."""
+    """`latch` is a flag "the group is running": any update of the coordinator sets it, and it is reset when the agreed
+    step has been run. A late update sets it again."""
     drops = False
 
     def told(self, rank: Rank, message: tuple | str) -> Rank:
@@ -93,7 +93,7 @@ class CachedStop(RpcModel):
 
 
 class LeavesAtOnce(RpcModel):
-    """A rank ends as soon as it has left and run what it knows of."""
+    """A rank ends as soon as it has left and has run all steps that it knows."""
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         participant = Participant(*rank.participant)
@@ -104,7 +104,7 @@ class LeavesAtOnce(RpcModel):
 
 
 class NoWakeup(ShmModel):
-    """The number on the page is right, but nobody is woken."""
+    """The number on the page is right, but no rank is woken."""
 
     def wakes(self, urgent: bool) -> bool:
         return False
@@ -118,7 +118,7 @@ class OnlyLateWakeups(ShmModel):
 
 
 class EdgeTriggeredWakeInMemory(ShmModel):
-    """A wakeup reaches only a loop that is waiting already, and the loop does not look again before it waits."""
+    """A wakeup reaches only a loop that is already waiting, and the loop does not check again before it waits."""
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         if rank.at is At.CHECK and not self.works(rank):
@@ -133,8 +133,8 @@ class EdgeTriggeredWakeInMemory(ShmModel):
             yield what, after
 
 
-class ReadyRankAsks(ShmModel):
-    """A rank that is ready for a call asks for steps all the same."""
+class ReadyRankRequests(ShmModel):
+    """A rank that is ready for a call still requests steps."""
 
     def works(self, rank: Rank) -> bool:
         return rank.work > 0
@@ -159,8 +159,8 @@ class CallsBeforeTheFinalStep(RpcModel):
         return super().advanced(state, rank)
 
 
-class AsksBeforeItsCall(ShmModel):
-    """A rank goes by the agreed step until it has made its call, not by the step that is final."""
+class IgnoresTheFinalStep(ShmModel):
+    """A rank runs up to the agreed step until it has made its call, not up to the final step."""
 
     def refreshed(self, state: State, rank: Rank) -> Rank:
         participant = Participant(*super().refreshed(state, rank).participant)
@@ -171,7 +171,7 @@ class AsksBeforeItsCall(ShmModel):
 
 
 class ReleasedBeforeAllAreReady(ShmModel):
-    """Rank 0 takes for granted that the others are ready."""
+    """Rank 0 assumes that the others are ready."""
 
     def refreshed(self, state: State, rank: Rank) -> Rank:
         participant = Participant(*super().refreshed(state, rank).participant)
@@ -200,7 +200,8 @@ class WatchesNoCall(ShmModel):
 
 
 class MissesNobodyWhoHasLeft(ShmModel):
-    """When all have left, a rank that dies in a call, or rank 0 before one is decided about, counts as done."""
+    """When all have left, a rank that dies in a call, or a rank 0 that dies before it has decided about one, counts as
+    done."""
 
     def may_be_gone(self, state: State, rank: Rank) -> bool:
         step = max(other.known[0] for other in state.ranks)
@@ -208,7 +209,8 @@ class MissesNobodyWhoHasLeft(ShmModel):
 
 
 class EndsWhenNobodyNeedsIt(ShmModel):
-    """A rank that has left ends, and says so, when all have run what was asked for. Others may yet get a request."""
+    """A rank that has left ends, and reports it, when all requested steps have been run. Others may still get
+    requests."""
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         participant = Participant(*rank.participant)
@@ -220,13 +222,13 @@ class EndsWhenNobodyNeedsIt(ShmModel):
 
 
 class MissesNobodyWhoWasShutDown(ShmModel):
-    """A rank that was shut down is missed only where it is needed for a step or a call that there is already."""
+    """A rank that was shut down is missed only if a current step or call needs it."""
 
     def may_be_gone(self, state: State, rank: Rank) -> bool:
         return rank.at is At.CLOSED and not self.watched(state) or super().may_be_gone(state, rank)
 
 
-class MissesNobodyWhoSaidGoodBye(RpcModel):
+class MissesNobodyWhoClosed(RpcModel):
     """The same over the network."""
 
     def misses(self, coordinator: Coordinator, rank: Rank) -> bool:
@@ -234,15 +236,15 @@ class MissesNobodyWhoSaidGoodBye(RpcModel):
         return super().misses(coordinator, rank) and not (rank.at is At.CLOSED and done)
 
 
-class NeverPutsOff(ShmModel):
-    """Rank 0 waits for those who will never be ready, whoever waits behind."""
+class NeverPostpones(ShmModel):
+    """Rank 0 waits for ranks that will never be ready, although other calls wait behind."""
 
     def postpone(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield from ()
 
 
-class ForgetsWhatIsPutOff(ShmModel):
-    """A rank that was ready for a number which is dropped holds the call no longer."""
+class ForgetsPostponedCall(ShmModel):
+    """A rank that was ready for a dropped number no longer holds the call."""
 
     def advanced(self, state: State, rank: Rank) -> tuple[str, Rank] | None:
         before = Participant(*rank.participant).call_state
@@ -256,7 +258,7 @@ class ForgetsWhatIsPutOff(ShmModel):
 
 
 class GivesUpAfterItsPromise(RpcModel):
-    """A rank that is ready for a call gives it up by its own clock."""
+    """A rank that is ready for a call gives it up after a time of its own."""
 
     def utility(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield from super().utility(state, index, rank)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the explorer visits: the real `Participant` and `Coordinator`, and around them, as small as can be, an engine
-loop, its input queue, the network or the shared page, and forwards as a barrier.
+"""What the explorer visits: the real `Participant` and `Coordinator`, and minimal models of an engine loop, its input
+queue, the network or the shared page, and forwards as a barrier.
 
-A rank is a tuple of everything that concerns it alone, its messages included, so ranks can be sorted: states that
-differ in the names of ranks only are one.
+A rank is a tuple of its whole state, its messages included. So ranks can be sorted, and states that differ only in the
+numbers of ranks are the same.
 """
 from collections.abc import Callable, Iterator
 from enum import IntEnum
@@ -39,8 +39,8 @@ GONE = (At.DEAD, At.CLOSED)
 
 class Rank(NamedTuple):
     """A rank and its messages. `queue`: something is in the input queue. `work`: forwards that its requests still need.
-    `woken`: the watching thread has yet to put a wake-up. `latch`: of broken variants. `coming`: the calls that it has
-    yet to hear of; `made`: those made, and after which forward."""
+    `woken`: the watching thread has yet to wake the loop. `latch`: for broken variants. `coming`: calls that it has yet
+    to receive. `made`: calls that it has made, and after which forward."""
     participant: tuple
     at: At = At.LOOP
     queue: bool = False
@@ -58,7 +58,7 @@ class Rank(NamedTuple):
 
 
 class Spare(NamedTuple):
-    """How often the things may still happen that nobody has to do."""
+    """How often each optional event may still happen."""
     requests: int = 0
     aborts: int = 0
     pauses: int = 0
@@ -69,7 +69,7 @@ class Spare(NamedTuple):
     lone_calls: int = 0  # for one
     stops: int = 0
     closes: int = 0
-    postpones: int = 0  # of a call that all hear of, or it could go on for ever
+    postpones: int = 0  # of a call that all receive; unlimited, this could go on for ever
 
 
 class State(NamedTuple):
@@ -81,16 +81,17 @@ class State(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is explored. `tokens`: the forwards that a request may need. `hint`: what a rank says that is left."""
+    """What is explored. `tokens`: the forwards that a request may need. `hint`: what a rank passes for the remaining
+    ones."""
     ranks: int
     spare: Spare
     tokens: tuple[int, ...] = (1, 2)
     lookahead: Lookahead = Lookahead(1, 1)
     hint: Callable[[int], int | None] = lambda work: work
     leaves: bool = False
-    joined: bool = True  # from the beginning; otherwise any rank may be late
+    joined: bool = True  # from the beginning; otherwise any rank may join late
     names: tuple[int, ...] = (1,)  # of calls; those of one name come in order
-    lone_names: tuple[int, ...] = (1,)  # of those for one rank; rank 0 may put these off whenever they are in the way
+    lone_names: tuple[int, ...] = (1,)  # of those for one rank; rank 0 may postpone these whenever they block others
     expire: bool = False  # whether calls may be given up
     collective: bool = True  # whether a call waits until all make it
 
@@ -125,7 +126,7 @@ class LoopModel:
         seen = set()
         for index, rank in enumerate(state.ranks):
             alike = (rank, index == 0) if self.name_first else rank
-            if alike in seen:  # what it does is what its twin does
+            if alike in seen:  # an equal rank does the same
                 continue
             seen.add(alike)
             if rank.at in (At.DEAD, At.STOPPED, At.CLOSED):
@@ -134,7 +135,7 @@ class LoopModel:
                 yield f"{index} {what}", self.sorted(after)
 
     def sorted(self, state: State) -> State:
-        """The one of all equal states that stands for them."""
+        """The representative of all equal states."""
         ranks = state.ranks
         if self.name_first:
             return state._replace(ranks=(ranks[0], *sorted(ranks[1:])))
@@ -177,7 +178,7 @@ class LoopModel:
             yield from self.utility(state, index, rank)
 
     def utility(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
-        """The loop finds a call in its queue, or that one has waited, or kept others waiting, too long."""
+        """The loop finds a call in its queue, or one that has waited, or has blocked others, for too long."""
         at = At.LOOP if rank.at is At.LOOP else At.CHECK
         for name in set(rank.coming):
             participant = Participant(*rank.participant)
@@ -192,17 +193,17 @@ class LoopModel:
         yield from self.postpone(state, index, rank._replace(at=at))
 
     def postpone(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
-        """Rank 0 has kept others waiting too long: be it that not all will ever be ready, or too early, when they have
-        yet to hear of it; this no more often than is spared."""
+        """Rank 0 has let a call block others for too long: because not all will ever be ready, or too early, before
+        they have received it; the latter only as often as `Spare` allows."""
         participant = Participant(*rank.participant)
         if not participant.postpone():
             return
         rank = rank._replace(participant=astuple(participant))
         after = put(state, index, self.published(state, rank))
         if participant.call_state.registers.name in self.setting.lone_names and not self.setting.expire:
-            yield "puts off a call that not all hear of", after
+            yield "postpones a call that not all receive", after
         elif state.spare.postpones:
-            yield "puts a call off", after._replace(spare=less(state.spare, "postpones"))
+            yield "postpones a call", after._replace(spare=less(state.spare, "postpones"))
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """One move of the engine loop."""
@@ -292,7 +293,7 @@ class LoopModel:
         return put(state, index, dead, spare=less(state.spare, spare))
 
     def made(self, rank: Rank) -> tuple:
-        """The calls that the others need not wait for it in."""
+        """The calls in which the others need not wait for it."""
         return rank.made[:-1] if rank.at is At.CALL else rank.made
 
     def at_rest(self, rank: Rank) -> bool:
@@ -364,9 +365,9 @@ class RpcModel(LoopModel):
         return super().sorted(state._replace(ranks=tuple([tidy[rank] for rank in state.ranks])))
 
     def tidied(self, rank: Rank) -> Rank:
-        """Less to tell apart. What nobody would act upon is left out: the numbers of forwards and calls ended go with a
-        rank's words for the watch only, and who has heard what matters only where words are lost. And a message that
-        changes nothing now never will, as all numbers only grow: it may as well have arrived."""
+        """Without values that no rule uses, so that more states are equal. The numbers of ended forwards and calls are
+        in a rank's reports only for the watch, and confirmations matter only if messages are lost. A message that
+        changes nothing now never will, because all numbers only grow, so it is dropped."""
         (local, ended, agreed, confirmed, left, left_confirmed, over, call_state, confirmed_registers, confirmed_ready,
          calling) = rank.participant
         says = tuple((asked, known if self.lossy else -1, 0, *left_over, ready, 0, calls, answer)
@@ -439,7 +440,7 @@ class RpcModel(LoopModel):
         yield from self.timers(state, index, rank, coordinator_lives)
 
     def timers(self, state: State, index: int, rank: Rank, coordinator_lives: bool) -> Iterator[tuple[str, State]]:
-        """What is said again after a beat, when nothing that would do is on its way; and how deaths are noticed."""
+        """What is sent again after a beat if no equivalent message is in flight, and how deaths are found."""
         participant = Participant(*rank.participant)
         if not coordinator_lives:
             if rank.at is not At.ENDED:
@@ -462,12 +463,12 @@ class RpcModel(LoopModel):
         return rank.at in GONE and not done
 
     def news(self, state: State, rank: Rank) -> tuple:
-        """What the coordinator tells a rank."""
+        """The coordinator's update for a rank."""
         coordinator = coordinator_of(state)
         return coordinator.step, coordinator.over, rank.known[3], coordinator.registers, rank.known[5]
 
     def heard(self, state: State, index: int, said: tuple) -> State:
-        """The coordinator hears a rank, tells everyone what is news, and answers."""
+        """The coordinator receives a report, sends every change to all ranks, and answers."""
         *known, answer = said
         coordinator = coordinator_of(state)
         before = (coordinator.step, coordinator.over, coordinator.registers)
@@ -485,15 +486,15 @@ class RpcModel(LoopModel):
         return state._replace(ranks=tuple(out))
 
     def tells(self, to: int, because_of: int) -> bool:
-        """Whether the coordinator tells a rank of what another (or the same) asked for."""
+        """Whether the coordinator sends a rank what another (or the same) has requested."""
         return True
 
     def as_heard(self, known: RankState) -> RankState:
-        """What the coordinator makes of a word."""
+        """What the coordinator makes of a report."""
         return known
 
     def told(self, rank: Rank, message: tuple | str) -> Rank:
-        """A rank hears from the coordinator."""
+        """A rank receives an update."""
         if message == "fault":
             return rank if rank.at is At.ENDED else fail(rank)
         *news, answer = message
@@ -503,7 +504,7 @@ class RpcModel(LoopModel):
         return say(rank) if answer else rank
 
     def wake_loop(self, rank: Rank) -> Rank:
-        """The watching thread puts a wake-up into the queue."""
+        """The watching thread puts a wakeup into the queue."""
         return rank._replace(woken=False, queue=rank.queue or rank.at is not At.ENDED)
 
 
@@ -547,7 +548,7 @@ class ShmModel(LoopModel):
 
     def of(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield from super().of(state, index, rank)
-        if rank.wakeups > 0:  # one after another, in fact; but each may be heard as late as it likes
+        if rank.wakeups > 0:  # in fact one after another, but each may be seen arbitrarily late
             ranks = [other._replace(woken=True) if number != index and other.at not in GONE else other
                      for number, other in enumerate(state.ranks)]
             ranks[index] = rank._replace(wakeups=0)
@@ -573,7 +574,8 @@ class ShmModel(LoopModel):
         return after._replace(ranks=tuple(one if one.at in GONE else one._replace(woken=True) for one in after.ranks))
 
     def may_be_gone(self, state: State, rank: Rank) -> bool:
-        """It has done its part: all leave, and it has ended all forwards and calls, with none left to decide about."""
+        """Whether the group does not need it any more: all have left, it has ended all forwards and calls, and it must
+        decide about none."""
         calls, step = state.ranks[0].known[3], max(other.known[0] for other in state.ranks)
         if Participant(*rank.participant).call_state.leads and calls.open:
             return False
@@ -613,13 +615,13 @@ def put(state: State, index: int, rank: Rank, **changes: object) -> State:
 
 
 def say(rank: Rank, answer: bool = False) -> Rank:
-    """The rank says what it knows, and may want to hear something."""
+    """The rank sends a report, and may ask for an answer."""
     said = (*astuple(Participant(*rank.participant).state()), answer)
     return rank._replace(says=tuple(sorted((*rank.says, said))))
 
 
 def tell(rank: Rank, message: tuple | str) -> Rank:
-    """Something is on its way to the rank."""
+    """A message to the rank is in flight."""
     return rank._replace(tells=tuple(sorted((*rank.tells, message), key=repr)))
 
 
@@ -635,7 +637,7 @@ def fail(rank: Rank) -> Rank:
 
 
 def coordinator_of(state: State) -> Coordinator:
-    """The coordinator. Its step is the highest that it has heard of."""
+    """The coordinator. Its step is the highest that any rank has reported."""
     known = [RankState(*rank.known) for rank in state.ranks]
     calls = CallRegisters(ready=min(one.ready for one in known[1:]))
     for one in known:
