@@ -34,13 +34,13 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_pd.transfer.agent import Agent, State
+from vllm_pd.transfer.agent import NixlAgent, TransferState
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.layout import CacheDescription, describe
 from vllm_pd.transfer.nixl import NixlTransport
 from vllm_pd.transfer.plan import descriptor_indices, descriptor_rows, plan
 from vllm_pd.transfer.requests import Write
-from vllm_pd.transfer.slow import SlowTransport, Wire
+from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
 from vllm_pd.transfer.transport import PeerMetadata
 from vllm_pd.transfer.worker import TransferWorker
 
@@ -128,7 +128,7 @@ class Raw:
 
     def __init__(self, caches: list[torch.Tensor], ours: CacheDescription, metadata: bytes) -> None:
         peer = PeerMetadata.decode("receiver", metadata)
-        self._agent = Agent("raw", progress_thread=False)
+        self._agent = NixlAgent("raw", progress_thread=False)
         self._registered = self._agent.register(
             [(cache.data_ptr(), cache.numel() * ELEMENT_BYTES, 0) for cache in caches], ours.memory)
         self._agent.add_peer(peer.agent)
@@ -146,11 +146,11 @@ class Raw:
         started_s = time.perf_counter()
         handle = self._agent.make_write(self._local, mine, self._remote, other, b"raw")
         state = self._agent.post(handle)
-        while state is State.OPEN:
+        while state is TransferState.OPEN:
             time.sleep(CHECK_S)
             state = self._agent.check(handle)
         self._agent.release(handle)
-        if state is not State.DONE:
+        if state is not TransferState.DONE:
             raise SystemExit("the raw NIXL transfer failed")
         return time.perf_counter() - started_s
 
@@ -248,7 +248,7 @@ def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool
     """What becomes of one write per pass, and what its transfers cost beside it. `idle`: passes are slept through."""
     with sender(shape) as meeting:
         pipe = meeting.pipe
-        worker = TransferWorker(SlowTransport(meeting.transport, Wire(delay_s=wire_s), 1))
+        worker = TransferWorker(SlowTransport(meeting.transport, EmulatedWire(delay_s=wire_s), 1))
         transfer = EngineTransfer(worker)
         if threaded:
             transfer.start(lambda: None, lambda end: None)

@@ -1,45 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mistakes that such protocols are known for, one a model. The explorer must find each."""
+"""Models with the mistakes that such protocols are known for, one each. The explorer must find all of them."""
 from collections.abc import Iterator
 
 from msgspec.structs import replace
 
 from tests.dp.models import At, Rank, RpcModel, Setting, ShmModel, State, astuple, put, without
-from vllm_pd.dp.calls import Turns
-from vllm_pd.dp.core import Coordinator, Known, Participant, Reach
-from vllm_pd.dp.interface import Decision
+from vllm_pd.dp.calls import CallState
+from vllm_pd.dp.core import Coordinator, Lookahead, Participant, RankState
+from vllm_pd.dp.interface import StepDecision
 
 
 class HorizonOnOneSide(RpcModel):
-    """The asking rank goes on to the horizon, but has told the others of the present step only."""
+    """The requesting rank runs up to the horizon, but has requested only the current step of the others."""
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         before = rank.says
         for what, after in super().decide(state, index, rank):
             rank = after.ranks[index]
             if len(rank.says) > len(before):
-                said = (rank.participant[0], *astuple(Participant(*rank.participant).known())[1:], False)
+                said = (rank.participant[0], *astuple(Participant(*rank.participant).state())[1:], False)
                 after = put(after, index, rank._replace(says=(*before, said)))
             yield what, after
 
 
 class SenderExcluded(RpcModel):
-    """The coordinator adds the horizon, and tells everyone but the rank that has asked."""
+    """The coordinator adds the horizon, and updates all ranks but the requesting one."""
     drops = False
 
     def __init__(self, setting: Setting):
-        super().__init__(setting._replace(reach=Reach(0, 1)))
+        super().__init__(setting._replace(lookahead=Lookahead(0, 1)))
         self.horizon = 1
 
-    def as_heard(self, known: Known) -> Known:
-        return Known(known.asked + 1, *astuple(known)[1:]) if known.asked else known
+    def as_heard(self, known: RankState) -> RankState:
+        return RankState(known.asked + 1, *astuple(known)[1:]) if known.asked else known
 
     def tells(self, to: int, because_of: int) -> bool:
         return to != because_of
 
 
 class EdgeTriggeredWake(RpcModel):
-    """A wake-up reaches only a loop that is waiting already, and the loop does not look again before it waits."""
+    """A wakeup reaches only a loop that is already waiting, and the loop does not check again before it waits."""
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         if rank.at is At.CHECK and not self.works(rank):
@@ -47,13 +47,13 @@ class EdgeTriggeredWake(RpcModel):
         else:
             yield from super().loop(state, index, rank)
 
-    def rung(self, rank: Rank) -> Rank:
-        return rank._replace(ring=False, queue=rank.queue or rank.at is At.GET)
+    def wake_loop(self, rank: Rank) -> Rank:
+        return rank._replace(woken=False, queue=rank.queue or rank.at is At.GET)
 
 
 class LatchedRunning(RpcModel):
-    """`latch` is a flag "the group is running": set by any word of the coordinator, reset when the agreed step has
-    been run. A late word sets it again."""
+    """`latch` is a flag "the group is running": any update of the coordinator sets it, and it is reset when the agreed
+    step has been run. A late update sets it again."""
     drops = False
 
     def told(self, rank: Rank, message: tuple | str) -> Rank:
@@ -93,7 +93,7 @@ class CachedStop(RpcModel):
 
 
 class LeavesAtOnce(RpcModel):
-    """A rank ends as soon as it has left and run what it knows of."""
+    """A rank ends as soon as it has left and has run all steps that it knows."""
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         participant = Participant(*rank.participant)
@@ -103,22 +103,22 @@ class LeavesAtOnce(RpcModel):
             yield from super().decide(state, index, rank)
 
 
-class NoBell(ShmModel):
-    """The number on the page is right, but nobody is woken."""
+class NoWakeup(ShmModel):
+    """The number on the page is right, but no rank is woken."""
 
-    def rings(self, urgent: bool) -> bool:
+    def wakes(self, urgent: bool) -> bool:
         return False
 
 
-class OnlyLateBells(ShmModel):
-    """Bells are rung for the asks that don't need them, and not for those that do."""
+class OnlyLateWakeups(ShmModel):
+    """Requests made ahead of need wake the others, and urgent ones do not."""
 
-    def rings(self, urgent: bool) -> bool:
+    def wakes(self, urgent: bool) -> bool:
         return not urgent
 
 
-class EdgeTriggeredBell(ShmModel):
-    """A bell rouses only a loop that is waiting already, and the loop does not look again before it waits."""
+class EdgeTriggeredWakeInMemory(ShmModel):
+    """A wakeup reaches only a loop that is already waiting, and the loop does not check again before it waits."""
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         if rank.at is At.CHECK and not self.works(rank):
@@ -128,23 +128,23 @@ class EdgeTriggeredBell(ShmModel):
 
     def of(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         for what, after in super().of(state, index, rank):
-            if what == "hears its bell" and rank.at is not At.GET:
-                after = put(after, index, rank._replace(ring=False))
+            if what == "is woken by another" and rank.at is not At.GET:
+                after = put(after, index, rank._replace(woken=False))
             yield what, after
 
 
-class ReadyRankAsks(ShmModel):
-    """A rank that is ready for a call asks for steps all the same."""
+class ReadyRankRequests(ShmModel):
+    """A rank that is ready for a call still requests steps."""
 
     def works(self, rank: Rank) -> bool:
         return rank.work > 0
 
     def begin(self, state: State, rank: Rank) -> tuple:
         participant = Participant(*rank.participant)
-        turns = participant.turns
-        participant.turns = Turns()
+        call_state = participant.call_state
+        participant.call_state = CallState()
         begun, *rest = super().begin(state, rank._replace(participant=astuple(participant)))
-        participant = replace(Participant(*begun.participant), turns=turns)
+        participant = replace(Participant(*begun.participant), call_state=call_state)
         return begun._replace(participant=astuple(participant)), *rest
 
 
@@ -152,32 +152,32 @@ class CallsBeforeTheFinalStep(RpcModel):
     """A call that is released is made at once."""
 
     def advanced(self, state: State, rank: Rank) -> tuple[str, Rank] | None:
-        turns = Participant(*rank.participant).turns
-        if turns.promised and turns.known.released == turns.ready:
-            turns = replace(turns, known=replace(turns.known, final=rank.participant[0]))
-            rank = rank._replace(participant=astuple(replace(Participant(*rank.participant), turns=turns)))
+        call_state = Participant(*rank.participant).call_state
+        if call_state.promised and call_state.registers.released == call_state.ready:
+            call_state = replace(call_state, registers=replace(call_state.registers, final=rank.participant[0]))
+            rank = rank._replace(participant=astuple(replace(Participant(*rank.participant), call_state=call_state)))
         return super().advanced(state, rank)
 
 
-class AsksBeforeItsCall(ShmModel):
-    """A rank goes by the agreed step until it has made its call, not by the step that is final."""
+class IgnoresTheFinalStep(ShmModel):
+    """A rank runs up to the agreed step until it has made its call, not up to the final step."""
 
     def refreshed(self, state: State, rank: Rank) -> Rank:
         participant = Participant(*super().refreshed(state, rank).participant)
-        calls = participant.turns.known
-        if participant.turns.promised and calls.released == participant.turns.ready:
-            participant.turns = replace(participant.turns, known=replace(calls, final=participant.agreed))
+        calls = participant.call_state.registers
+        if participant.call_state.promised and calls.released == participant.call_state.ready:
+            participant.call_state = replace(participant.call_state, registers=replace(calls, final=participant.agreed))
         return rank._replace(participant=astuple(participant))
 
 
 class ReleasedBeforeAllAreReady(ShmModel):
-    """Rank 0 takes for granted that the others are ready."""
+    """Rank 0 assumes that the others are ready."""
 
     def refreshed(self, state: State, rank: Rank) -> Rank:
         participant = Participant(*super().refreshed(state, rank).participant)
-        if participant.turns.leads:
-            calls = participant.turns.known
-            participant.turns = replace(participant.turns, known=replace(calls, ready=calls.proposed))
+        if participant.call_state.leads:
+            calls = participant.call_state.registers
+            participant.call_state = replace(participant.call_state, registers=replace(calls, ready=calls.proposed))
         return rank._replace(participant=astuple(participant))
 
 
@@ -187,7 +187,7 @@ class LeavesAfterItsPromise(ShmModel):
     def begin(self, state: State, rank: Rank) -> tuple:
         participant = Participant(*rank.participant)
         if participant.over and participant.local >= participant.agreed:
-            return rank._replace(at=At.ENDED), Decision.END, None, False, state.last
+            return rank._replace(at=At.ENDED), StepDecision.END, None, False, state.last
         return super().begin(state, rank)
 
 
@@ -200,7 +200,8 @@ class WatchesNoCall(ShmModel):
 
 
 class MissesNobodyWhoHasLeft(ShmModel):
-    """When all have left, a rank that dies in a call, or rank 0 before one is decided about, counts as done."""
+    """When all have left, a rank that dies in a call, or a rank 0 that dies before it has decided about one, counts as
+    done."""
 
     def may_be_gone(self, state: State, rank: Rank) -> bool:
         step = max(other.known[0] for other in state.ranks)
@@ -208,7 +209,8 @@ class MissesNobodyWhoHasLeft(ShmModel):
 
 
 class EndsWhenNobodyNeedsIt(ShmModel):
-    """A rank that has left ends, and says so, when all have run what was asked for. Others may yet get a request."""
+    """A rank that has left ends, and reports it, when all requested steps have been run. Others may still get
+    requests."""
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         participant = Participant(*rank.participant)
@@ -220,48 +222,48 @@ class EndsWhenNobodyNeedsIt(ShmModel):
 
 
 class MissesNobodyWhoWasShutDown(ShmModel):
-    """A rank that was shut down is missed only where it is needed for a step or a call that there is already."""
+    """A rank that was shut down is missed only if a current step or call needs it."""
 
     def may_be_gone(self, state: State, rank: Rank) -> bool:
         return rank.at is At.CLOSED and not self.watched(state) or super().may_be_gone(state, rank)
 
 
-class MissesNobodyWhoSaidGoodBye(RpcModel):
+class MissesNobodyWhoClosed(RpcModel):
     """The same over the network."""
 
     def misses(self, coordinator: Coordinator, rank: Rank) -> bool:
-        done = self.done(rank, coordinator.step, coordinator.calls.released)
+        done = self.done(rank, coordinator.step, coordinator.registers.released)
         return super().misses(coordinator, rank) and not (rank.at is At.CLOSED and done)
 
 
-class NeverPutsOff(ShmModel):
-    """Rank 0 waits for those who will never be ready, whoever waits behind."""
+class NeverPostpones(ShmModel):
+    """Rank 0 waits for ranks that will never be ready, although other calls wait behind."""
 
-    def put_off(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+    def postpone(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield from ()
 
 
-class ForgetsWhatIsPutOff(ShmModel):
-    """A rank that was ready for a number which is dropped holds the call no longer."""
+class ForgetsPostponedCall(ShmModel):
+    """A rank that was ready for a dropped number no longer holds the call."""
 
     def advanced(self, state: State, rank: Rank) -> tuple[str, Rank] | None:
-        before = Participant(*rank.participant).turns
+        before = Participant(*rank.participant).call_state
         advanced = super().advanced(state, rank)
-        if advanced and advanced[0].startswith("does RELAX"):
+        if advanced and advanced[0].startswith("does RESUME"):
             what, rank = advanced
             participant = Participant(*rank.participant)
-            participant.turns = replace(participant.turns, held=without(before.held, before.promised))
+            participant.call_state = replace(participant.call_state, held=without(before.held, before.promised))
             advanced = what, rank._replace(participant=astuple(participant))
         return advanced
 
 
 class GivesUpAfterItsPromise(RpcModel):
-    """A rank that is ready for a call gives it up by its own clock."""
+    """A rank that is ready for a call gives it up after a time of its own."""
 
     def utility(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield from super().utility(state, index, rank)
         participant = Participant(*rank.participant)
-        turns = participant.turns
-        if turns.promised and not turns.leads:
-            participant.turns = replace(turns, held=(), promised=0)
+        call_state = participant.call_state
+        if call_state.promised and not call_state.leads:
+            participant.call_state = replace(call_state, held=(), promised=0)
             yield "gives up", put(state, index, rank._replace(participant=astuple(participant)))

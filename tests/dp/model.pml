@@ -6,11 +6,11 @@
  *
  * -DN=ranks -DREQUESTS=n (-DSHORT: of one forward only) -DABORTS=n choose the size, -DLEAD=n how far ahead to ask, -DSHM the shared page instead of the coordinator,
  * and with it -DCALLS=n so many calls that all ranks make, each of which waits for all ranks or, with -DNO_WAIT, for none;
- * -DPUT_OFFS=n how often rank 0 may put one off, and -DSTOPS=1 has one rank stop for ever anywhere. -DSHM -DLEAVES lets ranks leave,
+ * -DPOSTPONES=n how often rank 0 may postpone one, and -DSTOPS=1 has one rank stop for ever anywhere. -DSHM -DLEAVES lets ranks leave,
  * any or all of them, whenever they have no work; whoever has left gets no request.
  * -DONE_SIDED, -DSENDER_EXCLUDED, -DEDGE_WAKE, -DLATCHED, -DCACHED_STOP, (with SHM) -DNO_BELL and -DLATE_STORE, and (with CALLS)
- * -DREADY_ASKS, -DNOT_FINAL, -DREAD_LAST, -DNO_CALL_BELL, (with PUT_OFFS) -DSTAYS_READY and -DFORGETS, and (with STOPS) -DNO_DONE
- * break it, as do (with LEAVES) -DLEAVES_AT_ONCE, -DNO_LEAVE_BELL and -DENDS_EARLY; spin must find that.
+ * -DREADY_ASKS, -DNOT_FINAL, -DREAD_LAST, -DNO_CALL_WAKEUP, (with POSTPONES) -DSTAYS_READY and -DFORGETS, and (with STOPS) -DNO_DONE
+ * break it, as do (with LEAVES) -DLEAVES_AT_ONCE, -DNO_LEAVE_WAKEUP and -DENDS_EARLY; spin must find that.
  *
  * Spin looks at every order of events. What it proves: there is no state in which nothing can happen, but that in which all
  * ranks wait at their queue without work, having begun equally many forwards, none beyond the horizon, and made all calls, each
@@ -46,7 +46,7 @@ bool inbox[N];    /* something is in the input queue; how much does not matter *
 
 #ifdef SHM
 byte asked[N];    /* the page */
-bool bell[N];
+bool wakeup[N];
 #ifdef LEAVES
 bool has_left[N];     /* the page, in one word with asked */
 bool leaving[N];  /* is to leave */
@@ -66,11 +66,11 @@ byte coming[N];   /* calls in the input queue */
 byte held[N], made[N], made_after[CALLS + 1];
 bool promised[N];
 #define open(i) (saw_proposed[i] > saw_released[i] && saw_proposed[i] > saw_dropped[i])
-#define told(i) (promised[i] && saw_released[i] == ready[i])
+#define released_to(i) (promised[i] && saw_released[i] == ready[i])
 #ifdef NOT_FINAL
 #define last_step(i) agreed[i]
 #else
-#define last_step(i) (told(i) -> saw_final[i] : agreed[i])
+#define last_step(i) (released_to(i) -> saw_final[i] : agreed[i])
 #endif
 #ifdef READY_ASKS
 #define may_step(i) true
@@ -80,20 +80,20 @@ bool promised[N];
 #ifdef STAYS_READY
 #define off(i) false
 #else
-#define off(i) (!told(i) && saw_dropped[i] >= ready[i])
+#define off(i) (!released_to(i) && saw_dropped[i] >= ready[i])
 #endif
-#define moves(i) (held[i] > 0 && (promised[i] -> told(i) && begun[i] >= last_step(i) || off(i) : \
+#define acts(i) (held[i] > 0 && (promised[i] -> released_to(i) && begun[i] >= last_step(i) || off(i) : \
                   (i == 0 -> !open(0) || all_ready >= saw_proposed[0] : open(i) && saw_proposed[i] > ready[i])))
-#ifdef PUT_OFFS
-byte put_offs;
+#ifdef POSTPONES
+byte postpones;
 #endif
 #ifdef STOPS
 byte ended[N], finished[N]; /* the page: forwards ended; nothing more to do with calls up to this one */
 bool stopped[N], resting[N], gone;
 #ifdef NO_DONE
-#define called(i) false
+#define call_pending(i) false
 #else
-#define called(i) (finished[i] < released)
+#define call_pending(i) (finished[i] < released)
 #endif
 #define may_stop(i) if :: atomic { !gone -> gone = true; stopped[i] = true } goto stop :: true fi;
 #else
@@ -109,8 +109,8 @@ bool stopped[N], resting[N], gone;
 #define may_step(i) true
 #define may_stop(i)
 byte step;        /* the coordinator's */
-chan say = [6] of { byte, byte };
-chan told[N] = [6] of { byte };
+chan reports = [6] of { byte, byte };
+chan updates[N] = [6] of { byte };
 #endif
 
 inline put(i) {
@@ -197,9 +197,9 @@ decide:
 #ifdef LEAVES
     if
     :: atomic { leaving[i] && !has_left[i] && work[i] == 0 -> has_left[i] = true; asked[i] = agreed[i] }
-#ifndef NO_LEAVE_BELL
+#ifndef NO_LEAVE_WAKEUP
         for (j : 0 .. N - 1) {
-            bell[j] = true
+            wakeup[j] = true
         }
         j = 0
 #else
@@ -217,14 +217,14 @@ decide:
     fi;
     see(i, j);
     if
-    :: atomic { moves(i) && promised[i] && off(i) ->
+    :: atomic { acts(i) && promised[i] && off(i) ->
         promised[i] = false
 #ifdef FORGETS
         ; held[i]--
 #endif
        }
         goto decide
-    :: atomic { moves(i) && promised[i] && !off(i) ->
+    :: atomic { acts(i) && promised[i] && !off(i) ->
         promised[i] = false;
         held[i]--;
         made[i]++;
@@ -246,18 +246,18 @@ decide:
         finished[i] = ready[i];
 #endif
         goto decide
-#ifdef PUT_OFFS
-    :: atomic { i == 0 && !promised[0] && open(0) && all_ready < saw_proposed[0] && put_offs < PUT_OFFS ->
-        put_offs++; dropped = proposed; saw_dropped[0] = dropped }
-#ifndef NO_CALL_BELL
+#ifdef POSTPONES
+    :: atomic { i == 0 && !promised[0] && open(0) && all_ready < saw_proposed[0] && postpones < POSTPONES ->
+        postpones++; dropped = proposed; saw_dropped[0] = dropped }
+#ifndef NO_CALL_WAKEUP
         for (j : 0 .. N - 1) {
-            bell[j] = true
+            wakeup[j] = true
         }
         j = 0;
 #endif
         goto decide
 #endif
-    :: atomic { moves(i) && !promised[i] ->
+    :: atomic { acts(i) && !promised[i] ->
         if
         :: i == 0 && !open(0) -> proposed++; saw_proposed[0] = proposed
         :: i == 0 && open(0) ->
@@ -265,9 +265,9 @@ decide:
             ready[0] = proposed; promised[0] = true
         :: else -> ready[i] = saw_proposed[i]; promised[i] = true
         fi }
-#ifndef NO_CALL_BELL
+#ifndef NO_CALL_WAKEUP
         for (j : 0 .. N - 1) {
-            bell[j] = true
+            wakeup[j] = true
         }
         j = 0;
 #endif
@@ -329,11 +329,11 @@ begin:
     :: target > 0 -> asked[i] = target
     :: else
     fi;
-#ifndef NO_BELL
+#ifndef NO_WAKEUP
     if
     :: target > 0 && urgent ->
         for (j : 0 .. N - 1) {
-            bell[j] = true
+            wakeup[j] = true
         }
         j = 0
     :: else
@@ -342,9 +342,9 @@ begin:
 #else
     if
 #ifdef ONE_SIDED
-    :: target > 0 -> say!i, begun[i]
+    :: target > 0 -> reports!i, begun[i]
 #else
-    :: target > 0 -> say!i, target
+    :: target > 0 -> reports!i, target
 #endif
     :: else
     fi;
@@ -396,7 +396,7 @@ check:
 #endif
 #endif
 #ifdef CALLS
-        :: moves(i) || coming[i] > 0 -> goto decide
+        :: acts(i) || coming[i] > 0 -> goto decide
 #endif
 #ifdef LEAVES
         :: leaving[i] && !has_left[i] || ends(i) -> goto decide
@@ -440,19 +440,19 @@ end_left:
 proctype Watch(byte i) {
 end_watch:
     do
-    :: atomic { bell[i] -> bell[i] = false }
+    :: atomic { wakeup[i] -> wakeup[i] = false }
        wake(i)
     od
 }
 #else
 proctype Watch(byte i) {
-    byte step_told;
+    byte new_step;
 end_watch:
     do
-    :: told[i]?step_told ->
+    :: updates[i]?new_step ->
         atomic {
             if
-            :: agreed[i] < step_told -> agreed[i] = step_told
+            :: agreed[i] < new_step -> agreed[i] = new_step
             :: else
             fi
 #ifdef LATCHED
@@ -460,7 +460,7 @@ end_watch:
 #endif
         }
         atomic { wake(i) }
-    :: atomic { len(told[i]) > 1 -> told[i]?step_told; told[i]!step_told } /* overtaken by a later one */
+    :: atomic { len(updates[i]) > 1 -> updates[i]?new_step; updates[i]!new_step } /* overtaken by a later one */
     od
 }
 
@@ -469,7 +469,7 @@ proctype Coordinator() {
 end_serve:
     do
     :: atomic {
-        say?i, wanted ->
+        reports?i, wanted ->
 #ifdef SENDER_EXCLUDED
         wanted = wanted + HORIZON;
 #endif
@@ -481,14 +481,14 @@ end_serve:
 #ifdef SENDER_EXCLUDED
                 :: j == i
 #endif
-                :: else -> told[j]!step
+                :: else -> updates[j]!step
                 fi
             }
         :: else
         fi;
         i = 0; j = 0; wanted = 0
        }
-    :: atomic { len(say) > 1 -> say?i, wanted; say!i, wanted; i = 0; wanted = 0 }
+    :: atomic { len(reports) > 1 -> reports?i, wanted; reports!i, wanted; i = 0; wanted = 0 }
     od
 }
 #endif
@@ -551,7 +551,7 @@ end_monitor:
 #ifdef STOPS
         bool watched = proposed > released && proposed > dropped;
         for (j : 0 .. N - 1) {
-            watched = watched || called(j) || ended[j] < asked[0] || ended[j] < asked[1]
+            watched = watched || call_pending(j) || ended[j] < asked[0] || ended[j] < asked[1]
         }
         for (j : 0 .. N - 1) {
             assert(stopped[j] || resting[j] || watched)

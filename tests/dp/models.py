@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the explorer visits: the real `Participant` and `Coordinator`, and around them, as small as can be, an engine
-loop, its input queue, the network or the shared page, and forwards as a barrier.
+"""What the explorer visits: the real `Participant` and `Coordinator`, and minimal models of an engine loop, its input
+queue, the network or the shared page, and forwards as a barrier.
 
-A rank is a tuple of everything that concerns it alone, its messages included, so ranks can be sorted: states that
-differ in the names of ranks only are one.
+A rank is a tuple of its whole state, its messages included. So ranks can be sorted, and states that differ only in the
+numbers of ranks are the same.
 """
 from collections.abc import Callable, Iterator
 from enum import IntEnum
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from vllm_pd.dp.calls import Calls, Move, Turns
-from vllm_pd.dp.core import Coordinator, Known, Participant, Reach
-from vllm_pd.dp.interface import Decision
+from vllm_pd.dp.calls import CallAction, CallRegisters, CallState
+from vllm_pd.dp.core import Coordinator, Lookahead, Participant, RankState
+from vllm_pd.dp.interface import StepDecision
 
 
 class At(IntEnum):
     """Where an engine loop is."""
     LOOP = 0  # about to decide
-    RINGING = 1  # has asked by shared memory and has bells yet to ring
+    WAKING = 1  # has requested by shared memory and has others yet to wake
     FORWARD = 2  # in a forward with work
     DUMMY = 3
     CHECK = 4  # will block unless there is work or it is due
@@ -39,26 +39,26 @@ GONE = (At.DEAD, At.CLOSED)
 
 class Rank(NamedTuple):
     """A rank and its messages. `queue`: something is in the input queue. `work`: forwards that its requests still need.
-    `ring`: the watching thread has yet to put a wake-up. `latch`: of broken variants. `coming`: the calls that it has
-    yet to hear of; `made`: those made, and after which forward."""
+    `woken`: the watching thread has yet to wake the loop. `latch`: for broken variants. `coming`: calls that it has yet
+    to receive. `made`: calls that it has made, and after which forward."""
     participant: tuple
     at: At = At.LOOP
     queue: bool = False
-    ring: bool = False
+    woken: bool = False
     work: int = 0
     paused: bool = False
     says: tuple = ()
     tells: tuple = ()
-    known: tuple = (0, -1, 0, False, False, 0, 0, Calls())
+    known: tuple = (0, -1, 0, False, False, 0, 0, CallRegisters())
     here: bool = False
     latch: bool = False
-    bells: int = 0  # yet to be rung by it, of the other ranks (shared memory)
+    wakeups: int = 0  # the other ranks that it has yet to wake (shared memory)
     coming: tuple = ()
     made: tuple = ()
 
 
 class Spare(NamedTuple):
-    """How often the things may still happen that nobody has to do."""
+    """How often each optional event may still happen."""
     requests: int = 0
     aborts: int = 0
     pauses: int = 0
@@ -69,7 +69,7 @@ class Spare(NamedTuple):
     lone_calls: int = 0  # for one
     stops: int = 0
     closes: int = 0
-    put_offs: int = 0  # of a call that all hear of, or it could go on for ever
+    postpones: int = 0  # of a call that all receive; unlimited, this could go on for ever
 
 
 class State(NamedTuple):
@@ -81,16 +81,17 @@ class State(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is explored. `tokens`: the forwards that a request may need. `hint`: what a rank says that is left."""
+    """What is explored. `tokens`: the forwards that a request may need. `hint`: what a rank passes for the remaining
+    ones."""
     ranks: int
     spare: Spare
     tokens: tuple[int, ...] = (1, 2)
-    reach: Reach = Reach(1, 1)
+    lookahead: Lookahead = Lookahead(1, 1)
     hint: Callable[[int], int | None] = lambda work: work
     leaves: bool = False
-    joined: bool = True  # from the beginning; otherwise any rank may be late
+    joined: bool = True  # from the beginning; otherwise any rank may join late
     names: tuple[int, ...] = (1,)  # of calls; those of one name come in order
-    lone_names: tuple[int, ...] = (1,)  # of those for one rank; rank 0 may put these off whenever they are in the way
+    lone_names: tuple[int, ...] = (1,)  # of those for one rank; rank 0 may postpone these whenever they block others
     expire: bool = False  # whether calls may be given up
     collective: bool = True  # whether a call waits until all make it
 
@@ -101,18 +102,18 @@ def less(spare: Spare, what: str) -> Spare:
 
 
 class LoopModel:
-    """The engine loop, as interface.py has it, and the barrier. The rims are below."""
+    """The engine loop, as interface.py has it, and the barrier. The backends are below."""
     name_first = False  # whether rank 0 is not like the others
 
     def __init__(self, setting: Setting):
         self.setting = setting
         self.calls = setting.spare.calls + setting.spare.lone_calls > 0
         self.name_first = self.calls
-        self.horizon = setting.reach.lead + setting.reach.stride - 1
+        self.horizon = setting.lookahead.lead + setting.lookahead.stride - 1
 
     def first(self) -> State:
         """Nobody has joined."""
-        ranks = [Rank(astuple(Participant(turns=Turns(leads=self.calls and rank == 0))))
+        ranks = [Rank(astuple(Participant(call_state=CallState(leads=self.calls and rank == 0))))
                  for rank in range(self.setting.ranks)]
         return self.sorted(State(tuple(map(self.join, ranks)), self.setting.spare))
 
@@ -125,7 +126,7 @@ class LoopModel:
         seen = set()
         for index, rank in enumerate(state.ranks):
             alike = (rank, index == 0) if self.name_first else rank
-            if alike in seen:  # what it does is what its twin does
+            if alike in seen:  # an equal rank does the same
                 continue
             seen.add(alike)
             if rank.at in (At.DEAD, At.STOPPED, At.CLOSED):
@@ -134,7 +135,7 @@ class LoopModel:
                 yield f"{index} {what}", self.sorted(after)
 
     def sorted(self, state: State) -> State:
-        """The one of all equal states that stands for them."""
+        """The representative of all equal states."""
         ranks = state.ranks
         if self.name_first:
             return state._replace(ranks=(ranks[0], *sorted(ranks[1:])))
@@ -173,36 +174,36 @@ class LoopModel:
         for name in self.setting.names if spare.calls and not index else ():
             ranks = tuple(other._replace(coming=(*other.coming, name)) for other in state.ranks)
             yield f"all are to be called {name}", State(ranks, less(spare, "calls"), state.last, state.fault)
-        if rank.at in (At.LOOP, At.CHECK, At.GET) and not rank.bells:
+        if rank.at in (At.LOOP, At.CHECK, At.GET) and not rank.wakeups:
             yield from self.utility(state, index, rank)
 
     def utility(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
-        """The loop finds a call in its queue, or that one has waited, or kept others waiting, too long."""
+        """The loop finds a call in its queue, or one that has waited, or has blocked others, for too long."""
         at = At.LOOP if rank.at is At.LOOP else At.CHECK
         for name in set(rank.coming):
             participant = Participant(*rank.participant)
             participant.hold(name)
             yield f"is called {name}", put(state, index, rank._replace(
                 coming=without(rank.coming, name), participant=astuple(participant), at=at))
-        for name in set(Participant(*rank.participant).turns.held) if self.setting.expire else ():
+        for name in set(Participant(*rank.participant).call_state.held) if self.setting.expire else ():
             participant = Participant(*rank.participant)
             if participant.give_up(name):
                 given_up = rank._replace(participant=astuple(participant), at=at)
                 yield f"gives {name} up", put(state, index, self.published(state, given_up))
-        yield from self.put_off(state, index, rank._replace(at=at))
+        yield from self.postpone(state, index, rank._replace(at=at))
 
-    def put_off(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
-        """Rank 0 has kept others waiting too long: be it that not all will ever be ready, or too early, when they have
-        yet to hear of it; this no more often than is spared."""
+    def postpone(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """Rank 0 has let a call block others for too long: because not all will ever be ready, or too early, before
+        they have received it; the latter only as often as `Spare` allows."""
         participant = Participant(*rank.participant)
-        if not participant.put_off():
+        if not participant.postpone():
             return
         rank = rank._replace(participant=astuple(participant))
         after = put(state, index, self.published(state, rank))
-        if participant.turns.known.name in self.setting.lone_names and not self.setting.expire:
-            yield "puts off a call that not all hear of", after
-        elif state.spare.put_offs:
-            yield "puts a call off", after._replace(spare=less(state.spare, "put_offs"))
+        if participant.call_state.registers.name in self.setting.lone_names and not self.setting.expire:
+            yield "postpones a call that not all receive", after
+        elif state.spare.postpones:
+            yield "postpones a call", after._replace(spare=less(state.spare, "postpones"))
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """One move of the engine loop."""
@@ -210,7 +211,7 @@ class LoopModel:
             case At.LOOP:
                 if self.setting.leaves and not Participant(*rank.participant).left and not rank.work:
                     yield "leaves", self.leave(state, index, rank)
-                if Participant(*rank.participant).turns.held:
+                if Participant(*rank.participant).call_state.held:
                     yield from self.turn(state, index, rank)
                 else:
                     yield from self.decide(state, index, rank)
@@ -235,7 +236,7 @@ class LoopModel:
         return rank.work > 0 and not rank.paused and Participant(*rank.participant).may_step
 
     def due(self, state: State, rank: Rank) -> bool:
-        """`Member.due`."""
+        """`GroupMember.due`."""
         return Participant(*rank.participant).due
 
     def ended(self, rank: Rank) -> Rank:
@@ -245,45 +246,45 @@ class LoopModel:
         work = rank.work - 1 if rank.at is At.FORWARD and rank.work else rank.work
         return rank._replace(participant=astuple(participant), work=work, at=At.LOOP)
 
-    def begin(self, state: State, rank: Rank) -> tuple[Rank, Decision, int | None, bool, int]:
+    def begin(self, state: State, rank: Rank) -> tuple[Rank, StepDecision, int | None, bool, int]:
         """`before_step`: the rank, the decision, what it asks for, whether urgently, the last forward with work."""
         participant = Participant(*rank.participant)
         work = self.works(rank)
-        decision, ask = participant.begin(work, self.setting.hint(rank.work), self.setting.reach)
-        at = {Decision.FORWARD: At.FORWARD, Decision.DUMMY: At.DUMMY, Decision.IDLE: At.CHECK,
-              Decision.END: At.ENDED}[decision]
-        last = max(state.last, participant.local) if decision is Decision.FORWARD else state.last
+        decision, request = participant.begin(work, self.setting.hint(rank.work), self.setting.lookahead)
+        at = {StepDecision.FORWARD: At.FORWARD, StepDecision.DUMMY: At.DUMMY, StepDecision.IDLE: At.CHECK,
+              StepDecision.END: At.ENDED}[decision]
+        last = max(state.last, participant.local) if decision is StepDecision.FORWARD else state.last
         rank = rank._replace(participant=astuple(participant), at=at)
-        return rank, decision, ask.step if ask else None, bool(ask and ask.urgent), last
+        return rank, decision, request.step if request else None, bool(request and request.urgent), last
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
-        """A rim's `before_step`."""
+        """A backend's `before_step`."""
         raise NotImplementedError
 
     def turn(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
-        """A rim's `next_call`, before a step."""
+        """A backend's `next_call`, before a step."""
         raise NotImplementedError
 
     def advanced(self, state: State, rank: Rank) -> tuple[str, Rank] | None:
         """What the rank does about calls, if anything."""
         participant = Participant(*rank.participant)
-        moved = participant.advance()
-        if moved is None:
+        advanced = participant.advance()
+        if advanced is None:
             return None
-        move, name = moved
+        action, name = advanced
         rank = rank._replace(participant=astuple(participant), at=At.LOOP)
-        if move is Move.MAKE:
+        if action is CallAction.MAKE:
             rank = rank._replace(at=At.CALL, made=(*rank.made, (name, participant.local)))
-        elif move is not Move.RELAX:
+        elif action is not CallAction.RESUME:
             rank = self.published(state, rank)
-        return f"does {move.name} {name}", rank
+        return f"does {action.name} {name}", rank
 
     def published(self, state: State, rank: Rank) -> Rank:
-        """A rim's `_publish_call`."""
+        """A backend's `_publish_call`."""
         raise NotImplementedError
 
     def leave(self, state: State, index: int, rank: Rank) -> State:
-        """A rim's `leave`."""
+        """A backend's `leave`."""
         raise NotImplementedError
 
     def crash(self, state: State, index: int, rank: Rank, at: At = At.DEAD, spare: str = "crashes") -> State:
@@ -292,12 +293,12 @@ class LoopModel:
         return put(state, index, dead, spare=less(state.spare, spare))
 
     def made(self, rank: Rank) -> tuple:
-        """The calls that the others need not wait for it in."""
+        """The calls in which the others need not wait for it."""
         return rank.made[:-1] if rank.at is At.CALL else rank.made
 
     def at_rest(self, rank: Rank) -> bool:
         """Whether a rank waits for nobody; a call that it alone holds it gives up by its own clock."""
-        return rank.at is At.GET and not rank.work and not Participant(*rank.participant).turns.promised
+        return rank.at is At.GET and not rank.work and not Participant(*rank.participant).call_state.promised
 
     def done(self, rank: Rank, step: int, released: int) -> bool:
         """Whether a rank has ended all forwards and calls."""
@@ -339,7 +340,7 @@ class LoopModel:
         if len(made) > 1 or not self.setting.expire and made != {self.setting.spare.calls}:
             return f"a call was not made by all, or not at all: {[rank.made for rank in state.ranks]}"
         held = {name for rank in state.ranks if rank.at is not At.ENDED
-                for name in Participant(*rank.participant).turns.held}
+                for name in Participant(*rank.participant).call_state.held}
         if held - (set() if self.setting.expire else set(self.setting.lone_names)):
             return "a call waits for ever"
         return None
@@ -364,31 +365,31 @@ class RpcModel(LoopModel):
         return super().sorted(state._replace(ranks=tuple([tidy[rank] for rank in state.ranks])))
 
     def tidied(self, rank: Rank) -> Rank:
-        """Less to tell apart. What nobody would act upon is left out: the numbers of forwards and calls ended go with a
-        rank's words for the watch only, and who has heard what matters only where words are lost. And a message that
-        changes nothing now never will, as all numbers only grow: it may as well have arrived."""
-        (local, ended, agreed, confirmed, left, left_heard, over, turns, told_calls, told_ready,
+        """Without values that no rule uses, so that more states are equal. The numbers of ended forwards and calls are
+        in a rank's reports only for the watch, and confirmations matter only if messages are lost. A message that
+        changes nothing now never will, because all numbers only grow, so it is dropped."""
+        (local, ended, agreed, confirmed, left, left_confirmed, over, call_state, confirmed_registers, confirmed_ready,
          calling) = rank.participant
         says = tuple((asked, known if self.lossy else -1, 0, *left_over, ready, 0, calls, answer)
                      for asked, known, _, *left_over, ready, _, calls, answer in rank.says)
         known = rank.known if self.lossy else (rank.known[0], -1, 0, rank.known[3], False, *rank.known[5:])
         if not self.lossy:
-            confirmed, told_calls, told_ready = agreed, turns.known, turns.ready
+            confirmed, confirmed_registers, confirmed_ready = agreed, call_state.registers, call_state.ready
         if self.drops:
             says = tuple(said for said in says if said[-1] or any(map(gt, said[:-2], known)) or not rank.here
                          or known[-1].merged(said[-2]) != known[-1])
         tells = tuple(told for told in rank.tells if not self.drops or told == "fault" or told[-1] or told[0] > agreed
-                      or told[0] > confirmed or told[1] > over or told[2] > left_heard or told[4] > told_ready
-                      or told_calls.merged(told[3]) != told_calls)
-        participant = (local, ended, agreed, confirmed, left, left_heard, over, turns, told_calls, told_ready,
-                       calling)
+                      or told[0] > confirmed or told[1] > over or told[2] > left_confirmed or told[4] > confirmed_ready
+                      or confirmed_registers.merged(told[3]) != confirmed_registers)
+        participant = (local, ended, agreed, confirmed, left, left_confirmed, over, call_state, confirmed_registers,
+                       confirmed_ready, calling)
         return rank._replace(participant=participant, known=known, says=says, tells=tells)
 
     def join(self, rank: Rank) -> Rank:
         if not self.setting.joined:
             return say(rank, answer=True)
         participant = astuple(replace(Participant(*rank.participant), confirmed=0))
-        return rank._replace(here=True, known=(0, 0, 0, False, False, 0, 0, Calls()), participant=participant)
+        return rank._replace(here=True, known=(0, 0, 0, False, False, 0, 0, CallRegisters()), participant=participant)
 
     def turn(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         advanced = self.advanced(state, rank)
@@ -415,8 +416,8 @@ class RpcModel(LoopModel):
         yield from super().of(state, index, rank)
         spare = state.spare
         coordinator_lives = state.ranks[0].at not in GONE or not self.name_first
-        if rank.ring:
-            yield "is rung", put(state, index, self.rung(rank))
+        if rank.woken:
+            yield "is woken", put(state, index, self.wake_loop(rank))
         if rank.at is At.FAILED:
             return
         if coordinator_lives:
@@ -439,7 +440,7 @@ class RpcModel(LoopModel):
         yield from self.timers(state, index, rank, coordinator_lives)
 
     def timers(self, state: State, index: int, rank: Rank, coordinator_lives: bool) -> Iterator[tuple[str, State]]:
-        """What is said again after a beat, when nothing that would do is on its way; and how deaths are noticed."""
+        """What is sent again after a beat if no equivalent message is in flight, and how deaths are found."""
         participant = Participant(*rank.participant)
         if not coordinator_lives:
             if rank.at is not At.ENDED:
@@ -451,113 +452,113 @@ class RpcModel(LoopModel):
             ranks = tuple(one if one.at in GONE else tell(one, "fault") for one in state.ranks)
             yield "finds a rank gone", state._replace(ranks=ranks, fault=True)
         silent = self.lossy and not rank.says and not rank.tells
-        if silent and participant.unanswered:
+        if silent and participant.unconfirmed:
             yield "says it again", put(state, index, say(rank, answer=True))
-        elif silent and index in coordinator_of(state).owed():
+        elif silent and index in coordinator_of(state).outdated_ranks():
             yield "is told again", put(state, index, tell(rank, (*self.news(state, rank), True)))
 
     def misses(self, coordinator: Coordinator, rank: Rank) -> bool:
         """Whether a rank is gone, and has not done its part before."""
-        done = coordinator.over and self.done(rank, coordinator.step, coordinator.calls.released)
+        done = coordinator.over and self.done(rank, coordinator.step, coordinator.registers.released)
         return rank.at in GONE and not done
 
     def news(self, state: State, rank: Rank) -> tuple:
-        """What the coordinator tells a rank."""
+        """The coordinator's update for a rank."""
         coordinator = coordinator_of(state)
-        return coordinator.step, coordinator.over, rank.known[3], coordinator.calls, rank.known[5]
+        return coordinator.step, coordinator.over, rank.known[3], coordinator.registers, rank.known[5]
 
     def heard(self, state: State, index: int, said: tuple) -> State:
-        """The coordinator hears a rank, tells everyone what is news, and answers."""
+        """The coordinator receives a report, sends every change to all ranks, and answers."""
         *known, answer = said
         coordinator = coordinator_of(state)
-        before = (coordinator.step, coordinator.over, coordinator.calls)
-        coordinator.hear(index, self.as_heard(Known(*known)))
-        news = (coordinator.step, coordinator.over, coordinator.calls)
+        before = (coordinator.step, coordinator.over, coordinator.registers)
+        coordinator.receive(index, self.as_heard(RankState(*known)))
+        news = (coordinator.step, coordinator.over, coordinator.registers)
         ranks = tuple(rank._replace(known=astuple(known), here=here)
-                      for rank, known, here in zip(state.ranks, coordinator.known, coordinator.here, strict=True))
-        owed = coordinator.owed()
+                      for rank, known, here in zip(state.ranks, coordinator.states, coordinator.joined, strict=True))
+        outdated_ranks = coordinator.outdated_ranks()
         state = state._replace(ranks=ranks)
         out = []
         for other, rank in enumerate(ranks):
-            tells = before != news and other in owed and self.tells(other, index) or answer and other == index
+            tells = before != news and other in outdated_ranks and self.tells(other, index) or answer and other == index
             tells = tells and rank.at not in GONE
             out.append(tell(rank, (*news[:2], rank.known[3], news[2], rank.known[5], False)) if tells else rank)
         return state._replace(ranks=tuple(out))
 
     def tells(self, to: int, because_of: int) -> bool:
-        """Whether the coordinator tells a rank of what another (or the same) asked for."""
+        """Whether the coordinator sends a rank what another (or the same) has requested."""
         return True
 
-    def as_heard(self, known: Known) -> Known:
-        """What the coordinator makes of a word."""
+    def as_heard(self, known: RankState) -> RankState:
+        """What the coordinator makes of a report."""
         return known
 
     def told(self, rank: Rank, message: tuple | str) -> Rank:
-        """A rank hears from the coordinator."""
+        """A rank receives an update."""
         if message == "fault":
             return rank if rank.at is At.ENDED else fail(rank)
         *news, answer = message
         participant = Participant(*rank.participant)
-        due = participant.told(*news)
-        rank = rank._replace(participant=astuple(participant), ring=rank.ring or due)
+        due = participant.update(*news)
+        rank = rank._replace(participant=astuple(participant), woken=rank.woken or due)
         return say(rank) if answer else rank
 
-    def rung(self, rank: Rank) -> Rank:
-        """The watching thread puts a wake-up into the queue."""
-        return rank._replace(ring=False, queue=rank.queue or rank.at is not At.ENDED)
+    def wake_loop(self, rank: Rank) -> Rank:
+        """The watching thread puts a wakeup into the queue."""
+        return rank._replace(woken=False, queue=rank.queue or rank.at is not At.ENDED)
 
 
 class ShmModel(LoopModel):
-    """Ranks that share a page. `known` are the words in a rank's slot, `bells` says how many others it has yet to ring,
-    and `ring` that one's own bell has been rung, so that the watching thread will look."""
+    """Ranks that share a page. `known` are the words in a rank's slot, `wakeups` says how many others it has yet to
+    wake, and `woken` that it has been woken itself, so that the watching thread will look."""
 
     def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
-        yield "reads", put(state, index, self.refreshed(state, rank)._replace(at=At.RINGING, bells=-1))
+        yield "reads", put(state, index, self.refreshed(state, rank)._replace(at=At.WAKING, wakeups=-1))
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
-        if rank.at is At.TURN and not rank.bells:
+        if rank.at is At.TURN and not rank.wakeups:
             advanced = self.advanced(state, rank)
             if advanced is None:
                 yield from self.decide(state, index, rank)
             else:
                 yield advanced[0], put(state, index, advanced[1])
             return
-        if rank.at is At.RINGING:  # between the read and the write others may write
+        if rank.at is At.WAKING:  # between the read and the write others may write
             rank, decision, asked, urgent, last = self.begin(state, rank)
-            rank = rank._replace(bells=0)
+            rank = rank._replace(wakeups=0)
             if asked is not None:
-                bells = len(state.ranks) - 1 if self.rings(urgent) else 0
-                rank = rank._replace(known=(asked, *rank.known[1:]), bells=bells)
+                wakeups = len(state.ranks) - 1 if self.wakes(urgent) else 0
+                rank = rank._replace(known=(asked, *rank.known[1:]), wakeups=wakeups)
             yield decision.value, put(state, index, rank, last=last)
             return
-        if rank.bells:
-            return  # rings them first: see `of`
+        if rank.wakeups:
+            return  # wakes them first: see `of`
         yield from super().loop(state, index, rank)
 
     def turn(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield "reads about calls", put(state, index, self.refreshed(state, rank)._replace(at=At.TURN))
 
     def published(self, state: State, rank: Rank) -> Rank:
-        turns = Participant(*rank.participant).turns
-        return rank._replace(known=(*rank.known[:2], turns.ready, turns.known), bells=len(state.ranks) - 1)
+        calls = Participant(*rank.participant).call_state
+        return rank._replace(known=(*rank.known[:2], calls.ready, calls.registers), wakeups=len(state.ranks) - 1)
 
-    def rings(self, urgent: bool) -> bool:
-        """Whether an ask rings the others' bells."""
+    def wakes(self, urgent: bool) -> bool:
+        """Whether a step request wakes the others."""
         return urgent
 
     def of(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         yield from super().of(state, index, rank)
-        if rank.bells > 0:  # one after another, in fact; but each may be heard as late as it likes
-            ranks = [other._replace(ring=True) if number != index and other.at not in GONE else other
+        if rank.wakeups > 0:  # in fact one after another, but each may be seen arbitrarily late
+            ranks = [other._replace(woken=True) if number != index and other.at not in GONE else other
                      for number, other in enumerate(state.ranks)]
-            ranks[index] = rank._replace(bells=0)
-            yield "has rung all", state._replace(ranks=tuple(ranks))
+            ranks[index] = rank._replace(wakeups=0)
+            yield "has woken all", state._replace(ranks=tuple(ranks))
         if rank.at in (At.FAILED, At.ENDED):
             return
-        if rank.ring:
+        if rank.woken:
             refreshed = self.refreshed(state, rank)
             due = Participant(*refreshed.participant).due
-            yield "hears its bell", put(state, index, refreshed._replace(ring=False, queue=rank.queue or due))
+            yield "is woken by another", put(state, index, refreshed._replace(woken=False, queue=rank.queue or due))
         if any(other.at in GONE and not self.may_be_gone(state, other) for other in state.ranks):
             yield "finds a rank gone", put(state, index, fail(rank))
         if any(other.at is At.STOPPED for other in state.ranks) and self.watched(state):
@@ -569,13 +570,14 @@ class ShmModel(LoopModel):
         return calls.open or not all(self.done(rank, step, calls.released) for rank in state.ranks)
 
     def crash(self, state: State, index: int, rank: Rank, at: At = At.DEAD, spare: str = "crashes") -> State:
-        after = super().crash(state, index, rank, at, spare)  # a death wakes the watching threads, as a bell does
-        return after._replace(ranks=tuple(one if one.at in GONE else one._replace(ring=True) for one in after.ranks))
+        after = super().crash(state, index, rank, at, spare)  # a death wakes the watching threads
+        return after._replace(ranks=tuple(one if one.at in GONE else one._replace(woken=True) for one in after.ranks))
 
     def may_be_gone(self, state: State, rank: Rank) -> bool:
-        """It has done its part: all leave, and it has ended all forwards and calls, with none left to decide about."""
+        """Whether the group does not need it any more: all have left, it has ended all forwards and calls, and it must
+        decide about none."""
         calls, step = state.ranks[0].known[3], max(other.known[0] for other in state.ranks)
-        if Participant(*rank.participant).turns.leads and calls.open:
+        if Participant(*rank.participant).call_state.leads and calls.open:
             return False
         return all(other.known[1] for other in state.ranks) and self.done(rank, step, calls.released)
 
@@ -583,25 +585,25 @@ class ShmModel(LoopModel):
         """What a rank reads."""
         participant = Participant(*rank.participant)
         calls = replace(state.ranks[0].known[3], ready=min(other.known[2] for other in state.ranks[1:]))
-        participant.told(max(other.known[0] for other in state.ranks), all(other.known[1] for other in state.ranks),
-                         calls=calls if self.calls else None)
+        participant.update(max(other.known[0] for other in state.ranks), all(other.known[1] for other in state.ranks),
+                         registers=calls if self.calls else None)
         return rank._replace(participant=astuple(participant))
 
     def due(self, state: State, rank: Rank) -> bool:
         return Participant(*self.refreshed(state, rank).participant).due
 
     def join(self, rank: Rank) -> Rank:
-        return rank._replace(known=(0, False, 0, Calls()))
+        return rank._replace(known=(0, False, 0, CallRegisters()))
 
     def leave(self, state: State, index: int, rank: Rank) -> State:
         participant = Participant(*rank.participant)
         participant.leave()
         known = (participant.agreed, True, *rank.known[2:])
         return put(state, index, rank._replace(participant=astuple(participant), known=known,
-                                               bells=len(state.ranks) - 1))
+                                               wakeups=len(state.ranks) - 1))
 
 
-def astuple(struct: Participant | Known) -> tuple:
+def astuple(struct: Participant | RankState) -> tuple:
     """A struct's fields."""
     return tuple(getattr(struct, name) for name in struct.__struct_fields__)
 
@@ -613,13 +615,13 @@ def put(state: State, index: int, rank: Rank, **changes: object) -> State:
 
 
 def say(rank: Rank, answer: bool = False) -> Rank:
-    """The rank says what it knows, and may want to hear something."""
-    said = (*astuple(Participant(*rank.participant).known()), answer)
+    """The rank sends a report, and may ask for an answer."""
+    said = (*astuple(Participant(*rank.participant).state()), answer)
     return rank._replace(says=tuple(sorted((*rank.says, said))))
 
 
 def tell(rank: Rank, message: tuple | str) -> Rank:
-    """Something is on its way to the rank."""
+    """A message to the rank is in flight."""
     return rank._replace(tells=tuple(sorted((*rank.tells, message), key=repr)))
 
 
@@ -635,9 +637,9 @@ def fail(rank: Rank) -> Rank:
 
 
 def coordinator_of(state: State) -> Coordinator:
-    """The coordinator. Its step is the highest that it has heard of."""
-    known = [Known(*rank.known) for rank in state.ranks]
-    calls = Calls(ready=min(one.ready for one in known[1:]))
+    """The coordinator. Its step is the highest that any rank has reported."""
+    known = [RankState(*rank.known) for rank in state.ranks]
+    calls = CallRegisters(ready=min(one.ready for one in known[1:]))
     for one in known:
-        calls = calls.merged(one.calls)
+        calls = calls.merged(one.registers)
     return Coordinator(known, [rank.here for rank in state.ranks], max(one.asked for one in known), calls)

@@ -14,13 +14,13 @@ from pathlib import Path
 from tests.dp import wire
 from vllm_pd import dp
 from vllm_pd.dp.group import join
-from vllm_pd.dp.interface import CallEnd, Decision, GroupFailed, Settings
+from vllm_pd.dp.interface import CallOutcome, GroupFailed, StepDecision, SyncSettings
 
 _FORK = multiprocessing.get_context("fork")
 BOUND_S = 100.0  # far more than any of what follows: a machine may be busy
-SETTINGS = Settings(timeout_s=10.0, grace_s=5.0, join_s=BOUND_S)  # where nobody dies: a busy machine may hold a rank up
-CALM = Settings(timeout_s=4.0, grace_s=BOUND_S, join_s=BOUND_S)  # where it is waited for a beat of the watching threads
-QUICK = Settings(timeout_s=1.5, grace_s=0.3, join_s=BOUND_S)  # where ranks have to end for one that does not answer
+SETTINGS = SyncSettings(timeout_s=10.0, grace_s=5.0, join_s=BOUND_S)  # where no rank dies, on a busy machine
+CALM = SyncSettings(timeout_s=4.0, grace_s=BOUND_S, join_s=BOUND_S)  # where a test waits for a beat
+QUICK = SyncSettings(timeout_s=1.5, grace_s=0.3, join_s=BOUND_S)  # where ranks have to end for one that does not answer
 SLOW_CALL = 8  # takes SLOW_S
 SLOW_S = 5.0
 FAILED = 3
@@ -45,7 +45,7 @@ def file_exchange(folder: Path, rank: int, size: int) -> Callable[[bytes], list[
     return exchange
 
 
-def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], None], report: Callable) -> None:
+def engine_loop(member: dp.GroupMember, inbox: queue.Queue, forward: Callable[[], None], report: Callable) -> None:
     """Until END. Reports ("served",) for each request, ("made", name, forwards) for each call, which waits for all as a
     forward does (and before SLOW_CALL ("makes", name)), ("put off", name), ("sticks",), and, when asked, ("state",
     counters, cpu_s, switches, whether it has something to run), ("engaged", whether it is) and ("given up", whether it
@@ -62,7 +62,7 @@ def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], Non
             elif kind == "leave":
                 member.leave()
             elif kind == "end":
-                member.ends()
+                member.expect_end()
             elif kind == "shut down":
                 return
             elif kind == "call":
@@ -76,7 +76,7 @@ def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], Non
                 report(("engaged", member.engaged))
         while end := member.next_call():
             what, name = end
-            if what is CallEnd.MAKE:
+            if what is CallOutcome.MAKE:
                 if name == SLOW_CALL:
                     report(("makes", name))
                     time.sleep(SLOW_S)
@@ -86,20 +86,20 @@ def engine_loop(member: dp.Member, inbox: queue.Queue, forward: Callable[[], Non
                 report(("put off", name))
         works = work and member.may_step
         decision = member.before_step(True, max(work)) if works else member.before_step(False)
-        if decision is Decision.END:
+        if decision is StepDecision.END:
             return
-        if decision is Decision.IDLE:
+        if decision is StepDecision.IDLE:
             continue
         forward()
         member.after_step()
-        if decision is Decision.FORWARD:
+        if decision is StepDecision.FORWARD:
             work = [left - 1 for left in work]
             for _ in range(work.count(0)):
                 report(("served",))
             work = [left for left in work if left]
 
 
-def _rank(rank: int, size: int, folder: Path, barrier, pipe, shared: bool, settings: Settings,
+def _rank(rank: int, size: int, folder: Path, barrier, pipe, shared: bool, settings: SyncSettings,
           between: wire.Wire | None) -> None:
     inbox: queue.Queue = queue.Queue()
     if between is not None:
@@ -128,7 +128,7 @@ class Group:
     """Ranks in processes. `kill`, `stop` and `ask` name them by number. `between`: every other rank is on the other
     side of that wire."""
 
-    def __init__(self, size: int, folder: Path, shared: bool, settings: Settings = SETTINGS, start: bool = True,
+    def __init__(self, size: int, folder: Path, shared: bool, settings: SyncSettings = SETTINGS, start: bool = True,
                  between: wire.Wire | None = None):
         self.size = size
         barrier = _FORK.Barrier(size)

@@ -4,40 +4,40 @@ import msgspec
 import pytest
 
 from vllm_pd.dp import messages
-from vllm_pd.dp.calls import Calls, Move, Turns
-from vllm_pd.dp.core import Ask, Coordinator, Known, Participant, Reach
+from vllm_pd.dp.calls import CallAction, CallRegisters, CallState
+from vllm_pd.dp.core import Coordinator, Lookahead, Participant, RankState, StepRequest
 from vllm_pd.dp.horizon import Meter
-from vllm_pd.dp.interface import Decision
-from vllm_pd.dp.liveness import Liveness
+from vllm_pd.dp.interface import StepDecision
+from vllm_pd.dp.liveness import GroupLiveness
 from vllm_pd.rpc.codec import BadFrame, FrameFault
 
-NEXT = Reach(1, 1)
+NEXT = Lookahead(1, 1)
 
 
 def test_b70_work_is_never_waited_for_and_is_asked_for_first():
     rank = Participant()
-    assert rank.begin(True, None, NEXT) == (Decision.FORWARD, Ask(2, urgent=True))
+    assert rank.begin(True, None, NEXT) == (StepDecision.FORWARD, StepRequest(2, urgent=True))
     rank.end()
-    assert rank.begin(True, 2, NEXT) == (Decision.FORWARD, Ask(3, urgent=False))
+    assert rank.begin(True, 2, NEXT) == (StepDecision.FORWARD, StepRequest(3, urgent=False))
     rank.end()
-    assert rank.begin(True, 1, NEXT) == (Decision.FORWARD, None)
+    assert rank.begin(True, 1, NEXT) == (StepDecision.FORWARD, None)
     rank.end()
-    assert rank.begin(False, None, NEXT) == (Decision.IDLE, None)
+    assert rank.begin(False, None, NEXT) == (StepDecision.IDLE, None)
 
 
 def test_b70_what_a_rank_asks_of_others_it_does_itself():
     rank = Participant()
-    rank.begin(True, None, Reach(2, 2))  # asks for 4
-    assert [rank.begin(False, None, NEXT)[0] for _ in range(4)] == [Decision.DUMMY] * 3 + [Decision.IDLE]
+    rank.begin(True, None, Lookahead(2, 2))  # asks for 4
+    assert [rank.begin(False, None, NEXT)[0] for _ in range(4)] == [StepDecision.DUMMY] * 3 + [StepDecision.IDLE]
 
 
 def test_b71_old_news_change_nothing():
     rank = Participant()
-    assert rank.told(3, False)
-    assert not rank.told(3, False)
-    assert not rank.told(1, False)
-    assert [rank.begin(False, None, NEXT)[0] for _ in range(4)] == [Decision.DUMMY] * 3 + [Decision.IDLE]
-    assert not rank.told(2, False)
+    assert rank.update(3, False)
+    assert not rank.update(3, False)
+    assert not rank.update(1, False)
+    assert [rank.begin(False, None, NEXT)[0] for _ in range(4)] == [StepDecision.DUMMY] * 3 + [StepDecision.IDLE]
+    assert not rank.update(2, False)
     assert not rank.due
 
 
@@ -49,28 +49,29 @@ def test_a_rank_that_has_left_has_no_work():
 
 
 def test_others_need_a_rank_that_is_ready_for_a_call_and_rank_0_while_one_is_open():
-    ranks = [Participant(turns=Turns(leads=True)), Participant()]
+    ranks = [Participant(call_state=CallState(leads=True)), Participant()]
     for rank in ranks:
         rank.hold(9)
     assert not any(rank.engaged for rank in ranks)
     ranks[0].advance()
-    ranks[1].told(0, False, calls=ranks[0].turns.known)
+    ranks[1].update(0, False, registers=ranks[0].call_state.registers)
     ranks[1].advance()
     assert all(rank.engaged for rank in ranks)
     assert ranks[0].give_up(9)
-    ranks[1].told(0, False, calls=ranks[0].turns.known)
+    ranks[1].update(0, False, registers=ranks[0].call_state.registers)
     ranks[1].advance()
     assert not any(rank.engaged for rank in ranks)
 
 
 def test_a_call_is_watched_until_the_last_rank_has_made_it():
-    ranks, coordinator = [Participant(turns=Turns(leads=True)), Participant()], Coordinator.of(2)
+    ranks, coordinator = [Participant(call_state=CallState(leads=True)), Participant()], Coordinator.of(2)
 
     def talk():
         for _ in range(2):
             for number, rank in enumerate(ranks):
-                coordinator.hear(number, rank.known())
-                rank.told(coordinator.step, coordinator.over, calls=coordinator.calls, ready=rank.turns.ready)
+                coordinator.receive(number, rank.state())
+                rank.update(coordinator.step, coordinator.over, registers=coordinator.registers,
+                            ready=rank.call_state.ready)
 
     def turn():
         talk()
@@ -79,13 +80,14 @@ def test_a_call_is_watched_until_the_last_rank_has_made_it():
     for rank in ranks:
         rank.hold(9)
     moves = [turn() for _ in range(4)]
-    assert moves[-1] == [(Move.MAKE, 9), None] or moves[-1] == [(Move.MAKE, 9)] * 2
+    assert moves[-1] == [(CallAction.MAKE, 9), None] or moves[-1] == [(CallAction.MAKE, 9)] * 2
     talk()
-    assert [rank.called for rank in ranks] == [True, True] and not coordinator.quiet and not coordinator.calls.open
+    assert [rank.call_pending for rank in ranks] == [True, True]
+    assert not coordinator.quiet and not coordinator.registers.open
     assert [coordinator.needs(rank) for rank in range(2)] == [True, True]
     ranks[0].made()
     talk()
-    assert not ranks[0].called and not coordinator.needs(0) and coordinator.needs(1) and not coordinator.quiet
+    assert not ranks[0].call_pending and not coordinator.needs(0) and coordinator.needs(1) and not coordinator.quiet
     ranks[1].advance()
     ranks[1].made()
     talk()
@@ -94,45 +96,45 @@ def test_a_call_is_watched_until_the_last_rank_has_made_it():
 
 def test_b72_the_coordinator_is_a_register_that_whoever_is_late_can_read():
     coordinator = Coordinator.of(2)
-    coordinator.hear(0, Known(5, -1, 0, False, False))
-    coordinator.hear(0, Known(3, -1, 0, False, False))
+    coordinator.receive(0, RankState(5, -1, 0, False, False))
+    coordinator.receive(0, RankState(3, -1, 0, False, False))
     assert coordinator.step == 5
-    assert coordinator.owed() == [0]
-    coordinator.hear(1, Known(0, -1, 0, False, False))
-    assert coordinator.owed() == [0, 1]
-    coordinator.hear(0, Known(5, 5, 5, False, False))
-    coordinator.hear(1, Known(5, 5, 4, False, False))
-    assert coordinator.owed() == []
+    assert coordinator.outdated_ranks() == [0]
+    coordinator.receive(1, RankState(0, -1, 0, False, False))
+    assert coordinator.outdated_ranks() == [0, 1]
+    coordinator.receive(0, RankState(5, 5, 5, False, False))
+    coordinator.receive(1, RankState(5, 5, 4, False, False))
+    assert coordinator.outdated_ranks() == []
     assert not coordinator.quiet
-    coordinator.hear(1, Known(5, 5, 5, False, False))
+    coordinator.receive(1, RankState(5, 5, 5, False, False))
     assert coordinator.quiet
 
 
 def test_all_is_over_only_when_all_have_left_and_it_is_owed_to_all():
     coordinator = Coordinator.of(2)
-    coordinator.hear(0, Known(2, 2, 2, True, False))
+    coordinator.receive(0, RankState(2, 2, 2, True, False))
     assert not coordinator.over
-    coordinator.hear(1, Known(2, 2, 2, True, False))
+    coordinator.receive(1, RankState(2, 2, 2, True, False))
     assert coordinator.over
-    assert coordinator.owed() == [0, 1]
-    coordinator.hear(1, Known(2, 2, 2, True, True))
-    assert coordinator.owed() == [0]
+    assert coordinator.outdated_ranks() == [0, 1]
+    coordinator.receive(1, RankState(2, 2, 2, True, True))
+    assert coordinator.outdated_ranks() == [0]
 
 
-@pytest.mark.parametrize("reach, agreed, remaining, target", [
+@pytest.mark.parametrize("lookahead, agreed, remaining, target", [
     (NEXT, 9, None, 11),  # the step itself is not agreed yet, so it is asked for too
     (NEXT, 10, None, 11),
     (NEXT, 11, None, None),
     (NEXT, 10, 1, None),  # the last: none after it
     (NEXT, 9, 1, 10),
     (NEXT, 9, 0, 10),
-    (Reach(2, 3), 10, None, 14),
-    (Reach(2, 3), 12, None, None),
-    (Reach(2, 3), 11, 3, 12),
-    (Reach(2, 3), 12, 3, None),
+    (Lookahead(2, 3), 10, None, 14),
+    (Lookahead(2, 3), 12, None, None),
+    (Lookahead(2, 3), 11, 3, 12),
+    (Lookahead(2, 3), 12, 3, None),
 ])
-def test_how_far_is_asked(reach, agreed, remaining, target):
-    assert reach.target(10, agreed, remaining) == target
+def test_how_far_is_asked(lookahead, agreed, remaining, target):
+    assert lookahead.target(10, agreed, remaining) == target
 
 
 def meter(step_s, answer_s, horizon=64, size=2):
@@ -144,13 +146,13 @@ def meter(step_s, answer_s, horizon=64, size=2):
 
 
 def test_the_lead_covers_the_time_that_the_word_takes():
-    assert meter(0.020, 0.001).reach.lead == 1
-    assert meter(0.010, 0.035).reach.lead == 4
-    assert meter(0.010, 0.035, horizon=3).reach.lead == 3
+    assert meter(0.020, 0.001).lookahead.lead == 1
+    assert meter(0.010, 0.035).lookahead.lead == 4
+    assert meter(0.010, 0.035, horizon=3).lookahead.lead == 3
 
 
 def test_nothing_measured_only_the_next_step():
-    assert Meter(2, 8).reach == NEXT
+    assert Meter(2, 8).lookahead == NEXT
 
 
 def test_the_stride_is_where_asks_and_dummies_cost_the_same():
@@ -160,70 +162,71 @@ def test_the_stride_is_where_asks_and_dummies_cost_the_same():
             for _ in range(run):
                 one.worked()
             one.ran_out(early=True)
-    assert many.reach.stride < few.reach.stride
-    assert many.reach.stride == round((2 * 3 * 60e-6 * 10 / 0.001) ** 0.5)
+    assert many.lookahead.stride < few.lookahead.stride
+    assert many.lookahead.stride == round((2 * 3 * 60e-6 * 10 / 0.001) ** 0.5)
 
 
 def test_ends_that_were_expected_cost_nothing_and_count_for_nothing():
     one = meter(0.001, 0.0001)
-    before = one.reach
+    before = one.lookahead
     for _ in range(100):
         one.worked()
         one.ran_out(early=False)
-    assert one.reach == before
+    assert one.lookahead == before
 
 
 def test_slow_steps_keep_the_horizon_short():
-    assert meter(0.050, 0.001).reach == NEXT
+    assert meter(0.050, 0.001).lookahead == NEXT
 
 
 def test_the_horizon_is_bounded():
     one = meter(0.0001, 0.01, horizon=8)
-    assert one.reach.lead + one.reach.stride - 1 == 8
+    assert one.lookahead.lead + one.lookahead.stride - 1 == 8
 
 
-class TestLiveness:
+class TestGroupLiveness:
     """A rank is dead when it is silent while there is something to do."""
 
     def test_b73_who_is_silent_is_found(self):
-        liveness = Liveness([1, 2], timeout_s=4.0, stall_s=100.0)
+        liveness = GroupLiveness([1, 2], timeout_s=4.0, stall_s=100.0)
         for now in range(4):
-            assert liveness.look(float(now), now) is None
+            assert liveness.check(float(now), now) is None
             liveness.heard(2, float(now))
-        assert liveness.look(4.0, 4) is None
-        assert liveness.look(4.5, 5).rank == 1
+        assert liveness.check(4.0, 4) is None
+        assert liveness.check(4.5, 5).rank == 1
 
     def test_who_was_stopped_itself_blames_nobody(self):
-        liveness = Liveness([1], timeout_s=4.0, stall_s=100.0)
-        assert liveness.look(0.0, 0) is None
-        assert liveness.look(50.0, 0) is None
-        assert liveness.look(51.0, 0) is None
+        liveness = GroupLiveness([1], timeout_s=4.0, stall_s=100.0)
+        assert liveness.check(0.0, 0) is None
+        assert liveness.check(50.0, 0) is None
+        assert liveness.check(51.0, 0) is None
 
     def test_in_a_quiet_group_time_does_not_count(self):
-        liveness = Liveness([1], timeout_s=4.0, stall_s=100.0)
-        liveness.look(0.0, 0)
-        liveness.quiet()
-        assert liveness.look(1.9, 0) is None
-        assert liveness.look(3.8, 0) is None
-        assert liveness.look(5.7, 0) is None
-        assert liveness.look(7.0, 0) is not None
+        liveness = GroupLiveness([1], timeout_s=4.0, stall_s=100.0)
+        liveness.check(0.0, 0)
+        liveness.reset()
+        assert liveness.check(1.9, 0) is None
+        assert liveness.check(3.8, 0) is None
+        assert liveness.check(5.7, 0) is None
+        assert liveness.check(7.0, 0) is not None
 
     def test_b73_a_forward_that_never_ends_is_found_although_all_live(self):
-        liveness = Liveness([1], timeout_s=4.0, stall_s=10.0)
+        liveness = GroupLiveness([1], timeout_s=4.0, stall_s=10.0)
         found = None
         for now in range(12):
             liveness.heard(1, float(now))
-            found = liveness.look(float(now), 7)
+            found = liveness.check(float(now), 7)
         assert found.rank is None
         assert "stall_s" in found.text
 
 
 DP = b"DP" + bytes((messages.VERSION,))
-SAY = messages.Say(1, Known(5, -1, 3, True, False, 2, 1, Calls(3, 77, 1, 2, 5, 2)), answer=True)
-TELL = messages.Tell(5, False, True, Calls(3, 77, 1, 2, 5, 3), 3, False, "why")
+SAY = messages.RankReport(1, RankState(5, -1, 3, True, False, 2, 1, CallRegisters(3, 77, 1, 2, 5, 2)), answer=True)
+TELL = messages.CoordinatorUpdate(5, False, True, CallRegisters(3, 77, 1, 2, 5, 3), 3, False, "why")
 
 
-LATE = messages.Say(1, Known(5, 5, 5, False, False, 1 << 40, 1 << 40, Calls(1 << 40, 77, 1, 1 << 40, 5, 2)))
+LATE = messages.RankReport(1, RankState(5, 5, 5, False, False, 1 << 40, 1 << 40,
+                                        CallRegisters(1 << 40, 77, 1, 1 << 40, 5, 2)))
 
 
 @pytest.mark.parametrize("message", [SAY, TELL, LATE])
@@ -240,9 +243,9 @@ def test_messages_survive_the_wire(message):
     ([b"DP\x63" + messages.encode(SAY)[3:]], FrameFault.VERSION),
     ([messages.encode(SAY)[:-1]], FrameFault.CONTENT),
     ([messages.encode(SAY) + b"\0"], FrameFault.CONTENT),
-    ([DP + msgspec.msgpack.encode(["Say", 1, [-1, 0, 0, False, False]])], FrameFault.CONTENT),
-    ([DP + msgspec.msgpack.encode(["Say", 1, [1 << 63, 0, 0, False, False]])], FrameFault.CONTENT),
-    ([DP + msgspec.msgpack.encode(["Tell", 1, 1, False])], FrameFault.CONTENT),
+    ([DP + msgspec.msgpack.encode(["RankReport", 1, [-1, 0, 0, False, False]])], FrameFault.CONTENT),
+    ([DP + msgspec.msgpack.encode(["RankReport", 1, [1 << 63, 0, 0, False, False]])], FrameFault.CONTENT),
+    ([DP + msgspec.msgpack.encode(["CoordinatorUpdate", 1, 1, False])], FrameFault.CONTENT),
     ([DP + msgspec.msgpack.encode(["Nothing", 1])], FrameFault.CONTENT),
 ])
 def test_b81_what_is_no_message_is_told_apart(frames, fault):

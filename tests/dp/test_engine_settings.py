@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_pd.dp.engine import most_steps, settings_of
-from vllm_pd.dp.interface import Settings
+from vllm_pd.dp.interface import SyncSettings
 from vllm_pd.errors import ConfigError
 
 
@@ -19,10 +19,11 @@ def steps(*requests: SimpleNamespace) -> int:
 
 
 def test_settings_default_and_given():
-    assert settings_of(None).bounds(False, False) == Settings(call_wait_s=0.0, lockstep=True)
+    assert settings_of(None).sync_settings(False, False) == SyncSettings(call_wait_s=0.0, lockstep=True)
     assert settings_of({"other": 1}).shared_memory
     found = settings_of({"dp_sync": {"horizon": 3, "shared_memory": False}})
-    assert found.bounds(True, False) == Settings(horizon=3, call_wait_s=30.0, lockstep=True) and not found.shared_memory
+    assert found.sync_settings(True, False) == SyncSettings(horizon=3, call_wait_s=30.0, lockstep=True)
+    assert not found.shared_memory
 
 
 @pytest.mark.parametrize("given", [{"horizont": 3}, {"horizon": "many"}, 7])

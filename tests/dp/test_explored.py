@@ -7,7 +7,7 @@ import pytest
 from tests.dp import broken
 from tests.dp.explorer import Violation, explore
 from tests.dp.models import RpcModel, Setting, ShmModel, Spare
-from vllm_pd.dp.core import Reach
+from vllm_pd.dp.core import Lookahead
 
 pytestmark = pytest.mark.exact
 SPARE = Spare
@@ -26,8 +26,8 @@ ALL_LEAVE = Setting(2, Spare(requests=1, aborts=1), leaves=True)
 A_CALL = Setting(2, Spare(requests=1, calls=1), tokens=(2,))
 A_CALL_AND_A_STOP = Setting(2, Spare(requests=1, calls=1, stops=1), tokens=(1,))
 A_CALL_WHILE_ALL_LEAVE_AND_A_DEATH = Setting(2, Spare(calls=1, crashes=1), leaves=True, expire=True)
-A_CALL_BEHIND_ONE_THAT_NOT_ALL_HEAR_OF = Setting(2, Spare(calls=1, lone_calls=1), names=(2,))
-A_CALL_PUT_OFF = Setting(2, Spare(calls=1, lone_calls=1, put_offs=1), names=(2,))
+A_CALL_BEHIND_ONE_THAT_NOT_ALL_RECEIVE = Setting(2, Spare(calls=1, lone_calls=1), names=(2,))
+A_POSTPONED_CALL = Setting(2, Spare(calls=1, lone_calls=1, postpones=1), names=(2,))
 ONE_IS_SHUT_DOWN = Setting(2, Spare(requests=1, closes=1))
 ALL_LEAVE_AND_ONE_ENDS_EARLY = Setting(2, Spare(requests=1, closes=1), leaves=True)
 A_CALL_AND_ALL_LEAVE = Setting(2, Spare(calls=1), leaves=True, expire=True)
@@ -38,7 +38,7 @@ EXPLORED = {
     "network, 2 ranks, nothing known ahead": (RpcModel, Setting(2, Spare(requests=2, aborts=1), hint=no_hint), 33_421),
     "network, 2 ranks, less expected": (RpcModel, Setting(2, Spare(requests=2), tokens=(1, 3), hint=too_low), 20_834),
     "network, 2 ranks, a far horizon": (
-        RpcModel, Setting(2, Spare(requests=2, aborts=1), tokens=(3,), reach=Reach(2, 2)), 13_178),
+        RpcModel, Setting(2, Spare(requests=2, aborts=1), tokens=(3,), lookahead=Lookahead(2, 2)), 13_178),
     "network, 2 ranks, late to join": (RpcModel, Setting(2, Spare(requests=2), joined=False), 14_811),
     "network, 2 ranks, messages lost": (
         RpcModel, Setting(2, Spare(requests=1, losses=1), tokens=(1,), joined=False), 45_870),
@@ -55,9 +55,9 @@ EXPLORED = {
     "network, 4 ranks": (RpcModel, Setting(4, Spare(requests=1), tokens=(2,)), 5_067),
     "network, 2 ranks, a call": (RpcModel, A_CALL, 16_619),
     "network, 2 ranks, calls of two front ends": (RpcModel, Setting(2, Spare(calls=2), names=(1, 2)), 46_230),
-    "network, 2 ranks, calls that not all hear of": (RpcModel, Setting(2, Spare(lone_calls=2), expire=True), 4_200),
-    "network, 2 ranks, a call behind one that not all hear of": (
-        RpcModel, A_CALL_BEHIND_ONE_THAT_NOT_ALL_HEAR_OF, 6_657),
+    "network, 2 ranks, calls that not all receive": (RpcModel, Setting(2, Spare(lone_calls=2), expire=True), 4_200),
+    "network, 2 ranks, a call behind one that not all receive": (
+        RpcModel, A_CALL_BEHIND_ONE_THAT_NOT_ALL_RECEIVE, 6_657),
     "network, 3 ranks, a call": (RpcModel, Setting(3, Spare(calls=1)), 9_816),
     "memory, 2 ranks, early ends and pauses": (ShmModel, Setting(2, Spare(requests=1, aborts=1, pauses=2)), 12_697),
     "memory, 2 ranks, nothing known ahead": (ShmModel, Setting(2, Spare(requests=2, aborts=1), hint=no_hint), 26_748),
@@ -70,8 +70,8 @@ EXPLORED = {
     "memory, 3 ranks": (ShmModel, Setting(3, Spare(requests=2), tokens=(1,)), 37_221),
     "memory, 3 ranks, a death": (ShmModel, Setting(3, Spare(requests=1, crashes=1)), 13_047),
     "memory, 2 ranks, a call": (ShmModel, A_CALL, 21_495),
-    "memory, 2 ranks, calls that not all hear of": (ShmModel, Setting(2, Spare(lone_calls=2), expire=True), 8_572),
-    "memory, 2 ranks, a call put off": (ShmModel, A_CALL_PUT_OFF, 42_540),
+    "memory, 2 ranks, calls that not all receive": (ShmModel, Setting(2, Spare(lone_calls=2), expire=True), 8_572),
+    "memory, 2 ranks, a postponed call": (ShmModel, A_POSTPONED_CALL, 42_540),
     "memory, 2 ranks, a call, all leave": (
         ShmModel, A_CALL_AND_ALL_LEAVE, 71_897),
     "memory, 2 ranks, a call and a death": (
@@ -99,19 +99,19 @@ BROKEN = {
     broken.LeavesAtOnce: (Setting(2, Spare(requests=1), leaves=True), "hangs|unequal"),
     broken.EndsWhenNobodyNeedsIt: (ALL_LEAVE, "before all had left"),
     broken.MissesNobodyWhoWasShutDown: (ONE_IS_SHUT_DOWN, "goes on, after another's end"),
-    broken.MissesNobodyWhoSaidGoodBye: (ALL_LEAVE_AND_ONE_ENDS_EARLY, "goes on, after another's end"),
-    broken.NoBell: (Setting(2, Spare(requests=1)), "hangs|unequal"),
-    broken.OnlyLateBells: (Setting(2, Spare(requests=1)), "hangs|unequal"),
-    broken.EdgeTriggeredBell: (Setting(2, Spare(requests=1)), "hangs|unequal"),
-    broken.ReadyRankAsks: (A_CALL, "hangs|unequal|alike"),
+    broken.MissesNobodyWhoClosed: (ALL_LEAVE_AND_ONE_ENDS_EARLY, "goes on, after another's end"),
+    broken.NoWakeup: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+    broken.OnlyLateWakeups: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+    broken.EdgeTriggeredWakeInMemory: (Setting(2, Spare(requests=1)), "hangs|unequal"),
+    broken.ReadyRankRequests: (A_CALL, "hangs|unequal|alike"),
     broken.CallsBeforeTheFinalStep: (A_CALL, "hangs|unequal|alike"),
-    broken.AsksBeforeItsCall: (Setting(2, Spare(requests=1, calls=1), tokens=(2,), collective=False), "hangs|alike"),
+    broken.IgnoresTheFinalStep: (Setting(2, Spare(requests=1, calls=1), tokens=(2,), collective=False), "hangs|alike"),
     broken.ReleasedBeforeAllAreReady: (A_CALL, "hangs|unequal|alike"),
     broken.LeavesAfterItsPromise: (A_CALL_AND_ALL_LEAVE, "hangs"),
     broken.WatchesNoCall: (A_CALL_AND_A_STOP, "hangs beside"),
     broken.MissesNobodyWhoHasLeft: (A_CALL_WHILE_ALL_LEAVE_AND_A_DEATH, "hangs, or goes on"),
-    broken.NeverPutsOff: (A_CALL_BEHIND_ONE_THAT_NOT_ALL_HEAR_OF, "by all"),
-    broken.ForgetsWhatIsPutOff: (A_CALL_PUT_OFF, "by all"),
+    broken.NeverPostpones: (A_CALL_BEHIND_ONE_THAT_NOT_ALL_RECEIVE, "by all"),
+    broken.ForgetsPostponedCall: (A_POSTPONED_CALL, "by all"),
     broken.GivesUpAfterItsPromise: (Setting(2, Spare(calls=1), expire=True), "hangs|by all"),
 }
 

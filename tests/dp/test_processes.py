@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of real processes, over both rims: requests anywhere (B70, B71), late ranks (B72), deaths (B73), rest."""
+"""Groups of real processes, over both backends: requests anywhere (B70, B71), late ranks (B72), deaths (B73), rest."""
 import os
 import random
 import signal

@@ -10,7 +10,7 @@ from vllm_pd.errors import ConfigError
 @pytest.mark.parametrize("rim", list(ranks.RIMS))
 def test_what_many_ranks_cost(rim):
     """Two of five ranks have 12 passes each to run, and what is missing to equally many is dummies. Over the network
-    a thread of rank 0's tells the ranks what is asked; in shared memory there is none, and all five bells ring."""
+    a thread of rank 0's tells the ranks what is asked; in shared memory there is none, and all five ranks are woken."""
     bench = ranks.RanksBench((5, ), rim, busy=2, requests=3, tokens=4, step_s=0.001)
     [found] = ranks.measure(bench, say=lambda _: None)
     assert found["forwards"] >= 12 and found["dummies"] == 5 * found["forwards"] - 2 * 12

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rims in one process: a network that loses, doubles and delays, strangers, late ranks, bad settings."""
+"""The backends in one process: a network that loses, doubles and delays, strangers, late ranks, bad settings."""
 import os
 import queue
 import random
@@ -15,16 +15,16 @@ import zmq
 from tests.dp.rank_process import BOUND_S, engine_loop
 from vllm_pd.dp import coordinator as coordinator_module
 from vllm_pd.dp import rpc as rpc_module
-from vllm_pd.dp.calls import Calls, Turns
+from vllm_pd.dp.calls import CallRegisters, CallState
 from vllm_pd.dp.coordinator import CoordinatorServer
 from vllm_pd.dp.group import check, join
-from vllm_pd.dp.interface import CallEnd, Decision, GroupFailed, Settings
+from vllm_pd.dp.interface import CallOutcome, GroupFailed, StepDecision, SyncSettings
 from vllm_pd.dp.rpc import RpcMember
-from vllm_pd.dp.shm import Board, ShmMember
+from vllm_pd.dp.shm import SharedPage, ShmMember
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.sockets import SendResult
 
-SETTINGS = Settings(timeout_s=10.0, grace_s=5.0, join_s=BOUND_S)
+SETTINGS = SyncSettings(timeout_s=10.0, grace_s=5.0, join_s=BOUND_S)
 
 
 class Door:
@@ -72,15 +72,15 @@ def test_b72_a_late_rank_reads_the_present_state(make_door):
     door = make_door(2)
     early = door.member(0)
     early.wait_joined()
-    assert early.before_step(True, 2) is Decision.FORWARD
+    assert early.before_step(True, 2) is StepDecision.FORWARD
     late = door.member(1)
     late.wait_joined()
     wait_for(lambda: late.due)
-    assert late.before_step(False) is Decision.DUMMY
+    assert late.before_step(False) is StepDecision.DUMMY
 
 
 def test_b73_a_rank_that_never_comes_fails_the_others(make_door):
-    door = make_door(2, Settings(timeout_s=3.0, join_s=0.5))
+    door = make_door(2, SyncSettings(timeout_s=3.0, join_s=0.5))
     woken = threading.Event()
     member = door.member(1, woken.set)
     assert woken.wait(BOUND_S)
@@ -90,13 +90,13 @@ def test_b73_a_rank_that_never_comes_fails_the_others(make_door):
 
 
 def test_b73_a_loop_that_does_not_come_is_aborted(make_door):
-    door = make_door(2, Settings(timeout_s=3.0, join_s=0.5, grace_s=0.2))
+    door = make_door(2, SyncSettings(timeout_s=3.0, join_s=0.5, grace_s=0.2))
     door.member(1)
     wait_for(lambda: door.aborted)
     assert isinstance(door.aborted[0], GroupFailed)
 
 
-AWAY = Settings(timeout_s=2.0, stall_s=2.0, grace_s=0.2)
+AWAY = SyncSettings(timeout_s=2.0, stall_s=2.0, grace_s=0.2)
 
 
 def test_b73_rank_0_that_does_not_come_back_to_a_call_fails_the_others(make_door):
@@ -145,7 +145,7 @@ def test_b73_a_watch_that_breaks_is_a_failure_and_not_a_silence(make_door, monke
     member = door.member(0)
     member.wait_joined()
     monkeypatch.setattr(rpc_module, "decode", lambda frames: 1 / 0)
-    with pytest.raises(GroupFailed, match="the watch over the group broke"):
+    with pytest.raises(GroupFailed, match="unexpected error in the thread that watches the group"):
         member.before_step(True, 1)  # a word that was on its way may have broken it already
         wait_for(lambda: member.due)
         member.before_step(False)
@@ -176,12 +176,12 @@ def test_b81_a_frame_that_is_none_is_dropped_and_counted(make_door):
     door = make_door(2)
     member = door.member(0)
     member.wait_joined()
-    for frame in (b"", b"DP\x03" + os.urandom(40), rpc_module.encode(rpc_module.Tell(1, False, False)),
-                  rpc_module.encode(rpc_module.Say(9, member._participant.known()))):
-        member._asking.send(frame)
+    for frame in (b"", b"DP\x03" + os.urandom(40), rpc_module.encode(rpc_module.CoordinatorUpdate(1, False, False)),
+                  rpc_module.encode(rpc_module.RankReport(9, member._participant.state()))):
+        member._loop_socket.send(frame)
     wait_for(lambda: door.server.dropped == 4)
     member.before_step(True, 1)
-    wait_for(lambda: not member._participant.unanswered)
+    wait_for(lambda: not member._participant.unconfirmed)
 
 
 class Weather:
@@ -212,7 +212,7 @@ class Weather:
 
 def test_b70_lost_doubled_and_late_messages_change_nothing(make_door, monkeypatch):
     # A rank must not be taken for dead because a quarter of all messages is lost; but beats are quick.
-    door = make_door(3, Settings(timeout_s=BOUND_S, stall_s=BOUND_S))
+    door = make_door(3, SyncSettings(timeout_s=BOUND_S, stall_s=BOUND_S))
     for watch in (door.server, *map(door.member, range(3))):
         watch._beat_s = watch._liveness.beat_s = 0.2
     inboxes = [queue.Queue() for _ in range(3)]
@@ -249,7 +249,7 @@ def test_b70_lost_doubled_and_late_messages_change_nothing(make_door, monkeypatc
                                         ("grace_s", 1e9)])
 def test_b80_a_bad_setting_is_refused_by_name(key, value):
     with pytest.raises(ConfigError, match=key):
-        check(Settings(**{key: value}))
+        check(SyncSettings(**{key: value}))
 
 
 def test_b80_a_rank_beyond_the_group_is_refused():
@@ -265,11 +265,11 @@ def test_b80_an_address_that_is_not_ours_is_refused_by_name():
 @pytest.mark.parametrize("key, ours, theirs", [("horizon", 8, 9), ("call_wait_s", 30.0, 0.0)])
 def test_b80_ranks_with_different_settings_refuse_each_other(key, ours, theirs):
     def exchange(mine):
-        others = mine.replace(*(msgspec.msgpack.encode(Settings(**{key: value})) for value in (ours, theirs)))
+        others = mine.replace(*(msgspec.msgpack.encode(SyncSettings(**{key: value})) for value in (ours, theirs)))
         assert others != mine
         return [mine, others]
 
-    settings = Settings(**{key: ours})
+    settings = SyncSettings(**{key: ours})
     with pytest.raises(ConfigError, match=rf"dp_sync\.{key}={ours}.*rank 1 has {key}={theirs}.*the same"):
         join(0, 2, "127.0.0.1", wake=lambda: None, exchange=exchange, settings=settings)
 
@@ -303,37 +303,38 @@ def test_ranks_that_do_not_share_memory_use_the_network():
 
 def test_calls_go_on_however_many_there_were():
     """The shared page has no room for all of a call's number."""
-    folder = Board.create(2)
-    members = [ShmMember(Board(folder, rank, 2), {}, SETTINGS, lambda: None, lambda error: None) for rank in range(2)]
+    folder = SharedPage.create(2)
+    members = [ShmMember(SharedPage(folder, rank, 2), {}, SETTINGS, lambda: None, lambda error: None)
+               for rank in range(2)]
     shutil.rmtree(folder)
     many = (1 << 24) - 2
     for member in members:
-        turns = Turns(leads=member.rank == 0, ready=many, known=Calls(many, 1, 0, many, 0, many))
+        call_state = CallState(leads=member.rank == 0, ready=many, registers=CallRegisters(many, 1, 0, many, 0, many))
         with member._lock:
-            member._participant.turns = turns
+            member._participant.call_state = call_state
             member._publish_call()
     for _ in range(5):
         for member in members:
             member.hold(9)
         ends = [member.next_call() for member in (*members, *members)]  # proposes, is ready, releases, makes
-        assert ends == [None, None, (CallEnd.MAKE, 9), (CallEnd.MAKE, 9)]
-    assert {member._participant.turns.known.released for member in members} == {many + 5}
+        assert ends == [None, None, (CallOutcome.MAKE, 9), (CallOutcome.MAKE, 9)]
+    assert {member._participant.call_state.registers.released for member in members} == {many + 5}
     for member in members:
         member.close()
 
 
 def test_the_board_holds_what_each_rank_writes(tmp_path):
-    folder = Board.create(2)
-    boards = [Board(folder, rank, 2) for rank in range(2)]
+    folder = SharedPage.create(2)
+    boards = [SharedPage(folder, rank, 2) for rank in range(2)]
     with pytest.raises(OSError):
-        Board(str(tmp_path), 0, 2)
+        SharedPage(str(tmp_path), 0, 2)
     for rank, board in enumerate(boards):
         board.write(1, 1 << 40 | rank)
     assert boards[0].column(1) == [1 << 40, 1 << 40 | 1]
     for _ in range(100_000 // 1000):
         for _ in range(1000):
-            boards[0].ring()  # more than the bells hold
-    boards[1].silence()
+            boards[0].wake_all()  # more than the FIFOs hold
+    boards[1].clear_wakeup()
     for board in boards:
         board.close()
     shutil.rmtree(folder)

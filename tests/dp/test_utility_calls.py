@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from vllm_pd.dp import engine as engine_module
 from vllm_pd.dp import utility
-from vllm_pd.dp.calls import Move, Turns
+from vllm_pd.dp.calls import CallAction, CallState
 from vllm_pd.dp.core import Participant
-from vllm_pd.dp.engine import EngineSync, GroupSettings, settings_of
-from vllm_pd.dp.interface import CallEnd, Decision, GroupFailed
+from vllm_pd.dp.engine import DpSyncOptions, EngineSync, settings_of
+from vllm_pd.dp.interface import CallOutcome, GroupFailed, StepDecision
 from vllm_pd.dp.utility import UtilityCalls, kind_of, name_of
 from vllm_pd.errors import ConfigError
 
@@ -63,7 +63,7 @@ def test_only_what_reaches_the_workers_waits_and_what_comes_behind_it(sync, make
     assert calls.hold(update) and calls.hold(look) and not calls.hold(other)
     calls.turn()
     assert calls.done == [] and calls
-    sync.ends = [(CallEnd.MAKE, sync.held[0])]
+    sync.ends = [(CallOutcome.MAKE, sync.held[0])]
     calls.turn()
     assert calls.done == [("made", update), ("made", look)] and not calls
 
@@ -72,10 +72,10 @@ def test_calls_of_two_front_ends_are_made_in_the_order_that_rank_0_gives(sync, m
     calls = make()
     first, second, behind = (0, 1, "sleep", (1,)), (1, 2, "sleep", (1,)), (0, 3, "is_sleeping", ())
     assert all(calls.hold(request) for request in (first, second, behind))
-    sync.ends = [(CallEnd.PUT_OFF, sync.held[0]), (CallEnd.MAKE, sync.held[1])]
+    sync.ends = [(CallOutcome.POSTPONED, sync.held[0]), (CallOutcome.MAKE, sync.held[1])]
     calls.turn()
     assert calls.done == [("made", second)] and calls
-    sync.ends = [(CallEnd.MAKE, sync.held[0])]
+    sync.ends = [(CallOutcome.MAKE, sync.held[0])]
     calls.turn()
     assert calls.done == [("made", second), ("made", first), ("made", behind)] and not calls
 
@@ -88,7 +88,7 @@ def test_what_was_overdue_when_rank_0_puts_it_off_is_given_up_before_this_rank_i
     calls.expire()
     calls.turn()
     assert calls.done == [] and not calls.overdue
-    sync.decides, sync.ends = True, [(CallEnd.PUT_OFF, sync.held[0]), (CallEnd.MAKE, sync.held[0])]
+    sync.decides, sync.ends = True, [(CallOutcome.POSTPONED, sync.held[0]), (CallOutcome.MAKE, sync.held[0])]
     calls.turn()
     assert calls.done == [("failed", request)] and len(sync.ends) == 1
 
@@ -100,7 +100,7 @@ def test_rank_0_holds_the_calls_of_one_front_end_one_after_another(sync, make):
     requests = [(0, 1, "sleep", (1,)), (0, 2, "wake_up", (None,)), (1, 3, "sleep", (1,)), (0, 4, "sleep", (2,))]
     assert all(calls.hold(request) for request in requests)
     assert sync.held == [name_of(kind_of(*request[::2][:2], request[3])) for request in (requests[0], requests[2])]
-    sync.ends = [(CallEnd.MAKE, sync.held[0])]
+    sync.ends = [(CallOutcome.MAKE, sync.held[0])]
     calls.turn()
     assert calls.done == [("made", requests[0])] and len(sync.held) == 3
     calls.expire()
@@ -157,7 +157,7 @@ class Rank:
 
     def __init__(self, group):
         self.rank = len(group)
-        self.participant = Participant(turns=Turns(leads=not group))
+        self.participant = Participant(call_state=CallState(leads=not group))
         self.group = group
         group.append(self)
         self.hold, self.give_up = self.participant.hold, self.participant.give_up
@@ -165,13 +165,13 @@ class Rank:
     def next_call(self):
         self.participant.made()
         while True:
-            calls = self.group[0].participant.turns.known
-            ready = min(other.participant.turns.ready for other in self.group[1:])
-            self.participant.told(0, False, calls=replace(calls, ready=ready))
-            self.impatient = self.impatient and not self.participant.put_off()
+            calls = self.group[0].participant.call_state.registers
+            ready = min(other.participant.call_state.ready for other in self.group[1:])
+            self.participant.update(0, False, registers=replace(calls, ready=ready))
+            self.impatient = self.impatient and not self.participant.postpone()
             moved = self.participant.advance()
-            if not moved or moved[0] in (Move.MAKE, Move.RELAX):
-                return moved and (CallEnd.MAKE if moved[0] is Move.MAKE else CallEnd.PUT_OFF, moved[1])
+            if not moved or moved[0] in (CallAction.MAKE, CallAction.RESUME):
+                return moved and (CallOutcome.MAKE if moved[0] is CallAction.MAKE else CallOutcome.POSTPONED, moved[1])
 
 
 def test_a_call_that_not_all_are_told_of_does_not_keep_another_front_ends_waiting(make):
@@ -249,10 +249,10 @@ def test_of_two_calls_of_one_name_the_later_one_does_not_wait_for_ever(make):
 
 
 def test_how_long_is_waited_depends_on_who_calls():
-    assert GroupSettings().wait_s(one_front_end=True, offline=False) == 30
-    assert GroupSettings(stall_s=77).wait_s(one_front_end=False, offline=True) == 77
-    assert GroupSettings().wait_s(one_front_end=False, offline=False) == 0
-    assert GroupSettings(call_wait_s=4).wait_s(one_front_end=False, offline=False) == 4
+    assert DpSyncOptions().wait_s(one_front_end=True, offline=False) == 30
+    assert DpSyncOptions(stall_s=77).wait_s(one_front_end=False, offline=True) == 77
+    assert DpSyncOptions().wait_s(one_front_end=False, offline=False) == 0
+    assert DpSyncOptions(call_wait_s=4).wait_s(one_front_end=False, offline=False) == 4
 
 
 def test_b80_a_wait_that_cannot_be_is_refused():
@@ -266,7 +266,7 @@ class Lingering:
     engaged, due, may_step, ended = True, False, True, 0
 
     def before_step(self, has_work, most=None):
-        return Decision.FORWARD if has_work else Decision.IDLE
+        return StepDecision.FORWARD if has_work else StepDecision.IDLE
 
     def after_step(self):
         self.ended += 1
@@ -274,7 +274,7 @@ class Lingering:
     def leave(self):
         pass
 
-    def ends(self):
+    def expect_end(self):
         self.ending = True
 
 
@@ -339,7 +339,7 @@ def test_an_engine_that_leaves_sleeps_until_it_has_something_to_do(leaving):
 def test_an_engine_that_has_left_waits_for_the_others_however_long_they_need_no_step(leaving):
     """A rank that calls `generate` seconds after another has ended still needs it."""
     leaving._member.engaged = False
-    leaving._linger_s = GroupSettings().stall_s
+    leaving._linger_s = DpSyncOptions().stall_s
     leaving.keep_up(None)
     assert not leaving.due and leaving._last_due_s + leaving._linger_s > time.monotonic() + 200
 
@@ -410,7 +410,7 @@ def test_no_dummy_runs_while_a_pipeline_has_forwards_of_the_ranks_own():
     batches, dummies = queue.Queue(), []
     sync = EngineSync(SimpleNamespace(batch_queue=batches, scheduler=SimpleNamespace(requests={})))
     sync._member, sync._budget_tokens = Lingering(), 512
-    sync._member.before_step = lambda *_: Decision.DUMMY
+    sync._member.before_step = lambda *_: StepDecision.DUMMY
     sync._calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
     batches.put("a batch")
     sync.make_calls(None)

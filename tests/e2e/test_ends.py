@@ -13,9 +13,9 @@ from harness import PATIENT, BrokerProcess, EngineProcess, eventually, prompt
 WIRE_S = 0.4
 FIRST, SECOND = 600, 601  # tokens: together too many for one pass
 SLOW_WIRE = f"""
-from vllm_pd.transfer.slow import SlowTransport, Wire
+from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
 ranked = disagg._transfer.own._transport
-ranked._transport = SlowTransport(ranked._transport, Wire(delay_s={WIRE_S}), 1)
+ranked._transport = SlowTransport(ranked._transport, EmulatedWire(delay_s={WIRE_S}), 1)
 """
 FAIL_NEXT = """
 from faults import Fault, FaultyAgent

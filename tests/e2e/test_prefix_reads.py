@@ -130,10 +130,11 @@ def test_b27_a_read_that_fails_is_made_up_for(pair, mono, always):
     """B27, B5: the prefix is computed after all, and nothing that was not read is a hit."""
     tokens = known_to_d(pair, 6, "fails") + prompt(30, "fails")
     before = pair.p.counters()
-    pair.p.execute("from vllm_pd.transfer.agent import State\n"
+    pair.p.execute("from vllm_pd.transfer.agent import TransferState\n"
                    "agent = disagg._transfer.own._transport._transport._agent\n"
                    "agent_post = agent.post\n"
-                   "def post(handle):\n    agent_post(handle)\n    agent.post = agent_post\n    return State.FAILED\n"
+                   "def post(handle):\n    agent_post(handle)\n    agent.post = agent_post\n"
+                   "    return TransferState.FAILED\n"
                    "agent.post = post")
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     counted = pair.p.counters().since(before)

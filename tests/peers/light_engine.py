@@ -171,9 +171,9 @@ class LightEngine:
 
     def _on_event(self, event: object) -> None:
         if isinstance(event, e.AddPeer):
-            self.worker.execute([transfer.AddPeer(event.incarnation, event.metadata)])
+            self.worker.execute([transfer.AddTransferPeer(event.incarnation, event.metadata)])
         elif isinstance(event, e.DropPeer):
-            self.worker.execute([transfer.DropPeer(event.incarnation)])
+            self.worker.execute([transfer.DropTransferPeer(event.incarnation)])
         elif isinstance(event, Prefill):
             self.jobs[event.attempt] = Job(event, time.monotonic() + self.work_s)
         elif isinstance(event, Cancelled):
@@ -243,7 +243,7 @@ class LightEngine:
             self.agent.ended(attempt)
         elif not job.cancelled:
             job.cancelled = True
-            self.worker.execute([transfer.CancelWrite(str(attempt))])
+            self.worker.execute([transfer.CancelTransfer(str(attempt))])
 
 
 # The test's end.

@@ -13,7 +13,7 @@ from nixl_receiver import Rank, receiver
 from tests.idle import least_used_s
 from tests.verdict import same_bytes
 from vllm_pd.transfer.nixl import MEET_S
-from vllm_pd.transfer.requests import AddPeer, CancelWrite, DropPeer, Notice, Write
+from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, DropTransferPeer, Notice, Write
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def send(rank, peer, key, local, remote, notice=b"n"):
 
 def connect(rank, peer):
     """Add the peer and let a first notice through, so that the connection stands on both sides."""
-    rank.worker.execute([AddPeer(peer.name, peer.metadata)])
+    rank.worker.execute([AddTransferPeer(peer.name, peer.metadata)])
     peer.tell("poll", 1, 60.0)
     send(rank, peer, "hello", [], [])
     finish(rank, ["hello"])
@@ -68,7 +68,7 @@ def test_b3_exactly_the_blocks_named_are_written(rank, layout):
             send(p, peer, key, local, remote, key.encode())
             peer.tell("poll", 1, 60.0)
             end = finish(p, [key])[key]
-            assert end.ok and end.bytes == len(local) * p.cache.bytes_per_block
+            assert end.ok and end.bytes == len(local) * p.cache.block_bytes * len(p.cache.planes)
             assert peer.answer() == [(p.name, key.encode())]
             expected[:, :, remote] = torch.stack(p.memory)[:, :, local]
         same_bytes(torch.equal(torch.from_numpy(peer.ask("memory")), expected))
@@ -105,7 +105,7 @@ def test_b33_a_receiver_sleeps_while_its_new_sender_does_nothing(rank):
     with receiver("d-new") as peer:
         for number in range(5):
             p = rank(f"p-new-{number}", progress_thread=False)
-            p.worker.execute([AddPeer(peer.name, peer.metadata)])
+            p.worker.execute([AddTransferPeer(peer.name, peer.metadata)])
             for _ in range(1 + number):
                 p.worker.take_progress()
             while p.worker.busy:  # as an engine that sleeps, and nothing else
@@ -123,7 +123,7 @@ def test_b33_a_sender_makes_a_new_connection_in_one_poll(rank, peer):
     """Its next poll may be a whole model step away."""
     for progress_thread in (False, True):
         p = rank(f"p-meets-{progress_thread}", progress_thread=progress_thread)
-        p.worker.execute([AddPeer(peer.name, peer.metadata)])
+        p.worker.execute([AddTransferPeer(peer.name, peer.metadata)])
         lasted_s = []
         for _ in range(20):
             began_s = time.monotonic()
@@ -166,7 +166,7 @@ def test_b29_the_same_notice_twice_arrives_twice(rank, peer):
 
 def test_b29_notices_of_an_unknown_sender_are_handed_on_by_its_name(rank):
     receiver_, sender = rank("d-unknown"), rank("p-unknown")
-    sender.worker.execute([AddPeer("d-unknown", receiver_.transport.metadata()),
+    sender.worker.execute([AddTransferPeer("d-unknown", receiver_.transport.metadata()),
                            Write("k", "d-unknown", [1], [1], [b"\xff\x00junk"])])
     notices, ended = [], []
     deadline_s = time.monotonic() + 60
@@ -190,7 +190,7 @@ def test_b27_a_write_out_of_range_ends_as_not_ok(rank, peer, local, remote):
 
 def test_b42_a_peer_of_another_kind_is_refused(rank, peer):
     p = rank("p-other", dtype=torch.float32)
-    p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"])])
+    p.worker.execute([AddTransferPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"])])
     progress = p.worker.take_progress()
     assert "int32" in progress.refused[0].reason and "float32" in progress.refused[0].reason
     assert not progress.finished[0].ok
@@ -199,8 +199,9 @@ def test_b42_a_peer_of_another_kind_is_refused(rank, peer):
 def test_b24_another_life_under_a_known_name_is_refused(rank, peer):
     p, other = rank("p-lives"), rank(peer.name)
     connect(p, peer)
-    p.worker.execute([AddPeer(peer.name, peer.metadata), AddPeer(peer.name, other.transport.metadata())])
-    assert "new life" in p.worker.take_progress().refused[0].reason
+    p.worker.execute([AddTransferPeer(peer.name, peer.metadata),
+                      AddTransferPeer(peer.name, other.transport.metadata())])
+    assert "new incarnation" in p.worker.take_progress().refused[0].reason
     peer.tell("poll", 1, 60.0)
     send(p, peer, "k", [0], [0])
     assert finish(p, ["k"])["k"].ok and peer.answer() == [(p.name, b"n")]
@@ -221,27 +222,27 @@ def test_b23_a_peer_that_dies_costs_its_own_writes_only(rank, peer):
         ends = finish(p, [f"{when}-{n}" for when in ("before", "after") for n in range(4)] + ["other"])
         assert not any(ends[f"after-{number}"].ok for number in range(4))
         assert ends["other"].ok and peer.answer() == [(p.name, b"n")]
-        p.worker.execute([DropPeer("d-kill")])
+        p.worker.execute([DropTransferPeer("d-kill")])
     assert p.worker.live_handles() == 0
 
 
 def test_b23_a_peer_that_dies_before_it_ever_answered_ends_the_write(rank):
     p = rank("p-cold")
     with receiver("d-cold") as doomed:
-        p.worker.execute([AddPeer(doomed.name, doomed.metadata), Write("k", doomed.name, [0], [0], [b"n"])])
+        p.worker.execute([AddTransferPeer(doomed.name, doomed.metadata), Write("k", doomed.name, [0], [0], [b"n"])])
         time.sleep(0.05)
         doomed.kill()
         assert not finish(p, ["k"])["k"].ok
 
 
-@pytest.mark.parametrize("request_", [CancelWrite("k"), DropPeer("d-stopped")], ids=["cancel", "drop"])
+@pytest.mark.parametrize("request_", [CancelTransfer("k"), DropTransferPeer("d-stopped")], ids=["cancel", "drop"])
 def test_b22_b25_a_write_given_up_is_not_reported_ended_while_it_may_land(rank, request_):
     """The peer stands still before the connection is made, so the write can't end. Once it goes on, it does."""
-    p = rank("p-stopped", progress_thread=isinstance(request_, DropPeer))
+    p = rank("p-stopped", progress_thread=isinstance(request_, DropTransferPeer))
     with receiver("d-stopped") as peer:
         os.kill(peer.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED)
-        p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"]), request_])
+        p.worker.execute([AddTransferPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"]), request_])
         deadline_s = time.monotonic() + 0.5
         while time.monotonic() < deadline_s:
             assert p.worker.take_progress().finished == []
@@ -258,7 +259,7 @@ def test_b20_closing_with_an_open_write_ends_in_bounded_time(rank):
     with receiver("d-close") as peer:
         os.kill(peer.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED)
-        p.worker.execute([AddPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"])])
+        p.worker.execute([AddTransferPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"])])
         started_s = time.monotonic()
         p.worker.close()
         assert time.monotonic() - started_s < 30 and p.worker.live_handles() == 0
@@ -271,14 +272,14 @@ def test_b20_b24_peers_that_come_and_go_leave_nothing(rank, peer):
     def life(number):
         other = Rank(f"d-many-{number}", layers=1)
         sender = Rank(f"p-many-{number}", layers=1)
-        sender.worker.execute([AddPeer(other.name, other.transport.metadata()),
+        sender.worker.execute([AddTransferPeer(other.name, other.transport.metadata()),
                                Write("k", other.name, [0, 2], [1, 0], [b"n"])])
         ended = []
         while not ended:
             ended = sender.worker.take_progress().finished
             other.worker.take_progress()
         assert ended[0].ok
-        sender.worker.execute([DropPeer(other.name)])
+        sender.worker.execute([DropTransferPeer(other.name)])
         for each in (sender, other):
             each.worker.close()
 

@@ -9,7 +9,7 @@ import torch
 from nixl_receiver import receiver
 
 from tests.verdict import same_bytes
-from vllm_pd.transfer.requests import AddPeer, CancelWrite, DropPeer, Finished, Read
+from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, DropTransferPeer, Finished, Read
 
 
 def end_of(rank, key, timeout_s=60.0) -> Finished:
@@ -23,7 +23,7 @@ def end_of(rank, key, timeout_s=60.0) -> Finished:
 
 
 def add(rank, peer) -> None:
-    rank.worker.execute([AddPeer(peer.name, peer.metadata)])
+    rank.worker.execute([AddTransferPeer(peer.name, peer.metadata)])
 
 
 @pytest.mark.parametrize("progress_thread", [False, True], ids=["no thread", "thread"])
@@ -39,7 +39,7 @@ def test_b3_b5_exactly_the_blocks_named_are_read(rank, layout, progress_thread):
                                    ("scattered", [20, 13, 39], [49, 0, 7])):
             p.worker.execute([Read(key, peer.name, local, remote)])
             end = end_of(p, key)
-            assert end.ok and end.bytes == len(local) * p.cache.bytes_per_block
+            assert end.ok and end.bytes == len(local) * p.cache.block_bytes * len(p.cache.planes)
             expected[:, :, local] = theirs[:, :, remote]
         same_bytes(torch.equal(torch.stack(p.memory), expected))
         same_bytes(torch.equal(torch.from_numpy(peer.ask("memory")), theirs))
@@ -65,11 +65,11 @@ def test_b21_a_read_from_a_dead_peer_ends_as_not_ok(rank):
         peer.kill()
         p.worker.execute([Read("after", peer.name, [1], [1])])
         assert not end_of(p, "after").ok
-        p.worker.execute([DropPeer(peer.name), Read("later", peer.name, [1], [1])])
+        p.worker.execute([DropTransferPeer(peer.name), Read("later", peer.name, [1], [1])])
         assert not end_of(p, "later").ok
 
 
-@pytest.mark.parametrize("request_", [CancelWrite("k"), DropPeer("d")], ids=["cancel", "drop"])
+@pytest.mark.parametrize("request_", [CancelTransfer("k"), DropTransferPeer("d")], ids=["cancel", "drop"])
 def test_b22_a_read_from_a_peer_that_stands_still_ends_once(rank, request_):
     """B22: with or without that peer's help, when it goes on at the latest; given up, it does not end as ok unless it
     had ended before."""

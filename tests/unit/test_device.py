@@ -16,7 +16,7 @@ from vllm_pd.transfer.device import (
     HostDevice,
     OrderedTransfer,
 )
-from vllm_pd.transfer.requests import DropPeer, Flush, Poll
+from vllm_pd.transfer.requests import CancelTransfer, DropTransferPeer, Flush
 from vllm_pd.v0.engine import Disaggregation
 from vllm_pd.v0.progress import Progress
 from vllm_pd.v0.turns import DecodeTurns
@@ -105,10 +105,10 @@ def test_b3_the_flush_comes_before_all_else_of_its_step():
     calls = []
     device = SimpleNamespace(flush=lambda: calls.append("flush"))
     transfer = OrderedTransfer(SimpleNamespace(execute=calls.append), device)
-    transfer.execute([DropPeer("p"), Flush(), Poll()])
+    transfer.execute([DropTransferPeer("p"), Flush(), CancelTransfer("k")])
     transfer.execute([Flush()])
-    transfer.execute([Poll()])
-    assert calls == ["flush", [DropPeer("p"), Poll()], "flush", [Poll()]]
+    transfer.execute([CancelTransfer("k")])
+    assert calls == ["flush", [DropTransferPeer("p"), CancelTransfer("k")], "flush", [CancelTransfer("k")]]
 
 
 def binding(device, progress: Progress) -> SimpleNamespace:

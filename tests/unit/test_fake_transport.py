@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from tests.fakes.transport import FakeFabric, FakeTransport, Faults
 from vllm_pd.errors import TransferError
-from vllm_pd.transfer.fake import FakeFabric, FakeTransport, Faults
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
 from vllm_pd.transfer.requests import Notice
 
@@ -71,7 +71,8 @@ def test_b3_the_pairs_are_copied_and_nothing_else_is_touched(layout):
     expected[:, :, remote] = p.bytes[:, :, local]
     p.write("k", d, local, remote, b"done")
     ended = p.transport.poll().finished
-    assert [(end.key, end.ok, end.bytes) for end in ended] == [("k", True, 4 * p.cache.bytes_per_block)]
+    moved = 4 * p.cache.block_bytes * len(p.cache.planes)
+    assert [(end.key, end.ok, end.bytes) for end in ended] == [("k", True, moved)]
     assert d.transport.poll().notices == [Notice("p", b"done")]
     np.testing.assert_array_equal(d.bytes, expected)
     assert p.transport.live_handles() == 0
@@ -188,7 +189,7 @@ def test_b24_a_name_is_one_life():
         Rank(fabric, "d")
     fabric.kill("d")
     reborn = Rank(fabric, "d", blocks=3)
-    with pytest.raises(TransferError, match="new life"):
+    with pytest.raises(TransferError, match="new incarnation"):
         p.knows(reborn)
 
 

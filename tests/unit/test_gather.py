@@ -16,9 +16,16 @@ from vllm_pd.control import process
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
 from vllm_pd.transfer.engine import EngineTransfer
-from vllm_pd.transfer.gather import ENDS_A_WORD, MAX_WORD_BYTES, GatheredTransfer, RankListener, RankWord, words
+from vllm_pd.transfer.gather import (
+    ENDS_PER_MESSAGE,
+    MAX_MESSAGE_BYTES,
+    GatheredTransfer,
+    RankListener,
+    RankProgress,
+    encode_progress,
+)
 from vllm_pd.transfer.rank import RankThread
-from vllm_pd.transfer.requests import Finished, Notice, Refusal, TransferProgress, Write
+from vllm_pd.transfer.requests import Finished, Notice, PeerRefusal, TransferProgress, Write
 
 
 class Transfers:
@@ -36,7 +43,7 @@ class Transfers:
         self.requests += requests
         self.busy = True
 
-    def end(self, *finished: Finished, refused: tuple[Refusal, ...] = (), notices: tuple[Notice, ...] = ()) -> None:
+    def end(self, *finished: Finished, refused: tuple[PeerRefusal, ...] = (), notices: tuple[Notice, ...] = ()) -> None:
         self.ended.append(TransferProgress(list(finished), list(notices), list(refused)))
 
     def take_progress(self) -> TransferProgress:
@@ -146,8 +153,8 @@ def test_b28_the_peer_is_told_when_the_last_rank_has_ended_whatever_the_engine_d
 
 
 def test_notices_and_refusals_come_through(engine):
-    engine.own.end(notices=(Notice("p/0", b"n"),), refused=(Refusal("d", "0"),))
-    engine.others[0].end(refused=(Refusal("d", "1" * 10_000),))
+    engine.own.end(notices=(Notice("p/0", b"n"),), refused=(PeerRefusal("d", "0"),))
+    engine.others[0].end(refused=(PeerRefusal("d", "1" * 10_000),))
     engine.ranks[0].execute([])
     progress = engine.until(lambda p: len(p.refused) == 2)
     assert progress.notices == [Notice("p/0", b"n")]
@@ -194,10 +201,10 @@ def test_b20_every_word_fits_its_bound():
     longest = str(m.Attempt("i" * 32, "r" * m.MAX_ID_CHARS, 1 << 61))
     wide = str(m.Attempt("i" * 32, "\U0001f600" * m.MAX_ID_CHARS, 1 << 61))
     ends = [Finished(longest, False, error="e" * 5000)] * 60 + [Finished(wide, False, error="\U0001f600" * 5000)] * 40
-    frames = words(ends, [Refusal("i" * 32, "e" * 5000)])
-    assert max(map(len, frames)) < MAX_WORD_BYTES
-    assert sum(len(msgspec.msgpack.decode(frame, type=RankWord).finished) for frame in frames) == 100
-    assert all(len(msgspec.msgpack.decode(frame, type=RankWord).finished) <= ENDS_A_WORD for frame in frames)
+    frames = encode_progress(ends, [PeerRefusal("i" * 32, "e" * 5000)])
+    assert max(map(len, frames)) < MAX_MESSAGE_BYTES
+    assert sum(len(msgspec.msgpack.decode(frame, type=RankProgress).finished) for frame in frames) == 100
+    assert all(len(msgspec.msgpack.decode(frame, type=RankProgress).finished) <= ENDS_PER_MESSAGE for frame in frames)
 
 
 def test_b20_ends_of_requests_with_long_ids_arrive(engine):

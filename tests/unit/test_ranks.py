@@ -6,9 +6,9 @@ import itertools
 import msgspec
 import pytest
 
+from tests.fakes.transport import FakeFabric, FakeTransport, Faults
 from vllm_pd.core import messages as m
 from vllm_pd.errors import TransferError, UnmappableSplit
-from vllm_pd.transfer.fake import FakeFabric, FakeTransport, Faults
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
 from vllm_pd.transfer.plan import head_range, heads_to_write
 from vllm_pd.transfer.ranks import RankedTransport
@@ -170,7 +170,7 @@ def test_b25_a_cancelled_write_ends_as_not_ok_in_all_its_parts():
 def test_b29_a_key_in_use_and_an_unknown_peer_are_refused():
     (p,) = (engines := Engines(1, 2, kv_heads=2)).p
     p.transport.write("k", "d", [0], [0], b"n")
-    with pytest.raises(TransferError, match="under way"):
+    with pytest.raises(TransferError, match="already open"):
         p.transport.write("k", "d", [1], [1], b"n")
     with pytest.raises(TransferError, match="not known"):
         p.transport.write("l", "x", [1], [1], b"n")

@@ -3,9 +3,9 @@
 
 import pytest
 
+from tests.fakes.transport import FakeFabric
 from tests.unit.test_transfer_worker import BLOCKS, Clock, member
-from vllm_pd.transfer.fake import FakeFabric
-from vllm_pd.transfer.slow import SlowTransport, Wire
+from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
 
 BLOCK_BYTES = 128  # both planes
 
@@ -22,7 +22,7 @@ def ends(clock):
     p, sender = member(fabric, "p")
     d, receiver = member(fabric, "d")
     sender._caches[0][:] = bytes([7]) * (2 * BLOCKS * 64)
-    slow = SlowTransport(sender, Wire(delay_s=1.0, bytes_per_s=BLOCK_BYTES), BLOCK_BYTES, clock)
+    slow = SlowTransport(sender, EmulatedWire(delay_s=1.0, bytes_per_s=BLOCK_BYTES), BLOCK_BYTES, clock)
     slow.add_peer("d", receiver.metadata())
     return slow, receiver
 

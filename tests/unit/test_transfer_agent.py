@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_pd.errors import TransferError
-from vllm_pd.transfer.agent import Agent
+from vllm_pd.transfer.agent import NixlAgent
 
 
 class Library:
@@ -30,4 +30,4 @@ class Library:
 def test_b27_a_post_that_raises_has_failed(error, monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", SimpleNamespace(_bindings=Library(error)))
     with pytest.raises(TransferError, match=f"{error.__name__}: injected"):
-        Agent("p", progress_thread=False).post(1)
+        NixlAgent("p", progress_thread=False).post(1)

@@ -9,8 +9,8 @@ import pytest
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.engine import EngineTransfer
-from vllm_pd.transfer.requests import AddPeer, CancelWrite, Finished, Notice, Poll, Read, Write
-from vllm_pd.transfer.transport import Progress
+from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, Finished, Notice, Read, Write
+from vllm_pd.transfer.transport import TransportProgress
 from vllm_pd.transfer.worker import TransferWorker
 
 WAIT_S = 60.0
@@ -62,7 +62,7 @@ class Wire:
             self.open.discard(key)
             self.done.append(Finished(key, ok))
 
-    def poll(self) -> Progress:
+    def poll(self) -> TransportProgress:
         self._enter()
         self.polls += 1
         if self.errors:
@@ -70,7 +70,7 @@ class Wire:
             raise RuntimeError("injected")
         done, self.done = self.done, []
         notices, self.notices = self.notices, []
-        return Progress(done, notices)
+        return TransportProgress(done, notices)
 
     def live_handles(self) -> int:
         return len(self.open)
@@ -134,8 +134,8 @@ def test_the_step_loop_waits_for_no_post(transfer, wire):
     wire.go_on.clear()
     transfer.execute([WRITE])
     eventually(lambda: wire.inside, "the post has begun")
-    transfer.execute([CancelWrite("k"), Read("r", "d", [0], [0])])
-    transfer.look()
+    transfer.execute([CancelTransfer("k"), Read("r", "d", [0], [0])])
+    transfer.poll()
     assert transfer.take_progress().finished == [] and wire.inside == 1
     assert transfer.live_handles() == 1  # the read has not begun
     wire.go_on.set()
@@ -146,7 +146,7 @@ def test_the_step_loop_waits_for_no_post(transfer, wire):
 
 
 def test_device_work_is_waited_for_by_the_thread_that_computes_and_before_data_moves_only(transfer, waits):
-    transfer.execute([AddPeer("d", b""), CancelWrite("k"), Poll()])
+    transfer.execute([AddTransferPeer("d", b""), CancelTransfer("k")])
     assert waits == []
     transfer.execute([WRITE, Read("r", "d", [1], [1])])
     assert waits == [threading.current_thread().name]
@@ -168,7 +168,7 @@ def test_b33_with_nothing_open_it_sleeps(transfer, wire):
 
 def test_notices_are_looked_for_by_whoever_wants_them(transfer, wire):
     wire.notices.append(Notice("p", b"n"))
-    transfer.look()
+    transfer.poll()
     assert transfer.take_progress().notices == [Notice("p", b"n")]
     assert wire.threads == {threading.current_thread().name}
 
@@ -180,13 +180,13 @@ def test_b20_two_threads_never_use_the_transport_at_once(transfer, wire):
         transfer.execute([Write(f"k{number}", "d", [0], [0], [b"n"])])
         for key in list(wire.open)[::2]:
             wire.end(key)
-        transfer.look()
+        transfer.poll()
         ended += [end.key for end in transfer.take_progress().finished]
 
     def rest() -> bool:
         for key in list(wire.open):
             wire.end(key)
-        transfer.look()
+        transfer.poll()
         ended.extend(end.key for end in transfer.take_progress().finished)
         return len(ended) >= 300
 
@@ -224,7 +224,7 @@ def test_b20_an_error_before_the_wait_is_paced(transfer, wire, caplog, monkeypat
         return []
 
     monkeypatch.setattr(transfer, "filenos", filenos)
-    transfer.execute([Poll()])
+    transfer.execute([CancelTransfer("none")])
     eventually(lambda: looks, "it fails")
     time.sleep(0.2)
     assert len(looks) == 1 and caplog.text.count("unexpected error") == 1
@@ -265,7 +265,7 @@ def test_b20_a_close_ends_the_thread_and_says_what_may_still_land(transfer, wire
     eventually(lambda: wire.open, "it is posted")
     assert not transfer.close()  # the write is open
     assert not transfer.close() and wire.closed == 1
-    transfer.execute([Poll()])  # of no use, and no error
+    transfer.execute([CancelTransfer("none")])  # of no use, and no error
 
 
 def test_b20_a_transport_that_hangs_does_not_keep_its_engine(transfer, wire, monkeypatch):

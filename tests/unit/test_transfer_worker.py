@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pd.transfer.fake import FakeFabric, FakeTransport, Faults
+from tests.fakes.transport import FakeFabric, FakeTransport, Faults
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
 from vllm_pd.transfer.requests import (
-    AddPeer,
-    CancelWrite,
-    DropPeer,
+    AddTransferPeer,
+    CancelTransfer,
+    DropTransferPeer,
     Finished,
     Notice,
-    Poll,
-    Refusal,
+    PeerRefusal,
     TransferProgress,
     TransferRequest,
     Write,
@@ -58,7 +57,7 @@ def pair(faults=NO_FAULTS, **other):
     fabric = FakeFabric(0, faults, clock)
     p, _ = member(fabric, "p", clock=clock)
     d, transport = member(fabric, "d", **other)
-    return clock, fabric, p, d, AddPeer("d", transport.metadata())
+    return clock, fabric, p, d, AddTransferPeer("d", transport.metadata())
 
 
 def test_b20_a_write_is_answered_once_and_its_notice_arrives():
@@ -97,7 +96,7 @@ def test_b42_a_peer_with_another_cache_is_refused_with_both_values():
 @given(st.binary(max_size=200))
 def test_b81_random_metadata_is_refused(metadata):
     _, _, p, _, _ = pair()
-    p.execute([AddPeer("d", metadata)])
+    p.execute([AddTransferPeer("d", metadata)])
     assert [refusal.peer for refusal in p.take_progress().refused] == ["d"]
 
 
@@ -107,7 +106,7 @@ def test_b81_damaged_metadata_is_refused(data):
     _, _, p, _, add = pair()
     damaged = bytearray(add.metadata)
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
-    p.execute([AddPeer("d", bytes(damaged))])
+    p.execute([AddTransferPeer("d", bytes(damaged))])
     refusal, = p.take_progress().refused
     assert "damaged" in refusal.reason
 
@@ -116,7 +115,7 @@ def test_b81_damaged_metadata_is_refused(data):
 def test_b24_metadata_of_another_life_or_kind_is_refused(change, word):
     _, _, p, _, add = pair()
     other = msgspec.structs.replace(PeerMetadata.decode("d", add.metadata), **change)
-    p.execute([AddPeer("d", other.encode())])
+    p.execute([AddTransferPeer("d", other.encode())])
     refusal, = p.take_progress().refused
     assert word in refusal.reason
 
@@ -156,9 +155,9 @@ def test_b27_a_write_with_which_something_unexpected_goes_wrong_ends(posted, mon
 
 def test_b25_cancelling_what_is_not_there_changes_nothing():
     _, _, p, _, add = pair()
-    p.execute([CancelWrite("k"), DropPeer("d"), add, Write("k", "d", [1], [1], [b""])])
+    p.execute([CancelTransfer("k"), DropTransferPeer("d"), add, Write("k", "d", [1], [1], [b""])])
     assert p.take_progress().finished[0].ok
-    p.execute([CancelWrite("k"), Poll()])
+    p.execute([CancelTransfer("k")])
     assert p.take_progress() == TransferProgress()
 
 
@@ -177,14 +176,14 @@ def test_what_is_not_a_request_is_our_own_bug():
 
 
 @pytest.mark.parametrize("request_", [
-    AddPeer("d", b"m"), DropPeer("d"), Write("k", "d", [1, 2], [3, 4], [b"n"]), CancelWrite("k"), Poll()])
+    AddTransferPeer("d", b"m"), DropTransferPeer("d"), Write("k", "d", [1, 2], [3, 4], [b"n"]), CancelTransfer("k")])
 def test_requests_survive_both_ways_to_a_worker(request_):
     assert pickle.loads(pickle.dumps(request_)) == request_
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request_), type=TransferRequest) == request_
 
 
 def test_progress_survives_the_way_back():
-    progress = TransferProgress([Finished("k", True, 64, 0.5)], [Notice("p", b"n")], [Refusal("d", "why")])
+    progress = TransferProgress([Finished("k", True, 64, 0.5)], [Notice("p", b"n")], [PeerRefusal("d", "why")])
     assert pickle.loads(pickle.dumps(progress)) == progress
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(progress), type=TransferProgress) == progress
 
@@ -197,7 +196,7 @@ def test_b20_any_order_of_requests_ends_each_write_once_and_leaves_nothing(steps
     fabric = FakeFabric(seed, Faults(error=0.2, notice_lost=0.2, notice_twice=0.2, delay_s=2.0), clock)
     p, sender = member(fabric, "p")
     _, receiver = member(fabric, "d")
-    add = AddPeer("d", receiver.metadata())
+    add = AddTransferPeer("d", receiver.metadata())
     open_keys, ended = set(), []
     for what, key, block in steps:
         clock.now_s += 0.3
@@ -205,9 +204,9 @@ def test_b20_any_order_of_requests_ends_each_write_once_and_leaves_nothing(steps
         if what == 0:
             p.execute([add])
         elif what == 1:
-            p.execute([DropPeer("d")])
+            p.execute([DropTransferPeer("d")])
         elif what == 2:
-            p.execute([CancelWrite(name)])
+            p.execute([CancelTransfer(name)])
         elif what == 3 and block == 0:
             fabric.kill("d")
         elif name not in open_keys:
@@ -224,7 +223,7 @@ def test_b20_any_order_of_requests_ends_each_write_once_and_leaves_nothing(steps
 def test_b34_a_new_peer_is_polled_for_while_its_connection_is_made():
     clock, _, p, _, add = pair()
     assert not p.busy
-    p.execute([AddPeer("other", b"no metadata")])
+    p.execute([AddTransferPeer("other", b"no metadata")])
     p.take_progress()
     assert not p.busy, "a refused peer has no connection"
     p.execute([add])

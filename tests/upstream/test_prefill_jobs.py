@@ -198,7 +198,7 @@ def test_b25_cancelled_while_it_sends_waits_for_the_end(jobs, agent):
     jobs.handle(Cancelled(ATTEMPT), progress)
     jobs.handle(Cancelled(ATTEMPT), progress)
     assert agent.calls == [] and not progress  # bytes may still land
-    assert jobs.take_requests(progress) == [transfer.CancelWrite(write.key)]
+    assert jobs.take_requests(progress) == [transfer.CancelTransfer(write.key)]
     end(jobs, transfer.Finished(write.key, False, error="cancelled"), progress)
     assert agent.names() == ["ended"]
     assert progress.finished_transfers == [ATTEMPT]
@@ -215,7 +215,8 @@ def test_requests_of_a_step_that_was_given_up_go_with_the_next(jobs):
     taken = jobs.take_requests(progress)
     jobs.handle(DropPeer("other"), progress)
     jobs.return_requests(taken)
-    assert jobs.take_requests(progress) == [transfer.AddPeer("peer", b"metadata"), transfer.DropPeer("other")]
+    assert jobs.take_requests(progress) == [transfer.AddTransferPeer("peer", b"metadata"),
+                                            transfer.DropTransferPeer("other")]
 
 
 def test_b29_what_is_no_notice_is_none():
@@ -278,7 +279,7 @@ class TestReading:
         engine.abort_request = lambda request_id: jobs.aborted(ATTEMPT)  # as the scheduler calls it, once
         jobs.handle(Cancelled(ATTEMPT), progress)
         assert agent.calls == [] and not progress  # bytes may still land
-        assert jobs.take_requests(progress) == [transfer.CancelWrite(reading.key)]
+        assert jobs.take_requests(progress) == [transfer.CancelTransfer(reading.key)]
         jobs.handle(Cancelled(ATTEMPT), progress)
         assert jobs.take_requests(progress) == []
         finished = transfer.Finished(reading.key, True, bytes=64, seconds=0.1)

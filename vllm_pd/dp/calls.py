@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that all ranks make between the same two forwards, or none makes: numbers in, numbers out.
+"""The agreement on calls that all ranks make after the same forward, or that no rank makes. Numbers in, numbers out.
 
-A utility call may run collectives of its own over the ranks. A rank that is in such a call and another that is in a
-forward wait for each other for ever, so all must make it after the same step. Each rank hears of a call in its own
-time, from a front end that all of them have, or from one of its own. Rank 0 leads:
+A utility call may run collectives of its own over the ranks. A rank in such a call and a rank in a forward would wait
+for each other for ever, so all ranks must make the call after the same forward. But each rank learns of a call at a
+different moment: from a front end that all ranks share, or from a front end of its own. Rank 0 decides:
 
-1. It *proposes* one call that it holds: call number `k`, by name.
-2. A rank that holds a call of that name says that it is *ready* for `k`, once. From then until it has made the call it
-   asks for no step. It goes on with the steps that others have asked for, so it is missed by nobody.
-3. When all others are ready, rank 0 asks for none either, so nobody asks: the agreed step is *final*. Rank 0 says so.
-4. Every rank goes on to the final step, makes the call, and may ask again.
+1. Rank 0 *proposes* one of the calls that it holds. A proposal has a number `k` and the name of the call.
+2. A rank that holds a call of that name reports once that it is *ready* for `k`. From then until it has made the call
+   it requests no step. It still runs the steps that other ranks have requested, so no rank waits for it.
+3. When all other ranks are ready, rank 0 stops requesting steps too. Now no rank requests any, so the agreed step is
+   *final*. Rank 0 *releases* call `k` together with that step.
+4. Every rank runs all forwards up to the final step, makes the call, and may request steps again.
 
-While some rank is not ready rank 0 may *drop* the number instead: nobody makes the call as number `k`, and whoever was
-ready for it holds it as before. Rank 0 does so when it gives the call up itself, or to put it off, behind the others
-that it holds, as one of those may be held by all ranks. A rank that is not ready may give a call up by itself, for
-nobody makes it without this rank. So all depends on one decision of one rank.
+As long as some rank is not ready, rank 0 may *drop* the number `k` instead. Then no rank makes the call under that
+number, and a rank that was ready for it holds the call as before. Rank 0 drops a number when it gives the call up, or
+when it postpones the call behind its other held calls, because all ranks may already hold one of those. A rank that is
+not ready may give a call up alone, because no rank makes the call without it. So one rank takes every decision.
 
-What rank 0 says are registers that only grow, as the agreed step is: no message is an event. `released` is not
-overwritten before all are ready for a later call, hence have made this one; `dropped` may be, and a call that is not
-later than it and was not released was dropped.
+Rank 0 publishes registers whose values only grow, like the agreed step. No message is an event. Rank 0 overwrites
+`released` only after all ranks are ready for a later call, so all of them have made the earlier one. It may overwrite
+`dropped` at any time: a call was dropped if its number is not above `dropped` and it was not released.
 """
 from enum import Enum
 from typing import Annotated
@@ -31,9 +32,9 @@ Number = Count
 Name = Annotated[int, msgspec.Meta(ge=0, lt=1 << NAME_BITS)]
 
 
-class Calls(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """The registers. `name`: of the call `proposed`. `final`: the step after which `released` is made. `ready`: the
-    highest number that all ranks but the first are ready for. All others are written by rank 0."""
+class CallRegisters(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """The registers. Rank 0 writes all of them except `ready`, which is the highest number that all other ranks are
+    ready for. `name` is the name of call `proposed`. Call `released` is made after forward `final`."""
     proposed: Number = 0
     name: Name = 0
     dropped: Number = 0
@@ -43,93 +44,96 @@ class Calls(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     @property
     def open(self) -> bool:
-        """Whether there is a call that is neither released nor dropped."""
+        """Whether the proposed call is neither released nor dropped."""
         return self.proposed > max(self.dropped, self.released)
 
-    def merged(self, other: "Calls") -> "Calls":
-        """What is known to who knows both."""
+    def merged(self, other: "CallRegisters") -> "CallRegisters":
+        """The newest value of each register from both."""
         if other == self:
             return self
         newest = self if self.proposed >= other.proposed else other
         latest = self if self.released >= other.released else other
-        return Calls(newest.proposed, newest.name, max(self.dropped, other.dropped), latest.released, latest.final,
-                     max(self.ready, other.ready))
+        return CallRegisters(newest.proposed, newest.name, max(self.dropped, other.dropped), latest.released,
+                             latest.final, max(self.ready, other.ready))
 
 
-class Move(Enum):
-    """What a rank may do now, between two forwards."""
-    PROPOSE = "propose"
-    READY = "say that it is ready"
-    RELEASE = "release"
+class CallAction(Enum):
+    """What a rank may do about a call between two forwards."""
+    PROPOSE = "propose the call"
+    READY = "report that this rank is ready"
+    RELEASE = "release the call"
     MAKE = "make the call"
-    RELAX = "ask again, as the call is not made under this number"
+    RESUME = "request steps again, because this number was dropped"
 
 
-class Turns(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One rank's part. `held`: the names of the calls that it holds, the oldest first. `ready`: the highest number that
-    it has been ready for; `promised`: the name of that call while it is not made, else 0."""
+class CallState(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """What one rank knows of the calls. `leads`: this is rank 0. `held`: the names of the calls that it holds, oldest
+    first. `ready`: the highest number that it has been ready for. `promised`: the name of that call until it is made or
+    dropped, then 0. `registers`: the newest values that this rank knows."""
     leads: bool = False
     held: tuple[Name, ...] = ()
     ready: Number = 0
     promised: Name = 0
-    known: Calls = Calls()
+    registers: CallRegisters = CallRegisters()
 
-    def move(self, local: int) -> Move | None:
-        """What to do next, after forward `local`."""
-        known = self.known
+    def action(self, local: int) -> CallAction | None:
+        """The next action, if any. `local`: the number of the last forward that this rank has begun."""
+        registers = self.registers
         if self.promised:
-            if known.released == self.ready:
-                return Move.MAKE if local >= known.final else None
-            return Move.RELAX if known.dropped >= self.ready else None
+            if registers.released == self.ready:
+                return CallAction.MAKE if local >= registers.final else None
+            return CallAction.RESUME if registers.dropped >= self.ready else None
         if not self.held:
             return None
         if self.leads:
-            if not known.open:
-                return Move.PROPOSE
-            return Move.RELEASE if known.ready >= known.proposed else None
-        return Move.READY if known.open and known.proposed > self.ready and known.name in self.held else None
+            if not registers.open:
+                return CallAction.PROPOSE
+            return CallAction.RELEASE if registers.ready >= registers.proposed else None
+        wanted = registers.open and registers.proposed > self.ready and registers.name in self.held
+        return CallAction.READY if wanted else None
 
     def limit(self, agreed: int) -> int:
-        """The step up to which to go: no further than the call that is released."""
-        return self.known.final if self.promised and self.known.released == self.ready else agreed
+        """The last step that this rank may run: the final step of a released call, otherwise `agreed`."""
+        return self.registers.final if self.promised and self.registers.released == self.ready else agreed
 
-    def moved(self, move: Move, agreed: int) -> "Turns":
-        """After that move."""
-        known = self.known
-        if move is Move.PROPOSE:
-            calls = msgspec.structs.replace(known, proposed=known.proposed + 1, name=self.held[0])
-            return msgspec.structs.replace(self, known=calls)
-        if move is Move.READY:
-            return msgspec.structs.replace(self, ready=known.proposed, promised=known.name)
-        if move is Move.RELEASE:
-            calls = msgspec.structs.replace(known, released=known.proposed, final=agreed)
-            return msgspec.structs.replace(self, ready=known.proposed, promised=known.name, known=calls)
-        if move is Move.RELAX:
+    def after(self, action: CallAction, agreed: int) -> "CallState":
+        """The state after that action. `agreed`: the agreed step, which a release makes final."""
+        registers = self.registers
+        if action is CallAction.PROPOSE:
+            registers = msgspec.structs.replace(registers, proposed=registers.proposed + 1, name=self.held[0])
+            return msgspec.structs.replace(self, registers=registers)
+        if action is CallAction.READY:
+            return msgspec.structs.replace(self, ready=registers.proposed, promised=registers.name)
+        if action is CallAction.RELEASE:
+            released = msgspec.structs.replace(registers, released=registers.proposed, final=agreed)
+            return msgspec.structs.replace(self, ready=registers.proposed, promised=registers.name, registers=released)
+        if action is CallAction.RESUME:
             return msgspec.structs.replace(self, promised=0)
         return msgspec.structs.replace(self, held=_without(self.held, self.promised), promised=0)
 
     @property
-    def in_the_way(self) -> bool:
-        """Whether rank 0 has proposed a call that not all are ready for, and holds others."""
-        known = self.known
-        return (self.leads and not self.promised and known.open and known.ready < known.proposed
-                and any(name != known.name for name in self.held))
+    def blocks_others(self) -> bool:
+        """Whether rank 0 has proposed a call that not all ranks are ready for, while it holds calls of other names."""
+        registers = self.registers
+        return (self.leads and not self.promised and registers.open and registers.ready < registers.proposed
+                and any(name != registers.name for name in self.held))
 
-    def put_off(self) -> "Turns":
-        """The call that is in the way waits behind the others."""
-        known = self.known
-        calls = msgspec.structs.replace(known, dropped=known.proposed)
-        return msgspec.structs.replace(self, held=(*_without(self.held, known.name), known.name), known=calls)
+    def postponed(self) -> "CallState":
+        """The state after rank 0 has dropped the proposed number and moved its call behind the other held calls."""
+        registers = self.registers
+        dropped = msgspec.structs.replace(registers, dropped=registers.proposed)
+        held = (*_without(self.held, registers.name), registers.name)
+        return msgspec.structs.replace(self, held=held, registers=dropped)
 
-    def given_up(self, name: int) -> "Turns | None":
-        """Without the oldest call of that name, as nobody will make it. None where that is not for this rank to say
-        now: it has said that it is ready."""
+    def given_up(self, name: int) -> "CallState | None":
+        """The state without the oldest call of that name, which no rank will make. None if this rank may not decide
+        that now, because it has reported that it is ready."""
         if self.promised == name:
             return None
-        calls = self.known
-        if self.leads and calls.open and calls.name == name:
-            calls = msgspec.structs.replace(calls, dropped=calls.proposed)
-        return msgspec.structs.replace(self, held=_without(self.held, name), known=calls)
+        registers = self.registers
+        if self.leads and registers.open and registers.name == name:
+            registers = msgspec.structs.replace(registers, dropped=registers.proposed)
+        return msgspec.structs.replace(self, held=_without(self.held, name), registers=registers)
 
 
 def _without(names: tuple[int, ...], name: int) -> tuple[int, ...]:

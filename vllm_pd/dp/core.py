@@ -1,40 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step sync itself: numbers in, numbers out. No clock, no socket, no thread.
 
-Every rank numbers its forwards 1, 2, 3... A forward is a barrier: it ends nowhere before it has begun everywhere. The
-*agreed* step is the highest number that any rank has asked for; every rank runs all forwards up to it, with a dummy
-batch where it has no work. Two rules are all there is:
+Each rank numbers its forwards 1, 2, 3... A forward is a barrier: it ends on no rank before it has begun on every rank.
+The *agreed* step is the highest number that any rank has requested. Every rank runs all forwards up to it, with a dummy
+batch if it has no work. There are two rules:
 
-1. A rank begins forward `n` only if it knows that `n` is agreed. With work it may make it so: it asks, takes its own
-   ask for agreed at once, and begins without waiting. So whatever has begun has been asked for.
+1. A rank begins forward `n` only if it knows that `n` is agreed. A rank with work requests `n`, takes its own request
+   for agreed at once, and begins without waiting. So every forward that has begun has been requested.
 2. A rank without work begins the next forward as long as it knows of an agreed step that it has not begun.
 
-The coordinator is a register that only grows: it keeps the highest step asked for and owes it to every rank until that
-rank has said that it knows. All messages carry that number and nothing about an event, so doubled, late and reordered
-ones change nothing, lost ones are made up for by sending the present value again, and whoever comes late reads it.
+The coordinator is a register whose value only grows. It keeps the highest requested step and sends it to each rank
+until that rank has confirmed it. Every message carries that number and never an event. So duplicated, late and
+reordered messages change nothing, a lost one is replaced by sending the current value again, and a rank that joins late
+reads the current value.
 
-The number of steps asked for ahead of the present one (`Reach`) moves costs, never correctness.
+How many steps a rank requests ahead of the current one (`Lookahead`) changes the costs, never the correctness.
 
-Calls that all ranks have to make after the same step are agreed on beside it: see calls.py.
+The ranks agree in the same way on calls that all of them make after the same step: see calls.py.
 """
 from typing import Annotated
 
 import msgspec
 
-from vllm_pd.dp.calls import Calls, Count, Move, Number, Turns
-from vllm_pd.dp.interface import Decision
+from vllm_pd.dp.calls import CallAction, CallRegisters, CallState, Count, Number
+from vllm_pd.dp.interface import StepDecision
 
 
-class Reach(msgspec.Struct, frozen=True, array_like=True):
-    """How far ahead to ask. `lead`: at the beginning of a step at least so many later ones should be agreed already, so
-    that the word of it arrives before anyone needs it. `stride`: how many new steps an ask is for where nothing bounds
-    it. At most `lead + stride - 1` steps are agreed beyond the present one: that is the horizon."""
+class Lookahead(msgspec.Struct, frozen=True, array_like=True):
+    """How many steps to request ahead. `lead`: how many later steps should already be agreed when a step begins, so
+    that the message arrives before any rank needs it. `stride`: how many new steps one request covers, unless the
+    remaining work is less. At most `lead + stride - 1` steps beyond the current one are agreed: that is the horizon."""
     lead: int = 1
     stride: int = 1
 
     def target(self, step: int, agreed: int, remaining: int | None) -> int | None:
-        """The step to ask for at the beginning of `step` with work, None where nothing is to be asked. `remaining`
-        bounds it: the most forwards still to come, `step` included."""
+        """The step to request when `step` begins with work. None if nothing must be requested. `remaining` is the most
+        forwards that this rank may still need, `step` included; no later step is requested."""
         if remaining is not None and remaining < 1:
             remaining = 1
         enough = step + self.lead
@@ -45,216 +46,229 @@ class Reach(msgspec.Struct, frozen=True, array_like=True):
         return most if agreed < enough or agreed < step else None
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """A rank asks for all steps up to `step`. `urgent`: the step that it begins now is among them, so that others may
-    be asleep; otherwise all of them are going to run the present forward and so find the new number after it."""
+class StepRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A rank requests all steps up to `step`. `urgent`: they include the step that this rank begins now, so the other
+    ranks may be asleep. Otherwise every rank runs the current forward and finds the new number after it."""
     step: int
     urgent: bool
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True):
-    """All that a rank ever says. It asks for `asked`, has the coordinator's word for `confirmed` (-1: none yet) and for
-    the end of it all (`over`), has ended so many forwards, and with `left` will never ask for more. It is ready for
-    call number `ready`, is done with those up to `done`, and of all calls knows `calls`."""
-    asked: Count
-    confirmed: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
-    ended: Count
-    left: bool
-    over: bool
-    ready: Number = 0
-    done: Number = 0
-    calls: Calls = Calls()
+class RankState(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that a rank ever reports."""
+    asked: Count  # the highest step that it has requested
+    confirmed: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]  # the step it has received; -1 if none yet
+    ended: Count  # how many forwards it has ended
+    left: bool  # it will not request any more steps
+    over: bool  # it knows that all ranks have left
+    ready: Number = 0  # the call number that it is ready for
+    done: Number = 0  # it has nothing more to do with calls up to this number
+    registers: CallRegisters = CallRegisters()
 
 
 class Participant(msgspec.Struct):
-    """One rank. `turns`: its part in calls; of that the coordinator is known to know `told_calls` and `told_ready`.
-    `calling`: it is in a call."""
+    """One rank. The fields with `confirmed` in their names are what the coordinator is known to know."""
     local: int = 0  # forwards begun
-    ended: int = 0
+    ended: int = 0  # forwards ended
     agreed: int = 0
     confirmed: int = -1
     left: bool = False
-    left_heard: bool = False
+    left_confirmed: bool = False
     over: bool = False
-    turns: Turns = Turns()
-    told_calls: Calls = Calls()
-    told_ready: int = 0
-    calling: bool = False
+    call_state: CallState = CallState()
+    confirmed_registers: CallRegisters = CallRegisters()
+    confirmed_ready: int = 0
+    calling: bool = False  # whether this rank is in a call
 
     @property
     def due(self) -> bool:
         """Whether this rank has something to do even without work."""
-        return self.local < self.turns.limit(self.agreed) or self._may_end or self.move is not None
+        return self.local < self.call_state.limit(self.agreed) or self._may_end or self.action is not None
 
     @property
     def _may_end(self) -> bool:
-        """Whether nobody needs this rank any more, be it for a call."""
+        """Whether no other rank needs this one any more, neither for a step nor for a call."""
         return self.over and not self.engaged
 
     @property
     def engaged(self) -> bool:
-        """Whether others can't make a call, or know that it is off, without this rank."""
-        return bool(self.turns.promised) or self.turns.leads and self.turns.known.open
+        """Whether the other ranks need this one to make a call or to learn that it is dropped."""
+        return bool(self.call_state.promised) or self.call_state.leads and self.call_state.registers.open
 
     @property
     def done(self) -> int:
-        """This rank has nothing more to do with calls up to this number: it has made them, or they are off."""
-        return self.turns.ready - (bool(self.turns.promised) or self.calling)
+        """This rank has nothing more to do with calls up to this number: it has made them, or they were dropped."""
+        return self.call_state.ready - (bool(self.call_state.promised) or self.calling)
 
     @property
-    def called(self) -> bool:
-        """Whether a call that all make is still to be made, or to be ended, by this rank."""
-        return self.done < self.turns.known.released
+    def call_pending(self) -> bool:
+        """Whether this rank has yet to make, or to end, a released call."""
+        return self.done < self.call_state.registers.released
 
     @property
     def awaited(self) -> bool:
-        """Whether it is this rank's turn to decide about a call or to begin it: others can't go on by themselves."""
-        turns = self.turns
-        return turns.leads and turns.known.open or bool(turns.promised) and turns.known.released == turns.ready
+        """Whether the other ranks wait for this one to decide about a call or to begin it."""
+        calls = self.call_state
+        return (calls.leads and calls.registers.open
+                or bool(calls.promised) and calls.registers.released == calls.ready)
 
     @property
-    def move(self) -> Move | None:
-        """What there is to do about a call, before the next forward."""
-        return self.turns.move(self.local)
+    def action(self) -> CallAction | None:
+        """What to do about a call before the next forward, if anything."""
+        return self.call_state.action(self.local)
 
     @property
     def may_step(self) -> bool:
         """Whether `begin` may be called with work. If not, wait until this rank is due."""
-        return not self.turns.promised or self.local < self.turns.limit(self.agreed)
+        return not self.call_state.promised or self.local < self.call_state.limit(self.agreed)
 
     @property
-    def unanswered(self) -> bool:
-        """Whether the coordinator may not know what this rank has said: it must be said again some time."""
-        return (self.confirmed < self.agreed or self.left and not self.left_heard
-                or self.told_ready < self.turns.ready or self.told_calls != self.turns.known)
+    def unconfirmed(self) -> bool:
+        """Whether the coordinator may not know everything that this rank has reported, so it must be reported again."""
+        return (self.confirmed < self.agreed or self.left and not self.left_confirmed
+                or self.confirmed_ready < self.call_state.ready
+                or self.confirmed_registers != self.call_state.registers)
 
-    def begin(self, has_work: bool, remaining: int | None, reach: Reach) -> tuple[Decision, Ask | None]:
-        """The next thing to do, and what to ask for. With FORWARD and DUMMY a forward has begun. Raises ValueError for
-        work after `leave`, and where it may not step."""
+    def begin(self, has_work: bool, remaining: int | None,
+              lookahead: Lookahead) -> tuple[StepDecision, StepRequest | None]:
+        """Decide what to do next, and what to request. FORWARD and DUMMY mean that a forward has begun.
+
+        `remaining`: see `Lookahead.target`. Raises ValueError if there is work after `leave`, or while this rank may
+        not step.
+        """
         step = self.local + 1
         if not has_work:
-            if step <= self.turns.limit(self.agreed):
+            if step <= self.call_state.limit(self.agreed):
                 self.local = step
-                return Decision.DUMMY, None
-            return (Decision.END if self._may_end else Decision.IDLE), None
+                return StepDecision.DUMMY, None
+            return (StepDecision.END if self._may_end else StepDecision.IDLE), None
         if self.left:
             raise ValueError(f"forward {step} has work, but this rank has left the group")
         if not self.may_step:
-            raise ValueError(f"forward {step} has work, but nobody has asked for it and there is a call to be made")
-        target = reach.target(step, self.agreed, remaining) if not self.turns.promised else None
-        ask = None
+            raise ValueError(f"forward {step} has work, but no rank has requested it and this rank waits for a call")
+        target = lookahead.target(step, self.agreed, remaining) if not self.call_state.promised else None
+        request = None
         if target is not None:
-            ask = Ask(target, urgent=step > self.agreed)
+            request = StepRequest(target, urgent=step > self.agreed)
             self.agreed = target
         self.local = step
-        return Decision.FORWARD, ask
+        return StepDecision.FORWARD, request
 
     def end(self) -> None:
-        """A forward that has begun has ended."""
+        """A forward that had begun has ended."""
         self.ended += 1
 
     def hold(self, name: int) -> None:
-        """There is a call of that name to be made."""
-        self.turns = msgspec.structs.replace(self.turns, held=(*self.turns.held, name))
+        """Hold a call of that name until all ranks make it."""
+        self.call_state = msgspec.structs.replace(self.call_state, held=(*self.call_state.held, name))
 
-    def advance(self) -> tuple[Move, int] | None:
-        """Do what there is to do about a call, between two forwards: what, and the name of the call. Nobody knows of it
-        until it is published."""
-        move = self.move
-        if move is None:
+    def advance(self) -> tuple[CallAction, int] | None:
+        """Take the next action about a call, between two forwards. Returns the action and the name of the call, or
+        None. The caller must publish the new state."""
+        action = self.action
+        if action is None:
             return None
-        before = self.turns
-        self.turns = before.moved(move, self.agreed)
-        self.calling = move is Move.MAKE
-        return move, before.promised or self.turns.known.name
+        before = self.call_state
+        self.call_state = before.after(action, self.agreed)
+        self.calling = action is CallAction.MAKE
+        return action, before.promised or self.call_state.registers.name
 
     def made(self) -> None:
-        """A call that was to be made has ended."""
+        """The call that `advance` let this rank make has ended."""
         self.calling = False
 
-    def put_off(self) -> bool:
-        """Let others go first, if there are any, where some rank is not ready. Whether that changed anything."""
-        if in_the_way := self.turns.in_the_way:
-            self.turns = self.turns.put_off()
-        return in_the_way
+    def postpone(self) -> bool:
+        """On rank 0: if a proposed call blocks others, move it behind them. Returns whether that changed anything."""
+        if blocks_others := self.call_state.blocks_others:
+            self.call_state = self.call_state.postponed()
+        return blocks_others
 
     def give_up(self, name: int) -> bool:
-        """The oldest call of that name will not be made, by any rank. False: it may be, so wait."""
-        after = self.turns.given_up(name)
+        """Give up the oldest call of that name, so that no rank makes it. False: some rank may make it, so wait."""
+        after = self.call_state.given_up(name)
         if after is None:
             return False
-        self.turns = after
+        self.call_state = after
         return True
 
-    def told(self, step: int, over: bool, left: bool = False, calls: Calls | None = None, ready: int = 0) -> bool:
-        """The agreed step is `step` or more; `over`: it is final; `left`: this rank is known to leave, to be `ready`;
-        `calls`: the registers. Returns whether that made this rank due."""
+    def update(self, step: int, over: bool, left: bool = False, registers: CallRegisters | None = None,
+               ready: int = 0) -> bool:
+        """Take in what the coordinator, or the shared page, says. Returns whether that made this rank due.
+
+        The agreed step is at least `step`, and final if `over`. The coordinator knows that this rank has `left`, and
+        that it is `ready` for that call.
+        """
         was_due = self.due
         self.confirmed = max(self.confirmed, step)
         self.agreed = max(self.agreed, step)
         self.over = self.over or over
-        self.left_heard = self.left_heard or left
-        self.told_ready = max(self.told_ready, ready)
-        if calls is not None and calls != self.told_calls:
-            self.told_calls = self.told_calls.merged(calls)
-            self.turns = msgspec.structs.replace(self.turns, known=self.turns.known.merged(calls))
+        self.left_confirmed = self.left_confirmed or left
+        self.confirmed_ready = max(self.confirmed_ready, ready)
+        if registers is not None and registers != self.confirmed_registers:
+            self.confirmed_registers = self.confirmed_registers.merged(registers)
+            self.call_state = msgspec.structs.replace(self.call_state,
+                                                      registers=self.call_state.registers.merged(registers))
         return self.due and not was_due
 
     def leave(self) -> None:
-        """This rank will have no work any more."""
+        """This rank will not have any work again."""
         self.left = True
 
-    def known(self) -> Known:
-        """What to say to the coordinator: to ask, to join, to answer, to leave."""
-        return Known(self.agreed, self.confirmed, self.ended, self.left, self.over, self.turns.ready, self.done,
-                     self.turns.known)
+    def state(self) -> RankState:
+        """The report for the coordinator. It serves to request, to join, to confirm and to leave."""
+        calls = self.call_state
+        return RankState(self.agreed, self.confirmed, self.ended, self.left, self.over, calls.ready, self.done,
+                         calls.registers)
 
 
-_ABSENT = Known(0, -1, 0, False, False)
+_ABSENT = RankState(0, -1, 0, False, False)
 
 
 class Coordinator(msgspec.Struct):
-    """The register, and by rank what that rank knows. `here`: the rank has spoken."""
-    known: list[Known]
-    here: list[bool]
+    """The register `step`, the call `registers`, and the last known state of each rank. `joined`: by rank, whether it
+    has sent a report."""
+    states: list[RankState]
+    joined: list[bool]
     step: int = 0
-    calls: Calls = Calls()
+    registers: CallRegisters = CallRegisters()
 
     @classmethod
     def of(cls, size: int) -> "Coordinator":
-        """For a new group."""
+        """The coordinator of a new group of `size` ranks."""
         return cls([_ABSENT] * size, [False] * size)
 
     @property
     def over(self) -> bool:
-        """All ranks have left, each with the last step that it asked for: `step` is final."""
-        return all(known.left for known in self.known)
+        """Whether all ranks have left, each with the last step that it requested. Then `step` is final."""
+        return all(state.left for state in self.states)
 
     @property
     def quiet(self) -> bool:
-        """Everyone has ended everything and knows all that there is to know, and no call waits for anybody. Nothing
-        needs watching."""
-        return not any(map(self.needs, range(len(self.known)))) and not self.owed() and not self.calls.open
+        """Whether every rank has ended everything and knows the current values, and no call is open. Then no rank needs
+        watching."""
+        return (not any(map(self.needs, range(len(self.states)))) and not self.outdated_ranks()
+                and not self.registers.open)
 
     def needs(self, rank: int) -> bool:
-        """Whether the rank has a forward to end, or a call that all make."""
-        known = self.known[rank]
-        return known.ended < self.step or known.done < self.calls.released
+        """Whether that rank has yet to end a forward or a released call."""
+        state = self.states[rank]
+        return state.ended < self.step or state.done < self.registers.released
 
-    def hear(self, rank: int, said: Known) -> None:
-        """A rank speaks. Late and doubled words change nothing, for nothing ever goes back."""
-        old = self.known[rank]
-        self.known[rank] = Known(max(old.asked, said.asked), max(old.confirmed, said.confirmed),
-                                 max(old.ended, said.ended), old.left or said.left, old.over or said.over,
-                                 max(old.ready, said.ready), max(old.done, said.done), old.calls.merged(said.calls))
-        self.here[rank] = True
-        self.step = max(self.step, said.asked)
-        ready = min((known.ready for known in self.known[1:]), default=said.calls.proposed)
-        self.calls = self.calls.merged(said.calls).merged(Calls(ready=ready))
+    def receive(self, rank: int, reported: RankState) -> None:
+        """Take in a rank's report. Late and duplicated reports change nothing, because no value ever decreases."""
+        old = self.states[rank]
+        self.states[rank] = RankState(
+            max(old.asked, reported.asked), max(old.confirmed, reported.confirmed), max(old.ended, reported.ended),
+            old.left or reported.left, old.over or reported.over, max(old.ready, reported.ready),
+            max(old.done, reported.done), old.registers.merged(reported.registers))
+        self.joined[rank] = True
+        self.step = max(self.step, reported.asked)
+        ready = min((state.ready for state in self.states[1:]), default=reported.registers.proposed)
+        self.registers = self.registers.merged(reported.registers).merged(CallRegisters(ready=ready))
 
-    def owed(self) -> list[int]:
-        """The ranks that are here and are not known to know the present state. They must be told, and told again."""
+    def outdated_ranks(self) -> list[int]:
+        """The ranks that have joined and have not confirmed the current values. They must be sent these until they
+        have."""
         over = self.over
-        return [rank for rank, known in enumerate(self.known)
-                if self.here[rank] and (known.confirmed < self.step or over and not known.over
-                                        or known.calls != self.calls)]
+        return [rank for rank, state in enumerate(self.states)
+                if self.joined[rank] and (state.confirmed < self.step or over and not state.over
+                                          or state.registers != self.registers)]

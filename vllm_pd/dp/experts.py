@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model has experts, by its configuration alone: ranks are told apart before any weight is loaded.
+"""Whether a model has experts, by its configuration alone. This is decided before any weight is loaded.
 
-In doubt the answer is yes. Then the ranks run equally many forward passes, which costs time and nothing else. A model
-with experts that is taken for one without would run all the same, with all experts on every rank.
+In doubt the answer is yes. Then the ranks run equally many forwards, which costs time and nothing else. A model with
+experts that is taken for one without them runs correctly too, with all experts on every rank.
 """
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-WORDS = ("expert", "moe")  # in the name of some key of every model of experts that vLLM runs
+WORDS = ("expert", "moe")  # one of these is in some key of every model with experts that vLLM runs
 NAMES = ("model_type", "architectures")  # keys whose values are names
 
 
 def has_experts(config: Mapping[Any, Any]) -> bool:
-    """Whether a model's `config.json`, as a mapping, speaks of experts at any depth, or holds what is not plain data.
+    """Whether a model's `config.json`, as a mapping, names experts at any depth, or holds anything but plain data.
 
-    A key that does so and is None, 0, false or empty says that there are none.
+    A key that names experts and whose value is None, 0, false or empty means that there are none.
     """
-    return any(_speaks_of_experts(str(key), value) or _holds_experts(value) for key, value in config.items())
+    return any(_names_experts(str(key), value) or _holds_experts(value) for key, value in config.items())
 
 
 def any_experts(config: VllmConfig) -> bool:
-    """Whether the model, or the one that drafts for it, has experts, or is none of vLLM's own."""
+    """Whether the model, or its draft model, has experts or an architecture that vLLM does not ship."""
     drafting = config.speculative_config
     models = [config.model_config, drafting.draft_model_config if drafting is not None else None]
     return config.model_config is None or any(_may_have_experts(model) for model in models if model is not None)
@@ -33,12 +33,12 @@ def any_experts(config: VllmConfig) -> bool:
 
 def _may_have_experts(model: ModelConfig) -> bool:
     from vllm.model_executor.models.registry import _VLLM_MODELS
-    known = model.hf_config.to_dict()
-    architectures = known.get("architectures") or []
-    return not architectures or any(name not in _VLLM_MODELS for name in architectures) or has_experts(known)
+    config = model.hf_config.to_dict()
+    architectures = config.get("architectures") or []
+    return not architectures or any(name not in _VLLM_MODELS for name in architectures) or has_experts(config)
 
 
-def _speaks_of_experts(key: str, value: Any) -> bool:
+def _names_experts(key: str, value: Any) -> bool:
     names = f"{value}" if key in NAMES else key
     return bool(value) and any(word in names.lower() for word in WORDS)
 

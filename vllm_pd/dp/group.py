@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks meet: two all-gathers, by which all choose the same rim. Shared memory where every rank finds rank 0's
-files and can watch every other's process, the network otherwise.
+"""How the ranks of a group meet: two all-gathers, after which all of them use the same backend. They use shared memory
+if every rank can open rank 0's files and watch the processes of all others, otherwise the network.
 """
 import os
 import shutil
@@ -10,124 +10,125 @@ import msgspec
 import zmq
 
 from vllm_pd.dp.coordinator import CoordinatorServer
-from vllm_pd.dp.interface import EXCHANGE_BYTES, Abort, Exchange, GroupFailed, Member, Settings, Wake
+from vllm_pd.dp.interface import EXCHANGE_BYTES, Abort, Exchange, GroupFailed, GroupMember, SyncSettings, Wake
 from vllm_pd.dp.member import end_process, log
 from vllm_pd.dp.rpc import RpcMember
-from vllm_pd.dp.shm import Board, ShmMember, open_pidfds
+from vllm_pd.dp.shm import SharedPage, ShmMember, open_pidfds
 from vllm_pd.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_Told = TypeVar("_Told", bound=msgspec.Struct)
+_Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others first. `machine` differs wherever processes can't watch each other. Only rank 0
-    names a folder, "" where there is none."""
-    settings: Settings
+class _RankOffer(msgspec.Struct, frozen=True, array_like=True):
+    """The first message of a rank to the others. `machine` is equal for processes that can watch each other. `folder`
+    holds rank 0's shared files; "" on other ranks, or if there are none."""
+    settings: SyncSettings
     machine: str
     pid: int
     folder: str
 
 
-class _Shared(msgspec.Struct, frozen=True, array_like=True):
-    """Whether a rank has found and can watch all others."""
+class _SharingVote(msgspec.Struct, frozen=True, array_like=True):
+    """Whether a rank has opened the shared files and can watch all other ranks."""
     shared: bool
 
 
-class _Coordinator(msgspec.Struct, frozen=True, array_like=True):
-    """Where the coordinator is and the key of its door; said by rank 0."""
+class _CoordinatorAddress(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator's address and public key. Empty on all ranks but rank 0."""
     address: str = ""
     server_key: bytes = b""
 
 
 def join(rank: int, size: int, host: str, *, wake: Wake, exchange: Exchange, abort: Abort = end_process,
-         settings: Settings | None = None, shared_memory: bool = True) -> Member:
-    """This process's member of the group. Blocks until all ranks are there. Raises GroupFailed, ConfigError.
+         settings: SyncSettings | None = None, shared_memory: bool = True) -> GroupMember:
+    """Join the group of `size` ranks as `rank`. Blocks until all ranks are there. Raises GroupFailed, ConfigError.
 
-    `host`: see vllm_pd.dp. `shared_memory` false on any rank has all of them use the network.
+    For the other parameters see vllm_pd.dp. If `shared_memory` is false on any rank, all ranks use the network.
     """
-    settings = check(settings or Settings())
+    settings = check(settings or SyncSettings())
     if not 0 <= rank < size:
         raise ConfigError("data_parallel_rank", rank, f"it must be at least 0 and less than data_parallel_size={size}")
     member = _share(rank, size, exchange, settings, wake, abort, shared_memory)
     return member or _connect(rank, size, host, exchange, settings, wake, abort)
 
 
-def check(settings: Settings) -> Settings:
-    """The settings. Raises ConfigError."""
+def check(settings: SyncSettings) -> SyncSettings:
+    """Return the settings if their values are usable. Raises ConfigError."""
     if settings.horizon < 1:
-        raise ConfigError("horizon", settings.horizon, "at least the next step must be agreed on, so take 1 or more")
+        raise ConfigError("horizon", settings.horizon, "ranks agree on the next step at least, so use 1 or more")
     for key in ("timeout_s", "stall_s", "join_s", "grace_s"):
         if not 0 < getattr(settings, key) <= 86400:
-            raise ConfigError(key, getattr(settings, key), "take more than 0 and at most 86400 seconds")
+            raise ConfigError(key, getattr(settings, key), "use more than 0 and at most 86400 seconds")
     return settings
 
 
-def _compare(ours: Settings, theirs: Settings, peer: int) -> None:
-    """Raises ConfigError unless they are the same."""
-    for key in Settings.__struct_fields__:
+def over(group: "ProcessGroup") -> Exchange:
+    """An all-gather of byte strings over the ranks' process group, on the CPU."""
+    import torch
+    from torch.distributed import ReduceOp, all_reduce
+
+    def exchange(mine: bytes) -> list[bytes]:
+        table = torch.zeros(group.size(), 2 + EXCHANGE_BYTES, dtype=torch.int32)  # per rank: length, bytes, padding
+        row = len(mine).to_bytes(2, "little") + mine.ljust(EXCHANGE_BYTES, b"\0")
+        table[group.rank()] = torch.tensor(list(row), dtype=torch.int32)
+        all_reduce(table, op=ReduceOp.MAX, group=group)
+        rows = [bytes(row) for row in table.tolist()]
+        return [row[2:2 + int.from_bytes(row[:2], "little")] for row in rows]
+
+    return exchange
+
+
+def _require_equal(ours: SyncSettings, theirs: SyncSettings, peer: int) -> None:
+    """Raises ConfigError if rank `peer` has other settings."""
+    for key in SyncSettings.__struct_fields__:
         mine, other = getattr(ours, key), getattr(theirs, key)
         if mine != other:
             raise ConfigError(f"additional_config.dp_sync.{key}", mine,
                               f"rank {peer} has {key}={other!r}; start all ranks with the same")
 
 
-def over(group: "ProcessGroup") -> Exchange:
-    """An all-gather of byte strings over the ranks' process group on the CPU."""
-    import torch
-    from torch.distributed import ReduceOp, all_reduce
-
-    def exchange(mine: bytes) -> list[bytes]:
-        board = torch.zeros(group.size(), 2 + EXCHANGE_BYTES, dtype=torch.int32)
-        row = len(mine).to_bytes(2, "little") + mine.ljust(EXCHANGE_BYTES, b"\0")
-        board[group.rank()] = torch.tensor(list(row), dtype=torch.int32)
-        all_reduce(board, op=ReduceOp.MAX, group=group)
-        rows = [bytes(row) for row in board.tolist()]
-        return [row[2:2 + int.from_bytes(row[:2], "little")] for row in rows]
-
-    return exchange
-
-
-def _share(rank: int, size: int, exchange: Exchange, settings: Settings, wake: Wake, abort: Abort,
+def _share(rank: int, size: int, exchange: Exchange, settings: SyncSettings, wake: Wake, abort: Abort,
            wanted: bool) -> ShmMember | None:
-    """A member by shared memory, if all ranks can be."""
+    """A member over shared memory. None if not all ranks can use it, or if it is not `wanted`."""
     folder = _folder(size) if rank == 0 and wanted else ""
-    board, pidfds = None, {}
+    page, pidfds = None, {}
     try:
-        offers = _all(exchange, _Offer(settings, _machine() if wanted else f"network only {rank}", os.getpid(), folder))
+        machine = _machine() if wanted else f"network only {rank}"
+        offers = _gather(exchange, _RankOffer(settings, machine, os.getpid(), folder))
         for peer, offer in enumerate(offers):
-            _compare(settings, offer.settings, peer)
+            _require_equal(settings, offer.settings, peer)
         if offers[0].folder and len({offer.machine for offer in offers}) == 1:
-            board, pidfds = _open(offers, rank)
-        everyone = all(one.shared for one in _all(exchange, _Shared(board is not None)))
-        if board is None or not everyone:
+            page, pidfds = _open(offers, rank)
+        unanimous = all(vote.shared for vote in _gather(exchange, _SharingVote(page is not None)))
+        if page is None or not unanimous:
             return None
-        member = ShmMember(board, pidfds, settings, wake, abort)
-        board, pidfds = None, {}
+        member = ShmMember(page, pidfds, settings, wake, abort)
+        page, pidfds = None, {}
         return member
     finally:
         if folder:
-            shutil.rmtree(folder, ignore_errors=True)  # all have it open, or will do without
-        if board is not None:
-            board.close()
+            shutil.rmtree(folder, ignore_errors=True)  # all ranks have opened it, or will use the network
+        if page is not None:
+            page.close()
         for pidfd in pidfds.values():
             os.close(pidfd)
 
 
-def _connect(rank: int, size: int, host: str, exchange: Exchange, settings: Settings, wake: Wake,
+def _connect(rank: int, size: int, host: str, exchange: Exchange, settings: SyncSettings, wake: Wake,
              abort: Abort) -> RpcMember:
-    """A member by the network."""
-    coordinator, mine = None, _Coordinator()
+    """A member over the network. Rank 0 also starts the coordinator."""
+    coordinator, mine = None, _CoordinatorAddress()
     if rank == 0:
         public, secret = zmq.curve_keypair()
         coordinator = CoordinatorServer(size, host, settings, (public, secret))
-        mine = _Coordinator(coordinator.address, public)
+        mine = _CoordinatorAddress(coordinator.address, public)
     member = None
     try:
-        door = _all(exchange, mine)[0]
-        member = RpcMember(rank, size, door.address, door.server_key, settings, wake, abort, coordinator)
+        server = _gather(exchange, mine)[0]
+        member = RpcMember(rank, size, server.address, server.server_key, settings, wake, abort, coordinator)
         member.wait_joined()
     except BaseException:
         if member is not None:
@@ -138,40 +139,40 @@ def _connect(rank: int, size: int, host: str, exchange: Exchange, settings: Sett
     return member
 
 
-def _all(exchange: Exchange, mine: _Told) -> list[_Told]:
-    """The same kind of word from every rank, in order."""
+def _gather(exchange: Exchange, mine: _Message) -> list[_Message]:
+    """The messages of all ranks, in order of rank. Raises GroupFailed."""
     packed = msgspec.msgpack.encode(mine)
     if len(packed) > EXCHANGE_BYTES:
         raise GroupFailed(f"{mine} takes {len(packed)} bytes, more than {EXCHANGE_BYTES}")
     try:
         return [msgspec.msgpack.decode(theirs, type=type(mine)) for theirs in exchange(packed)]
     except msgspec.MsgspecError as error:
-        raise GroupFailed(f"a rank speaks another language: {error}; run the same version on all") from error
+        raise GroupFailed(f"can't read a rank's message: {error}; run the same version on all ranks") from error
 
 
 def _machine() -> str:
-    """Equal for processes that can watch each other: the same boot of the same kernel, the same process ids."""
+    """A string that is equal for processes that can watch each other: same boot, same process id namespace."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _folder(size: int) -> str:
-    """A new group's files, "" where they can't be had."""
+    """A folder with the shared files of a new group, "" if they can't be created."""
     try:
-        return Board.create(size)
+        return SharedPage.create(size)
     except OSError as error:
-        log.warning("no shared memory for the data-parallel group (%s); it uses the network", error)
+        log.warning("no shared memory for the data-parallel group (%s): it uses the network", error)
         return ""
 
 
-def _open(offers: list[_Offer], rank: int) -> tuple[Board | None, dict[int, int]]:
-    """The board and the other processes, or nothing: then the network has to do."""
+def _open(offers: list[_RankOffer], rank: int) -> tuple[SharedPage | None, dict[int, int]]:
+    """The shared page and the pidfds of the other ranks. (None, {}) if either can't be had."""
     try:
-        board = Board(offers[0].folder, rank, len(offers))
+        page = SharedPage(offers[0].folder, rank, len(offers))
     except OSError:
         return None, {}
     try:
-        return board, open_pidfds([offer.pid for offer in offers], rank)
+        return page, open_pidfds([offer.pid for offer in offers], rank)
     except OSError:
-        board.close()
+        page.close()
         return None, {}

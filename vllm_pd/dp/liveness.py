@@ -1,53 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has been silent for too long, while there are steps to run. Pure: the time is passed in.
+"""Find ranks that are silent for too long while there is something to do. Pure: the caller passes the time in.
 
-A process that was stopped itself must not blame the others for it: whoever looks much later than it meant to begins
-anew.
+Do not blame other ranks right after this process was suspended: if a check comes much later than planned, all times
+start again.
 """
 from typing import NamedTuple
 
-TOLD_S = 1.0  # processes that are told to end together are all told within that
+SHUTDOWN_SPREAD_S = 1.0  # processes that are told to end together are all told within that time
 
 
-class Finding(NamedTuple):
-    """What is wrong, and with which rank (None: nobody in particular)."""
+class LivenessFailure(NamedTuple):
+    """What is wrong, and with which rank. `rank` is None if no single rank is to blame."""
     rank: int | None
     text: str
 
 
-class Liveness:
-    """Watches `ranks` (others than one's own). In a quiet group nobody is watched."""
+class GroupLiveness:
+    """Watches `ranks`, which do not include this process's own. It watches nobody while the group is quiet."""
 
     def __init__(self, ranks: list[int], timeout_s: float, stall_s: float):
         self.beat_s = timeout_s / 4
         self._timeout_s = timeout_s
         self._stall_s = stall_s
         self._heard = dict.fromkeys(ranks, 0.0)
-        self._looked: float | None = None
+        self._checked: float | None = None
         self._progress = -1
         self._progressed = 0.0
 
-    def quiet(self) -> None:
-        """There is nothing to run: forget."""
-        self._looked = None
+    def reset(self) -> None:
+        """There is nothing to do: forget all times."""
+        self._checked = None
 
     def heard(self, rank: int, now: float) -> None:
-        """The rank is alive."""
+        """That rank gave a sign of life at `now`."""
         self._heard[rank] = now
 
-    def look(self, now: float, progress: int, steps: bool = True) -> Finding | None:
-        """To be called at least every `beat_s` while there is something to do; `progress` is a number that moves as
-        long as forwards end, where there are `steps` to run. Returns what is wrong, if anything."""
-        late = self._looked is None or now - self._looked > 2 * self.beat_s
-        self._looked = now
+    def check(self, now: float, progress: int, steps: bool = True) -> LivenessFailure | None:
+        """Return what is wrong, if anything. Call this at least every `beat_s` while there is something to do.
+
+        `now` is in seconds. `progress` is any number that changes whenever a forward ends. `steps`: there are forwards
+        to run, so `progress` must change.
+        """
+        late = self._checked is None or now - self._checked > 2 * self.beat_s
+        self._checked = now
         if late:
             self._heard = dict.fromkeys(self._heard, now)
         if late or progress != self._progress or not steps:
             self._progress, self._progressed = progress, now
         for rank, heard in self._heard.items():
             if now - heard > self._timeout_s:
-                return Finding(rank, f"no answer for {now - heard:.1f} s (timeout_s={self._timeout_s:g})")
-        if now - self._progressed > self._stall_s:
-            return Finding(None, f"no forward has ended for {now - self._progressed:.0f} s (stall_s={self._stall_s:g}) "
-                                 f"although all processes live: look for a rank that is stuck outside of its step loop")
+                return LivenessFailure(rank, f"no answer for {now - heard:.1f} s (timeout_s={self._timeout_s:g})")
+        stalled_s = now - self._progressed
+        if stalled_s > self._stall_s:
+            return LivenessFailure(None, f"no forward has ended for {stalled_s:.0f} s (stall_s={self._stall_s:g}), "
+                                         f"although all processes are alive: find the rank that is stuck outside of "
+                                         f"its step loop")
         return None

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rim for groups on one host: a page of shared memory with one slot a rank, and one bell (a FIFO) a rank.
+"""The shared-memory backend, for groups on one host: a page with one slot per rank, and one wakeup FIFO per rank.
 
-There is no coordinator and no message: the agreed step is the highest number in the slots, each of which only its own
-rank writes. Being read at every step it is never late, so nothing more than the next step is ever agreed ahead.
+There is no coordinator and no message. The agreed step is the highest number in the slots, and each rank writes only
+its own slot. Every rank reads the page at every step, so the number is never late, and only one step is requested
+ahead.
 
-Bells are rung only for urgent asks. One made ahead of need, at the beginning of a forward that was agreed before, is
-seen by everyone without: no rank ends that forward before the asking rank has begun it, and each reads the slots
+Only urgent requests wake the other ranks. A request made ahead of need, at the beginning of a forward that was already
+agreed, needs no wakeup: no rank ends that forward before the requesting rank has begun it, and each reads the slots
 after it.
 
-A rank's death is a fact that its pidfd tells. A rank that is stopped is found by its beat, a number that every rank's
-watching thread moves while there are steps to run. In a quiet group the threads sleep.
+A pidfd shows that a rank's process has died. A stopped process is found by its beat, a number that every rank's
+watching thread increases while there are steps to run. In a quiet group the threads sleep.
 """
 import contextlib
 import mmap
@@ -20,34 +21,34 @@ import tempfile
 import time
 from enum import IntEnum
 
-from vllm_pd.dp.calls import NAME_BITS, Calls
-from vllm_pd.dp.core import Ask, Reach
-from vllm_pd.dp.interface import Abort, Settings, Wake
-from vllm_pd.dp.liveness import TOLD_S, Liveness
+from vllm_pd.dp.calls import NAME_BITS, CallRegisters
+from vllm_pd.dp.core import Lookahead, StepRequest
+from vllm_pd.dp.interface import Abort, SyncSettings, Wake
+from vllm_pd.dp.liveness import SHUTDOWN_SPREAD_S, GroupLiveness
 from vllm_pd.dp.member import AWAY, BaseMember
 
-_SLOT_WORDS = 16  # two cache lines, so that ranks don't disturb each other
+_SLOT_WORDS = 16  # two cache lines, so that no two ranks write to the same one
 _WORD_BYTES = 8
-_NUMBER_BITS = 64 - NAME_BITS  # of a call's number, beside a name or a step: all that a word has room for
+_NUMBER_BITS = 64 - NAME_BITS  # the bits of a call's number that fit into a word beside a name or a step
 _LEADER = 0  # the rank that decides about calls
-_ONLY_NEXT = Reach(1, 1)
+_ONLY_NEXT = Lookahead(1, 1)
 
 
-class _Word(IntEnum):
-    """What is where in a slot. Aligned words of 8 bytes, each written by one process and written at once."""
-    ASKED = 0  # twice the step asked for, plus one if the rank has left: both change together
-    ENDED = 1
-    BEAT = 2
-    FAULT = 3  # _Fault, and 16 times the rank that it is about
-    CLOSED = 4
-    READY = 5  # the call that the rank is ready for; on rank 0 the last dropped
-    PROPOSED = 6  # by rank 0: number (its last bits) and name of a call
-    RELEASED = 7  # by rank 0: number of a call (its last bits) and the step after which it is made
-    DONE = 8  # the call up to which the rank has nothing more to do with any
+class _Field(IntEnum):
+    """The words of a slot: aligned, 8 bytes each, written by one process and in one store."""
+    ASKED = 0  # twice the highest requested step, plus 1 if the rank has left: both must change together
+    ENDED = 1  # how many forwards have ended
+    BEAT = 2  # increases while the watching thread runs
+    FAULT = 3  # 16 * (the rank at fault) + _FailureCode; 0: none
+    CLOSED = 4  # 1 if the rank's process ends
+    READY = 5  # the call number that the rank is ready for; on rank 0 the last dropped number
+    PROPOSED = 6  # on rank 0: number (its low bits) and name of the proposed call
+    RELEASED = 7  # on rank 0: number (its low bits) of the released call, and the step after which it is made
+    DONE = 8  # the rank has nothing more to do with calls up to this number
 
 
-class _Fault(IntEnum):
-    """Why a rank gave the group up."""
+class _FailureCode(IntEnum):
+    """Why a rank has found that the group has failed."""
     DEAD = 1
     CLOSED = 2
     SILENT = 3
@@ -56,29 +57,32 @@ class _Fault(IntEnum):
     AWAY = 6
 
 
-_SAYS = {
-    _Fault.DEAD: "its process has ended",
-    _Fault.CLOSED: "it has been shut down, and the others can't go on without it",
-    _Fault.SILENT: "it does not answer",
-    _Fault.STALLED: "its forwards do not end",
-    _Fault.BROKEN: "its watch over the group broke",
-    _Fault.AWAY: AWAY,
+_FAILURE_TEXTS = {
+    _FailureCode.DEAD: "its process has ended",
+    _FailureCode.CLOSED: "it has been shut down, and the others can't go on without it",
+    _FailureCode.SILENT: "it does not answer",
+    _FailureCode.STALLED: "its forwards do not end",
+    _FailureCode.BROKEN: "unexpected error in the thread that watches the group",
+    _FailureCode.AWAY: AWAY,
 }
 
 
-class Board:
-    """The shared files: `slots`, and `bell.0`, `bell.1`... Made by rank 0 in a folder of its own, opened by all, then
-    removed by rank 0: what is left needs no clean-up, however the processes end."""
+class SharedPage:
+    """The shared files: `slots`, and the FIFOs `wakeup.0`, `wakeup.1`... Rank 0 creates them in a folder of its own and
+    removes them when all ranks have opened them. So nothing is left behind, however the processes end.
+
+    `slots` holds a uint64 array [size, _SLOT_WORDS]; see `_Field` for the columns.
+    """
 
     def __init__(self, folder: str, rank: int, size: int):
-        """Open. Raises OSError where the files are not there."""
+        """Open the files in `folder`. Raises OSError if they are not there."""
         self.rank = rank
         self.size = size
-        self._bells: list[int] = []
+        self._wakeups: list[int] = []
         self._map: mmap.mmap | None = None
         try:
-            for peer in range(size):  # for both ends, so that no end is ever missing
-                self._bells.append(os.open(os.path.join(folder, f"bell.{peer}"), os.O_RDWR | os.O_NONBLOCK))
+            for peer in range(size):  # for reading and writing, so that opening and writing never wait for a reader
+                self._wakeups.append(os.open(os.path.join(folder, f"wakeup.{peer}"), os.O_RDWR | os.O_NONBLOCK))
             with open(os.path.join(folder, "slots"), "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), size * _SLOT_WORDS * _WORD_BYTES)
         except (OSError, ValueError):
@@ -88,51 +92,51 @@ class Board:
 
     @staticmethod
     def create(size: int) -> str:
-        """Make the files of a new group. Returns their folder. Raises OSError."""
+        """Create the files of a new group of `size` ranks. Returns their folder. Raises OSError."""
         parent = "/dev/shm" if os.path.isdir("/dev/shm") else None
         folder = tempfile.mkdtemp(prefix=f"vllm-pd-dp-{secrets.token_hex(4)}-", dir=parent)
         with open(os.path.join(folder, "slots"), "wb") as file:
             file.truncate(size * _SLOT_WORDS * _WORD_BYTES)
         for rank in range(size):
-            os.mkfifo(os.path.join(folder, f"bell.{rank}"), 0o600)
+            os.mkfifo(os.path.join(folder, f"wakeup.{rank}"), 0o600)
         return folder
 
-    def read(self, rank: int, word: _Word) -> int:
-        """A word of anyone's."""
-        return self._words[rank * _SLOT_WORDS + word]
+    def read(self, rank: int, field: _Field) -> int:
+        """Read a word of that rank's slot."""
+        return self._words[rank * _SLOT_WORDS + field]
 
-    def write(self, word: _Word, value: int) -> None:
-        """A word of one's own."""
-        self._words[self.rank * _SLOT_WORDS + word] = value
+    def write(self, field: _Field, value: int) -> None:
+        """Write a word of this rank's own slot."""
+        self._words[self.rank * _SLOT_WORDS + field] = value
 
-    def column(self, word: _Word) -> list[int]:
-        """That word of all ranks."""
-        return self._words[word::_SLOT_WORDS].tolist()
+    def column(self, field: _Field) -> list[int]:
+        """That word of all ranks, in order of rank."""
+        return self._words[field::_SLOT_WORDS].tolist()
 
     @property
-    def bell(self) -> int:
-        """What to poll for one's own bell."""
-        return self._bells[self.rank]
+    def wakeup_fd(self) -> int:
+        """The file descriptor to poll for this rank's wakeups."""
+        return self._wakeups[self.rank]
 
-    def ring(self) -> int:
-        """Ring all bells, one's own too: its watch has to begin. Returns how many. Never blocks: a full FIFO rings
-        too."""
-        for bell in self._bells:
+    def wake_all(self) -> int:
+        """Wake the watching threads of all ranks, this one included. Returns how many. Never blocks: a full FIFO is
+        readable, which is all that a wakeup needs."""
+        for wakeup in self._wakeups:
             with contextlib.suppress(BlockingIOError):
-                os.write(bell, b"\0")
+                os.write(wakeup, b"\0")
         return self.size
 
-    def silence(self) -> None:
-        """One's own bell has been heard."""
+    def clear_wakeup(self) -> None:
+        """Remove the wakeups that have arrived for this rank."""
         with contextlib.suppress(BlockingIOError):
-            while len(os.read(self.bell, 4096)) == 4096:
+            while len(os.read(self.wakeup_fd, 4096)) == 4096:
                 pass
 
     def close(self) -> None:
-        """Let go."""
-        for bell in self._bells:
-            os.close(bell)
-        self._bells = []
+        """Close the files. Idempotent."""
+        for wakeup in self._wakeups:
+            os.close(wakeup)
+        self._wakeups = []
         if self._map is not None:
             self._words = memoryview(b"")
             self._map.close()
@@ -140,76 +144,76 @@ class Board:
 
 
 class ShmMember(BaseMember):
-    """A rank of a group on one host. Takes over the board and the pidfds (by rank, its own excepted)."""
+    """A rank of a group on one host. Owns the page and the pidfds of the other ranks, by rank."""
 
-    def __init__(self, board: Board, pidfds: dict[int, int], settings: Settings, wake: Wake, abort: Abort):
-        super().__init__(board.rank, board.size, settings, wake, abort)
-        self._board = board
+    def __init__(self, page: SharedPage, pidfds: dict[int, int], settings: SyncSettings, wake: Wake, abort: Abort):
+        super().__init__(page.rank, page.size, settings, wake, abort)
+        self._page = page
         self._pidfds = pidfds
         self._dead: set[int] = set()
-        self._closed: dict[int, float] = {}  # since when
-        self._liveness = Liveness(sorted(pidfds), settings.timeout_s, settings.stall_s)
+        self._closed: dict[int, float] = {}  # by rank, since when
+        self._liveness = GroupLiveness(sorted(pidfds), settings.timeout_s, settings.stall_s)
         self._seen: dict[int, tuple[int, int, int]] = {}
-        self._call_words: tuple[list[int], int, int] | None = None
+        self._call_fields: tuple[list[int], int, int] | None = None
         self._thread.start()
 
-    def _reach(self) -> Reach:
+    def _lookahead(self) -> Lookahead:
         return _ONLY_NEXT
 
     def _refresh(self) -> None:
-        # In that order: who is ready has stored its last ask before, and asks again only after it has read that the
-        # call is released.
-        ready = self._board.column(_Word.READY)
-        asked = self._board.column(_Word.ASKED)
-        words = (ready, self._board.read(_LEADER, _Word.PROPOSED), self._board.read(_LEADER, _Word.RELEASED))
-        calls = None
-        if words != self._call_words:
-            self._call_words, calls = words, _calls(self._participant.turns.known, *words)
-        self._participant.told(max(asked) >> 1, all(word & 1 for word in asked), calls=calls)
+        # In this order: a rank stores its last request before it stores that it is ready, and requests again only after
+        # it has read that the call is released.
+        ready = self._page.column(_Field.READY)
+        asked = self._page.column(_Field.ASKED)
+        words = (ready, self._page.read(_LEADER, _Field.PROPOSED), self._page.read(_LEADER, _Field.RELEASED))
+        registers = None
+        if words != self._call_fields:
+            self._call_fields, registers = words, _registers(self._participant.call_state.registers, *words)
+        self._participant.update(max(asked) >> 1, all(word & 1 for word in asked), registers=registers)
 
-    def _publish(self, ask: Ask) -> None:
-        self._board.write(_Word.ASKED, ask.step << 1)
-        if ask.urgent:
-            self.counters.messages += self._board.ring()
+    def _publish_request(self, request: StepRequest) -> None:
+        self._page.write(_Field.ASKED, request.step << 1)
+        if request.urgent:
+            self.counters.messages += self._page.wake_all()
 
     def _publish_end(self) -> None:
-        self._board.write(_Word.ENDED, self._participant.ended)
-        self._board.write(_Word.DONE, self._participant.done)
+        self._page.write(_Field.ENDED, self._participant.ended)
+        self._page.write(_Field.DONE, self._participant.done)
 
     def _publish_call(self) -> None:
-        turns = self._participant.turns
-        if turns.leads:
-            self._board.write(_Word.PROPOSED, _packed(turns.known.proposed, turns.known.name))
-            self._board.write(_Word.RELEASED, _packed(turns.known.released, turns.known.final))
-        self._board.write(_Word.READY, turns.known.dropped if turns.leads else turns.ready)
-        self._board.ring()
+        call_state = self._participant.call_state
+        if call_state.leads:
+            self._page.write(_Field.PROPOSED, _packed(call_state.registers.proposed, call_state.registers.name))
+            self._page.write(_Field.RELEASED, _packed(call_state.registers.released, call_state.registers.final))
+        self._page.write(_Field.READY, call_state.registers.dropped if call_state.leads else call_state.ready)
+        self._page.wake_all()
 
     def _publish_leave(self) -> None:
-        self._board.write(_Word.ASKED, self._participant.agreed << 1 | 1)
-        self.counters.messages += self._board.ring()
+        self._page.write(_Field.ASKED, self._participant.agreed << 1 | 1)
+        self.counters.messages += self._page.wake_all()
 
     def _before_close(self) -> None:
-        self._board.write(_Word.CLOSED, 1)
-        self._board.ring()
+        self._page.write(_Field.CLOSED, 1)
+        self._page.wake_all()
 
     def _release(self) -> None:
         for pidfd in self._pidfds.values():
             os.close(pidfd)
-        self._board.close()
+        self._page.close()
 
     def _watch(self) -> None:
         try:
             self._poll()
         except Exception:
-            self._board.write(_Word.FAULT, self.rank * 16 + _Fault.BROKEN)
+            self._page.write(_Field.FAULT, self.rank * 16 + _FailureCode.BROKEN)
             raise
         finally:
-            if self._failed or self._board.read(self.rank, _Word.FAULT):
-                self._board.ring()
+            if self._failed or self._page.read(self.rank, _Field.FAULT):
+                self._page.wake_all()
 
     def _poll(self) -> None:
         poll = select.poll()
-        poll.register(self._board.bell, select.POLLIN)
+        poll.register(self._page.wakeup_fd, select.POLLIN)
         poll.register(self._waker, select.POLLIN)
         ranks = {pidfd: rank for rank, pidfd in self._pidfds.items()}
         for pidfd in ranks:
@@ -219,8 +223,8 @@ class ShmMember(BaseMember):
         while not self._closing.is_set() and not self._failed:
             events = poll.poll(timeout_ms)
             for fd, _ in events:
-                if fd == self._board.bell:
-                    self._board.silence()
+                if fd == self._page.wakeup_fd:
+                    self._page.clear_wakeup()
                 elif fd in ranks:
                     self._dead.add(ranks[fd])
                     poll.unregister(fd)
@@ -228,87 +232,90 @@ class ShmMember(BaseMember):
                 self._wake_engine()
             steps = not self._quiet()
             busy = steps or self._called()
-            self._board.write(_Word.BEAT, self._board.read(self.rank, _Word.BEAT) + 1)
-            self._look(steps, busy)
-            # Twice, a beat apart: what another processor has written may be seen in another order.
+            self._page.write(_Field.BEAT, self._page.read(self.rank, _Field.BEAT) + 1)
+            self._check(steps, busy)
+            # Sleep only after two quiet rounds, a beat apart: another CPU's stores may become visible in another order.
             calm = 0 if busy else calm + 1
             timeout_ms = None if calm > 1 else self._liveness.beat_s * 1000
             if self._closed:
-                timeout_ms = min(self._liveness.beat_s, TOLD_S) * 1000
+                timeout_ms = min(self._liveness.beat_s, SHUTDOWN_SPREAD_S) * 1000
 
     def _quiet(self) -> bool:
-        ended = self._board.column(_Word.ENDED)
-        return min(ended) >= max(self._board.column(_Word.ASKED)) >> 1
+        ended = self._page.column(_Field.ENDED)
+        return min(ended) >= max(self._page.column(_Field.ASKED)) >> 1
 
     def _called(self) -> bool:
-        """Whether a call waits for someone, or is under way."""
-        calls = self._participant.turns.known
-        return calls.open or min(self._board.column(_Word.DONE)) < calls.released
+        """Whether a call is open, or some rank has yet to end it."""
+        registers = self._participant.call_state.registers
+        return registers.open or min(self._page.column(_Field.DONE)) < registers.released
 
-    def _look(self, steps: bool, busy: bool) -> None:
-        """`steps`: there are some to run. `busy`: or there is a call."""
-        board = self._board
+    def _check(self, steps: bool, busy: bool) -> None:
+        """Look for failures. `steps`: there are steps to run. `busy`: there are steps or a call."""
+        page = self._page
         for rank in self._pidfds:
-            if fault := board.read(rank, _Word.FAULT):
-                return self._give_up(_Fault(fault % 16), fault // 16, f" (says rank {rank})")
+            if fault := page.read(rank, _Field.FAULT):
+                return self._give_up(_FailureCode(fault % 16), fault // 16, f" (reported by rank {rank})")
         with self._lock:
             over = self._participant.over
-            calls = self._participant.turns.known
+            registers = self._participant.call_state.registers
         for rank in self._pidfds:
-            closed = board.read(rank, _Word.CLOSED)
-            called = board.read(rank, _Word.DONE) < calls.released or rank == _LEADER and calls.open
-            if over and board.read(rank, _Word.ENDED) >= self._participant.agreed and not called:
-                continue  # has done its part
+            closed = page.read(rank, _Field.CLOSED)
+            called = page.read(rank, _Field.DONE) < registers.released or rank == _LEADER and registers.open
+            if over and page.read(rank, _Field.ENDED) >= self._participant.agreed and not called:
+                continue  # the group does not need it any more
             if closed and (steps or called or self._misses(rank)):
-                return self._give_up(_Fault.CLOSED, rank)
+                return self._give_up(_FailureCode.CLOSED, rank)
             if rank in self._dead and not closed:
-                return self._give_up(_Fault.DEAD, rank)
+                return self._give_up(_FailureCode.DEAD, rank)
         if not busy:
-            return self._liveness.quiet()
+            return self._liveness.reset()
         now = time.monotonic()
         if self._loop_is_away(now):
-            return self._give_up(_Fault.AWAY, self.rank)
+            return self._give_up(_FailureCode.AWAY, self.rank)
         for rank in self._pidfds:
-            seen = (board.read(rank, _Word.BEAT), board.read(rank, _Word.ENDED), board.read(rank, _Word.ASKED))
-            if self._seen.get(rank) != seen or board.read(rank, _Word.CLOSED):
+            seen = (page.read(rank, _Field.BEAT), page.read(rank, _Field.ENDED), page.read(rank, _Field.ASKED))
+            if self._seen.get(rank) != seen or page.read(rank, _Field.CLOSED):
                 self._seen[rank] = seen
                 self._liveness.heard(rank, now)
-        ended = board.column(_Word.ENDED)
-        if wrong := self._liveness.look(now, sum(ended), steps):
-            if wrong.rank is None:
-                return self._give_up(_Fault.STALLED, ended.index(min(ended)), f": {wrong.text}")
-            return self._give_up(_Fault.SILENT, wrong.rank, f": {wrong.text}")
+        ended = page.column(_Field.ENDED)
+        if failure := self._liveness.check(now, sum(ended), steps):
+            if failure.rank is None:
+                return self._give_up(_FailureCode.STALLED, ended.index(min(ended)), f": {failure.text}")
+            return self._give_up(_FailureCode.SILENT, failure.rank, f": {failure.text}")
         return None
 
     def _misses(self, rank: int) -> bool:
-        """Whether this process goes on although that rank, which is closed, can't."""
-        return not self._ends and time.monotonic() - self._closed.setdefault(rank, time.monotonic()) >= TOLD_S
+        """Whether this process keeps running although that rank was closed SHUTDOWN_SPREAD_S ago."""
+        closed_s = time.monotonic() - self._closed.setdefault(rank, time.monotonic())
+        return not self._end_expected and closed_s >= SHUTDOWN_SPREAD_S
 
-    def _give_up(self, fault: _Fault, rank: int, detail: str = "") -> None:
-        self._board.write(_Word.FAULT, rank * 16 + fault)
-        self._fail(f"rank {rank}: {_SAYS[fault]}{detail}")
+    def _give_up(self, fault: _FailureCode, rank: int, detail: str = "") -> None:
+        self._page.write(_Field.FAULT, rank * 16 + fault)
+        self._fail(f"rank {rank}: {_FAILURE_TEXTS[fault]}{detail}")
 
 
 def _packed(number: int, rest: int) -> int:
-    """A word for both."""
+    """A 64-bit word with the low bits of a call's number, and a name or a step."""
     return (number & (1 << _NUMBER_BITS) - 1) << NAME_BITS | rest
 
 
 def _unpacked(word: int, known: int) -> tuple[int, int]:
-    """The number and what was beside it, where the number was `known` when it was last read."""
+    """The full number of a call, and the name or step beside it. `known`: the number at the previous read."""
     ahead = (word >> NAME_BITS) - known & (1 << _NUMBER_BITS) - 1
     return known + ahead, word & (1 << NAME_BITS) - 1
 
 
-def _calls(known: Calls, ready: list[int], proposed: int, released: int) -> Calls:
-    """What the words say to who knew that before."""
+def _registers(known: CallRegisters, ready: list[int], proposed: int, released: int) -> CallRegisters:
+    """The registers as read from the page. `known`: those of the previous read. `ready`: the READY word of each rank.
+    `proposed`, `released`: these words of rank 0."""
     number, name = _unpacked(proposed, known.proposed)
     last, final = _unpacked(released, known.released)
-    return Calls(number, name, ready[_LEADER], last, final, min(ready[_LEADER + 1:], default=number))
+    return CallRegisters(number, name, ready[_LEADER], last, final, min(ready[_LEADER + 1:], default=number))
 
 
 def open_pidfds(pids: list[int], rank: int) -> dict[int, int]:
-    """By rank, of all but one's own. Raises OSError where a process can't be watched."""
+    """Open pidfds of the other ranks' processes. Returns them by rank; the caller owns them. `pids` has one entry per
+    rank. Raises OSError if a process can't be watched."""
     pidfds: dict[int, int] = {}
     try:
         for peer, pid in enumerate(pids):

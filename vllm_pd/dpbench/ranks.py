@@ -23,12 +23,12 @@ from rich.table import Table
 
 from .. import dp
 from ..dp.coordinator import THREAD
-from ..dp.interface import Decision, Settings
+from ..dp.interface import StepDecision, SyncSettings
 from ..errors import ConfigError, PDError
 from .measure import RIMS
 
 WAIT_S = 300.0  # for whatever takes all ranks, on a machine with far fewer cores
-SETTINGS = Settings(timeout_s=60.0, join_s=WAIT_S)  # a rank may wait long for a core
+SETTINGS = SyncSettings(timeout_s=60.0, join_s=WAIT_S)  # a rank may wait long for a core
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -182,9 +182,9 @@ def _run_rank(bench: RanksBench, rank: int, barrier: Barrier, pipes: list[tuple[
             elif word and not left:
                 pipe.send("done")
         decision = member.before_step(left > 0, (left - 1) % bench.tokens + 1 if left else None)
-        if decision is Decision.END:
+        if decision is StepDecision.END:
             return
-        if decision is not Decision.IDLE:
+        if decision is not StepDecision.IDLE:
             forward()
             member.after_step()
         if left:
@@ -193,7 +193,7 @@ def _run_rank(bench: RanksBench, rank: int, barrier: Barrier, pipes: list[tuple[
                 pipe.send("done")
 
 
-def _tally(member: dp.Member) -> Tally:
+def _tally(member: dp.GroupMember) -> Tally:
     counters = member.counters
     coordinators = [thread.native_id for thread in threading.enumerate() if thread.name == THREAD]
     return Tally(counters.forwards, counters.dummies, counters.asks, member.messages,

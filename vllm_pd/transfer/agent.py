@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One NIXL agent with one UCX back end, over the library's bindings.
+"""One NIXL agent with one UCX backend, over the library's bindings.
 
-The bindings and not the library's own Python class, because that class fixes the wait of the progress thread at zero,
-and then the thread takes a whole core for ever. With a wait the thread sleeps on UCX's file descriptors: it is awake
-at once when something comes, and an idle agent takes less than 0.1 % of a core.
+It uses the bindings and not the library's own Python class. That class sets the wait of the progress thread to zero, so
+that the thread uses a whole core all the time. With a wait, the thread sleeps on UCX's file descriptors: it wakes at
+once when something arrives, and an idle agent uses less than 0.1 % of a core.
 
-A write ends with a flush, which the receiver must answer; its notice goes out when the sender looks and finds the flush
-answered. With the thread at the receiver the answer waits for nobody's model step. But on the sender it fights with the
-writing thread for one lock: with a core each and other work around, 184 MB took 54-110 ms without it and 135-290 ms
-with it; on the receiver it made no difference to that. So a receiver wants it, and an engine that only sends does not.
+A write ends with a flush that the receiver must answer. The notice leaves when the sender polls and finds the flush
+answered. With a progress thread at the receiver the answer waits for no model step. But at the sender that thread
+competes with the writing thread for one lock. With one core for each side and other work running, 184 MB took 54-110 ms
+without the thread at the sender and 135-290 ms with it; at the receiver it made no difference to that. So a receiver
+needs the thread, and an engine that only sends does not.
 """
 from __future__ import annotations
 
@@ -23,18 +24,22 @@ from vllm_pd.transfer.layout import Memory
 PROGRESS_WAIT_S = 0.1
 
 
-class State(Enum):
+class TransferState(Enum):
     """State of a posted transfer."""
     DONE = "done"
     OPEN = "open"
     FAILED = "failed"
 
 
-class Agent:
-    """A NIXL agent. Handles are numbers, owned by the caller. What goes wrong raises TransferError."""
+class NixlAgent:
+    """A NIXL agent named `name`. Every method raises TransferError for any error of the library.
+
+    Handles are integers. The caller owns them and must release them. Descriptor rows are uint64 [n, 5] = address,
+    bytes, device, stride in bytes, count: row `i` stands for `count` descriptors of `bytes` bytes, `stride` apart.
+    """
 
     def __init__(self, name: str, progress_thread: bool) -> None:
-        # Both are read once, when the libraries load. Errors reach us as states and exceptions; their log is noise.
+        # The libraries read both when they load. Their logs only repeat errors that we get as states and exceptions.
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         from nixl import _bindings as nixl
@@ -46,69 +51,83 @@ class Agent:
         self._backends = [self._agent.createBackend("UCX", {})]
 
     def metadata(self) -> bytes:
+        """What a peer's agent needs to reach this one, including the memory registered so far."""
         return self._agent.getLocalMD()
 
     def register(self, regions: list[tuple[int, int, int]], memory: Memory) -> object:
-        """Register (address, bytes, device) regions. The result is for `deregister`."""
+        """Register memory regions (address, bytes, device) for transfers. Returns the registration for `deregister`."""
         regions_ = self._nixl.nixlRegDList(self._memory(memory), [(*region, "") for region in regions])
         self._call(self._agent.registerMem, regions_, self._backends)
         return regions_
 
     def deregister(self, registered: object) -> None:
+        """Undo `register`."""
         self._call(self._agent.deregisterMem, registered, self._backends)
 
     def add_peer(self, metadata: bytes) -> str:
-        """Load a peer's metadata. Returns the name that its agent has."""
+        """Load the metadata of a peer's agent. Returns that agent's name."""
         return self._call(self._agent.loadRemoteMD, metadata).decode()
 
     def remove_peer(self, name: str) -> None:
+        """Forget the peer's agent of that name."""
         self._call(self._agent.invalidateRemoteMD, name)
 
     def prepare(self, rows: np.ndarray, memory: Memory, peer: str | None = None) -> int:
-        """Prepare strided rows of (address, bytes, device, stride, count), of our memory or of a peer's."""
+        """Prepare a list of descriptors in our memory, or in that of `peer`. `rows` is uint64 [n, 5], see NixlAgent.
+        Returns the handle of the list."""
         owner = self._nixl.NIXL_INIT_AGENT if peer is None else peer
         return self._call(self._agent.prepXferDlist, owner, self._memory(memory), rows, self._backends)
 
     def release_prepared(self, prepared: int) -> None:
+        """Release a descriptor list."""
         self._call(self._agent.releasedDlistH, prepared)
 
     def make_write(self, local: int, local_indices: np.ndarray, remote: int, remote_indices: np.ndarray,
                    notice: bytes) -> int:
-        """A transfer from descriptors of one prepared list to those of another. Not posted yet."""
+        """Create a write from our memory to the peer's; `post` starts it. Returns its handle.
+
+        `local` and `remote` are handles of descriptor lists. The indices are int32 [n] into them: descriptor
+        `local_indices[i]` is copied to `remote_indices[i]`. The peer gets `notice` after the data, unless it is empty.
+        """
         return self._call(self._agent.makeXferReq, self._nixl.NIXL_WRITE, local, local_indices, remote,
                           remote_indices, notice, self._backends)
 
     def make_read(self, local: int, local_indices: np.ndarray, remote: int, remote_indices: np.ndarray) -> int:
-        """The same in the other direction, without a notice."""
+        """Create a read from the peer's memory to ours; `post` starts it. Returns its handle. For the parameters see
+        `make_write`. The peer gets no notice."""
         return self._call(self._agent.makeXferReq, self._nixl.NIXL_READ, local, local_indices, remote,
                           remote_indices, b"", self._backends)
 
-    def post(self, handle: int) -> State:
+    def post(self, handle: int) -> TransferState:
+        """Start a transfer. Returns its state."""
         return self._state(self._call(self._agent.postXferReq, handle))
 
-    def check(self, handle: int) -> State:
+    def check(self, handle: int) -> TransferState:
+        """The state of a posted transfer. Also makes progress if there is no progress thread."""
         return self._state(self._call(self._agent.getXferStatus, handle))
 
     def release(self, handle: int) -> None:
+        """Release a transfer. If it is still open, this does not stop it: its bytes may land later."""
         self._call(self._agent.releaseXferReq, handle)
 
     def send_notice(self, peer: str, notice: bytes) -> None:
+        """Send a notice without data."""
         self._call(self._agent.genNotif, peer, notice, self._backends)
 
     def take_notices(self) -> dict[str, list[bytes]]:
-        """Notices by the names of their senders."""
+        """The notices that have arrived since the last call, by the name of the sender's agent."""
         return self._call(self._agent.getNotifs, {}, self._backends)
 
     def _call(self, function, *arguments):
         try:
             return function(*arguments)
-        except Exception as error:  # the library's own share no base class, and it raises Python's too
+        except Exception as error:  # the library's errors have no common base class, and it raises Python's too
             raise TransferError(f"NIXL: {type(error).__name__}: {error}") from error
 
-    def _state(self, status: object) -> State:
+    def _state(self, status: object) -> TransferState:
         if status == self._nixl.NIXL_SUCCESS:
-            return State.DONE
-        return State.OPEN if status == self._nixl.NIXL_IN_PROG else State.FAILED
+            return TransferState.DONE
+        return TransferState.OPEN if status == self._nixl.NIXL_IN_PROG else TransferState.FAILED
 
     def _memory(self, memory: Memory) -> object:
         return self._nixl.VRAM_SEG if memory is Memory.VRAM else self._nixl.DRAM_SEG

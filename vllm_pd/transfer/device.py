@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order between what peers write into this device's memory and the kernels that are launched here.
+"""The order between a peer's writes into this device's memory and the kernels that read them here.
 
-Nothing but the CPU connects the two: it sees a notice (or the end of a read), then launches kernels that read the
-blocks. On the host's memory that is an order. For a CUDA device NVIDIA's documents say:
+Only the CPU connects the two: it sees a notice, or the end of a read, and then launches kernels that read the blocks.
+For memory of the host that is enough. For a CUDA device NVIDIA's documents say:
 
-- A kernel sees what was written to the device over PCIe before the CPU launched it. A completion at the network
-  adapter does not say that the data has got there: whether it has, for the device that owns the memory, is what
-  CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING tells. NONE: it may not have. OWNER or ALL_DEVICES: it has.
-- cuFlushGPUDirectRDMAWrites blocks until it has, where bit HOST of the FLUSH_WRITES_OPTIONS attribute is set.
-- Any other call that synchronises with the device is the general way.
+- A kernel sees what arrived at the device over PCIe before the CPU launched the kernel. But a completion at the network
+  adapter does not prove that the data has arrived at the device that owns the memory. The attribute
+  CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING tells whether it has: with OWNER or ALL_DEVICES yes, with NONE
+  perhaps not.
+- cuFlushGPUDirectRDMAWrites blocks until it has, if bit HOST of the FLUSH_WRITES_OPTIONS attribute is set.
+- Any other call that synchronises with the device works too.
 
-UCX and NIXL promise that a notice leaves after the remote side has acknowledged the data, no more: they launch no
-kernels. So where the attribute is not at least OWNER, or can't be read, memory is flushed before the step that uses it.
+UCX and NIXL promise only that a notice leaves after the remote side has acknowledged the data. So if the attribute is
+less than OWNER, or can't be read, the memory is flushed before the step that uses it.
 """
 from __future__ import annotations
 
@@ -36,45 +37,46 @@ OWNER = 100
 
 
 class Device(Protocol):
-    """The device that holds a rank's KV cache. For the thread that runs the steps."""
+    """The device that holds a rank's KV cache. Only for the thread that runs the steps."""
+
+    needs_flush: bool  # whether `flush` is needed before kernels read what a peer has written
 
     def synchronize(self) -> None:
-        """Wait until all that the device was told to do is done."""
+        """Wait until the device has finished all work that was given to it."""
 
     def is_idle(self) -> bool:
-        """Whether it is."""
-
-    needs_flush: bool  # before kernels read what a peer has written
+        """Whether the device has finished all work that was given to it."""
 
     def flush(self) -> None:
-        """Kernels that are launched from now on see what had been written when the CPU was told so."""
+        """Make everything that peers have written visible to the kernels that are launched from now on."""
 
 
-class Executor(Protocol):
-    """A rank's transfers."""
+class RequestExecutor(Protocol):
+    """Runs the transfer requests of a rank."""
 
     def execute(self, requests: list[TransferRequest]) -> None:
-        """Run the requests that came with a step."""
+        """Run the requests that came with a step, in order."""
 
 
 class HostDevice:
-    """The CPU: what it has seen a notice of is there, and nothing runs behind its back."""
+    """The CPU. It sees the data of every notice, and runs no work in the background."""
 
     needs_flush = False
 
     def synchronize(self) -> None:
-        """Nothing is queued."""
+        """Return at once: the CPU queues no work."""
 
     def is_idle(self) -> bool:
-        """It is, or it would not ask."""
+        """True: the calling thread is the one that computes."""
         return True
 
     def flush(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class CudaDevice:
-    """The current CUDA device of this process. `cuda` is `torch.cuda`, `driver` the driver's library; for tests."""
+    """The current CUDA device of this process. `cuda` is `torch.cuda`. `driver` is the CUDA driver's library; tests
+    pass a fake one."""
 
     def __init__(self, cuda: torch.cuda, driver: ctypes.CDLL | None = None) -> None:
         self._cuda = cuda
@@ -86,10 +88,10 @@ class CudaDevice:
             if self._attribute(driver, FLUSH_WRITES_OPTIONS) & OPTION_HOST:
                 self._flush = lambda: driver.cuFlushGPUDirectRDMAWrites(TARGET_CURRENT_CONTEXT, OWNER)
         except (OSError, AttributeError) as error:
-            logger.warning("the CUDA driver can't be asked for the order of remote writes (%s): the device is "
-                           "synchronised before each step that uses some", error)
-        logger.info("remote writes to this device %s", "are ordered by itself" if not self.needs_flush else
-                    "are flushed before use" if self._flush else "are waited for by a synchronisation before use")
+            logger.warning("can't read the ordering of remote writes from the CUDA driver (%s): the device is "
+                           "synchronised before each step that uses such writes", error)
+        logger.info("remote writes to this device: %s", "the device orders them" if not self.needs_flush else
+                    "flushed before use" if self._flush else "the device is synchronised before use")
 
     def synchronize(self) -> None:
         """Wait for all streams."""
@@ -100,7 +102,7 @@ class CudaDevice:
         return self._cuda.current_stream().query()
 
     def flush(self) -> None:
-        """See `Device`. A flush that fails is replaced by a synchronisation, from then on."""
+        """See `Device`. After a flush has failed, synchronise instead from then on."""
         if not self.needs_flush:
             return
         if self._flush is not None:
@@ -112,7 +114,7 @@ class CudaDevice:
         self._cuda.synchronize()
 
     def _attribute(self, driver: ctypes.CDLL, attribute: int) -> int:
-        """Raises OSError where the driver does not know it."""
+        """The value of a device attribute. Raises OSError if the driver does not know it."""
         device, value = ctypes.c_int(), ctypes.c_int()
         for result in (driver.cuDeviceGet(ctypes.byref(device), self._cuda.current_device()),
                        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)):
@@ -122,15 +124,15 @@ class CudaDevice:
 
 
 class OrderedTransfer:
-    """What a worker calls before a step: flushes where the step needs it, in the thread that launches the kernels, and
-    passes the other requests on to `transfer`. Both parts belong to the caller."""
+    """A worker calls this before a step. It runs `Flush` requests on `device`, in the thread that launches the kernels,
+    and passes all other requests to `transfer`. The caller keeps the ownership of both."""
 
-    def __init__(self, transfer: Executor, device: Device) -> None:
+    def __init__(self, transfer: RequestExecutor, device: Device) -> None:
         self.transfer = transfer
         self.device = device
 
     def execute(self, requests: list[TransferRequest]) -> None:
-        """Run the requests that came with a step."""
+        """Run the requests that came with a step, flushes first."""
         if any(isinstance(request, Flush) for request in requests):
             self.device.flush()
         rest = [request for request in requests if not isinstance(request, Flush)]

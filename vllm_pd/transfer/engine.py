@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's transfers as its step loop sees them: requests go in with a step, progress is taken between two steps.
+"""The transfers of an engine, as its step loop sees them. Requests go in with a step; progress is taken between steps.
 
-In between a thread does the work (`vllm_pd.transfer.thread`). No end waits for the step loop: whom it concerns is told
-at once, in the thread that saw it, and the step loop is woken to do its own part.
+A thread does the work meanwhile (`vllm_pd.transfer.thread`). The end of a transfer does not wait for the step loop: the
+thread that sees it reports it at once, and wakes the step loop to do its part.
 """
 from __future__ import annotations
 
@@ -16,73 +16,77 @@ from vllm_pd.transfer.worker import TransferWorker
 
 
 class EngineTransfer:
-    """`own` are the transfers of rank 0, in this process, and `gathered` those of all ranks where there are several."""
+    """`own` are the transfers of rank 0, in this process. `gathered` are those of all ranks, if there are several.
+    `enter` is the first call in the thread, see TransferThread. This object owns both transfers."""
 
     def __init__(self, own: TransferWorker, gathered: GatheredTransfer | None = None,
                  enter: Callable[[], None] = no_context) -> None:
         self.own = own
         self._gathered = gathered
         self._thread = TransferThread(gathered or own, self, enter)
-        self._news: collections.deque[TransferProgress] = collections.deque()
+        self._untaken: collections.deque[TransferProgress] = collections.deque()
         self._wake: Callable[[], None] = no_context
-        self._tell: Callable[[Finished], None] = lambda end: None
+        self._report_end: Callable[[Finished], None] = lambda end: None
 
-    def start(self, wake: Callable[[], None], tell: Callable[[Finished], None]) -> None:
-        """From now on requests are carried out. Both are called in any thread: `tell` with each end, then `wake` where
-        there is something to take."""
-        self._wake, self._tell = wake, tell
+    def start(self, wake: Callable[[], None], report_end: Callable[[Finished], None]) -> None:
+        """Begin to run requests. Both functions may be called in any thread: `report_end` with the end of each
+        transfer, then `wake` if there is progress to take."""
+        self._wake, self._report_end = wake, report_end
         self._thread.start()
 
     def execute(self, requests: list[TransferRequest]) -> None:
-        """Have these run, in order; called with a step."""
+        """Queue the requests that came with a step. They run in order."""
         self._thread.execute(requests)
 
-    def look(self) -> None:
-        """See now whether notices have come: nothing else looks for those while no transfer of ours is open."""
-        self._thread.look()
+    def poll(self) -> None:
+        """Check for notices now. Nothing else does that while no transfer of ours is open."""
+        self._thread.poll()
 
     def take_progress(self) -> TransferProgress:
-        """All that is new since the last call."""
+        """All progress since the last call."""
         progress = TransferProgress([], [], [])
-        while self._news:
-            news = self._news.popleft()
-            progress.finished.extend(news.finished)
-            progress.notices.extend(news.notices)
-            progress.refused.extend(news.refused)
+        while self._untaken:
+            part = self._untaken.popleft()
+            progress.finished.extend(part.finished)
+            progress.notices.extend(part.notices)
+            progress.refused.extend(part.refused)
         return progress
 
     def synchronize(self) -> None:
-        """Wait for the device: what it was told to compute is in memory, for a peer to read."""
+        """Wait for the device, so that everything it was told to compute is in memory for a peer to read."""
         self.own.synchronize()
 
     def hold(self, descriptor: int) -> None:
-        """Let every process that can write to a peer's memory hold this open file for as long as it can."""
+        """Make every other process that can write to a peer's memory hold this open file for as long as it can."""
         if self._gathered is not None:
             self._gathered.hold(descriptor)
 
     def live_handles(self) -> int:
-        """Transfers that have not ended, as far as this process knows."""
+        """How many transfers have not ended, as far as this process knows."""
         return self._thread.live_handles()
 
     def close(self) -> bool:
-        """Release everything. Whether no byte can land any more. Idempotent."""
+        """Release everything. Returns whether it is certain that no more bytes will land. Idempotent."""
         return self._thread.close()
 
-    # For the thread.
+    # For the thread: see ThreadOwner.
 
     def deliver(self, progress: TransferProgress) -> bool:
+        """Report the ends, keep the progress for the step loop, and wake it."""
         if progress.finished or progress.notices or progress.refused:
             for end in progress.finished:
-                self._tell(end)
-            self._news.append(progress)
+                self._report_end(end)
+            self._untaken.append(progress)
             self._wake()
         return True
 
     def filenos(self) -> list[int]:
+        """The sockets of the other ranks."""
         return self._gathered.filenos() if self._gathered is not None else []
 
     def receive(self) -> bool:
-        return True  # the poll that follows reads it
+        """Go on: the poll that follows reads the input."""
+        return True
 
     def released(self, ended: bool) -> None:
-        """Nobody waits for it but `close`."""
+        """Do nothing: only `close` waits for the thread's end."""

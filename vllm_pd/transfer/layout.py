@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the bytes of a KV cache lie.
 
-A peer writes KV blocks straight into our memory, so both sides must agree on what lies at which address. A
-`CacheDescription` says that for one rank: it is made once, after the cache tensors exist, and travels to peers
-inside the transport's metadata. It holds numbers only; the tensors stay with the worker.
+A peer writes KV blocks directly into our memory, so both sides must agree on what is at which address. A
+`CacheDescription` describes that for one rank. It is made once, after the cache tensors exist, and is sent to peers
+in the transport's metadata. It holds numbers only; the worker keeps the tensors.
 
 The address of a block is always
 
     planes[plane] + block * block_stride_bytes            plane = 2 * layer + (0 for keys, 1 for values)
 
-and a block is one run of `block_bytes`, in each layout known here. Layouts differ in the order *inside* a block:
+and a block is one contiguous run of `block_bytes`, in each layout known here. Layouts differ in the order *inside* a
+block:
 
     HEADS_FIRST     [head, token, channel]                  IPEX on the CPU; CUDA with an HND stride order
     TOKENS_FIRST    [token, head, channel]                  CUDA FlashAttention and FlashInfer by default (NHD)
@@ -40,18 +41,18 @@ class Layout(Enum):
 
     @property
     def heads_are_runs(self) -> bool:
-        """Whether neighbouring heads of a block form one contiguous run, so that a head range is one transfer."""
+        """Whether neighbouring heads of a block form one contiguous run, so that a range of heads is one run."""
         return self is not Layout.TOKENS_FIRST
 
 
 class Memory(Enum):
-    """Memory type, in NIXL's words."""
+    """Memory type, with NIXL's names."""
     DRAM = "DRAM"
     VRAM = "VRAM"
 
 
-class Backend(Enum):
-    """Attention back ends whose cache layout is known. Values are what `describe` takes."""
+class AttentionBackend(Enum):
+    """Attention backends whose cache layout is known. `describe` takes the values."""
     IPEX = "IPEX"
     TORCH_SDPA = "TORCH_SDPA"
     XFORMERS = "XFORMERS"
@@ -59,16 +60,17 @@ class Backend(Enum):
     FLASHINFER = "FLASHINFER"
 
 
-_FLAT = {Backend.IPEX: Layout.HEADS_FIRST, Backend.TORCH_SDPA: Layout.PACKED, Backend.XFORMERS: Layout.PACKED}
+_FLAT = {AttentionBackend.IPEX: Layout.HEADS_FIRST, AttentionBackend.TORCH_SDPA: Layout.PACKED,
+         AttentionBackend.XFORMERS: Layout.PACKED}
 _MEMORY = {"cpu": Memory.DRAM, "cuda": Memory.VRAM}
 
 
 class CacheDescription(msgspec.Struct, frozen=True):
-    """The KV cache of one rank: addresses and shape, everything a peer needs to write into it."""
+    """The KV cache of one rank: the addresses and shapes that a peer needs to write into it. Sizes are in bytes."""
     layout: Layout
     memory: Memory
     device_id: int
-    dtype: str
+    dtype: str  # torch's name for it, e.g. "bfloat16"
     num_blocks: int
     block_size: int  # tokens per block
     head_size: int
@@ -77,11 +79,12 @@ class CacheDescription(msgspec.Struct, frozen=True):
     first_layer: int  # global index of this rank's first layer
     layers: int
     block_bytes: int  # one block of one plane
-    block_stride_bytes: int
+    block_stride_bytes: int  # from one block of a plane to the next
     planes: tuple[int, ...]  # base addresses: layer 0 keys, layer 0 values, layer 1 keys, ...
 
     def __post_init__(self) -> None:
-        """Refuse what no cache can look like: a description comes from a peer, and addresses are made from it."""
+        """Raise ValueError for values that no cache can have: peers send descriptions, and we compute addresses from
+        them."""
         for name in ("num_blocks", "block_size", "head_size", "kv_heads", "layers", "block_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -99,43 +102,18 @@ class CacheDescription(msgspec.Struct, frozen=True):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head in one block of one plane."""
+        """The size of one head in one block of one plane."""
         return self.block_bytes // self.kv_heads
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        return self.block_bytes * len(self.planes)
 
+def describe(kv_caches: list[torch.Tensor], *, num_blocks: int, block_size: int, kv_heads: int, head_size: int,
+             platform: str, backend: str, first_head: int = 0, first_layer: int = 0) -> CacheDescription:
+    """Describe the cache tensors of a worker: one per layer, in layer order.
 
-def block_address(cache: CacheDescription, layer: int, kv: int, block: int, head: int = 0) -> int:
-    """Address of the first byte of `head` (counted on this rank) in `block` of this rank's `layer`.
-
-    With TOKENS_FIRST that byte starts a run of one token only; the others follow at the stride of a token.
-    """
-    for name, value, end in (("layer", layer, cache.layers), ("kv", kv, 2), ("block", block, cache.num_blocks),
-                             ("head", head, cache.kv_heads)):
-        if not 0 <= value < end:
-            raise IndexError(f"{name} {value} is outside 0..{end - 1}")
-    head_stride = cache.head_bytes if cache.layout.heads_are_runs else cache.head_bytes // cache.block_size
-    return cache.planes[2 * layer + kv] + block * cache.block_stride_bytes + head * head_stride
-
-
-def describe(kv_caches: list[torch.Tensor],
-             *,
-             num_blocks: int,
-             block_size: int,
-             kv_heads: int,
-             head_size: int,
-             platform: str,
-             backend: str,
-             first_head: int = 0,
-             first_layer: int = 0) -> CacheDescription:
-    """Describe the cache tensors of a worker, one per layer in layer order.
-
-    `platform` is "cpu" or "cuda"; `backend` a value of `Backend` (on the CPU: "IPEX" where IPEX is used, else
-    "TORCH_SDPA"). The tensors must stay alive, and where they are, as long as a transport uses the description.
-    Raises ConfigError when the layout is not one that can be transferred.
+    Each tensor is [2, num_blocks, ...], keys first; with FLASHINFER it is [num_blocks, 2, ...]. `platform` is "cpu" or
+    "cuda". `backend` is a value of `AttentionBackend` (on the CPU "IPEX" if IPEX is used, else "TORCH_SDPA"). The
+    tensors must stay alive and in place as long as a transport uses the description. Raises ConfigError if the layout
+    can't be transferred.
     """
     kind = check_backend(backend)
     if platform not in _MEMORY:
@@ -171,22 +149,23 @@ def describe(kv_caches: list[torch.Tensor],
                             planes=tuple(planes))
 
 
-def check_backend(name: str) -> Backend:
-    """The attention back end of this name. Raises ConfigError where its layout is not known."""
+def check_backend(name: str) -> AttentionBackend:
+    """The attention backend of this name. Raises ConfigError if its layout is not known."""
     try:
-        return Backend(name)
+        return AttentionBackend(name)
     except ValueError:
-        raise ConfigError("attention backend", name,
-                          f"its KV layout is not known; use one of {[b.value for b in Backend]}") from None
+        known = [each.value for each in AttentionBackend]
+        raise ConfigError("attention backend", name, f"its KV layout is not known; use one of {known}") from None
 
 
-def _plane(tensor: torch.Tensor, backend: Backend, kv: int) -> torch.Tensor:
-    """Keys or values of one layer, blocks first."""
-    return tensor.select(1 if backend is Backend.FLASHINFER else 0, kv)
+def _plane(tensor: torch.Tensor, backend: AttentionBackend, kv: int) -> torch.Tensor:
+    """The keys or values of one layer: [num_blocks, ...]."""
+    return tensor.select(1 if backend is AttentionBackend.FLASHINFER else 0, kv)
 
 
-def _order(plane: torch.Tensor, backend: Backend, block_size: int, kv_heads: int, head_size: int) -> Layout:
-    """Layout of a plane: flat caches by their back end, the others by their strides."""
+def _order(plane: torch.Tensor, backend: AttentionBackend, block_size: int, kv_heads: int, head_size: int) -> Layout:
+    """The layout of a plane: by its backend if its blocks are flat, [num_blocks, elements], otherwise by its strides.
+    Raises ConfigError."""
     if backend in _FLAT:
         if plane.stride()[1:] == (1, ):
             return _FLAT[backend]
@@ -197,4 +176,4 @@ def _order(plane: torch.Tensor, backend: Backend, block_size: int, kv_heads: int
         if strides == (head_size, block_size * head_size, 1):
             return Layout.HEADS_FIRST
     raise ConfigError("kv_cache", f"shape {tuple(plane.shape)}, strides {plane.stride()}",
-                      f"not a layout of {backend.value} that is known here")
+                      f"this layout of {backend.value} is not known here")

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NIXL transport (UCX underneath): one-sided writes into the peer's registered cache, and reads from it.
+"""The NIXL transport, over UCX: one-sided writes into the peer's registered cache, and reads from it.
 
-Life of a peer: its metadata is checked against our cache, loaded into the agent, and one descriptor list per side is
-prepared at block granularity; the peer's addresses are not looked at again. Life of a write: the block pairs become
-indices into those lists, NIXL merges neighbouring descriptors, the transfer is posted with the notice on it, and its
-handle is released as soon as it is done or has failed. NIXL sends the notice when all writes are flushed.
+Life of a peer: its metadata is checked against our cache and loaded into the agent. One descriptor list per side is
+prepared, with one descriptor per block and lane; after that the peer's addresses are not used again. Life of a write:
+the block pairs become indices into those lists, and NIXL merges neighbouring descriptors. The transfer is posted with
+its notice, and its handle is released as soon as it has ended. NIXL sends the notice when all writes are flushed.
 
-What was measured on two cores without RDMA (UCX over CMA), and what follows from it:
+Measured on two cores without RDMA (UCX over CMA), with the consequences:
 
-- Neighbouring blocks: 7-11 GB/s with prepared lists as with fresh lists of merged runs, and 3 GB/s if nothing merges
-  them. Scattered blocks of 12 KiB: 2.8 GB/s either way, but 0.2 ms to make from prepared lists against 0.4 ms. So lists
-  are prepared, once per peer, and a write only puts its pairs in the order in which NIXL can merge them.
-- Without a progress thread at the receiver a write ends 20 ms later if that polls each 20 ms, and its notice 40 ms
-  later; with one (see `agent`) it mostly ends within the post, and the notice waits for one poll.
-- Releasing the handle of a pending transfer returns at once and takes nothing back: the bytes landed all the same, only
-  the notice did not come. So `cancel` releases nothing; it waits for the end like any other write.
-- A peer that stands still leaves writes pending until it goes on or its process ends; that is an error within 3 ms.
-- A connection is made in several rounds. A sender without a progress thread does its part of one while it polls, and
-  meanwhile the receiver's thread takes a whole core, away from that engine's own work: 0.2 s of it with a poll each
-  0.2 s, as between model steps. The rounds themselves take 10 to 20 ms. So the first poll after a new peer goes on for
-  `MEET_S`, and the receiver spends 0.02 s.
+- Neighbouring blocks: 7-11 GB/s, with prepared lists as well as with fresh lists of merged runs, and 3 GB/s unmerged.
+  Scattered blocks of 12 KiB: 2.8 GB/s either way, but creating the transfer takes 0.2 ms from prepared lists and 0.4 ms
+  otherwise. So lists are prepared once per peer, and a write only sorts its pairs so that NIXL can merge them.
+- Without a progress thread at the receiver, which polls every 20 ms, a write ends 20 ms later and its notice arrives
+  40 ms later. With the thread (see `agent`) a write mostly ends within the post, and the notice waits for one poll.
+- Releasing the handle of a pending transfer returns at once and cancels nothing: the bytes still landed, and only the
+  notice did not arrive. So `cancel` releases nothing and waits for the end like any other write.
+- Writes to a stopped peer stay pending until it continues or its process ends. The end is an error within 3 ms.
+- Setting up a connection takes several rounds, 10 to 20 ms in all. A sender without a progress thread takes part only
+  while it polls. In between, the receiver's thread uses a whole core, which that engine lacks: for 0.2 s if the sender
+  polls every 0.2 s, as between model steps. So the first poll after a new peer goes on for `MEET_S`, and the receiver
+  spends 0.02 s.
 """
 from __future__ import annotations
 
@@ -30,70 +30,74 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_pd.errors import TransferError
-from vllm_pd.transfer.agent import Agent, State
+from vllm_pd.transfer.agent import NixlAgent, TransferState
 from vllm_pd.transfer.layout import CacheDescription
 from vllm_pd.transfer.plan import Lane, descriptor_indices, descriptor_rows, pair_blocks, plan
 from vllm_pd.transfer.requests import Finished, Notice
-from vllm_pd.transfer.transport import PeerMetadata, Progress
+from vllm_pd.transfer.transport import PeerMetadata, TransportProgress
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("vllm.pd")
 
-# How long the first poll after a new peer goes on. The worker polls on for a peer that takes longer.
+# How long the first poll after a new peer goes on. For a peer that takes longer the worker keeps polling.
 MEET_S = 0.03
 
 
-class _Peer(NamedTuple):
+class _NixlPeer(NamedTuple):
+    """A peer that was added."""
     metadata: bytes
     cache: CacheDescription
     lanes: list[Lane]
-    local_list: int | None  # prepared descriptors of our cache, lane by lane, block by block; None without lanes
-    remote_list: int | None
+    local_list: int | None  # handle of the prepared descriptors of our cache, lane by lane; None without lanes
+    remote_list: int | None  # the same for the peer's cache
 
 
-class _Open(NamedTuple):
-    """A posted write or read whose handle is not released."""
+class _PostedTransfer(NamedTuple):
+    """A posted write or read whose handle has not been released."""
     handle: int
     peer: str
     bytes: int
     started_s: float
-    given_up: str = ""  # why, if it was
+    given_up: str = ""  # why it was given up; "" if it was not
 
 
 class NixlTransport:
-    """Transport over NIXL. `name` must be unique among all agents that ever meet: use the incarnation.
+    """Transport over NIXL. `name` must differ from the names of all other agents, past ones included: use the
+    incarnation. `caches` are the cache tensors, which this object keeps alive; `description` describes them.
 
-    `progress_thread` is for whoever receives. Without it nothing moves but in `write` and `poll`. With it the bytes
-    move, but the notice of a write still leaves in one of the two.
+    A receiver needs `progress_thread`. Without it nothing moves outside of `write`, `read` and `poll`. With it the
+    bytes move, but the notice of a write still leaves in one of these calls.
     """
 
     def __init__(self, name: str, caches: list[torch.Tensor], description: CacheDescription,
                  progress_thread: bool = True) -> None:
         self._caches = caches
         self._cache = description
-        self._agent: Agent | None = Agent(name, progress_thread)
+        self._agent: NixlAgent | None = NixlAgent(name, progress_thread)
         self._polls_alone = not progress_thread
         self._meeting = False  # whether a peer was added since the last poll
         self._registered = self._agent.register([(tensor.data_ptr(), tensor.numel() * tensor.element_size(),
                                                   description.device_id) for tensor in caches], description.memory)
         self._metadata = PeerMetadata(name, self._agent.metadata(), description).encode()
-        self._peers: dict[str, _Peer] = {}
-        self._dropped: set[str] = set()  # peers to be removed when their last write has ended
-        self._local_lists: dict[bytes, int] = {}  # by their rows: shared by all peers with the same lanes
-        self._open: dict[str, _Open] = {}
+        self._peers: dict[str, _NixlPeer] = {}
+        self._dropped: set[str] = set()  # peers to remove after their last transfer has ended
+        self._local_lists: dict[bytes, int] = {}  # by their rows; peers with the same lanes share a list
+        self._open: dict[str, _PostedTransfer] = {}
         self._finished: list[Finished] = []
 
     def metadata(self) -> bytes:
+        """See Transport."""
         return self._metadata
 
     def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
+        """See Transport."""
         agent = self._live_agent()
         known = self._peers.get(name)
         if known is not None:
             if known.metadata != metadata:
-                raise TransferError(f"peer {name} is known with other metadata; a new life needs a new name")
+                raise TransferError(f"peer {name} is known with other metadata; a new incarnation needs a new name")
             self._dropped.discard(name)
             return
         theirs = PeerMetadata.decode(name, metadata)
@@ -101,16 +105,17 @@ class NixlTransport:
         loaded = agent.add_peer(theirs.agent)
         try:
             if loaded != name:
-                raise TransferError(f"the agent of peer {name} calls itself {loaded}")
+                raise TransferError(f"the agent of peer {name} has the name {loaded}")
             local_list, remote_list = self._prepare(agent, name, lanes, theirs.cache) if lanes else (None, None)
         except TransferError:
             if loaded not in self._peers:
                 _quietly(agent.remove_peer, loaded)
             raise
-        self._peers[name] = _Peer(metadata, theirs.cache, lanes, local_list, remote_list)
+        self._peers[name] = _NixlPeer(metadata, theirs.cache, lanes, local_list, remote_list)
         self._meeting = self._polls_alone
 
     def drop_peer(self, name: str) -> None:
+        """See Transport."""
         if name not in self._peers:
             return
         self._dropped.add(name)
@@ -121,6 +126,7 @@ class NixlTransport:
 
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes) -> None:
+        """See Transport."""
         agent = self._live_agent()
         target, local, remote = self._pairs(key, peer, local_block_ids, remote_block_ids)
         if not (local and target.lanes):
@@ -134,6 +140,7 @@ class NixlTransport:
                                     target.remote_list, descriptor_indices(remote, target.lanes, target.cache), notice))
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        """See Transport."""
         agent = self._live_agent()
         source, local, remote = self._pairs(key, peer, local_block_ids, remote_block_ids)
         if not (local and source.lanes):
@@ -145,13 +152,16 @@ class NixlTransport:
                                    source.remote_list, descriptor_indices(remote, source.lanes, source.cache)))
 
     def cancel(self, key: str) -> None:
+        """See Transport."""
         if key in self._open:
             self._give_up(key, "cancelled")
 
     def is_open(self, key: str) -> bool:
+        """See Transport."""
         return key in self._open
 
-    def poll(self) -> Progress:
+    def poll(self) -> TransportProgress:
+        """See Transport."""
         notices: list[Notice] = []
         if self._agent is not None:
             for key in list(self._open):
@@ -161,18 +171,19 @@ class NixlTransport:
             until_s = time.monotonic() + MEET_S * self._meeting
             self._meeting = False
             while time.monotonic() < until_s:
-                os.sched_yield()  # the receiver may need this core for its part
+                os.sched_yield()  # the receiver may need this core to take part
                 notices += self._take_notices(self._agent)
         finished, self._finished = self._finished, []
-        return Progress(finished=finished, notices=notices)
+        return TransportProgress(finished=finished, notices=notices)
 
     def live_handles(self) -> int:
+        """See Transport."""
         return len(self._open)
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Wait up to `timeout_s` for open writes, then release everything. Once more: nothing happens.
+        """Wait up to `timeout_s` for open transfers, then release everything. A second call changes nothing.
 
-        False where a write was still open then: it may land as long as this process lives.
+        Returns False if a transfer was still open: its bytes may land as long as this process lives.
         """
         if self._agent is None:
             return True
@@ -193,8 +204,8 @@ class NixlTransport:
         self._agent = None
         return ended
 
-    def _prepare(self, agent: Agent, name: str, lanes: list[Lane], theirs: CacheDescription) -> tuple[int, int]:
-        """Descriptor lists of both sides, every block of every lane."""
+    def _prepare(self, agent: NixlAgent, name: str, lanes: list[Lane], theirs: CacheDescription) -> tuple[int, int]:
+        """Handles of the descriptor lists of both sides, with every block of every lane."""
         ours = descriptor_rows([(lane.local, lane.bytes) for lane in lanes], self._cache)
         shape = ours.tobytes()
         if shape not in self._local_lists:
@@ -202,16 +213,16 @@ class NixlTransport:
         rows = descriptor_rows([(lane.remote, lane.bytes) for lane in lanes], theirs)
         return self._local_lists[shape], agent.prepare(rows, theirs.memory, name)
 
-    def _live_agent(self) -> Agent:
+    def _live_agent(self) -> NixlAgent:
         if self._agent is None:
             raise TransferError("the transport is closed")
         return self._agent
 
     def _pairs(self, key: str, peer: str, local_block_ids: list[int],
-               remote_block_ids: list[int]) -> tuple[_Peer, list[int], list[int]]:
-        """The peer and the block pairs of a new transfer. Raises TransferError for one that must not be made."""
+               remote_block_ids: list[int]) -> tuple[_NixlPeer, list[int], list[int]]:
+        """The peer and the sorted block pairs of a new transfer. Raises TransferError if it is not possible."""
         if key in self._open:
-            raise TransferError(f"transfer {key} is under way already")
+            raise TransferError(f"transfer {key} is already open")
         if peer not in self._peers or peer in self._dropped:
             raise TransferError(f"peer {peer} is not known")
         try:
@@ -222,23 +233,23 @@ class NixlTransport:
 
     def _post(self, key: str, peer: str, blocks: int, started_s: float, handle: int) -> None:
         nbytes = blocks * sum(lane.bytes for lane in self._peers[peer].lanes)
-        self._open[key] = _Open(handle, peer, nbytes, started_s)
+        self._open[key] = _PostedTransfer(handle, peer, nbytes, started_s)
         self._settle(key, self._live_agent().post)
 
     def _give_up(self, key: str, why: str) -> None:
-        """From now on the write ends as not ok; when it ends is not ours to say."""
+        """Let the transfer end with `ok` false. This does not end it sooner."""
         if not self._open[key].given_up:
             self._open[key] = self._open[key]._replace(given_up=why)
 
-    def _settle(self, key: str, step: Callable[[int], State]) -> None:
-        """Post or check an open write, and end it if that was the last of it."""
+    def _settle(self, key: str, step: Callable[[int], TransferState]) -> None:
+        """Post or check an open transfer with `step`, and end it if it is over."""
         try:
             state = step(self._open[key].handle)
         except TransferError as error:
             self._end(key, str(error))
             return
-        if state is not State.OPEN:
-            self._end(key, "" if state is State.DONE else "the transfer failed")
+        if state is not TransferState.OPEN:
+            self._end(key, "" if state is TransferState.DONE else "the transfer failed")
 
     def _end(self, key: str, error: str) -> None:
         write = self._open.pop(key)
@@ -248,11 +259,11 @@ class NixlTransport:
             Finished(key=key, ok=not error, bytes=0 if error else write.bytes,
                      seconds=time.monotonic() - write.started_s, error=error))
 
-    def _take_notices(self, agent: Agent) -> list[Notice]:
+    def _take_notices(self, agent: NixlAgent) -> list[Notice]:
         try:
             arrived = agent.take_notices()
         except TransferError as error:
-            logger.warning("Notices can't be read: %s", error)
+            logger.warning("can't read notices: %s", error)
             return []
         return [Notice(peer, payload) for peer, payloads in arrived.items() for payload in payloads]
 
@@ -270,8 +281,8 @@ class NixlTransport:
 
 
 def _quietly(release: Callable[[object], None], what: object) -> None:
-    """Release something whose owner may be dead: a failure changes nothing for us."""
+    """Call `release(what)` and ignore a TransferError, because the peer may be dead."""
     try:
         release(what)
     except TransferError as error:
-        logger.debug("Release of %s failed: %s", what, error)
+        logger.debug("can't release %s: %s", what, error)

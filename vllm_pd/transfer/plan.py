@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which bytes of which block go from one rank to another.
 
-A plan is made once per peer from the two cache descriptions; it is a list of lanes. A lane is a part of one plane
-(a layer's keys or values) that is contiguous in every block on both sides: with equal ranks the whole block, with
-different head ranges the heads that both hold. A write then takes pairs of block ids, and moves every lane of every
-pair. What cannot be mapped is refused when the peer is added, never in the middle of a request.
+A plan is made once per peer from the two cache descriptions. It is a list of lanes. A lane is the part of one plane (a
+layer's keys or values) that is contiguous in every block on both sides. If both ranks hold the same heads it is the
+whole block, otherwise the heads that both hold. A write takes pairs of block ids and moves every lane of every pair. A
+peer that can't be mapped is refused when it is added, never in the middle of a request.
 
-Ranks hold head ranges by vLLM's rule (`head_range`): KV heads are split evenly over the ranks, and where there are
-fewer heads than ranks each is held by several. Of those one writes it (`heads_to_write`), so no byte is sent twice.
+Ranks hold heads by vLLM's rule (`head_range`): KV heads are split evenly over the ranks, and if there are fewer heads
+than ranks, several ranks hold the same head. Only one of these writes it (`heads_to_write`), so no byte is sent twice.
 """
 from __future__ import annotations
 
@@ -21,23 +21,17 @@ from vllm_pd.transfer.layout import CacheDescription
 
 
 class Lane(NamedTuple):
-    """One run of `bytes` in each block: base addresses on both sides, the block's stride is the cache's."""
+    """One contiguous run of `bytes` in each block. `local` and `remote` are its addresses in block 0; from block to
+    block it advances by the cache's stride."""
     local: int
     remote: int
     bytes: int
 
 
-class Run(NamedTuple):
-    """`count` neighbouring blocks that are neighbours on both sides."""
-    local: int
-    remote: int
-    count: int
-
-
 def head_range(rank: int, ranks: int, kv_heads: int) -> range:
     """The KV heads, of `kv_heads` in the model, that tensor-parallel rank `rank` of `ranks` holds.
 
-    Raises UnmappableSplit where vLLM has no such split: one number must divide the other.
+    Raises UnmappableSplit if neither of `ranks` and `kv_heads` divides the other: vLLM has no such split.
     """
     if max(ranks, kv_heads) % min(ranks, kv_heads):
         raise UnmappableSplit(f"{kv_heads} KV heads can't be split over {ranks} ranks: one must divide the other")
@@ -49,10 +43,10 @@ def head_range(rank: int, ranks: int, kv_heads: int) -> range:
 
 
 def heads_to_write(rank: int, ranks: int, peer_rank: int, peer_ranks: int, kv_heads: int) -> range:
-    """The KV heads that our rank writes into that rank of the peer; empty where it has none to write there.
+    """The KV heads that our rank `rank` of `ranks` writes into rank `peer_rank` of the peer's `peer_ranks`.
 
-    Over all our ranks each head of the peer's rank comes up once: those of ours that hold the same take turns.
-    Raises UnmappableSplit where neither number of ranks divides the other.
+    Over all our ranks, each head of the peer's rank is written once: of our ranks with the same heads, each serves
+    other ranks of the peer. Raises UnmappableSplit if neither number of ranks divides the other.
     """
     if max(ranks, peer_ranks) % min(ranks, peer_ranks):
         raise UnmappableSplit(f"tensor parallel size {ranks} over {peer_ranks}: one must divide the other")
@@ -64,16 +58,16 @@ def heads_to_write(rank: int, ranks: int, peer_rank: int, peer_ranks: int, kv_he
 
 
 def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None = None) -> list[Lane]:
-    """Lanes for writing from our cache into theirs: every layer and head that both ranks hold. Of the heads only those
-    in `heads`, if given; none at all where that is empty.
+    """The lanes for writing from our cache into theirs: one per layer that both ranks hold, keys and values. They cover
+    the heads that both ranks hold, limited to `heads` if given. No lanes if `heads` is empty.
 
-    Raises PeerMismatch when blocks differ in kind, UnmappableSplit when nothing, or no run, is shared. Both name both
-    values.
+    Raises PeerMismatch if the blocks differ in dtype, shape or layout, and UnmappableSplit if no layer, no head or no
+    contiguous run is shared. Both name the values of both sides.
     """
     for key in ("dtype", "block_size", "head_size", "layout"):
         mine, other = getattr(ours, key), getattr(theirs, key)
         if mine != other:
-            raise PeerMismatch(key, _word(mine), _word(other))
+            raise PeerMismatch(key, _plain(mine), _plain(other))
     if heads is not None and not heads:
         return []
     layers = _overlap(range(ours.first_layer, ours.first_layer + ours.layers),
@@ -81,9 +75,9 @@ def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None =
     shared = _overlap(_heads(ours), _heads(theirs))
     heads = shared if heads is None else _overlap(shared, heads)
     if not layers or not heads:
-        raise UnmappableSplit(f"nothing is shared: ours is {_share(ours)}, theirs is {_share(theirs)}")
+        raise UnmappableSplit(f"no layer or no KV head is shared: ours is {_share(ours)}, theirs is {_share(theirs)}")
     if not _heads(ours) == _heads(theirs) == heads and not ours.layout.heads_are_runs:
-        raise UnmappableSplit(f"layout {ours.layout.value} keeps no head range in one run, so the heads must be equal: "
+        raise UnmappableSplit(f"layout {ours.layout.value} has no contiguous head ranges, so the heads must be equal: "
                               f"ours is {_share(ours)}, theirs is {_share(theirs)}")
     local_offset = (heads.start - ours.first_head) * ours.head_bytes
     remote_offset = (heads.start - theirs.first_head) * theirs.head_bytes
@@ -96,10 +90,10 @@ def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None =
 
 def pair_blocks(local_ids: list[int], remote_ids: list[int], ours: CacheDescription,
                 theirs: CacheDescription) -> tuple[list[int], list[int]]:
-    """Check the block pairs of a write and put them into ascending order of the local ids.
+    """Check the block pairs of a write. Returns the local and the remote ids, sorted by the local id.
 
-    The order of pairs does not matter to the bytes; allocators hand out descending ids as often as ascending ones, and
-    only ascending neighbours can be merged. Raises ValueError for pairs that must not be written.
+    The order of the pairs has no effect on the data. But allocators often return descending ids, and only ascending
+    neighbours can be merged. Raises ValueError for pairs that must not be written.
     """
     if len(local_ids) != len(remote_ids):
         raise ValueError(f"{len(local_ids)} local blocks against {len(remote_ids)} remote blocks")
@@ -108,28 +102,16 @@ def pair_blocks(local_ids: list[int], remote_ids: list[int], ours: CacheDescript
             raise ValueError(f"{side} block ids {min(ids)}..{max(ids)} are outside 0..{end - 1}")
     for side, ids in (("remote", remote_ids), ("local", local_ids)):
         if len(set(ids)) != len(ids):
-            raise ValueError(f"a {side} block is named twice")
+            raise ValueError(f"a {side} block id occurs twice")
     order = sorted(range(len(local_ids)), key=local_ids.__getitem__)
     return [local_ids[i] for i in order], [remote_ids[i] for i in order]
 
 
-def merge_runs(local_ids: list[int], remote_ids: list[int]) -> list[Run]:
-    """Merge block pairs into the fewest runs: neighbours on both sides, in whatever order they were listed."""
-    runs: list[Run] = []
-    for local, remote in sorted(zip(local_ids, remote_ids, strict=True)):
-        if runs:
-            last = runs[-1]
-            if (local, remote) == (last.local + last.count, last.remote + last.count):
-                runs[-1] = last._replace(count=last.count + 1)
-                continue
-        runs.append(Run(local, remote, 1))
-    return runs
-
-
 def descriptor_rows(lanes: list[tuple[int, int]], cache: CacheDescription) -> np.ndarray:
-    """Every block of every lane of (base address, bytes), as NIXL's strided rows.
+    """NIXL's descriptors for every block of every lane, as strided rows. `lanes`: (address in block 0, bytes).
 
-    One row per lane, of (address, bytes, device, stride, count): it stands for one descriptor per block of the cache.
+    Returns uint64 [lanes, 5] = address, bytes, device, stride in bytes, count. Each row stands for one descriptor per
+    block of the cache.
     """
     return np.array([(base, nbytes, cache.device_id, cache.block_stride_bytes, cache.num_blocks)
                      for base, nbytes in lanes],
@@ -137,7 +119,7 @@ def descriptor_rows(lanes: list[tuple[int, int]], cache: CacheDescription) -> np
 
 
 def descriptor_indices(block_ids: list[int], lanes: list[Lane], cache: CacheDescription) -> np.ndarray:
-    """Indices of these blocks in all lanes of a list made of `descriptor_rows`, lane by lane."""
+    """The descriptors of these blocks in a list made of `descriptor_rows`: int32 [lanes * blocks], lane by lane."""
     first = np.arange(len(lanes), dtype=np.int32)[:, None] * np.int32(cache.num_blocks)
     return (first + np.array(block_ids, dtype=np.int32)[None, :]).ravel()
 
@@ -156,5 +138,5 @@ def _share(cache: CacheDescription) -> str:
             f"KV heads {cache.first_head}..{cache.first_head + cache.kv_heads - 1}")
 
 
-def _word(value: object) -> object:
+def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else value

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's transport, when the engines at both ends may consist of several.
+"""One rank's transport, when the engines at both ends may have several ranks.
 
-A rank writes its share of the KV heads into every rank of the peer that holds some of them, and gives notice once, to
-the peer's rank 0, when all of it has landed there. So the peer needs to hear nothing from its other ranks: their memory
-is written to, and that is all.
+A rank writes its share of the KV heads into every rank of the peer that holds some of them. When all of it has landed,
+it sends one notice to the peer's rank 0. So the peer's other ranks have nothing to report: their memory is written to,
+and that is all.
 
-Where one write covers the share, the notice rides on it. Otherwise a write is split into parts, one for each rank of
-the peer, which bear no notice; it ends when the last part has ended, and the notice follows if all went well.
+If one write covers the share, it carries the notice. Otherwise the write is split into parts without a notice, one for
+each rank of the peer. It ends when the last part has ended, and the notice follows if all parts succeeded.
 """
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from typing import Any, NamedTuple
 from vllm_pd.errors import TransferError, UnmappableSplit
 from vllm_pd.transfer.plan import head_range, heads_to_write
 from vllm_pd.transfer.requests import Finished
-from vllm_pd.transfer.transport import PeerMetadata, Progress, RanksMetadata, Transport, rank_name
+from vllm_pd.transfer.transport import PeerMetadata, RanksMetadata, Transport, TransportProgress, rank_name
 
 
-class _Engine(NamedTuple):
-    """A peer: what it said of itself, and the transport names of its ranks."""
+class _RankedPeer(NamedTuple):
+    """A peer: its metadata, and the transport names of its ranks."""
     metadata: bytes
-    targets: list[str]  # those that we write to
-    sources: list[str]  # those that hold all our heads, each once; empty where we don't write what we hold
-    known: list[str]
+    targets: list[str]  # the ranks that we write to
+    sources: list[str]  # ranks to read from, which together hold each of our heads once; empty if there are none
+    known: list[str]  # the ranks that were added to the transport
 
 
-class _Split:
-    """A write, or a read, in several parts, none of which bears a notice."""
+class _SplitTransfer:
+    """A write or a read in several parts without notices. `peer` is the rank that gets the notice afterwards."""
 
     def __init__(self, peer: str, notice: bytes) -> None:
         self.peer = peer
-        self.notice = notice  # empty once it was sent
-        self.open: set[str] = set()
+        self.notice = notice  # empty after it was sent
+        self.open: set[str] = set()  # keys of the open parts
         self.errors: list[str] = []
         self.bytes = 0
         self.started_s = time.monotonic()
 
     def ended(self, key: str) -> Finished:
-        """The end of the whole."""
+        """The end of the whole transfer."""
         return Finished(key=key, ok=not self.errors, bytes=0 if self.errors else self.bytes,
                         seconds=time.monotonic() - self.started_s, error="; ".join(self.errors))
 
@@ -48,8 +48,8 @@ class _Split:
 class RankedTransport:
     """The `Transport` of tensor-parallel rank `rank` of `ranks`, for a model of `kv_heads` KV heads.
 
-    Peers are engines: their metadata is a `RanksMetadata`. `transport` is this rank's own, named by `rank_name`, and
-    belongs to this object.
+    Peers are engines, so their metadata is a `RanksMetadata`. `transport` is this rank's own, with a name made by
+    `rank_name`. This object owns it.
     """
 
     def __init__(self, transport: Transport, rank: int, ranks: int, kv_heads: int) -> None:
@@ -57,24 +57,24 @@ class RankedTransport:
         self._rank = rank
         self._ranks = ranks
         self._kv_heads = kv_heads
-        self._engines: dict[str, _Engine] = {}
-        self._splits: dict[str, _Split] = {}
+        self._engines: dict[str, _RankedPeer] = {}
+        self._splits: dict[str, _SplitTransfer] = {}
         self._part_of: dict[str, str] = {}
         self._finished: list[Finished] = []
 
     def metadata(self) -> bytes:
-        """This rank's part of the engine's `RanksMetadata`."""
+        """This rank's entry in the engine's `RanksMetadata`."""
         return self._transport.metadata()
 
     def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
-        """As `Transport.add_peer`; `heads` is decided here."""
+        """See Transport. `heads` is ignored: it follows from the ranks."""
         known = self._engines.get(name)
         if known is not None and known.metadata != metadata:
-            raise TransferError(f"peer {name} is known with other metadata; a new life needs a new name")
+            raise TransferError(f"peer {name} is known with other metadata; a new incarnation needs a new name")
         ranks = RanksMetadata.decode(name, metadata).ranks
         shares = [heads_to_write(self._rank, self._ranks, other, len(ranks), self._kv_heads)
                   for other in range(len(ranks))]
-        engine = _Engine(metadata, [rank_name(name, other) for other, share in enumerate(shares) if share],
+        engine = _RankedPeer(metadata, [rank_name(name, other) for other, share in enumerate(shares) if share],
                          self._sources(name, shares), [])
         try:
             for other, share in enumerate(shares):
@@ -89,50 +89,56 @@ class RankedTransport:
         self._engines[name] = engine
 
     def drop_peer(self, name: str) -> None:
+        """See Transport."""
         engine = self._engines.pop(name, None)
         for rank in engine.known if engine is not None else ():
             self._transport.drop_peer(rank)
 
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes) -> None:
+        """See Transport."""
         engine = self._engines.get(peer)
         if engine is None:
             raise TransferError(f"peer {peer} is not known")
         if key in self._splits:
-            raise TransferError(f"write {key} is under way already")
+            raise TransferError(f"write {key} is already open")
         front = rank_name(peer, 0)
         if engine.targets == [front] or not (engine.targets and local_block_ids):
             self._transport.write(key, front, local_block_ids, remote_block_ids, notice)
             return
-        self._splits[key] = _Split(front, notice)
+        self._splits[key] = _SplitTransfer(front, notice)
         for number, target in enumerate(engine.targets):
             self._begin(key, f"{key}@{number}", self._transport.write, target, local_block_ids, remote_block_ids, b"")
         self._go_on(key)
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        """See Transport."""
         engine = self._engines.get(peer)
         if engine is None or not engine.sources:
             raise TransferError(f"peer {peer} is not known" if engine is None else
-                                f"KV heads that several ranks hold are not read from {peer}")
+                                f"can't read from {peer}: several ranks hold the same KV heads")
         if key in self._splits:
-            raise TransferError(f"transfer {key} is under way already")
+            raise TransferError(f"transfer {key} is already open")
         if len(engine.sources) == 1:
             self._transport.read(key, engine.sources[0], local_block_ids, remote_block_ids)
             return
-        self._splits[key] = _Split("", b"")
+        self._splits[key] = _SplitTransfer("", b"")
         for number, source in enumerate(engine.sources):
             self._begin(key, f"{key}@{number}", self._transport.read, source, local_block_ids, remote_block_ids)
         self._go_on(key)
 
     def cancel(self, key: str) -> None:
+        """See Transport."""
         split = self._splits.get(key)
         for open_key in list(split.open) if split is not None else [key]:
             self._transport.cancel(open_key)
 
     def is_open(self, key: str) -> bool:
+        """See Transport."""
         return key in self._splits or self._transport.is_open(key)
 
-    def poll(self) -> Progress:
+    def poll(self) -> TransportProgress:
+        """See Transport."""
         progress = self._transport.poll()
         for end in progress.finished:
             key = self._part_of.pop(end.key, None)
@@ -146,16 +152,18 @@ class RankedTransport:
                 split.errors.append(end.error)
             self._go_on(key)
         finished, self._finished = self._finished, []
-        return Progress(finished=finished, notices=progress.notices)
+        return TransportProgress(finished=finished, notices=progress.notices)
 
     def live_handles(self) -> int:
+        """See Transport."""
         return max(self._transport.live_handles(), len(self._splits))
 
     def close(self) -> bool:
+        """See Transport."""
         return self._transport.close()
 
     def _go_on(self, key: str) -> None:
-        """Give notice when the last part has ended well, and end with that."""
+        """After the last part has ended: send the notice if all parts succeeded, then report the end."""
         split = self._splits[key]
         if split.open:
             return
@@ -166,10 +174,10 @@ class RankedTransport:
             self._finished.append(self._splits.pop(key).ended(key))
 
     def _begin(self, key: str, part: str, start: Callable[..., None], *arguments: Any) -> None:
-        """One part of a split transfer; one that can't start has ended."""
+        """Start one part of a split transfer. A part that can't start has ended."""
         try:
             start(part, *arguments)
-        except Exception as error:  # whatever it is, the other parts must come to their end
+        except Exception as error:  # the other parts must still reach their ends
             self._splits[key].errors.append(str(error) if isinstance(error, TransferError) else repr(error))
             if not self._transport.is_open(part):
                 return
@@ -177,6 +185,7 @@ class RankedTransport:
         self._part_of[part] = key
 
     def _sources(self, name: str, shares: list[range]) -> list[str]:
+        """See `_RankedPeer.sources`. `shares`: by rank of the peer, the heads that we write there."""
         ours, sources, covered = head_range(self._rank, self._ranks, self._kv_heads), [], set()
         for other, share in enumerate(shares):
             if not covered.issuperset(share):
@@ -185,7 +194,7 @@ class RankedTransport:
         return sources if covered == set(ours) else []
 
     def _check(self, name: str, rank: int, ranks: int, metadata: bytes) -> None:
-        """That this rank of the peer holds the heads that it should by the rule."""
+        """Raise UnmappableSplit unless that rank of the peer holds the heads that `head_range` says."""
         cache = PeerMetadata.decode(rank_name(name, rank), metadata).cache
         heads = head_range(rank, ranks, self._kv_heads)
         if (cache.first_head, cache.kv_heads) != (heads.start, len(heads)):

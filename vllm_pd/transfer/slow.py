@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport behind an emulated wire, for tests and benchmarks on machines where every transfer is over at once.
+"""A transport behind an emulated wire, for tests and benchmarks on machines where every transfer ends at once.
 
-A write or read is given to the real transport when the wire would have carried its bytes, one transfer after the other.
-That happens in `poll`, as the end of a real one is seen there: whoever polls late sees it late, and its notice leaves
-late.
+It passes a write or a read to the real transport at the moment when the wire would have carried its bytes. The wire
+carries one transfer after the other. This happens in `poll`, where the end of a real transfer is seen too: after a late
+poll the end is seen late and the notice leaves late.
 """
 from __future__ import annotations
 
@@ -15,43 +15,46 @@ import msgspec
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.requests import Finished
-from vllm_pd.transfer.transport import Progress, Transport
+from vllm_pd.transfer.transport import Transport, TransportProgress
 
 
-class Wire(NamedTuple):
-    """How slow it is."""
+class EmulatedWire(NamedTuple):
+    """How slow the wire is: its latency, and its throughput."""
     delay_s: float = 0.0
     bytes_per_s: float = float("inf")
 
 
-class _Waiting(NamedTuple):
-    """A transfer that the wire has not carried yet."""
+class _DelayedTransfer(NamedTuple):
+    """A transfer that the wire has not carried yet. `start` passes it to the real transport."""
     due_s: float
     peer: str
     start: Callable[[], None]
 
 
 class SlowTransport:
-    """The `Transport` that it is made of, slower. `block_bytes` is what a block of ours has, all layers together."""
+    """Makes `transport` slower, and owns it. `block_bytes` is the size of one of our blocks over all layers."""
 
-    def __init__(self, transport: Transport, wire: Wire, block_bytes: int,
+    def __init__(self, transport: Transport, wire: EmulatedWire, block_bytes: int,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._transport = transport
         self._wire = wire
         self._block_bytes = block_bytes
         self._clock = clock
-        self._free_at = 0.0  # when the wire has carried all that was put on it
-        self._waiting: dict[str, _Waiting] = {}
+        self._free_at = 0.0  # when the wire has carried everything
+        self._waiting: dict[str, _DelayedTransfer] = {}
         self._started_s: dict[str, float] = {}
         self._given_up: dict[str, str] = {}
 
     def metadata(self) -> bytes:
+        """See Transport."""
         return self._transport.metadata()
 
     def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
+        """See Transport."""
         self._transport.add_peer(name, metadata, heads)
 
     def drop_peer(self, name: str) -> None:
+        """See Transport."""
         for key, waiting in self._waiting.items():
             if waiting.peer == name:
                 self._given_up.setdefault(key, "peer dropped")
@@ -59,23 +62,28 @@ class SlowTransport:
 
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes) -> None:
+        """See Transport."""
         self._put(key, peer, len(local_block_ids),
                   lambda: self._transport.write(key, peer, local_block_ids, remote_block_ids, notice))
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        """See Transport."""
         self._put(key, peer, len(local_block_ids),
                   lambda: self._transport.read(key, peer, local_block_ids, remote_block_ids))
 
     def cancel(self, key: str) -> None:
+        """See Transport."""
         if key in self._waiting:
             self._given_up.setdefault(key, "cancelled")
         else:
             self._transport.cancel(key)
 
     def is_open(self, key: str) -> bool:
+        """See Transport."""
         return key in self._waiting or self._transport.is_open(key)
 
-    def poll(self) -> Progress:
+    def poll(self) -> TransportProgress:
+        """See Transport."""
         finished: list[Finished] = []
         for key in [key for key, waiting in self._waiting.items() if waiting.due_s <= self._clock()]:
             error = self._given_up.pop(key, "")
@@ -88,21 +96,23 @@ class SlowTransport:
             if error:
                 finished.append(Finished(key=key, ok=False, error=error))
         progress = self._transport.poll()
-        return Progress([self._timed(end) for end in finished + progress.finished], progress.notices)
+        return TransportProgress([self._timed(end) for end in finished + progress.finished], progress.notices)
 
     def live_handles(self) -> int:
+        """See Transport."""
         return len(self._waiting) + self._transport.live_handles()
 
     def close(self) -> bool:
+        """See Transport."""
         self._waiting.clear()
         return self._transport.close()
 
     def _put(self, key: str, peer: str, blocks: int, start: Callable[[], None]) -> None:
         if key in self._started_s:
-            raise TransferError(f"transfer {key} is under way already")
+            raise TransferError(f"transfer {key} is already open")
         now = self._started_s[key] = self._clock()
         self._free_at = max(now, self._free_at) + blocks * self._block_bytes / self._wire.bytes_per_s
-        self._waiting[key] = _Waiting(self._free_at + self._wire.delay_s, peer, start)
+        self._waiting[key] = _DelayedTransfer(self._free_at + self._wire.delay_s, peer, start)
 
     def _timed(self, end: Finished) -> Finished:
         return msgspec.structs.replace(end, seconds=self._clock() - self._started_s.pop(end.key))

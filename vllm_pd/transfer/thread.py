@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that carries out the transfers of one rank, whatever its engine computes meanwhile.
+"""The thread that runs the transfers of one rank, whatever its engine computes meanwhile.
 
-A transport without a thread of its own moves on only while somebody polls it: ends are seen then, and the notices of
-writes leave then. The step loop can't be that somebody, for a forward pass may take seconds. So the step loop only
-queues requests; the thread runs them, polls until nothing is open, and sleeps then.
+A transport without a thread of its own makes progress only when it is polled: only then are ends seen, and only then do
+the notices of writes leave. The step loop can't poll, because a forward pass may take seconds. So the step loop only
+queues requests. The thread runs them, polls until no transfer is open, and then sleeps.
 
-A transport takes one thread at a time. This object owns it, behind one lock: the thread holds it during each call, and
-the step loop, which may `look` for notices between two steps, takes it only where it is free.
+Only one thread at a time may use a transport, so a lock protects it. The thread holds the lock during each call. The
+step loop, which may `poll` for notices between two steps, skips that while the lock is taken.
 """
 from __future__ import annotations
 
@@ -23,23 +23,32 @@ from vllm_pd.transfer.requests import Read, TransferProgress, TransferRequest, W
 
 logger = logging.getLogger("vllm.pd")
 
-# Between two polls while a transfer is open: its end is to leave within 2 ms.
-LOOK_MIN_S = 0.0002
-LOOK_MAX_S = 0.001
-LOOK_GROWTH = 1.2
-IDLE_LOOK_S = 0.02  # while nothing is open, but a new connection is made, or a socket to the engine is full
-ERROR_PAUSE_S = 1.0
-CLOSE_S = 5.0
+# The pause between two polls while a transfer is open. Its end must be seen within 2 ms.
+POLL_MIN_S = 0.0002
+POLL_MAX_S = 0.001
+POLL_GROWTH = 1.2
+IDLE_POLL_S = 0.02  # while no transfer is open, but a connection is being set up or the socket to the engine is full
+ERROR_PAUSE_S = 1.0  # after an unexpected error
+CLOSE_S = 5.0  # how long `close` waits for the thread
 
 
 class Transfers(Protocol):
     """What a `TransferThread` drives: a `TransferWorker`, or a `GatheredTransfer` around one."""
 
-    def execute(self, requests: list[TransferRequest]) -> None: ...
-    def synchronize(self) -> None: ...
-    def take_progress(self) -> TransferProgress: ...
-    def live_handles(self) -> int: ...
-    def close(self) -> bool: ...
+    def execute(self, requests: list[TransferRequest]) -> None:
+        """Run the requests in order."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has computed the blocks that requests send."""
+
+    def take_progress(self) -> TransferProgress:
+        """Poll. Returns all progress since the last call."""
+
+    def live_handles(self) -> int:
+        """How many transfers have not been released."""
+
+    def close(self) -> bool:
+        """Release everything. Returns whether it is certain that no more bytes will land."""
 
     @property
     def moving(self) -> bool:
@@ -47,34 +56,36 @@ class Transfers(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether `take_progress` has something to do without another request."""
+        """Whether `take_progress` must be called again, even without another request."""
 
 
-class Owner(Protocol):
-    """Whom a `TransferThread` works for. All but `deliver` are called in the thread."""
+class ThreadOwner(Protocol):
+    """The user of a `TransferThread`. All methods are called in the thread, except `deliver`, which is called in the
+    thread that polled."""
 
     def deliver(self, progress: TransferProgress) -> bool:
-        """Take what a poll found, which may be nothing. Called by whoever polled. False: not all is passed on yet, poll
-        again soon."""
+        """Take the progress of a poll, which may be empty. False: some of it could not be passed on, so poll again
+        soon."""
 
     def filenos(self) -> list[int]:
-        """Descriptors whose input wakes the thread."""
+        """File descriptors whose input wakes the thread."""
 
     def receive(self) -> bool:
-        """One of them has input. Whether to go on."""
+        """One of the file descriptors has input. False: end the thread."""
 
     def released(self, ended: bool) -> None:
-        """The thread ends and the transfers are closed; `ended`: no byte can land any more."""
+        """The thread ends and has closed the transfers. `ended`: it is certain that no more bytes will land."""
 
 
 def no_context() -> None:
-    """The CPU has no context that a thread must enter."""
+    """The default `enter`: the CPU has no context that a thread must enter."""
 
 
 class TransferThread:
-    """Drives `transfers`, which belong to it from now on, for `owner`. `enter` is the first call in the thread."""
+    """Drives `transfers` for `owner`, and owns the transfers. `enter` is the first call in the thread; it enters the
+    device's context."""
 
-    def __init__(self, transfers: Transfers, owner: Owner, enter: Callable[[], None] = no_context) -> None:
+    def __init__(self, transfers: Transfers, owner: ThreadOwner, enter: Callable[[], None] = no_context) -> None:
         self._transfers = transfers
         self._owner = owner
         self._enter = enter
@@ -87,19 +98,19 @@ class TransferThread:
         self._thread = threading.Thread(target=self._main, name="vllm-pd-transfer", daemon=True)
 
     def start(self) -> None:
-        """Begin. To be called once."""
+        """Start the thread. To be called once."""
         self._thread.start()
 
     def execute(self, requests: list[TransferRequest]) -> None:
-        """Have these run, in order. Called with a step, in the thread that computes: waits for the device where data is
-        to move, and never for the transport."""
+        """Queue the requests that came with a step. They run in order. Called in the thread that computes. Waits for
+        the device if data must move, and never for the transport."""
         if any(isinstance(request, Write | Read) for request in requests):
             self._transfers.synchronize()
         self._requests.extend(requests)
-        self._rouse()
+        self._wake()
 
-    def look(self) -> None:
-        """Poll in the caller's thread, unless the transfer thread is polling just now."""
+    def poll(self) -> None:
+        """Poll in the caller's thread, unless the transfer thread is using the transport now."""
         if self._lock.acquire(blocking=False):
             try:
                 progress = self._transfers.take_progress()
@@ -108,19 +119,19 @@ class TransferThread:
             self._owner.deliver(progress)
 
     def live_handles(self) -> int:
-        """Transfers that are not released yet, with those that have not begun."""
+        """How many transfers have not been released, including the queued ones."""
         return self._transfers.live_handles() + sum(isinstance(r, Write | Read) for r in list(self._requests))
 
     def close(self) -> bool:
-        """End the thread; it releases everything. Whether no byte can land any more: False where it hangs as well.
-        Idempotent."""
+        """End the thread, which releases everything. Returns whether it is certain that no more bytes will land; False
+        if the thread does not end within CLOSE_S. Idempotent."""
         self._closing = True
-        self._rouse()
+        self._wake()
         if self._thread.ident is None:
             self._release()
         elif not self.join(CLOSE_S):
             if threading.current_thread() is not self._thread:
-                logger.error("the transfer thread hangs in the transport; it is left behind")
+                logger.error("the transfer thread hangs in the transport: it is not waited for any longer")
             return False
         if self._wakeup >= 0:
             wakeup, self._wakeup = self._wakeup, -1
@@ -128,14 +139,14 @@ class TransferThread:
         return self._ended
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the thread ends within that time. It can't wait for itself: who closes may be the garbage collector,
-        in any thread."""
+        """Wait for the end of the thread. Returns whether it has ended; False if this is the thread itself, because the
+        garbage collector may call `close` in any thread."""
         if threading.current_thread() is self._thread:
             return False
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _rouse(self) -> None:
+    def _wake(self) -> None:
         if self._wakeup >= 0:
             os.eventfd_write(self._wakeup, 1)
 
@@ -143,7 +154,7 @@ class TransferThread:
         try:
             self._enter()
         except Exception:
-            logger.exception("the transfer thread can't use the device: nothing is transferred any more")
+            logger.exception("the transfer thread can't use the device: nothing is transferred from now on")
             self._closing = True
         pause_s: float | None = None
         while not self._closing:
@@ -155,15 +166,15 @@ class TransferThread:
                 if ready - {self._wakeup} and not self._owner.receive():
                     break
                 pause_s = self._work(pause_s)
-            except Exception:  # whatever caused it, what is open must still come to its end
-                logger.exception("unexpected error in the transfer thread, which goes on")
+            except Exception:  # open transfers must still reach their ends
+                logger.exception("unexpected error in the transfer thread: it goes on")
                 if self._wait(ERROR_PAUSE_S, []):
                     os.eventfd_read(self._wakeup)
-                pause_s = LOOK_MIN_S
+                pause_s = POLL_MIN_S
         self._release()
 
     def _work(self, pause_s: float | None) -> float | None:
-        """Run what is queued and poll. How long to pause then, after a pause of `pause_s`; None: until there is
+        """Run the queued requests and poll. `pause_s` was the last pause. Returns the next one; None: until there is
         input."""
         while self._requests:
             with self._lock:
@@ -172,13 +183,13 @@ class TransferThread:
             progress = self._transfers.take_progress()
         delivered = self._owner.deliver(progress)
         if self._transfers.moving:
-            return LOOK_MIN_S if pause_s is None else min(LOOK_GROWTH * pause_s, LOOK_MAX_S)
-        return IDLE_LOOK_S if self._transfers.busy or not delivered else None
+            return POLL_MIN_S if pause_s is None else min(POLL_GROWTH * pause_s, POLL_MAX_S)
+        return IDLE_POLL_S if self._transfers.busy or not delivered else None
 
     def _wait(self, pause_s: float | None, filenos: list[int]) -> set[int]:
-        """Those of the descriptors, and of `_wakeup`, that have input, after at most `pause_s`."""
-        if pause_s is not None and pause_s < LOOK_MAX_S:
-            time.sleep(pause_s)  # a poll rounds it up to whole milliseconds
+        """Wait for input for at most `pause_s`. Returns those of `filenos` and `_wakeup` that have input."""
+        if pause_s is not None and pause_s < POLL_MAX_S:
+            time.sleep(pause_s)  # select.poll rounds up to whole milliseconds
             pause_s = 0.0
         poll = select.poll()
         for fileno in (self._wakeup, *filenos):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transport does: move KV blocks into a peer's cache and tell the peer when they are there.
+"""The interface of a transport: it moves KV blocks into a peer's cache and notifies the peer afterwards.
 
-A transport belongs to one worker and is used by one thread at a time. Nothing blocks for longer than handing the work
-to the hardware takes. Life of a write: `write` posts it; `poll` reports its one `Finished`; from then on the key is
-free again and the handle released. `cancel` and `drop_peer` turn that end into a failure, but it is reported only when
-no byte of the write can land any more: the peer reuses its blocks on that word. A read lives just so.
+A transport belongs to one worker, and one thread at a time uses it. No method blocks for longer than it takes to hand
+the work to the hardware. Life of a write: `write` posts it, and `poll` reports its one `Finished`. After that its
+handle is released and its key may be used again. `cancel` and `drop_peer` turn that end into a failure. But the failure
+is reported only when no more bytes of the write will land, because the peer then reuses its blocks. The life of a read
+is the same.
 """
 from __future__ import annotations
 
@@ -22,23 +23,23 @@ MAX_RANKS = 64  # tensor-parallel ranks of one engine
 
 
 class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """What travels to a peer: who we are, how to reach our memory, and what lies where in it."""
+    """What a peer needs to know of one rank: its name, how to reach its memory, and the layout of its cache."""
     name: str
     agent: bytes  # the library's own metadata
     cache: CacheDescription
 
     def encode(self) -> bytes:
-        """The message, behind a checksum.
+        """A CRC-32 and the message.
 
-        Addresses are made from it, and NIXL loads the intact head of damaged metadata and then refuses the right one
-        under that name, so damage must be seen before anything is used.
+        Addresses are computed from it. And if it is damaged, NIXL loads the intact part and then refuses the correct
+        metadata under that name. So damage must be found before anything is used.
         """
         body = msgspec.msgpack.encode(self)
         return zlib.crc32(body).to_bytes(4, "big") + body
 
     @classmethod
     def decode(cls, name: str, metadata: bytes) -> PeerMetadata:
-        """Read what the peer called `name` sent. Raises TransferError."""
+        """The metadata that the peer called `name` has sent. Raises TransferError."""
         body = metadata[4:]
         if metadata[:4] != zlib.crc32(body).to_bytes(4, "big"):
             raise TransferError(f"metadata of peer {name} is damaged")
@@ -52,15 +53,16 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RanksMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine gives its peers: the metadata of each of its tensor-parallel ranks, in order."""
+    """What an engine sends to its peers: the `PeerMetadata` of each of its tensor-parallel ranks, in order."""
     ranks: Annotated[list[bytes], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 
     def encode(self) -> bytes:
+        """The message in msgpack."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, name: str, metadata: bytes) -> RanksMetadata:
-        """Read what the engine called `name` sent. Raises TransferError."""
+        """The metadata that the engine called `name` has sent. Raises TransferError."""
         try:
             return msgspec.msgpack.decode(metadata, type=cls)
         except UNREADABLE as error:
@@ -72,52 +74,53 @@ def rank_name(engine: str, rank: int) -> str:
     return f"{engine}/{rank}"
 
 
-class Progress(msgspec.Struct):
-    """What happened at a transport since it was last polled."""
+class TransportProgress(msgspec.Struct):
+    """What has happened at a transport since the last poll."""
     finished: list[Finished]
     notices: list[Notice]
 
 
 class Transport(Protocol):
-    """One rank's end of the KV transfer."""
+    """One rank's end of the KV transfer. Block ids count from 0 in the rank's own cache."""
 
     def metadata(self) -> bytes:
-        """What a peer must be given to write into our cache."""
+        """The metadata that a peer needs to write into our cache."""
 
     def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
-        """Get ready to write to the peer called `name`. Again with the same metadata: nothing happens.
+        """Prepare transfers with the peer called `name`. A second call with the same metadata changes nothing.
 
-        With `heads` writes carry only those KV heads; where it is empty they carry nothing but their notice.
-        Raises TransferError or PeerMismatch; the transport is then as before.
+        `heads` limits writes to those KV heads of the model; with an empty range they carry only their notice. Raises
+        TransferError or PeerMismatch; then the transport is unchanged.
         """
 
     def drop_peer(self, name: str) -> None:
-        """Forget a peer. Its open writes end as not ok, when they end. An unknown name is no error."""
+        """Forget a peer. Its open transfers end with `ok` false, when they end. An unknown name is no error."""
 
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes) -> None:
-        """Post a write of our blocks into the peer's, pairwise. `notice` reaches the peer after the data; an empty one
+        """Post a write of our blocks into the peer's, pairwise. `notice` reaches the peer after the data. An empty one
         is not sent.
 
-        Without blocks only the notice is sent. Raises TransferError, with nothing written, when the peer is not known,
-        the key is in use or a block id is out of range.
+        Without blocks only the notice is sent. Raises TransferError if the peer is not known, the key is in use or a
+        block id is out of range. Then nothing is written.
         """
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
-        """Post a read of the peer's blocks into ours, pairwise. Ends, and fails to start, as a write does. The peer
-        takes no part in it and must keep the blocks as they are."""
+        """Post a read of the peer's blocks into ours, pairwise. It ends, and raises, as a write does. The peer takes no
+        part in it and must keep the blocks unchanged."""
 
     def cancel(self, key: str) -> None:
-        """Ask for an early end of a write or a read. An unknown key is no error: it has ended already."""
+        """Request an early end of a write or a read. An unknown key is no error: that transfer has already ended."""
 
     def is_open(self, key: str) -> bool:
-        """Whether a write or a read under this key is posted and has not ended."""
+        """Whether a write or a read with this key is posted and has not ended."""
 
-    def poll(self) -> Progress:
-        """Make progress and take what has finished and arrived. Never raises for a peer."""
+    def poll(self) -> TransportProgress:
+        """Make progress. Returns the ends and notices since the last poll. No peer can make it raise."""
 
     def live_handles(self) -> int:
-        """Transfers that are not released yet."""
+        """How many transfers have not been released."""
 
     def close(self) -> bool:
-        """End everything and release it. The transport is of no use afterwards. Whether no byte can land any more."""
+        """End and release everything. The transport can't be used afterwards. Returns whether it is certain that no
+        more bytes will land."""

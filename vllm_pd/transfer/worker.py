@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side of the transfer requests: runs them on a transport and gathers the progress.
+"""Runs the transfer requests of one worker on its transport, and collects the progress.
 
-Lives in the worker process and is used by one thread at a time (`vllm_pd.transfer.thread`). No peer and no transfer can
-make it raise: what goes wrong with a write or a read becomes its `Finished`, what goes wrong with a peer a `Refusal`.
+One thread at a time uses it (`vllm_pd.transfer.thread`), in the worker's process. No peer and no transfer can make it
+raise: an error of a write or a read becomes its `Finished`, an error of a peer a `PeerRefusal`.
 """
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from collections.abc import Callable
 
 from vllm_pd.errors import PDError
 from vllm_pd.transfer.requests import (
-    AddPeer,
-    CancelWrite,
-    DropPeer,
+    AddTransferPeer,
+    CancelTransfer,
+    DropTransferPeer,
     Finished,
-    Poll,
+    PeerRefusal,
     Read,
-    Refusal,
     TransferProgress,
     TransferRequest,
     Write,
@@ -28,21 +27,21 @@ from vllm_pd.transfer.transport import Transport
 
 logger = logging.getLogger("vllm.pd")
 
-SETTLE_S = 0.5
-SETTLE_STEP_S = 0.02  # of it, between two polls
+SETTLE_S = 0.5  # for how long to poll after a peer was added
+SETTLE_STEP_S = 0.02  # how much of that one poll uses up at most
 
 
 def _nothing() -> None:
-    """The CPU has no queued work to wait for."""
+    """The default `synchronize`: the CPU queues no work."""
 
 
 class TransferWorker:
-    """Runs transfer requests. `synchronize` waits for the device work that fills the blocks to be written; `rank` says
-    which notice of a write is ours.
+    """Runs transfer requests on `transport`. `synchronize` waits for the device work that fills the blocks to be
+    written. `rank` is this worker's tensor-parallel rank, which selects the notice of a write.
 
-    A connection is made in several rounds, and a sender does its part only while it polls. Left in the middle of one,
-    UCX's thread at the receiver takes a whole core until the sender polls again. So for `SETTLE_S` after a peer was
-    added there is something to poll for; time in which nobody polled does not count.
+    Setting up a connection takes several rounds, and a sender takes part only while it polls. If it stops in between,
+    UCX's thread at the receiver uses a whole core until the sender polls again. So this worker is `busy` for SETTLE_S
+    after a peer was added. Time without polls does not count.
     """
 
     def __init__(self, transport: Transport, synchronize: Callable[[], None] = _nothing, rank: int = 0,
@@ -55,28 +54,28 @@ class TransferWorker:
         self._polled_at = -math.inf
         self._open: set[str] = set()
         self._finished: list[Finished] = []
-        self._refused: list[Refusal] = []
+        self._refused: list[PeerRefusal] = []
 
     def execute(self, requests: list[TransferRequest]) -> None:
-        """Run the requests in order. The device has computed what they send: see `synchronize`."""
+        """Run the requests in order. The device must have computed the blocks that they send: see `synchronize`."""
         for request in requests:
             if isinstance(request, Write | Read):
                 self._move(request)
-            elif isinstance(request, CancelWrite):
+            elif isinstance(request, CancelTransfer):
                 self._transport.cancel(request.key)
-            elif isinstance(request, AddPeer):
+            elif isinstance(request, AddTransferPeer):
                 self._add_peer(request)
-            elif isinstance(request, DropPeer):
+            elif isinstance(request, DropTransferPeer):
                 self._transport.drop_peer(request.name)
-            elif not isinstance(request, Poll):
+            else:
                 raise TypeError(f"not a transfer request: {request!r}")
 
     def synchronize(self) -> None:
-        """Wait for the device: what it was told to compute is in memory, for a peer to read."""
+        """Wait for the device, so that everything it was told to compute is in memory for a peer to read."""
         self._synchronize()
 
     def take_progress(self) -> TransferProgress:
-        """Poll the transport and hand out everything that is new since the last call."""
+        """Poll the transport. Returns all progress since the last call."""
         progress = self._transport.poll()
         if self._unsettled_s > 0:
             now = self._clock()
@@ -89,7 +88,7 @@ class TransferWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether `take_progress` has or will have something to tell or to do, without another request."""
+        """Whether `take_progress` must be called again, even without another request."""
         return bool(self._open or self._finished or self._refused) or self.settling
 
     @property
@@ -99,22 +98,22 @@ class TransferWorker:
 
     @property
     def settling(self) -> bool:
-        """Whether a peer is so new that its connection may need a poll."""
+        """Whether the connection to a new peer may still need polls."""
         return self._unsettled_s > 0
 
     def live_handles(self) -> int:
-        """Transfers that are not released yet."""
+        """How many transfers have not been released."""
         return self._transport.live_handles()
 
     def close(self) -> bool:
-        """Release everything. Whether no byte can land any more."""
+        """Release everything. Returns whether it is certain that no more bytes will land."""
         return self._transport.close()
 
     def _move(self, request: Write | Read) -> None:
         kind = type(request).__name__
         if request.key in self._open:
-            # The first one under this key is still open and its end is what the engine waits for.
-            logger.error("%s %s is already under way; the second request is ignored", kind, request.key)
+            # The engine waits for the end of the first transfer under this key.
+            logger.error("%s %s is already open: the second request is ignored", kind, request.key)
             return
         blocks = request.local_block_ids, request.remote_block_ids
         try:
@@ -128,17 +127,17 @@ class TransferWorker:
         except Exception as error:
             logger.exception("unexpected error in %s %s with %s", kind, request.key, request.peer)
             if self._transport.is_open(request.key):
-                self._open.add(request.key)  # bytes may land: its end is the transport's to tell
+                self._open.add(request.key)  # bytes may land, so only the transport knows its end
             else:
                 self._finished.append(Finished(key=request.key, ok=False, error=repr(error)))
         else:
             self._open.add(request.key)
 
-    def _add_peer(self, request: AddPeer) -> None:
+    def _add_peer(self, request: AddTransferPeer) -> None:
         try:
             self._transport.add_peer(request.name, request.metadata)
         except PDError as error:
-            logger.warning("Peer %s is refused: %s", request.name, error)
-            self._refused.append(Refusal(peer=request.name, reason=str(error)))
+            logger.warning("peer %s is refused: %s", request.name, error)
+            self._refused.append(PeerRefusal(peer=request.name, reason=str(error)))
         else:
             self._unsettled_s, self._polled_at = SETTLE_S, self._clock()

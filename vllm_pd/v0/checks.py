@@ -146,7 +146,7 @@ def _has_ipex() -> bool:
 def check_nixl() -> None:
     """NIXL must be there and able to make an agent with UCX. Tried in a process of its own: its libraries may touch the
     device, and workers that are forked after that can't."""
-    program = "from vllm_pd.transfer.agent import Agent; Agent('check', False).metadata()"
+    program = "from vllm_pd.transfer.agent import NixlAgent; NixlAgent('check', False).metadata()"
     try:
         tried = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=NIXL_TIMEOUT_S)
     except subprocess.TimeoutExpired:

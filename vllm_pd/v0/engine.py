@@ -272,7 +272,7 @@ class Disaggregation(EngineBinding):
     def _collect(self) -> None:
         """Move everything that has happened since the last call into `_progress`."""
         if self.remote_prefills.waiting_for_peers:
-            self._guard(self._transfer.look)
+            self._guard(self._transfer.poll)
         news = self._transfer.take_progress()
         for notice in news.notices:
             self._guard(self.remote_prefills.notice, notice.payload)

@@ -112,9 +112,9 @@ class PrefillJobs:
         elif isinstance(event, Cancelled):
             self._cancel(event.attempt, progress)
         elif isinstance(event, AddPeer):
-            self._requests.append(transfer.AddPeer(event.incarnation, event.metadata))
+            self._requests.append(transfer.AddTransferPeer(event.incarnation, event.metadata))
         elif isinstance(event, DropPeer):
-            self._requests.append(transfer.DropPeer(event.incarnation))
+            self._requests.append(transfer.DropTransferPeer(event.incarnation))
 
     def ignored(self, seq_group: SequenceGroup) -> None:
         """The scheduler refused the request: it fits neither the pool nor the batch. It owns no blocks."""
@@ -146,7 +146,7 @@ class PrefillJobs:
         job = self._jobs[attempt]
         if job.state is JobState.READING and not job.cancelled:
             job.cancelled = True
-            self._requests.append(transfer.CancelWrite(_read_key(attempt)))
+            self._requests.append(transfer.CancelTransfer(_read_key(attempt)))
 
     def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
         """The KV is there, in these blocks of the whole prompt; the scheduler holds them for us."""
@@ -232,7 +232,7 @@ class PrefillJobs:
             logger.warning("job %s computes what could not be read from its peer: %s", attempt, end.error)
         job.state = JobState.COMPUTING
 
-    def refused(self, refusal: transfer.Refusal) -> None:
+    def refused(self, refusal: transfer.PeerRefusal) -> None:
         """The transport could not take a peer: its writes will fail, one by one."""
         logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.reason)
 
@@ -275,7 +275,7 @@ class PrefillJobs:
             self._engine.abort_request(job.request_id)  # which calls `aborted`
         elif not job.cancelled:
             job.cancelled = True
-            self._requests.append(transfer.CancelWrite(str(attempt)))
+            self._requests.append(transfer.CancelTransfer(str(attempt)))
 
     def _learn(self, job: _Job) -> None:
         """How fast prompts are computed here. The time of a job that has read began with its read."""

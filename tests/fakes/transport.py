@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport without a network: real bytes, copied inside one process, with faults on demand.
+"""A transport without a network: it copies real bytes inside one process, with faults on demand.
 
-It ships for tests and simulations. Addresses come from the same descriptions and plans as the real transport's, so a
-wrong offset shows as wrong bytes. Everything is decided by one seeded generator and a clock that is passed in.
+Addresses come from the same descriptions and plans as those of the real transport, so a wrong offset shows as wrong
+bytes. One seeded generator and a clock that is passed in decide everything.
 
-Life of a write: it lands at a random moment within `Faults.delay_s`, its notice at or after that moment; the fabric
-carries out what is due whenever anyone polls. A read lives alike, without a notice. A stopped peer's writes and reads
-wait and land once it goes on; a killed peer's never land, and those to it end as not ok.
+Life of a write: it lands at a random moment within `Faults.delay_s`, and its notice arrives at that moment or later.
+The fabric carries out what is due whenever a transport polls. A read has the same life, without a notice. The transfers
+of a stopped peer wait and land after it continues. Those of a killed peer never land, and those to it end with `ok`
+false.
 """
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ from typing import NamedTuple
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.layout import CacheDescription
-from vllm_pd.transfer.plan import Lane, merge_runs, pair_blocks, plan
+from vllm_pd.transfer.plan import Lane, pair_blocks, plan
 from vllm_pd.transfer.requests import Finished, Notice
-from vllm_pd.transfer.transport import PeerMetadata, Progress
+from vllm_pd.transfer.transport import PeerMetadata, TransportProgress
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong: probabilities per write, and the longest delay of data and of notices."""
-    error: float = 0.0  # the write, or read, ends as not ok, with some of its bytes landed
+    """What goes wrong: probabilities per transfer, and the longest delay of data and of notices."""
+    error: float = 0.0  # the transfer ends with `ok` false after some of its bytes have landed
     notice_lost: float = 0.0
     notice_twice: float = 0.0
     delay_s: float = 0.0
 
 
 class _Landing(NamedTuple):
-    """A write, or a read (that has no notice), on its way."""
+    """A write in flight, or a read, which has no notice."""
     due_s: float
     started_s: float
     sender: str
@@ -45,7 +46,7 @@ class _Landing(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A transfer that has not ended: with whom, by which lanes, in which direction."""
+    """A transfer that has not ended."""
     peer: str
     reads: bool
     bytes: int
@@ -54,6 +55,7 @@ class _Open(NamedTuple):
 
 
 class _Delivery(NamedTuple):
+    """A notice in flight to `peer`."""
     due_s: float
     peer: str
     notice: Notice
@@ -72,30 +74,33 @@ class FakeFabric:
         self._deliveries: list[_Delivery] = []
 
     def join(self, transport: FakeTransport) -> None:
+        """Connect a transport."""
         if transport.name in self._members:
             raise TransferError(f"the name {transport.name} is taken")
         self._members[transport.name] = transport
 
     def kill(self, name: str) -> None:
-        """The process is gone: nothing more comes from it or reaches it."""
+        """End that process: nothing more comes from it or reaches it."""
         self._members.pop(name, None)
         self._stopped.discard(name)
         self._landings = [landing for landing in self._landings if landing.sender != name]
 
     def stop(self, name: str) -> None:
-        """The process stands still. What it has posted lands after `resume`."""
+        """Stop that process. What it has posted lands after `resume`."""
         self._stopped.add(name)
 
     def resume(self, name: str) -> None:
+        """Let a stopped process continue."""
         self._stopped.discard(name)
 
     def post(self, sender: str, key: str, peer: str, local: list[int], remote: list[int],
              notice: bytes | None) -> None:
+        """Start a transfer of these block pairs."""
         now_s = self.clock()
         self._landings.append(_Landing(now_s + self._delay_s(), now_s, sender, key, peer, local, remote, notice))
 
     def advance(self) -> None:
-        """Carry out what is due, in the order of its moments."""
+        """Carry out what is due, in order of time."""
         now_s = self.clock()
         due = [landing for landing in self._landings if landing.due_s <= now_s and landing.sender not in self._stopped]
         for landing in sorted(due, key=lambda landing: landing.due_s):
@@ -103,6 +108,7 @@ class FakeFabric:
             self._land(landing)
 
     def take_notices(self, name: str) -> list[Notice]:
+        """The notices that have arrived at that process."""
         now_s = self.clock()
         arrived = [delivery for delivery in self._deliveries if delivery.peer == name and delivery.due_s <= now_s]
         self._deliveries = [delivery for delivery in self._deliveries if delivery not in arrived]
@@ -128,7 +134,7 @@ class FakeFabric:
 
 
 class FakeTransport:
-    """Transport over a fabric. Keeps the cache tensors alive, as the real one does."""
+    """Transport over a fabric. Keeps the cache tensors alive, as the real transport does."""
 
     def __init__(self, fabric: FakeFabric, name: str, caches: list, description: CacheDescription) -> None:
         self.name = name
@@ -142,15 +148,18 @@ class FakeTransport:
         fabric.join(self)
 
     def metadata(self) -> bytes:
+        """See Transport."""
         return PeerMetadata(self.name, b"", self._cache).encode()
 
     def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
+        """See Transport."""
         theirs = PeerMetadata.decode(name, metadata).cache
         if name in self._peers and self._peers[name][0] != theirs:
-            raise TransferError(f"peer {name} is known with other metadata; a new life needs a new name")
+            raise TransferError(f"peer {name} is known with other metadata; a new incarnation needs a new name")
         self._peers[name] = (theirs, plan(self._cache, theirs, heads))
 
     def drop_peer(self, name: str) -> None:
+        """See Transport."""
         self._peers.pop(name, None)
         for key, write in self._open.items():
             if write.peer == name:
@@ -158,15 +167,17 @@ class FakeTransport:
 
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes) -> None:
+        """See Transport."""
         self._post(key, peer, local_block_ids, remote_block_ids, notice)
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        """See Transport."""
         self._post(key, peer, local_block_ids, remote_block_ids, None)
 
     def _post(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes | None) -> None:
         if key in self._open:
-            raise TransferError(f"transfer {key} is under way already")
+            raise TransferError(f"transfer {key} is already open")
         if peer not in self._peers:
             raise TransferError(f"peer {peer} is not known")
         theirs, lanes = self._peers[peer]
@@ -178,21 +189,26 @@ class FakeTransport:
         self._fabric.post(self.name, key, peer, local, remote, notice)
 
     def cancel(self, key: str) -> None:
+        """See Transport."""
         if key in self._open:
             self._given_up.setdefault(key, "cancelled")
 
     def is_open(self, key: str) -> bool:
+        """See Transport."""
         return key in self._open
 
-    def poll(self) -> Progress:
+    def poll(self) -> TransportProgress:
+        """See Transport."""
         self._fabric.advance()
         finished, self._finished = self._finished, []
-        return Progress(finished=finished, notices=self._fabric.take_notices(self.name))
+        return TransportProgress(finished=finished, notices=self._fabric.take_notices(self.name))
 
     def live_handles(self) -> int:
+        """See Transport."""
         return len(self._open)
 
     def close(self) -> bool:
+        """See Transport."""
         self._fabric.kill(self.name)
         for key in list(self._open):
             self.end(key, 0.0, "closed")
@@ -200,17 +216,16 @@ class FakeTransport:
         return True
 
     def copy(self, key: str, local: list[int], remote: list[int]) -> None:
-        """The fabric's hardware: move these blocks of a transfer."""
+        """Called by the fabric: move these blocks of a transfer."""
         transfer, ours = self._open[key], self._cache
-        for run in merge_runs(local, remote):
+        for our_block, their_block in zip(local, remote, strict=True):
             for lane in transfer.lanes:
-                for block in range(run.count):
-                    there = lane.remote + (run.remote + block) * transfer.theirs.block_stride_bytes
-                    here = lane.local + (run.local + block) * ours.block_stride_bytes
-                    ctypes.memmove(*((here, there) if transfer.reads else (there, here)), lane.bytes)
+                there = lane.remote + their_block * transfer.theirs.block_stride_bytes
+                here = lane.local + our_block * ours.block_stride_bytes
+                ctypes.memmove(*((here, there) if transfer.reads else (there, here)), lane.bytes)
 
     def end(self, key: str, seconds: float, error: str) -> None:
-        """The fabric's word that a transfer is over."""
+        """Called by the fabric: a transfer has ended."""
         write = self._open.pop(key)
         error = self._given_up.pop(key, "") or error
         self._finished.append(
