@@ -19,7 +19,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from vllm_pd.router.pieces import Pieces
+from vllm_pd.router.token_cache import Pieces
 from vllm_pd.router.tokenizer import encode
 
 

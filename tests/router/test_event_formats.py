@@ -15,7 +15,7 @@ import zmq
 from tests.router.faulty import serving
 from tests.router.holding import with_index
 from vllm_pd.events import reach
-from vllm_pd.events.follow import ReplayFollower
+from vllm_pd.events.followers import ReplayFollower
 from vllm_pd.events.formats import Reader
 from vllm_pd.events.holdings import Holdings
 from vllm_pd.events.subscriber import Subscriber

@@ -13,9 +13,9 @@ import pytest
 from faulty import TOKENS, Fault, serving
 
 from tests.router.holding import with_index
-from vllm_pd.router.feeds import Progress
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.probe import _Watch
+from vllm_pd.router.subscriptions import Progress
 from vllm_pd.router.workers import Failure, Source
 
 TEXTS = [{"choices": [{"text": f" t{number}"}]} for number in range(TOKENS)]

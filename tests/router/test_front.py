@@ -19,8 +19,8 @@ from tests.router.holding import index_of, with_index
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.ports import take_free
-from vllm_pd.router import feeds, probe
 from vllm_pd.router import membership as membership_module
+from vllm_pd.router import probe, subscriptions
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
@@ -458,7 +458,7 @@ def test_b82_beyond_the_loopback_it_needs_a_key(monkeypatch):
 
 
 async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(monkeypatch):
-    monkeypatch.setattr(feeds, "RETRY_S", (0.05, 0.1))
+    monkeypatch.setattr(subscriptions, "RETRY_S", (0.05, 0.1))
     async with serving(1, Policy.KV) as (served, [engine]):
         engine.notices = [(503, {}), (200, {"no": "size"}), (500, {}),
                           (200, {"events": "tcp://127.0.0.1:9", "block_size": 4})]

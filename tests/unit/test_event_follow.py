@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import zmq
 
-from vllm_pd.events import follow, subscriber
+from vllm_pd.events import followers, subscriber
 from vllm_pd.events import messages as m
-from vllm_pd.events.follow import ReplayFollower, SideFollower
+from vllm_pd.events.followers import ReplayFollower, SideFollower
 from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 
@@ -77,10 +77,10 @@ def test_a_snapshot_is_read_in_slices():
     while not follower.live:
         before = len(wire.messages)
         follower.turn(0.0)
-        assert before - len(wire.messages) <= follow.MESSAGES_A_TURN
+        assert before - len(wire.messages) <= followers.MESSAGES_A_TURN
         assert follower.more is bool(wire.messages) or follower.live
         turns += 1
-    assert told.replaced == MANY and turns >= MANY / follow.MESSAGES_A_TURN
+    assert told.replaced == MANY and turns >= MANY / followers.MESSAGES_A_TURN
 
 
 def test_b61_an_engine_that_is_slow_with_its_snapshot_is_waited_for():
@@ -105,11 +105,11 @@ def test_a_replay_is_read_in_slices():
     wire, told = Wire(), Told()
     follower = ReplayFollower(lambda: wire, told, Counter(), 0.0)
     follower.turn(0.0)
-    wire.messages += [*map(replayed, range(MANY)), [b"", follow.END, b""]]
+    wire.messages += [*map(replayed, range(MANY)), [b"", followers.END, b""]]
     while not follower.live:
         before = len(wire.messages)
         follower.turn(0.0)
-        assert before - len(wire.messages) <= follow.MESSAGES_A_TURN
+        assert before - len(wire.messages) <= followers.MESSAGES_A_TURN
         assert follower.more or follower.live
     assert told.stored == list(range(MANY))
 
@@ -120,7 +120,7 @@ def test_b61_what_came_while_the_replay_was_asked_for_stands_before_what_only_th
     follower.turn(0.0)
     for number in range(2):
         follower.batch(0.01, [b"", *replayed(number)[1:]])
-    wire.messages += [*map(replayed, range(4)), [b"", follow.END, b""]]
+    wire.messages += [*map(replayed, range(4)), [b"", followers.END, b""]]
     follower.turn(0.02)
     assert told.stored == [0, 1, 2, 3]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one engine holds and how busy it is, kept up to date in a prefix index: one `Subscriber` for each engine.
 
-It finds out by itself where the engine's events are (`GET /pd/events`), follows them (`vllm_pd.events.follow`), and
+It finds out by itself where the engine's events are (`GET /pd/events`), follows them (`vllm_pd.events.followers`), and
 begins again when the engine is silent or gone. Nothing that an engine sends, or fails to send, ends it: what was wrong
 is counted, and what the index says of the engine is taken back until it is known again. One task of one event loop does
 it all, in small pieces.
@@ -26,7 +26,7 @@ import zmq.asyncio
 from vllm_pd.errors import PDError
 from vllm_pd.events import messages as m
 from vllm_pd.events import reach
-from vllm_pd.events.follow import BEHIND_S, Blocks, Lost, ReplayFollower, SideFollower
+from vllm_pd.events.followers import BEHIND_S, Blocks, Lost, ReplayFollower, SideFollower
 from vllm_pd.events.formats import REMOVED, STORED, Event, Unreadable, count_unread
 from vllm_pd.events.holdings import Holdings
 from vllm_pd.events.notice import MAX_NOTICE_BYTES, PATH, EventsNotice

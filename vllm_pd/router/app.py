@@ -12,10 +12,8 @@ import msgspec
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.operators import objection, shows
-from vllm_pd.router import answers, descriptors
-from vllm_pd.router.answers import Answer, Headers
+from vllm_pd.router import descriptors, responses
 from vllm_pd.router.bodies import Bodies, BodyRefused, Held
-from vllm_pd.router.feeds import Feeds
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
@@ -23,8 +21,10 @@ from vllm_pd.router.placing import Placer
 from vllm_pd.router.policy import Policy, PolicyConfig
 from vllm_pd.router.probe import Prober
 from vllm_pd.router.proxy import ENDING, GENERATING, Broken, ClientGone, Proxy, Receive, Request, Send, ended, respond
+from vllm_pd.router.responses import Answer, Headers
+from vllm_pd.router.subscriptions import Feeds
 from vllm_pd.router.tokens import TokenPool
-from vllm_pd.router.upstream import Upstream
+from vllm_pd.router.worker_client import Upstream
 from vllm_pd.router.workers import Worker, Workers
 
 logger = logging.getLogger("vllm_pd.router")
@@ -145,7 +145,8 @@ class Router:
     async def _forward(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
         headers = scope["headers"]
         if scope["method"] not in METHODS:
-            return await _say(send, answers.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use one of {', '.join(METHODS)}"))
+            return await _say(send, responses.refusal(HTTPStatus.METHOD_NOT_ALLOWED,
+                                                      f"use one of {', '.join(METHODS)}"))
         if scope["method"] != "OPTIONS" and not self._has_key(headers):
             return await _say(send, Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
         task = asyncio.current_task()
@@ -156,7 +157,7 @@ class Router:
                     body = await _body(receive, headers, held)
                 except BodyRefused as refused:
                     retry_after_s = None if refused.final else self.options.retry_after_s
-                    return await _say(send, answers.refusal(refused.status, str(refused), retry_after_s))
+                    return await _say(send, responses.refusal(refused.status, str(refused), retry_after_s))
                 except asyncio.CancelledError:
                     if not self._cut:
                         raise
@@ -186,19 +187,19 @@ class Router:
     async def _own(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
         route = _OWN.get(scope["path"])
         if route is None:
-            return await _say(send, answers.refusal(HTTPStatus.NOT_FOUND, f"the router has no {scope['path']}"))
+            return await _say(send, responses.refusal(HTTPStatus.NOT_FOUND, f"the router has no {scope['path']}"))
         methods, handle = route
         if scope["method"] not in methods:
-            return await _say(send, answers.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use {' or '.join(methods)}"))
+            return await _say(send, responses.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use {' or '.join(methods)}"))
         return await _say(send, await handle(self, scope, receive))
 
     async def _health(self, scope: dict[str, Any], receive: Receive) -> Answer:
         counts = self.workers.counts()
         if self._unready:
-            return answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, self.options.retry_after_s)
+            return responses.refusal(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, self.options.retry_after_s)
         if self.workers.any_up():
             return Answer.of({"status": "ok", "workers": counts})
-        answer = answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"no worker is up: {counts}",
+        answer = responses.refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"no worker is up: {counts}",
                                  self.options.retry_after_s)
         return answer
 
@@ -222,20 +223,20 @@ class Router:
             with Bodies(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
                 body = await _body(receive, scope["headers"], held)
         except BodyRefused as refused:
-            return answers.refusal(refused.status, str(refused))
+            return responses.refusal(refused.status, str(refused))
         try:
             url = msgspec.json.decode(body, type=_WorkerBody).url
             if scope["method"] == "DELETE":
                 known = self._membership.remove(url)
                 return (Answer.of({"removed": url}) if known else
-                        answers.refusal(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))
+                        responses.refusal(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))
             worker = self._membership.add(url)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            return answers.refusal(HTTPStatus.BAD_REQUEST, f'{error}; write {{"url": "http://HOST:PORT"}}')
+            return responses.refusal(HTTPStatus.BAD_REQUEST, f'{error}; write {{"url": "http://HOST:PORT"}}')
         except ConfigError as error:
-            return answers.refusal(HTTPStatus.BAD_REQUEST, str(error))
+            return responses.refusal(HTTPStatus.BAD_REQUEST, str(error))
         if worker is None:
-            return answers.refusal(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
+            return responses.refusal(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
         return Answer.of(worker.shown(), HTTPStatus.CREATED)
 
     def _refused(self, scope: dict[str, Any]) -> Answer | None:
@@ -244,12 +245,12 @@ class Router:
         if self.options.api_key is not None:
             return None if self._has_key(headers) else Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
         problem = objection(scope) if scope["method"] != "GET" else None
-        return None if problem is None else answers.refusal(HTTPStatus.FORBIDDEN, problem)
+        return None if problem is None else responses.refusal(HTTPStatus.FORBIDDEN, problem)
 
     def _has_key(self, headers: Headers) -> bool:
         if self.options.api_key is None:
             return True
-        given = answers.find(headers, b"authorization") or b""
+        given = responses.find(headers, b"authorization") or b""
         return shows(given, self.options.api_key)
 
     def _ended(self, worker: Worker) -> None:
@@ -283,7 +284,7 @@ async def _say(send: Send, answer: Answer) -> int:
 
 async def _body(receive: Receive, headers: Headers, held: Held) -> bytes:
     """All of it. Raises ClientGone, BodyRefused."""
-    length = answers.find(headers, b"content-length")
+    length = responses.find(headers, b"content-length")
     if length is not None:
         held.announced(int(length))
     message = await receive()
@@ -303,5 +304,5 @@ async def _body(receive: Receive, headers: Headers, held: Held) -> bytes:
 
 
 def _wants_explanation(headers: Headers) -> bool:
-    value = answers.find(headers, b"x-vllm-pd-explain")
+    value = responses.find(headers, b"x-vllm-pd-explain")
     return value is not None and value not in (b"0", b"")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd.router import tokens
+from vllm_pd.router.deferred import Opening, Openings
 from vllm_pd.router.families import Families, Family
 from vllm_pd.router.metrics import RouterMetrics
-from vllm_pd.router.openings import Opening, Openings
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import Candidate, Choice, Policy, PolicyConfig, Request, choose
 from vllm_pd.router.tokens import Asked, Tokenized

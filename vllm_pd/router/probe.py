@@ -21,8 +21,8 @@ import aiohttp
 import msgspec
 
 from vllm_pd.router import descriptors
-from vllm_pd.router.feeds import Progress
 from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.subscriptions import Progress
 from vllm_pd.router.workers import Failure, Worker, WorkerState
 
 logger = logging.getLogger("vllm_pd.router")

@@ -17,14 +17,14 @@ from enum import Enum
 from http import HTTPStatus
 from typing import Any
 
-from vllm_pd.router import answers
-from vllm_pd.router.answers import Answer, Headers
-from vllm_pd.router.fatal import Fatal
+from vllm_pd.router import responses
+from vllm_pd.router.fatal_requests import Fatal
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import MAX_TRIES, RouterOptions
 from vllm_pd.router.placing import Placer, Plan
 from vllm_pd.router.policy import Choice
-from vllm_pd.router.upstream import Reply, StreamBroken, TryFailed, Upstream
+from vllm_pd.router.responses import Answer, Headers
+from vllm_pd.router.worker_client import Reply, StreamBroken, TryFailed, Upstream
 from vllm_pd.router.workers import Failure, Flight, Interruption, Worker, Workers
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -110,9 +110,9 @@ class Proxy:
         """Have it answered. Returns the status that went out. Raises ClientGone, or Broken."""
         if request.generates and self._fatal.is_known(request.path, request.body):
             self._metrics.refused.labels("fatal").inc()
-            await respond(send, answers.refusal(HTTPStatus.BAD_GATEWAY, _FATAL))
+            await respond(send, responses.refusal(HTTPStatus.BAD_GATEWAY, _FATAL))
             return HTTPStatus.BAD_GATEWAY
-        headers = answers.request_headers(request.headers, self._authorization)
+        headers = responses.request_headers(request.headers, self._authorization)
         line = _Line(receive, send)
         try:
             plan = await self._placer.plan(request.headers, request.body, request.path in COMPLETING)
@@ -134,7 +134,7 @@ class Proxy:
             return answer.status
         if not line.takes_events:
             raise Broken(ENDING)
-        await line.more(answers.broken_event(ENDING, HTTPStatus.SERVICE_UNAVAILABLE))
+        await line.more(responses.broken_event(ENDING, HTTPStatus.SERVICE_UNAVAILABLE))
         await line.end()
         return HTTPStatus.OK
 
@@ -157,7 +157,7 @@ class Proxy:
                     return await self._give_up(request, plan.model, True, None, line, short=True)
                 last = failure.answer if failure.answer is not None else last
                 if failure.kind is Failure.BROKEN and await self._is_fatal(worker, request):
-                    last = answers.refusal(HTTPStatus.BAD_GATEWAY, _FATAL)
+                    last = responses.refusal(HTTPStatus.BAD_GATEWAY, _FATAL)
                     break
                 if failure.final:
                     break
@@ -169,24 +169,24 @@ class Proxy:
     async def _give_up(self, request: Request, model: str | None, tried: bool, last: Answer | None,
                        line: "_Line", short: bool = False) -> int:
         if short:
-            answer = answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the router has no connection left for this "
+            answer = responses.refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the router has no connection left for this "
                                      "request: try again later", self._options.retry_after_s)
             reason = "router"
         elif last is not None:
             answer, reason = last, "worker_refused"
         elif tried and self._workers.any_up(model):
-            answer = answers.refusal(HTTPStatus.BAD_GATEWAY, "no worker could answer this request")
+            answer = responses.refusal(HTTPStatus.BAD_GATEWAY, "no worker could answer this request")
             reason = "tries"
         elif self._workers.any_up(model):
-            answer = answers.refusal(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later",
+            answer = responses.refusal(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later",
                                      self._options.retry_after_s)
             reason = "full"
         else:
-            answer = answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, "no worker is up: try again later",
+            answer = responses.refusal(HTTPStatus.SERVICE_UNAVAILABLE, "no worker is up: try again later",
                                      self._options.retry_after_s)
             reason = "none_up"
         self._metrics.refused.labels(reason).inc()
-        extra = [(b"x-vllm-pd-explain", answers.compact({"refused": reason, "tries": request.tries}))]
+        extra = [(b"x-vllm-pd-explain", responses.compact({"refused": reason, "tries": request.tries}))]
         await line.whole(Answer(answer.status, answer.body, answer.headers + extra * request.explain))
         return answer.status
 
@@ -222,7 +222,7 @@ class Proxy:
             end = Failure.TIMEOUT
             why = f"no answer in {self._options.timeout_s:g} s"
             if worker.heard_s > flight.began_s:  # it is this request that takes so long, there or elsewhere
-                raise TryFailed(Failure.TIMEOUT, why, answer=answers.refusal(HTTPStatus.GATEWAY_TIMEOUT, why),
+                raise TryFailed(Failure.TIMEOUT, why, answer=responses.refusal(HTTPStatus.GATEWAY_TIMEOUT, why),
                                 final=True) from None
             failure = TryFailed(Failure.TIMEOUT, why)
             self._note(worker, failure, request)
@@ -279,13 +279,13 @@ class Proxy:
     async def _first(self, reply: Reply, generates: bool) -> tuple[Headers, bool, bytes]:
         """(headers, whether this is all of it, the first bytes) of an answer that may go to the client. Raises
         TryFailed for one that may not."""
-        headers = answers.response_headers(reply.headers)
+        headers = responses.response_headers(reply.headers)
         if reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR or reply.status in _BUSY:
             await self._refused(reply, headers)
         if reply.status == HTTPStatus.NOT_FOUND and generates:
             await self._refused(reply, headers)
         streams = is_stream(headers)
-        length = answers.find(headers, b"content-length")
+        length = responses.find(headers, b"content-length")
         whole = not streams and length is not None and int(length) <= MAX_WHOLE_BYTES
         try:
             first = await (self._whole(reply, int(length)) if whole else reply.chunk())
@@ -331,7 +331,7 @@ class Proxy:
                 body += chunk
         kept = [(name, value) for name, value in headers if name != b"content-length"]
         busy = reply.status in _BUSY
-        if busy and answers.find(kept, b"retry-after") is None:
+        if busy and responses.find(kept, b"retry-after") is None:
             kept.append((b"retry-after", str(max(1, round(self._options.retry_after_s))).encode()))
         answer = Answer(reply.status, bytes(body), kept) if body else None
         kind = (Failure.BUSY if busy else Failure.NO_MODEL if reply.status == HTTPStatus.NOT_FOUND
@@ -343,7 +343,7 @@ class Proxy:
         if failure.kind is Failure.ROUTER:
             return
         if failure.kind is Failure.BUSY:
-            after = answers.find(failure.answer.headers, b"retry-after") if failure.answer is not None else None
+            after = responses.find(failure.answer.headers, b"retry-after") if failure.answer is not None else None
             seconds = float(after) if after is not None and after.isdigit() else self._options.retry_after_s
             request.refusals.append((worker, min(seconds, MAX_PAUSE_S)))
         elif failure.kind is Failure.NO_MODEL:
@@ -387,7 +387,7 @@ class Proxy:
         self._metrics.of(worker.url, self._metrics.broken_streams).inc()
         if not line.takes_events:
             raise Broken(why)
-        await line.more(answers.broken_event(why, status))
+        await line.more(responses.broken_event(why, status))
         await line.end()
 
     @staticmethod
@@ -476,12 +476,12 @@ class _Line:
 
 def ended(options: RouterOptions) -> Answer:
     """What a request gets for which there is no time any more."""
-    return answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, options.retry_after_s)
+    return responses.refusal(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, options.retry_after_s)
 
 
 def is_stream(headers: Headers) -> bool:
     """Whether these are of a stream of events."""
-    return (answers.find(headers, b"content-type") or b"").startswith(EVENT_STREAM)
+    return (responses.find(headers, b"content-type") or b"").startswith(EVENT_STREAM)
 
 
 async def respond(send: Send, answer: Answer) -> None:

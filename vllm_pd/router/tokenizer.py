@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.router.pieces import Beginning, Pieces, guess, parts_between_words, place_to_cut, sample
+from vllm_pd.router.token_cache import Beginning, Pieces, guess, parts_between_words, place_to_cut, sample
 
 
 class Prompt(msgspec.Struct):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import httptools
 
 from vllm_pd.router import descriptors
-from vllm_pd.router.answers import Answer, Headers, find
+from vllm_pd.router.responses import Answer, Headers, find
 from vllm_pd.router.workers import Failure
 
 KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM's server hangs up

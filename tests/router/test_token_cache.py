@@ -9,7 +9,7 @@ import threading
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from vllm_pd.router.pieces import SAMPLE_CHARS, SAMPLES, Pieces, parts_between_words
+from vllm_pd.router.token_cache import SAMPLE_CHARS, SAMPLES, Pieces, parts_between_words
 
 PLAIN = (AddedToken("<|a|>", special=True, normalized=False), AddedToken("<|b|>", special=True, normalized=False))
 KINDS = {

@@ -10,10 +10,10 @@ import pytest
 
 from tests.router.holding import index_of
 from tests.router.test_placing import BLOCK, Words, placing
-from vllm_pd.router import openings, tokens
-from vllm_pd.router.openings import Opening
-from vllm_pd.router.pieces import Beginning
+from vllm_pd.router import deferred, tokens
+from vllm_pd.router.deferred import Opening
 from vllm_pd.router.placing import CHARS_PER_TOKEN, OPENING_BLOCKS
+from vllm_pd.router.token_cache import Beginning
 from vllm_pd.router.tokens import LOOP_REST, MAX_BEGUN_BYTES, MAX_QUEUED
 from vllm_pd.router.workers import Source
 
@@ -195,8 +195,8 @@ async def nothing():
 
 
 async def test_what_nobody_asks_for_is_forgotten_in_time(monkeypatch):
-    monkeypatch.setattr(openings, "MAX_OPENINGS", 3)
-    kept, now = openings.Openings(), asyncio.get_running_loop().time
+    monkeypatch.setattr(deferred, "MAX_OPENINGS", 3)
+    kept, now = deferred.Openings(), asyncio.get_running_loop().time
     one, again = Opening(7, nothing), Opening(8, nothing)
     kept.put(one, now() + 0.05)
     kept.put(again, now() + 0.05)

@@ -7,8 +7,8 @@ import ssl
 
 import pytest
 
-from vllm_pd.router import upstream
-from vllm_pd.router.upstream import MAX_BUFFERED_BYTES, StreamBroken, TryFailed, Upstream
+from vllm_pd.router import worker_client
+from vllm_pd.router.worker_client import MAX_BUFFERED_BYTES, StreamBroken, TryFailed, Upstream
 from vllm_pd.router.workers import Failure
 
 BODY = b'{"choices": []}'
@@ -85,7 +85,7 @@ async def test_requests_side_by_side_have_connections_of_their_own():
 async def test_an_old_connection_is_not_used_again(monkeypatch):
     async with answering(SIZED) as (client, url, came):
         await get(client, url)
-        monkeypatch.setattr(upstream, "KEEP_ALIVE_S", 0.0)
+        monkeypatch.setattr(worker_client, "KEEP_ALIVE_S", 0.0)
         await get(client, url)
         assert len({port for port, _, _ in came}) == 2
 
@@ -136,7 +136,7 @@ async def test_a_connection_that_ended_meanwhile_is_told_from_a_worker_that_hang
 @pytest.mark.parametrize("when, stale", [("late", False), ("after a byte", False), ("at once", True)])
 async def test_b64_only_an_early_end_without_a_byte_says_nothing_of_the_worker(monkeypatch, when, stale):
     if when == "late":
-        monkeypatch.setattr(upstream, "STALE_S", 0.02)
+        monkeypatch.setattr(worker_client, "STALE_S", 0.02)
     async with answering(SIZED, b"HTTP" if when == "after a byte" else b"") as (client, url, _):
         await get(client, url)
         idle = next(iter(client._idle.values()))[0]

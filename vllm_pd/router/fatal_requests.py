@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from xxhash import xxh3_128_intdigest
 
-from vllm_pd.router.upstream import Origin
+from vllm_pd.router.worker_client import Origin
 from vllm_pd.router.workers import Worker
 
 MOST_LOST = 2
