@@ -157,7 +157,7 @@ def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
     """Stand before several engines: each request goes to the one that holds most of its prompt and has least to do."""
     from vllm_pd.peers import Access
     from vllm_pd.router.options import RouterOptions
-    from vllm_pd.router.policy import PolicyConfig
+    from vllm_pd.router.policy import RoutingPolicyConfig
     from vllm_pd.router.server import serve
     serve(RouterOptions(port=port, host=host, workers=tuple(worker or ()), broker=broker,
                         events=tuple(worker_events or ()), block_size=block_size, tokenizer=tokenizer,
@@ -168,9 +168,9 @@ def router(port: Annotated[int, typer.Option(help="Where to listen.")] = 8000,
                         header_timeout_s=header_timeout_s, unready_s=unready_s, grace_s=grace_s,
                         body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s, idle_timeout_s=idle_timeout_s,
                         probe_interval_s=probe_interval_s, probe_timeout_s=probe_timeout_s),
-          PolicyConfig(policy=policy.replace("_", "-"), overlap_weight=overlap_weight, waiting_weight=waiting_weight,
-                       remote_weight=remote_weight, blocks_weight=blocks_weight, open_weight=open_weight,
-                       temperature=temperature))
+          RoutingPolicyConfig(policy=policy.replace("_", "-"), overlap_weight=overlap_weight,
+                              waiting_weight=waiting_weight, remote_weight=remote_weight, blocks_weight=blocks_weight,
+                              open_weight=open_weight, temperature=temperature))
 
 
 @app.command()

@@ -11,11 +11,11 @@ import pytest
 from tests.router.holding import index_of
 from tests.router.test_placing import BLOCK, Words, placing
 from vllm_pd.router import deferred, tokens
-from vllm_pd.router.deferred import Opening
+from vllm_pd.router.deferred import DeferredPrompt
 from vllm_pd.router.placing import CHARS_PER_TOKEN, OPENING_BLOCKS
-from vllm_pd.router.token_cache import Beginning
+from vllm_pd.router.token_cache import PartialTokens
 from vllm_pd.router.tokens import LOOP_REST, MAX_BEGUN_BYTES, MAX_QUEUED
-from vllm_pd.router.workers import Source
+from vllm_pd.router.workers import WorkerSource
 
 OPENING = OPENING_BLOCKS * BLOCK  # tokens
 LONG = range(100, 100 + 10 * OPENING)
@@ -27,7 +27,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: 100.0, thread_time=lambda: 0.0))
 
 
-class Openings(Words):
+class DeferringTokenizer(Words):
     """Of texts with more than its words, the beginning can be had."""
     def __init__(self, name):
         super().__init__(name)
@@ -37,7 +37,7 @@ class Openings(Words):
     def beginning(self, prompt, chars):
         ids = Words.tokens(self, prompt)
         count = chars // CHARS_PER_TOKEN
-        return Beginning(ids[:count], len(ids)) if len(ids) > 2 * count else None
+        return PartialTokens(ids[:count], len(ids)) if len(ids) > 2 * count else None
 
     def tokens(self, prompt):
         if threading.current_thread() is not threading.main_thread():
@@ -58,7 +58,7 @@ def held(placer, words):
 
 
 async def test_a_new_prompt_is_placed_by_its_beginning_and_draws_its_like_to_its_end():
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
         plan = await placer.plan([], body(LONG), True)
         worker, choice = placer.place(plan, ())
         assert (plan.request.prompt_tokens, choice.prompt_blocks) == (len(LONG), len(LONG) // BLOCK)
@@ -72,7 +72,7 @@ async def test_a_new_prompt_is_placed_by_its_beginning_and_draws_its_like_to_its
 
 async def test_where_prompts_part_decides_and_not_how_much_was_read_first():
     """Many with a common beginning, of any length, come after each other: each is placed as if all were read."""
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
         for number, shared in enumerate((1, BLOCK, OPENING - 1, OPENING, OPENING + 1, 2 * OPENING, len(LONG) - 1)):
             common = range(1000 * number, 1000 * number + shared)
             first = None
@@ -90,7 +90,7 @@ async def test_where_prompts_part_decides_and_not_how_much_was_read_first():
 
 
 async def test_of_many_at_once_all_wait_for_the_first_ones_rest():
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, pool, _):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, pool, _):
         worker, _ = placer.place(await placer.plan([], body(LONG), True), ())
         pool._rests_until_s = float("inf")
         plans = await asyncio.gather(*(placer.plan([], body(LONG), True) for _ in range(10)))
@@ -99,7 +99,7 @@ async def test_of_many_at_once_all_wait_for_the_first_ones_rest():
 
 
 async def test_the_rest_counts_where_the_request_went_last():
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
         plan = await placer.plan([], body(LONG), True)
         first, _ = placer.place(plan, ())
         second, _ = placer.place(plan, [first])
@@ -113,11 +113,11 @@ async def test_the_rest_counts_where_the_request_went_last():
 @pytest.mark.parametrize("happens", ["left", "dropped", "cleared", "evicted"])
 async def test_what_is_gone_does_not_come_back(happens):
     """Between a prompt that was begun and its like the worker has lost the first blocks: so it has lost the others."""
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, workers, _, _):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, workers, _, _):
         plan = await placer.plan([], body(LONG), True)
         worker, _ = placer.place(plan, ())
         if happens == "left":
-            workers.add("http://c:1", Source.STATIC).good()
+            workers.add("http://c:1", WorkerSource.STATIC).good()
             workers.remove(worker.url)
             index_of(placer).drop(worker.url)
         elif happens == "dropped":
@@ -135,7 +135,8 @@ async def test_what_is_gone_does_not_come_back(happens):
 @pytest.mark.parametrize("case, outcome", [("late", "late"), ("failed", "failed"), ("closed", "failed"),
                                            ("full", "busy")])
 async def test_a_rest_that_does_not_come_harms_nobody(case, outcome):
-    async with placing(load=Openings, tokenize_timeout_s=0.05, expected_s=1000.0) as (placer, _, pool, metrics):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=0.05,
+                       expected_s=1000.0) as (placer, _, pool, metrics):
         plan = await placer.plan([], body(LONG), True)
         worker, _ = placer.place(plan, ())
         pool._tokenizers[""].may_go_on.clear()
@@ -153,7 +154,7 @@ async def test_a_rest_that_does_not_come_harms_nobody(case, outcome):
 
 
 async def test_one_who_goes_away_while_he_waits_leaves_the_others_their_rest():
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, pool, _):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, pool, _):
         worker, _ = placer.place(await placer.plan([], body(LONG), True), ())
         pool._tokenizers[""].may_go_on.clear()
         pool._rests_until_s = float("inf")
@@ -170,7 +171,7 @@ async def test_a_beginning_that_took_long_is_not_tried_again_at_once(monkeypatch
     now = [100.0]
     monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: now[0]))
 
-    class Odd(Openings):
+    class Odd(DeferringTokenizer):
         def beginning(self, prompt, chars):
             now[0] += 0.01
             return super().beginning(prompt, chars)
@@ -185,7 +186,7 @@ async def test_a_beginning_that_took_long_is_not_tried_again_at_once(monkeypatch
 
 
 async def test_a_huge_request_is_for_the_threads():
-    async with placing(load=Openings, tokenize_timeout_s=50.0) as (placer, _, _, metrics):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0) as (placer, _, _, metrics):
         assert (await placer.plan([], body(LONG) + b" " * MAX_BEGUN_BYTES, True)).opening is None
         assert sample(metrics, "done") == 1
 
@@ -196,8 +197,8 @@ async def nothing():
 
 async def test_what_nobody_asks_for_is_forgotten_in_time(monkeypatch):
     monkeypatch.setattr(deferred, "MAX_OPENINGS", 3)
-    kept, now = deferred.Openings(), asyncio.get_running_loop().time
-    one, again = Opening(7, nothing), Opening(8, nothing)
+    kept, now = deferred.DeferredPrompts(), asyncio.get_running_loop().time
+    one, again = DeferredPrompt(7, nothing), DeferredPrompt(8, nothing)
     kept.put(one, now() + 0.05)
     kept.put(again, now() + 0.05)
     kept.put(one, now() + 0.1)  # a second try
@@ -205,15 +206,15 @@ async def test_what_nobody_asks_for_is_forgotten_in_time(monkeypatch):
         while len(kept):
             await asyncio.sleep(0.01)
     for number in range(5):
-        kept.put(Opening(number, nothing), now() + 1000)
+        kept.put(DeferredPrompt(number, nothing), now() + 1000)
     assert len(kept) == 3 and not kept.go_on([0, 1, 9])
-    kept.put(Opening(4, nothing), now() + 1000)  # the older one stays
+    kept.put(DeferredPrompt(4, nothing), now() + 1000)  # the older one stays
     tasks = kept.go_on([2, 4])
     assert len(tasks) == 2 and kept.go_on([2]) == tasks[:1]
     await asyncio.gather(*tasks)
     await asyncio.sleep(0)
     assert len(kept) == 1
-    kept.put(Opening(5, nothing), now())
+    kept.put(DeferredPrompt(5, nothing), now())
     assert not kept.go_on([5]), "its time is over"
     kept.close()
     assert not len(kept)
@@ -227,7 +228,7 @@ async def test_placers_that_read_the_beginning_and_the_whole_see_the_same(seed):
     urls = ("http://a:1", "http://b:1", "http://c:1")
     now = [100.0]
 
-    class Uneven(Openings):
+    class Uneven(DeferringTokenizer):
         def beginning(self, prompt, chars):
             return super().beginning(prompt, chars + draw.choice([0, 0, 4, 40, 80]))
 

@@ -16,7 +16,7 @@ from tests.router.faulty import serving
 from tests.router.holding import with_index
 from vllm_pd.events import reach
 from vllm_pd.events.followers import ReplayFollower
-from vllm_pd.events.formats import Reader
+from vllm_pd.events.formats import BatchReader
 from vllm_pd.events.holdings import Holdings
 from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
@@ -34,7 +34,7 @@ class Engine:
     def __init__(self) -> None:
         self.index = PrefixIndex(SIZE)
         self.unread: Counter[str] = Counter()
-        self.reader = Reader(self.unread)
+        self.reader = BatchReader(self.unread)
         self.holdings = Holdings(self.index, "w", self.reader.note)
 
     def feed(self, payload: bytes) -> None:
@@ -230,7 +230,7 @@ def test_b67_reasons_are_bounded():
 
 def test_b67_reasons_why_blocks_are_left_out_are_bounded_too():
     subscriber = Subscriber("http://127.0.0.1:1", PrefixIndex(SIZE), None)
-    reader = Reader(subscriber.unread)
+    reader = BatchReader(subscriber.unread)
     for size in range(5, 105):
         stored = {"type": "BlockStored", "block_hashes": [size], "parent_block_hash": None,
                   "token_ids": [*range(size)], "block_size": size, "group_idx": 0}

@@ -14,9 +14,9 @@ from faulty import TOKENS, Fault, serving
 
 from tests.router.holding import with_index
 from vllm_pd.router.policy import Policy
-from vllm_pd.router.probe import _Watch
-from vllm_pd.router.subscriptions import Progress
-from vllm_pd.router.workers import Failure, Source
+from vllm_pd.router.probe import _ProbePatience
+from vllm_pd.router.subscriptions import WorkerProgress
+from vllm_pd.router.workers import WorkerFailure, WorkerSource
 
 TEXTS = [{"choices": [{"text": f" t{number}"}]} for number in range(TOKENS)]
 BEFORE_FIRST = [Fault.HANG_UP, Fault.ERROR, Fault.NOISE, Fault.EMPTY, Fault.EMPTY_STREAM, Fault.ERROR_EVENT]
@@ -255,7 +255,7 @@ async def test_one_that_ends_leaves_the_connections_of_the_next_worker_at_its_ur
         slow = asyncio.create_task(served.ask())
         await served.until(lambda: served.worker(engine).flights)
         served.router.workers.remove(engine.url)
-        served.router.workers.add(engine.url, Source.OPERATOR)
+        served.router.workers.add(engine.url, WorkerSource.OPERATOR)
         await served.until(lambda: served.worker(engine).state.value == "up")
         engine.gap_s = 0.0
         assert (await served.ask()).status == 200
@@ -294,7 +294,7 @@ async def test_b63_a_busy_worker_whose_events_go_on_is_not_out_though_nothing_is
     """Answers in one piece, and a queue before the probe: all that shows is what the engine tells of itself."""
     async with serving(2, probe_interval_s=0.1, probe_timeout_s=0.3) as (served, engines):
         batches = itertools.count()
-        served.router._feeds.progress_of = lambda url: Progress(next(batches))
+        served.router._feeds.progress_of = lambda url: WorkerProgress(next(batches))
         for engine in engines:
             engine.sick, engine.gap_s = Fault.HANG, 1.0
         answers = await asyncio.gather(*(served.ask() for _ in range(4)))
@@ -308,16 +308,17 @@ async def test_b63_a_busy_worker_whose_events_go_on_is_not_out_though_nothing_is
 async def test_b63_events_alone_save_no_worker_for_ever():
     async with serving(1, probe_interval_s=0.1, probe_timeout_s=0.1) as (served, [engine]):
         load = itertools.count()
-        served.router._feeds.progress_of = lambda url: Progress(0, (next(load), ))
+        served.router._feeds.progress_of = lambda url: WorkerProgress(0, (next(load), ))
         engine.fault = engine.sick = Fault.HANG
         assert (await asyncio.wait_for(served.ask(), 50)).status == 503
         assert served.worker(engine).state.value == "down"
 
 
 def test_progress_is_what_changed_and_is_known():
-    assert Progress(1).differs(Progress(2)) and Progress(0, (1, )).differs(Progress(0, (2, )))
-    assert not Progress(1, (1, )).differs(Progress(1, (1, )))
-    assert not Progress(0, None).differs(Progress(0, (1, ))) and not Progress(0, (1, )).differs(Progress())
+    assert WorkerProgress(1).differs(WorkerProgress(2)) and WorkerProgress(0, (1, )).differs(WorkerProgress(0, (2, )))
+    assert not WorkerProgress(1, (1, )).differs(WorkerProgress(1, (1, )))
+    assert not WorkerProgress(0, None).differs(WorkerProgress(0, (1, )))
+    assert not WorkerProgress(0, (1, )).differs(WorkerProgress())
 
 
 async def test_a_probe_whose_time_ends_while_it_is_looked_after_is_left_alone():
@@ -326,7 +327,7 @@ async def test_a_probe_whose_time_ends_while_it_is_looked_after_is_left_alone():
     worker = SimpleNamespace(url="u", heard_s=0.0, now=loop.time)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01) as limit:
-            watch = _Watch(worker, limit, 10.0, lambda url: Progress(), lambda url, outcome: None)
+            watch = _ProbePatience(worker, limit, 10.0, lambda url: WorkerProgress(), lambda url, outcome: None)
             loop.call_later(0.01, watch._look)  # in the turn in which the limit ends it
             time.sleep(0.02)
             await asyncio.sleep(1)
@@ -485,7 +486,7 @@ async def test_b63_a_worker_that_is_busy_still_gets_what_no_other_can_take():
         assert (await served.ask()).json["from"] == (await served.ask()).json["from"] == engines[1].port
         assert served.worker(engines[0]).busy_until_s > served.worker(engines[0]).now()
         engines[0].fault = Fault.NONE
-        served.worker(engines[1]).fail(Failure.PROBE, "away")
+        served.worker(engines[1]).fail(WorkerFailure.PROBE, "away")
         assert (await served.ask()).json["from"] == engines[0].port
 
 

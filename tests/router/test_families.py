@@ -18,9 +18,9 @@ from vllm_pd.router.families import Families
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
-from vllm_pd.router.policy import Policy, PolicyConfig
+from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 from vllm_pd.router.tokens import TokenPool
-from vllm_pd.router.workers import Failure, Source, Workers
+from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource
 
 WORDS = list(range(100, 128))
 TEXT = " ".join(map(str, WORDS))
@@ -46,11 +46,11 @@ async def fleet(**served):
     """A placer over workers of these models: name of the worker -> (model, root)."""
     options, metrics = RouterOptions(port=1).checked(), RouterMetrics()
     workers, pool = Workers(metrics, 100), TokenPool(options, load)
-    placer = Placer(options, PolicyConfig(policy=Policy.KV), workers, pool, metrics, lambda url: (None, math.inf),
-                    random.Random(1))
+    placer = Placer(options, RoutingPolicyConfig(policy=Policy.KV), workers, pool, metrics,
+                    lambda url: (None, math.inf), random.Random(1))
     try:
         for name, (model, root) in served.items():
-            worker = workers.add(f"http://{name}:1", Source.STATIC)
+            worker = workers.add(f"http://{name}:1", WorkerSource.STATIC)
             worker.models = worker.base_models = frozenset({model})
             worker.root = root
             worker.good()
@@ -134,7 +134,7 @@ async def test_b68_workers_that_share_a_name_are_one_family():
     joined = []
     for url, names in (("http://a:1", {"m", "alias"}), ("http://b:1", {"m"}), ("http://c:1", {"alias"}),
                        ("http://d:1", {"n"})):
-        worker = workers.add(url, Source.STATIC)
+        worker = workers.add(url, WorkerSource.STATIC)
         worker.models = worker.base_models = frozenset(names)
         joined.append(families.join(worker))
     assert joined[0] is joined[1] is joined[2] is not joined[3]
@@ -174,7 +174,7 @@ async def test_b68_two_models_by_their_events_without_a_block_size():
                 assert answer.headers["x-vllm-pd-worker"] == engine.url and f"hit=1/{16 // size}" in explained
             engines[0].model = "two"  # started anew with the other model, at the same port
             served.worker(engines[0]).models = served.worker(engines[0]).base_models = frozenset()
-            served.worker(engines[0]).fail(Failure.PROBE, "away")
+            served.worker(engines[0]).fail(WorkerFailure.PROBE, "away")
             await served.until(lambda: families.of_model("one", ()) is families.of_model("two", ()) or
                                engines[0].url in families.of_model("two", ()).members)
             for engine in engines:

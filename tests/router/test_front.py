@@ -25,7 +25,7 @@ from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.policy import Policy
-from vllm_pd.router.workers import Failure, Source, Workers
+from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource
 
 JSON = {"Content-Type": "application/json"}
 ROOT = Path(__file__).parents[2]
@@ -248,7 +248,7 @@ async def test_a_model_goes_to_those_who_have_it():
     async with serving(2) as (served, engines):
         engines[1].model = "other"
         served.router.workers.remove(engines[1].url)
-        served.router.workers.add(engines[1].url, Source.OPERATOR)
+        served.router.workers.add(engines[1].url, WorkerSource.OPERATOR)
         await served.until(lambda: served.router.workers.counts() == {"up": 2})
         assert {(await served.ask(model="other")).json["from"] for _ in range(4)} == {engines[1].port}
         assert {(await served.ask(model="m")).json["from"] for _ in range(4)} == {engines[0].port}
@@ -462,7 +462,7 @@ async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(mo
     async with serving(1, Policy.KV) as (served, [engine]):
         engine.notices = [(503, {}), (200, {"no": "size"}), (500, {}),
                           (200, {"events": "tcp://127.0.0.1:9", "block_size": 4})]
-        served.worker(engine).fail(Failure.PROBE, "away for a moment")
+        served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
         await served.until(lambda: served.router._feeds.shown())
         assert index_of(served.router.placer).block_size == 4 and not served.router._feeds._asking
 
@@ -514,7 +514,7 @@ class TestMembership:
             assert len(workers) == 2
             membership.update([self.member("c", "http://h:2", m.Role.PREFILL)], 61.0)  # another engine in its place
             assert [worker.url for worker in workers] == ["http://h:1"]
-            workers.get("http://h:1").fail(Failure.PROBE, "dead")
+            workers.get("http://h:1").fail(WorkerFailure.PROBE, "dead")
             membership.update([], 62.0)
             assert not len(workers)
 
@@ -565,11 +565,11 @@ async def test_no_error_of_its_own_ends_the_probing_or_the_sweeping():
 
         def came_up(worker):
             if stumbles:
-                worker.fail(Failure.PROBE, "again")
+                worker.fail(WorkerFailure.PROBE, "again")
                 raise stumbles.pop()
 
         served.router._prober._on_good = came_up
-        served.worker(engine).fail(Failure.PROBE, "away for a moment")
+        served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
         await served.until(lambda: not stumbles and served.worker(engine).state.value == "up")
         assert served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="stumbled") == 3
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from vllm_pd.router.token_cache import SAMPLE_CHARS, SAMPLES, Pieces, parts_between_words
+from vllm_pd.router.token_cache import SAMPLE_CHARS, SAMPLES, TokenCache, parts_between_words
 
 PLAIN = (AddedToken("<|a|>", special=True, normalized=False), AddedToken("<|b|>", special=True, normalized=False))
 KINDS = {
@@ -59,7 +59,7 @@ def pieces_of(tokenizer, **more):
         asked.extend(texts)
         return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    return Pieces(tokenizer.get_added_tokens_decoder().values(), encode, **more), asked
+    return TokenCache(tokenizer.get_added_tokens_decoder().values(), encode, **more), asked
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -54,7 +54,7 @@ class Told:
         self.replaced = len(list(blocks))
         then()
 
-    def told(self, pulse: m.Pulse) -> None:
+    def told(self, pulse: m.EngineReport) -> None:
         pass
 
 
@@ -69,9 +69,9 @@ def replayed(number: int) -> list[bytes]:
 def test_a_snapshot_is_read_in_slices():
     wire, told = Wire(), Told()
     follower = SideFollower(wire, told, Counter(), 0.0)
-    wire.messages.append([m.encode(m.Pulse("e", 5, 4, m.EngineLoad()))])
+    wire.messages.append([m.encode(m.EngineReport("e", 5, 4, m.EngineLoad()))])
     follower.turn(0.0)
-    wire.messages += [[m.encode(m.Snapshot(1, "e", 5, number, MANY, batch_of(number).events))]
+    wire.messages += [[m.encode(m.SnapshotPart(1, "e", 5, number, MANY, batch_of(number).events))]
                       for number in range(MANY)]
     turns = 0
     while not follower.live:
@@ -89,10 +89,10 @@ def test_b61_an_engine_that_is_slow_with_its_snapshot_is_waited_for():
     follower = SideFollower(wire, told, counters, now)
     answers: list[tuple[float, int]] = []
     while not follower.live and now < 60.0:
-        wire.messages.append([m.encode(m.Pulse("e", 5, 4, m.EngineLoad()))])
+        wire.messages.append([m.encode(m.EngineReport("e", 5, 4, m.EngineLoad()))])
         while answers and answers[0][0] <= now:
             number = answers.pop(0)[1]
-            wire.messages.append([m.encode(m.Snapshot(number, "e", 5, 0, 1, batch_of(1).events))])
+            wire.messages.append([m.encode(m.SnapshotPart(number, "e", 5, 0, 1, batch_of(1).events))])
         follower.turn(now)
         requests = [message for [frame] in wire.sent if isinstance(message := m.decode([frame]), m.SnapshotRequest)]
         answers += [(now + 3.0, request.number) for request in requests]
@@ -179,7 +179,7 @@ def test_nothing_is_awaited_of_an_engine_that_is_at_rest():
     wire = Wire()
     follower = SideFollower(wire, Told(), Counter(), 0.0)
     assert follower.waits
-    for message in (m.Pulse("e", 1, 4, m.EngineLoad()), m.Snapshot(1, "e", 1, 0, 0, [])):
+    for message in (m.EngineReport("e", 1, 4, m.EngineLoad()), m.SnapshotPart(1, "e", 1, 0, 0, [])):
         wire.messages.append([m.encode(message)])
         follower.turn(0.0)
     assert not follower.waits
@@ -187,7 +187,7 @@ def test_nothing_is_awaited_of_an_engine_that_is_at_rest():
     assert follower.waits
     follower.batch(0.1, [b"", *replayed(1)[1:]])
     assert not follower.waits
-    wire.messages.append([m.encode(m.Pulse("e", 5, 4, m.EngineLoad()))])
+    wire.messages.append([m.encode(m.EngineReport("e", 5, 4, m.EngineLoad()))])
     follower.turn(0.2)
     assert follower.waits
     follower.batch(0.2, [b"", *replayed(3)[1:]])

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import zmq
 
 from vllm_pd.events import messages as m
-from vllm_pd.events.journal import Journal
+from vllm_pd.events.journal import EventJournal
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
 from vllm_pd.metrics import EventMetrics
@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.pd")
 PAUSE_S = 0.1  # after a turn that failed
 
 
-class Announcer:
+class EventAnnouncer:
     """One of an engine; it owns `side` and the thread. `publish` hands a batch to the publisher: it is called with
     every batch in its order and by nobody else. `read_load`, which may fail, and `is_at_rest` (see `BlockSink.take`)
     are called in the thread."""
@@ -40,7 +40,7 @@ class Announcer:
         self.counters: collections.Counter[str] = collections.Counter()
         self.load = m.EngineLoad()
         self._sink = sink
-        self._journal = Journal(block_size)
+        self._journal = EventJournal(block_size)
         self._publish = publish
         self._read_load = read_load
         self._is_at_rest = is_at_rest
@@ -99,12 +99,12 @@ class Announcer:
         self._flush()
         more = self._side.turn(now, self._journal, self.epoch, self._next_seq)
         if now >= self._next_look or self._side.has_new():
-            self._next_look = now + m.PULSE_MIN_S
+            self._next_look = now + m.REPORT_MIN_S
             self._look()
             if (self.load, self._next_seq) != self._told or now >= self._next_pulse or self._side.has_new():
                 self._told = (self.load, self._next_seq)
-                self._next_pulse = now + m.PULSE_S
-                self._side.pulse(m.Pulse(self.epoch, self._next_seq, self._journal.block_size, self.load))
+                self._next_pulse = now + m.REPORT_S
+                self._side.pulse(m.EngineReport(self.epoch, self._next_seq, self._journal.block_size, self.load))
                 self._show()
         return 0.0 if more else max(0.0, self._next_look - time.monotonic())
 

@@ -18,8 +18,8 @@ from typing import Protocol
 import zmq
 
 from vllm_pd.events import messages as m
-from vllm_pd.events.formats import Reader, adapter_of
-from vllm_pd.events.stream import Stream
+from vllm_pd.events.formats import BatchReader, adapter_of
+from vllm_pd.events.stream import BatchStream
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import BadFrame
 
@@ -37,11 +37,11 @@ MAX_SNAPSHOT_BLOCKS = 50_000_000
 Blocks = Iterator[tuple[m.Hash, m.Hash | None, list[int], int | str | None]]
 
 
-class Lost(Exception):
+class EngineLost(Exception):
     """The engine is silent, or somebody else is where it was: it has to be found anew."""
 
 
-class Target(Protocol):
+class FollowerTarget(Protocol):
     """What a follower has the index do. It is carried out between two turns of the follower; clearing and a replacement
     make what was to be applied before them void."""
 
@@ -51,10 +51,10 @@ class Target(Protocol):
 
     def replace(self, blocks: Blocks, then: Callable[[], None]) -> None: ...
 
-    def told(self, pulse: m.Pulse) -> None: ...
+    def told(self, pulse: m.EngineReport) -> None: ...
 
 
-class Follower(Protocol):
+class EventFollower(Protocol):
     """One session with one life, or several, of an engine's publisher."""
 
     more: bool  # whether the last turn has left something unread
@@ -76,7 +76,7 @@ class SideFollower:
     not that engine. None where nobody could say: then whoever is there is. After `behind_s` without the batches that a
     pulse has told of they are taken to be lost."""
 
-    def __init__(self, socket: zmq.Socket, target: Target, counters: Counter[str], now: float,
+    def __init__(self, socket: zmq.Socket, target: FollowerTarget, counters: Counter[str], now: float,
                  epoch: str | None = None, behind_s: float = BEHIND_S, unread: Counter[str] | None = None) -> None:
         self.epoch: str | None = None
         self.more = False
@@ -85,8 +85,8 @@ class SideFollower:
         self._socket = socket
         self._target = target
         self._counters = counters
-        self._stream = Stream(counters)
-        self._reader = Reader(unread if unread is not None else Counter())
+        self._stream = BatchStream(counters)
+        self._reader = BatchReader(unread if unread is not None else Counter())
         self._lost_at = now + LOST_S
         self._hung_up = False
         self._subscribe_at = now
@@ -113,7 +113,8 @@ class SideFollower:
         self._target.apply(self._stream.offer(now, seq, batch, hash(frames[2])))
 
     def turn(self, now: float) -> None:
-        """Read from the side socket, and do what is due. Raises Lost where the engine is silent, or another one."""
+        """Read from the side socket, and do what is due. Raises EngineLost where the engine is silent, or
+        another one."""
         for frames in self._read():
             try:
                 message = m.decode(frames)
@@ -123,12 +124,12 @@ class SideFollower:
                 continue
             self._lost_at = now + LOST_S
             self._hung_up = False
-            if isinstance(message, m.Pulse):
+            if isinstance(message, m.EngineReport):
                 self._pulse(now, message)
-            elif isinstance(message, m.Snapshot):
+            elif isinstance(message, m.SnapshotPart):
                 self._part(now, message)
         if now > self._lost_at:
-            raise Lost("no pulse comes any more")
+            raise EngineLost("no pulse comes any more")
         if now >= self._subscribe_at:
             self._subscribe_at = now + m.SUBSCRIBE_S
             sockets.send(self._socket, m.encode(m.Subscribe()))
@@ -160,10 +161,10 @@ class SideFollower:
             yield frames
         self.more = True
 
-    def _pulse(self, now: float, pulse: m.Pulse) -> None:
+    def _pulse(self, now: float, pulse: m.EngineReport) -> None:
         if self._life is not None and m.life_of(pulse.epoch) != self._life:
             self._counters["strangers" if self.epoch is None else "restarts"] += 1
-            raise Lost("another engine, or another life of it, is at its side socket")
+            raise EngineLost("another engine, or another life of it, is at its side socket")
         self._told_seq = pulse.next_seq
         if pulse.epoch != self.epoch:
             if self.epoch is not None:
@@ -173,7 +174,7 @@ class SideFollower:
             self.ask(now)
         self._target.told(pulse)
 
-    def _part(self, now: float, part: m.Snapshot) -> None:
+    def _part(self, now: float, part: m.SnapshotPart) -> None:
         if (self._asked_at is None or part.number != self._number or part.epoch != self.epoch
                 or part.first_block != self._received or part.total_blocks > MAX_SNAPSHOT_BLOCKS):
             self._counters["snapshot_parts_unused"] += 1
@@ -212,7 +213,7 @@ class SideFollower:
             self.ask(now)
 
 
-class Purpose(Enum):
+class ReplayPurpose(Enum):
     """Of a replay."""
     BEGIN = "begin"  # all there is
     FILL = "fill"  # what was missed
@@ -220,9 +221,9 @@ class Purpose(Enum):
 
 
 @dataclass
-class _Replay:
+class _ReplayRequest:
     """One request, and what has come of it."""
-    purpose: Purpose
+    purpose: ReplayPurpose
     asked_at: float
     heard_at: float
     batches: list[tuple[int, m.EventBatch, int]] = field(default_factory=list)  # number, batch, hash of its bytes
@@ -232,16 +233,16 @@ class ReplayFollower:
     """`connect` makes a client of the replay socket; None where there is none. A request that is not answered in time
     is given up with its socket, and with the second one in a row all that was known."""
 
-    def __init__(self, connect: Callable[[], zmq.Socket] | None, target: Target, counters: Counter[str],
+    def __init__(self, connect: Callable[[], zmq.Socket] | None, target: FollowerTarget, counters: Counter[str],
                  now: float, unread: Counter[str] | None = None) -> None:
         self.more = False
         self._connect = connect
         self._socket = connect() if connect is not None else None
         self._target = target
         self._counters = counters
-        self._stream = Stream(counters)
-        self._reader = Reader(unread if unread is not None else Counter())
-        self._replay: _Replay | None = None
+        self._stream = BatchStream(counters)
+        self._reader = BatchReader(unread if unread is not None else Counter())
+        self._replay: _ReplayRequest | None = None
         self._next_ask = now
         self._unanswered = 0  # in a row
         self._live = connect is None
@@ -284,12 +285,12 @@ class ReplayFollower:
             self._begin_anew(now)
         elif stream.next_seq is not None and stream.missed(now):
             self._counters["gaps"] += 1
-            self._ask(now, Purpose.FILL, stream.next_seq)
+            self._ask(now, ReplayPurpose.FILL, stream.next_seq)
         elif now >= self._next_ask:
             if stream.next_seq is None:
-                self._ask(now, Purpose.BEGIN, 0)
+                self._ask(now, ReplayPurpose.BEGIN, 0)
             else:
-                self._ask(now, Purpose.CHECK, max(0, stream.next_seq - 1))
+                self._ask(now, ReplayPurpose.CHECK, max(0, stream.next_seq - 1))
 
     def close(self) -> None:
         """The replay's socket is its own."""
@@ -318,10 +319,10 @@ class ReplayFollower:
         """Nothing that was known can be trusted."""
         self._target.clear()
         self._stream.stop()
-        self._ask(now, Purpose.BEGIN, 0)
+        self._ask(now, ReplayPurpose.BEGIN, 0)
 
-    def _ask(self, now: float, purpose: Purpose, first: int) -> None:
-        self._replay = _Replay(purpose, now, now)
+    def _ask(self, now: float, purpose: ReplayPurpose, first: int) -> None:
+        self._replay = _ReplayRequest(purpose, now, now)
         self._next_ask = now + CHECK_S
         self._counters[f"replays_{purpose.value}"] += 1
         sockets.send(self._socket, b"", first.to_bytes(8, "big"))
@@ -344,12 +345,12 @@ class ReplayFollower:
         replay.heard_at = now
         replay.batches.append((seq, batch, hash(frames[2])))
 
-    def _complete(self, now: float, replay: _Replay) -> None:
+    def _complete(self, now: float, replay: _ReplayRequest) -> None:
         stream, batches = self._stream, replay.batches
-        if replay.purpose is Purpose.BEGIN:
+        if replay.purpose is ReplayPurpose.BEGIN:
             self._begin(now, replay)
             return
-        if replay.purpose is Purpose.CHECK and stream.next_seq:
+        if replay.purpose is ReplayPurpose.CHECK and stream.next_seq:
             same = bool(batches) and batches[0][2] == stream.content(batches[0][0])
             if not same:
                 self._counters["restarts"] += 1
@@ -357,11 +358,11 @@ class ReplayFollower:
                 return
         for seq, batch, content in batches:
             self._target.apply(stream.offer(now, seq, batch, content))
-        if replay.purpose is Purpose.FILL and stream.missed(now):  # the replay does not have it either
+        if replay.purpose is ReplayPurpose.FILL and stream.missed(now):  # the replay does not have it either
             self._counters["replays_too_short"] += 1
             self._begin_anew(now)
 
-    def _begin(self, now: float, replay: _Replay) -> None:
+    def _begin(self, now: float, replay: _ReplayRequest) -> None:
         """All that the replay holds, after the last gap in it."""
         batches = replay.batches
         for index in range(len(batches) - 1, 0, -1):

@@ -88,7 +88,7 @@ def count_unread(unread: Counter[str], reason: str) -> None:
     unread[reason if reason in unread or len(unread) < MAX_REASONS else "other reasons"] += 1
 
 
-class Reader:
+class BatchReader:
     """For one publisher. `unread` says what could not be read, and how often; `rank` is the publisher's data-parallel
     rank, as its first batch says."""
 

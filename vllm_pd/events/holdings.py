@@ -22,7 +22,7 @@ from vllm_pd.events.formats import (
 )
 
 if TYPE_CHECKING:
-    from vllm_pd.events.subscriber import Index
+    from vllm_pd.events.subscriber import SubscribedIndex
 
 _Block = tuple[m.Hash | None, list[int], int | str | None, str | None]  # parent, tokens, adapter, extras
 
@@ -30,7 +30,7 @@ _Block = tuple[m.Hash | None, list[int], int | str | None, str | None]  # parent
 class Holdings:
     """`note` is told what can't be used."""
 
-    def __init__(self, index: "Index", worker: str, note: Callable[[str], None]) -> None:
+    def __init__(self, index: "SubscribedIndex", worker: str, note: Callable[[str], None]) -> None:
         self._index = index
         self._worker = worker
         self._note = note

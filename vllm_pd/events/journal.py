@@ -8,22 +8,22 @@ it; engines evict in any order.
 from collections.abc import Iterable, Iterator
 
 from vllm_pd.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from vllm_pd.events.sink import Cleared, Held, Op
+from vllm_pd.events.sink import Cleared, HeldBlock, Op
 
 MAX_RUN_BLOCKS = 4096
 
 
-class Journal:
+class EventJournal:
     """What subscribers were told. `block_size` in tokens. Not for use by several threads."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.stored = 0
         self.removed = 0
-        self._announced: dict[int, Held] = {}
-        self._orphans: dict[int, dict[int, Held]] = {}  # by the hash of the predecessor
+        self._announced: dict[int, HeldBlock] = {}
+        self._orphans: dict[int, dict[int, HeldBlock]] = {}  # by the hash of the predecessor
         self._events: list[KVEvent] = []
-        self._last: Held | None = None  # the end of the run that is the last event
+        self._last: HeldBlock | None = None  # the end of the run that is the last event
 
     def __len__(self) -> int:
         return len(self._announced)
@@ -31,14 +31,14 @@ class Journal:
     def apply(self, ops: Iterable[Op]) -> None:
         """Go through changes in their order."""
         for op in ops:
-            if isinstance(op, Held):
+            if isinstance(op, HeldBlock):
                 self._store(op)
             elif op is Cleared.ALL:
                 self._clear()
             else:
                 self._remove(op)
 
-    def replace(self, blocks: Iterable[Held]) -> None:
+    def replace(self, blocks: Iterable[HeldBlock]) -> None:
         """These are all blocks that are held, whatever has happened before."""
         held = {block.block_hash: block for block in blocks}
         gone = [block_hash for block_hash in self._announced if block_hash not in held]
@@ -56,11 +56,11 @@ class Journal:
         events, self._events, self._last = self._events, [], None
         return events
 
-    def blocks(self) -> list[Held]:
+    def blocks(self) -> list[HeldBlock]:
         """Everything that was announced, as of the events that were made, taken or not."""
         return list(self._announced.values())
 
-    def _store(self, block: Held) -> None:
+    def _store(self, block: HeldBlock) -> None:
         waiting = [block]
         while waiting:
             block = waiting.pop()
@@ -75,7 +75,7 @@ class Journal:
             self._add(block)
             waiting.extend(self._orphans.pop(block.block_hash, {}).values())
 
-    def _add(self, block: Held) -> None:
+    def _add(self, block: HeldBlock) -> None:
         self.stored += 1
         if follows(self._last, block) and len(self._events[-1].block_hashes) < MAX_RUN_BLOCKS:
             self._events[-1].block_hashes.append(block.block_hash)
@@ -112,12 +112,12 @@ class Journal:
         self._last = None
 
 
-def follows(last: Held | None, block: Held) -> bool:
+def follows(last: HeldBlock | None, block: HeldBlock) -> bool:
     """Whether both can be in one event."""
     return last is not None and block.parent_hash == last.block_hash and block.salt == last.salt
 
 
-def event_of(blocks: list[Held], block_size: int) -> BlockStored:
+def event_of(blocks: list[HeldBlock], block_size: int) -> BlockStored:
     """One event for blocks that follow each other."""
     first, salt = blocks[0], blocks[0].salt
     stored = BlockStored([block.block_hash for block in blocks], first.parent_hash,
@@ -128,10 +128,10 @@ def event_of(blocks: list[Held], block_size: int) -> BlockStored:
     return stored
 
 
-def runs(blocks: list[Held], block_size: int, most_blocks: int) -> Iterator[list[BlockStored]]:
+def runs(blocks: list[HeldBlock], block_size: int, most_blocks: int) -> Iterator[list[BlockStored]]:
     """All blocks in parts of at most so many, each as few events as it takes."""
     for start in range(0, len(blocks), most_blocks):
-        part: list[list[Held]] = []
+        part: list[list[HeldBlock]] = []
         for block in blocks[start:start + most_blocks]:
             if part and follows(part[-1][-1], block):
                 part[-1].append(block)

@@ -6,10 +6,10 @@ vLLM: as arrays, with the fields that they had from 0.9.2 to 0.23. Later release
 reads both). What our V0 engines write has the same fields, and leaves those out that say nothing. An engine's block
 hashes mean something within one life of that engine only.
 
-On the side socket a frame is two bytes of magic, one of version, and one message. A subscriber says `Subscribe` now and
-then and gets a `Pulse` for each change of the load, and at least every `PULSE_S`; `SnapshotRequest` gets it the parts
-of a `Snapshot`. Every message of an engine names its *epoch*, one life of its publisher, and the number that the next
-batch of events will have: so a subscriber sees that it has missed something also when nothing follows it.
+On the side socket a frame is two bytes of magic, one of version, and one message. A subscriber sends `Subscribe` every
+`SUBSCRIBE_S`. It then gets an `EngineReport` at each change of the load and at least every `REPORT_S`. `SnapshotPart`s
+answer a `SnapshotRequest`. Every message of an engine names its *epoch*, one life of its publisher, and the number of
+the next batch of events: so a subscriber notices a lost batch even where no other batch follows.
 """
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
@@ -20,8 +20,8 @@ from vllm_pd.core.messages import Count, Name
 from vllm_pd.rpc.codec import BadFrame, FrameFault, Framing
 
 PROTOCOL = 1
-PULSE_MIN_S = 0.1  # no two pulses come closer together
-PULSE_S = 0.5  # nor further apart
+REPORT_MIN_S = 0.1  # no two pulses come closer together
+REPORT_S = 0.5  # nor further apart
 SUBSCRIBE_S = 1.0  # how often a subscriber says that it is there
 SUBSCRIPTION_S = 5.0  # for how long it is believed
 PART_BLOCKS = 1024  # of a snapshot in one message, at most
@@ -104,7 +104,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: Count
 
 
-class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class EngineReport(msgspec.Struct, frozen=True, array_like=True, tag="Pulse"):
     """From the engine, unasked."""
     epoch: Name
     next_seq: Count
@@ -112,7 +112,7 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=True):
     load: EngineLoad
 
 
-class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag="Snapshot"):
     """From the engine: one part of its blocks as the batches before `next_seq` have left them. `first_block` says how
     many came in the parts before; the last part is the one that reaches `total_blocks`."""
     number: Count
@@ -123,7 +123,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
     runs: list[BlockStored]
 
 
-Message = Subscribe | SnapshotRequest | Pulse | Snapshot
+Message = Subscribe | SnapshotRequest | EngineReport | SnapshotPart
 
 
 def life_of(epoch: str) -> str:
@@ -139,7 +139,7 @@ encode = _framing.encode
 def decode(frames: Sequence[bytes]) -> Message:
     """What a side socket gave, without its routing id. Raises BadFrame for anything that is no message of ours."""
     message = _framing.decode(frames)
-    if isinstance(message, Snapshot):
+    if isinstance(message, SnapshotPart):
         for run in message.runs:
             _check(run)
     return message

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import zmq
 
 from vllm_pd.events import messages as m
-from vllm_pd.events.journal import Journal, runs
+from vllm_pd.events.journal import EventJournal, runs
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import BadFrame
 from vllm_pd.rpc.gate import Gate
@@ -24,7 +24,7 @@ PARTS_A_TURN = 4
 
 
 @dataclass
-class _Answer:
+class _SnapshotAnswer:
     """A snapshot that is being sent."""
     number: int
     epoch: str
@@ -33,7 +33,7 @@ class _Answer:
     parts: Iterator[list[m.BlockStored]]
     moved_at: float  # when there was room last
     sent_blocks: int = 0
-    held: m.Snapshot | None = None  # the part that there was no room for
+    held: m.SnapshotPart | None = None  # the part that there was no room for
 
 
 class SidePort:
@@ -51,7 +51,7 @@ class SidePort:
         self.address = sockets.endpoint(self._socket)
         self._subscribers: dict[bytes, float] = {}  # until when
         self._greeted: set[bytes] = set()  # those that have had a pulse
-        self._answers: dict[bytes, _Answer] = {}
+        self._answers: dict[bytes, _SnapshotAnswer] = {}
 
     def watch(self, poller: zmq.Poller) -> None:
         """Have `poller` wake when `turn` has something to read."""
@@ -59,7 +59,7 @@ class SidePort:
         if self._gate is not None:
             poller.register(self._gate.socket, zmq.POLLIN)
 
-    def turn(self, now: float, journal: Journal, epoch: str, next_seq: int) -> bool:
+    def turn(self, now: float, journal: EventJournal, epoch: str, next_seq: int) -> bool:
         """Read what has come and go on with what was asked for. `journal` must be as the batches before `next_seq` have
         left it. Whether there is more to do at once. It is False, too, where there is no room for more."""
         if self._gate is not None:
@@ -79,7 +79,7 @@ class SidePort:
         """Whether somebody has subscribed who has had no pulse yet."""
         return len(self._greeted) < len(self._subscribers)
 
-    def pulse(self, pulse: m.Pulse) -> None:
+    def pulse(self, pulse: m.EngineReport) -> None:
         """Tell all subscribers."""
         if not self._subscribers:
             return
@@ -99,7 +99,7 @@ class SidePort:
             self._gate.close()
         self._context.term()
 
-    def _handle(self, now: float, frames: list[bytes], journal: Journal, epoch: str, next_seq: int) -> None:
+    def _handle(self, now: float, frames: list[bytes], journal: EventJournal, epoch: str, next_seq: int) -> None:
         peer = frames[0]
         try:
             message = m.decode(frames[1:])
@@ -116,14 +116,14 @@ class SidePort:
         if isinstance(message, m.SnapshotRequest):
             self.counters["snapshots"] += 1
             blocks = journal.blocks()
-            self._answers[peer] = _Answer(message.number, epoch, next_seq, len(blocks),
+            self._answers[peer] = _SnapshotAnswer(message.number, epoch, next_seq, len(blocks),
                                           runs(blocks, journal.block_size, m.PART_BLOCKS), now)
 
     def _go_on(self, now: float, peer: bytes) -> bool:
         """Whether there is more to send, and room for it."""
         answer = self._answers[peer]
         for _ in range(PARTS_A_TURN):
-            part = answer.held or m.Snapshot(answer.number, answer.epoch, answer.next_seq, answer.sent_blocks,
+            part = answer.held or m.SnapshotPart(answer.number, answer.epoch, answer.next_seq, answer.sent_blocks,
                                              answer.total_blocks, next(answer.parts, []))
             result = sockets.send(self._socket, peer, m.encode(part))
             if result is sockets.SendResult.FULL:

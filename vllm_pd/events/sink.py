@@ -36,7 +36,7 @@ class Salt:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldBlock:
     """A block that is a prefix hit. `token_ids` belongs to the allocator and does not change any more. `step` is the
     one that computes it."""
     block_hash: int
@@ -53,7 +53,7 @@ class Cleared(Enum):
     ALL = "all"
 
 
-Op = Held | int | Cleared  # stored, removed, cleared
+Op = HeldBlock | int | Cleared  # stored, removed, cleared
 
 
 class BlockSink:
@@ -66,8 +66,8 @@ class BlockSink:
         self._wake = wake
         self._explain = explain
         self._max_queued = max_queued
-        self._ledger: dict[int, Held] = {}
-        self._registered: dict[int, Held] = {}  # by block id
+        self._ledger: dict[int, HeldBlock] = {}
+        self._registered: dict[int, HeldBlock] = {}  # by block id
         self._salts: dict[int, Salt] = {}
         self._queue: deque[Op] = deque()
         self._overflown = False
@@ -88,7 +88,7 @@ class BlockSink:
                 self._registered.pop(block.block_id, None)
                 return  # its hash says nothing of what comes before it
         self._order += 1
-        self._registered[block.block_id] = Held(block.content_hash, parent_hash, block.token_ids, None,
+        self._registered[block.block_id] = HeldBlock(block.content_hash, parent_hash, block.token_ids, None,
                                                 block.extra_hash, self._order)
 
     def computed(self, block_ids: Iterable[int]) -> None:
@@ -147,7 +147,7 @@ class BlockSink:
         """Have the next `take` give everything."""
         self._overflown = True
 
-    def take(self, is_at_rest: Callable[[], bool]) -> tuple[list[Op], list[Held] | None]:
+    def take(self, is_at_rest: Callable[[], bool]) -> tuple[list[Op], list[HeldBlock] | None]:
         """(changes in their order, None), or (changes, all blocks) where some changes were thrown away: what is held is
         the second then, after which the changes are to be gone through all the same.
 
@@ -176,7 +176,7 @@ class BlockSink:
                     op = self._queue.popleft()
                 except IndexError:  # thrown away just now
                     return ops, everything
-            if isinstance(op, Held) and op.step >= self._step and not at_rest:
+            if isinstance(op, HeldBlock) and op.step >= self._step and not at_rest:
                 self._kept = op
                 return ops, everything
             ops.append(op)

@@ -21,7 +21,7 @@ class _Early:
     batch: EventBatch
 
 
-class Stream:
+class BatchStream:
     """One per subscription. `next_seq` is the number of the batch that is due, None before `start`: then everything
     waits."""
 

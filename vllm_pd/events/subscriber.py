@@ -26,7 +26,7 @@ import zmq.asyncio
 from vllm_pd.errors import PDError
 from vllm_pd.events import messages as m
 from vllm_pd.events import reach
-from vllm_pd.events.followers import BEHIND_S, Blocks, Lost, ReplayFollower, SideFollower
+from vllm_pd.events.followers import BEHIND_S, Blocks, EngineLost, ReplayFollower, SideFollower
 from vllm_pd.events.formats import REMOVED, STORED, Event, Unreadable, count_unread
 from vllm_pd.events.holdings import Holdings
 from vllm_pd.events.notice import MAX_NOTICE_BYTES, PATH, EventsNotice
@@ -58,7 +58,7 @@ class SubscriberState(Enum):
     LIVE = "live"
 
 
-class Index(Protocol):
+class SubscribedIndex(Protocol):
     """What is kept up to date: `vllm_pd.router.index.PrefixIndex`."""
 
     block_size: int
@@ -89,7 +89,7 @@ class Subscriber:
     events could not be read, and how often.
     """
 
-    def __init__(self, url: str, index: Index, session: aiohttp.ClientSession | None,
+    def __init__(self, url: str, index: SubscribedIndex, session: aiohttp.ClientSession | None,
                  headers: Mapping[str, str] | None = None, *, events: str | None = None, replay: str | None = None,
                  side: str | None = None, topic: str = "", keys: Keys | None = None,
                  on_load: Callable[[str, m.EngineLoad], None] | None = None, rank: int = 0,
@@ -156,7 +156,7 @@ class Subscriber:
         self._batches.clear()
         self._holdings.forget()
 
-    def told(self, pulse: m.Pulse) -> None:
+    def told(self, pulse: m.EngineReport) -> None:
         self.epoch, self.load, self._load_at = pulse.epoch, pulse.load, time.monotonic()
         if self._on_load is not None:
             self._on_load(self.worker, pulse.load)
@@ -175,7 +175,7 @@ class Subscriber:
                     notice = await self._from_here(notice)
                     with _context() as context:
                         await self._follow(context, notice)
-            except Lost as fault:
+            except EngineLost as fault:
                 self._say(str(fault))
                 pause_s = RETRY_MIN_S
             except (OSError, TimeoutError) as fault:

@@ -13,19 +13,30 @@ import msgspec
 from vllm_pd.errors import ConfigError
 from vllm_pd.operators import objection, shows
 from vllm_pd.router import descriptors, responses
-from vllm_pd.router.bodies import Bodies, BodyRefused, Held
+from vllm_pd.router.bodies import BodyBudget, BodyRefused, HeldBody
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
-from vllm_pd.router.policy import Policy, PolicyConfig
-from vllm_pd.router.probe import Prober
-from vllm_pd.router.proxy import ENDING, GENERATING, Broken, ClientGone, Proxy, Receive, Request, Send, ended, respond
-from vllm_pd.router.responses import Answer, Headers
-from vllm_pd.router.subscriptions import Feeds
+from vllm_pd.router.policy import Policy, RoutingPolicyConfig
+from vllm_pd.router.probe import GenerationProbes
+from vllm_pd.router.proxy import (
+    ENDING,
+    GENERATING,
+    ClientGone,
+    ClientResponseBroken,
+    Receive,
+    RouterProxy,
+    RouterRequest,
+    Send,
+    ended,
+    respond,
+)
+from vllm_pd.router.responses import Headers, RouterResponse
+from vllm_pd.router.subscriptions import EventSubscriptions
 from vllm_pd.router.tokens import TokenPool
-from vllm_pd.router.worker_client import Upstream
-from vllm_pd.router.workers import Worker, Workers
+from vllm_pd.router.worker_client import WorkerClient
+from vllm_pd.router.workers import RouterWorker, Workers
 
 logger = logging.getLogger("vllm_pd.router")
 
@@ -39,15 +50,15 @@ class _WorkerBody(msgspec.Struct, forbid_unknown_fields=True):
     url: str
 
 
-class Router:
+class RouterApp:
     """All of it. `start` and `close` run in the loop that serves it; so does everything else."""
 
-    def __init__(self, options: RouterOptions, policy: PolicyConfig) -> None:
+    def __init__(self, options: RouterOptions, policy: RoutingPolicyConfig) -> None:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
         self.most_clients = min(self.options.max_connections, descriptors.for_clients())
-        self._bodies = Bodies(self.options.max_body_bytes, self.options.max_bodies_bytes)
+        self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)
         self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
         self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))
         self._running = False
@@ -59,7 +70,7 @@ class Router:
         """Begin to know the workers."""
         options = self.options
         tls = ssl.create_default_context()
-        self._upstream = Upstream(options.connect_timeout_s, tls, self.most_clients)
+        self._upstream = WorkerClient(options.connect_timeout_s, tls, self.most_clients)
         self._session = session = aiohttp.ClientSession(  # for what the router itself asks
             connector=aiohttp.TCPConnector(ssl=tls, limit=0),  # a worker that hangs is to hold up no other
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),
@@ -67,11 +78,11 @@ class Router:
         self._pool = TokenPool(options)
         self.placer = Placer(options, self._policy, self.workers, self._pool, self.metrics,
                              lambda url: self._feeds.load_of(url))
-        self._feeds = Feeds(self.placer, session, options)
-        self._prober = Prober(options, session, self._came_up,
+        self._feeds = EventSubscriptions(self.placer, session, options)
+        self._prober = GenerationProbes(options, session, self._came_up,
                               lambda url, outcome: self.metrics.of(url, self.metrics.probes, outcome).inc(),
                               lambda url: self._feeds.progress_of(url))
-        self._proxy = Proxy(options, self.workers, self.placer, self._upstream, self.metrics)
+        self._proxy = RouterProxy(options, self.workers, self.placer, self._upstream, self.metrics)
         self._membership = Membership(options, self.workers, self.metrics)
         self.workers.on_join.append(self._prober.watch)
         self.workers.on_leave.append(self._feeds.left)
@@ -145,10 +156,10 @@ class Router:
     async def _forward(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
         headers = scope["headers"]
         if scope["method"] not in METHODS:
-            return await _say(send, responses.refusal(HTTPStatus.METHOD_NOT_ALLOWED,
-                                                      f"use one of {', '.join(METHODS)}"))
+            return await _say(send, responses.error_response(HTTPStatus.METHOD_NOT_ALLOWED,
+                                                             f"use one of {', '.join(METHODS)}"))
         if scope["method"] != "OPTIONS" and not self._has_key(headers):
-            return await _say(send, Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
+            return await _say(send, RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
         task = asyncio.current_task()
         self._open.add(task)
         try:
@@ -157,7 +168,7 @@ class Router:
                     body = await _body(receive, headers, held)
                 except BodyRefused as refused:
                     retry_after_s = None if refused.final else self.options.retry_after_s
-                    return await _say(send, responses.refusal(refused.status, str(refused), retry_after_s))
+                    return await _say(send, responses.error_response(refused.status, str(refused), retry_after_s))
                 except asyncio.CancelledError:
                     if not self._cut:
                         raise
@@ -167,18 +178,19 @@ class Router:
         finally:
             self._open.discard(task)
 
-    def _bodies_of(self, method: str) -> Bodies:
+    def _bodies_of(self, method: str) -> BodyBudget:
         """What a body counts to. OPTIONS needs no key, so that it takes nothing from those that have one."""
-        return Bodies(MAX_OPTIONS_BODY_BYTES, MAX_OPTIONS_BODY_BYTES) if method == "OPTIONS" else self._bodies
+        return BodyBudget(MAX_OPTIONS_BODY_BYTES, MAX_OPTIONS_BODY_BYTES) if method == "OPTIONS" else self._bodies
 
     async def _send_on(self, scope: dict[str, Any], body: bytes, receive: Receive, send: Send) -> int:
         path, headers, query = scope["path"], scope["headers"], scope["query_string"]
         target = path.encode() + (b"?" + query if query else b"")
-        request = Request(scope["method"].encode(), path, target, headers, body, asyncio.get_running_loop().time(),
-                          path in GENERATING and scope["method"] == "POST", explain=_wants_explanation(headers))
+        request = RouterRequest(scope["method"].encode(), path, target, headers, body,
+                                asyncio.get_running_loop().time(), path in GENERATING and scope["method"] == "POST",
+                                explain=_wants_explanation(headers))
         try:
             return await self._proxy.forward(request, receive, send)
-        except Broken as error:
+        except ClientResponseBroken as error:
             self.metrics.requests.labels(path, "broken").inc()
             raise ConnectionAbortedError(f"the worker was lost in the middle of an answer: {error}") from error
 
@@ -187,65 +199,69 @@ class Router:
     async def _own(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
         route = _OWN.get(scope["path"])
         if route is None:
-            return await _say(send, responses.refusal(HTTPStatus.NOT_FOUND, f"the router has no {scope['path']}"))
+            return await _say(send, responses.error_response(HTTPStatus.NOT_FOUND,
+                                                             f"the router has no {scope['path']}"))
         methods, handle = route
         if scope["method"] not in methods:
-            return await _say(send, responses.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use {' or '.join(methods)}"))
+            return await _say(send, responses.error_response(HTTPStatus.METHOD_NOT_ALLOWED,
+                                                             f"use {' or '.join(methods)}"))
         return await _say(send, await handle(self, scope, receive))
 
-    async def _health(self, scope: dict[str, Any], receive: Receive) -> Answer:
+    async def _health(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
         counts = self.workers.counts()
         if self._unready:
-            return responses.refusal(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, self.options.retry_after_s)
+            return responses.error_response(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, self.options.retry_after_s)
         if self.workers.any_up():
-            return Answer.of({"status": "ok", "workers": counts})
-        answer = responses.refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"no worker is up: {counts}",
+            return RouterResponse.of_json({"status": "ok", "workers": counts})
+        answer = responses.error_response(HTTPStatus.SERVICE_UNAVAILABLE, f"no worker is up: {counts}",
                                  self.options.retry_after_s)
         return answer
 
-    async def _load(self, scope: dict[str, Any], receive: Receive) -> Answer:
-        return Answer.of({"server_load": len(self._open)})
+    async def _load(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
+        return RouterResponse.of_json({"server_load": len(self._open)})
 
-    async def _metrics_page(self, scope: dict[str, Any], receive: Receive) -> Answer:
-        return Answer(200, self.metrics.page(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
+    async def _metrics_page(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
+        return RouterResponse(200, self.metrics.page(),
+                              [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
 
-    async def _workers(self, scope: dict[str, Any], receive: Receive) -> Answer:
+    async def _workers(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
         refused = self._refused(scope)
         if refused is not None:
             return refused
         if scope["method"] == "GET":
             feeds = self._feeds.shown()
-            return Answer.of({
+            return RouterResponse.of_json({
                 "workers": [{**worker.shown(), "events": feeds.get(worker.url)} for worker in self.workers],
                 "policy": self._policy.policy.value, "registry": self._membership.problem or "ok",
                 "tokenizer": self._pool.problem or ("ok" if self._pool.loaded else "not loaded")})
         try:
-            with Bodies(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
+            with BodyBudget(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
                 body = await _body(receive, scope["headers"], held)
         except BodyRefused as refused:
-            return responses.refusal(refused.status, str(refused))
+            return responses.error_response(refused.status, str(refused))
         try:
             url = msgspec.json.decode(body, type=_WorkerBody).url
             if scope["method"] == "DELETE":
                 known = self._membership.remove(url)
-                return (Answer.of({"removed": url}) if known else
-                        responses.refusal(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))
+                return (RouterResponse.of_json({"removed": url}) if known else
+                        responses.error_response(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))
             worker = self._membership.add(url)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            return responses.refusal(HTTPStatus.BAD_REQUEST, f'{error}; write {{"url": "http://HOST:PORT"}}')
+            return responses.error_response(HTTPStatus.BAD_REQUEST, f'{error}; write {{"url": "http://HOST:PORT"}}')
         except ConfigError as error:
-            return responses.refusal(HTTPStatus.BAD_REQUEST, str(error))
+            return responses.error_response(HTTPStatus.BAD_REQUEST, str(error))
         if worker is None:
-            return responses.refusal(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
-        return Answer.of(worker.shown(), HTTPStatus.CREATED)
+            return responses.error_response(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
+        return RouterResponse.of_json(worker.shown(), HTTPStatus.CREATED)
 
-    def _refused(self, scope: dict[str, Any]) -> Answer | None:
+    def _refused(self, scope: dict[str, Any]) -> RouterResponse | None:
         """As the engines' own operator routes: with a key for its owners; without one, changes are for this machine."""
         headers = scope["headers"]
         if self.options.api_key is not None:
-            return None if self._has_key(headers) else Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
+            return (None if self._has_key(headers) else
+                    RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
         problem = objection(scope) if scope["method"] != "GET" else None
-        return None if problem is None else responses.refusal(HTTPStatus.FORBIDDEN, problem)
+        return None if problem is None else responses.error_response(HTTPStatus.FORBIDDEN, problem)
 
     def _has_key(self, headers: Headers) -> bool:
         if self.options.api_key is None:
@@ -253,12 +269,12 @@ class Router:
         given = responses.find(headers, b"authorization") or b""
         return shows(given, self.options.api_key)
 
-    def _ended(self, worker: Worker) -> None:
+    def _ended(self, worker: RouterWorker) -> None:
         """The connections are the URL's, where another worker may be by now."""
         if self.workers.get(worker.url) is None:
             self._upstream.forget(worker.url)
 
-    def _came_up(self, worker: Worker) -> None:
+    def _came_up(self, worker: RouterWorker) -> None:
         if self.placer.families.is_another(worker):
             self._feeds.left(worker)
         family = self.placer.families.join(worker)
@@ -269,20 +285,20 @@ class Router:
 
 
 _OWN: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
-    "/health": (("GET", "HEAD"), Router._health),
-    "/ping": (("GET", "HEAD", "POST"), Router._health),
-    "/load": (("GET", "HEAD"), Router._load),
-    "/metrics": (("GET", "HEAD"), Router._metrics_page),
-    "/workers": (("GET", "POST", "DELETE"), Router._workers),
+    "/health": (("GET", "HEAD"), RouterApp._health),
+    "/ping": (("GET", "HEAD", "POST"), RouterApp._health),
+    "/load": (("GET", "HEAD"), RouterApp._load),
+    "/metrics": (("GET", "HEAD"), RouterApp._metrics_page),
+    "/workers": (("GET", "POST", "DELETE"), RouterApp._workers),
 }
 
 
-async def _say(send: Send, answer: Answer) -> int:
+async def _say(send: Send, answer: RouterResponse) -> int:
     await respond(send, answer)
     return answer.status
 
 
-async def _body(receive: Receive, headers: Headers, held: Held) -> bytes:
+async def _body(receive: Receive, headers: Headers, held: HeldBody) -> bytes:
     """All of it. Raises ClientGone, BodyRefused."""
     length = responses.find(headers, b"content-length")
     if length is not None:

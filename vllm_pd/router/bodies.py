@@ -13,7 +13,7 @@ class BodyRefused(Exception):
         self.final = final
 
 
-class Bodies:
+class BodyBudget:
     """All of a router. Belongs to its event loop."""
 
     def __init__(self, most_bytes: int, most_bytes_together: int) -> None:
@@ -21,19 +21,19 @@ class Bodies:
         self.most_bytes = most_bytes
         self.most_bytes_together = most_bytes_together
 
-    def hold(self) -> "Held":
+    def hold(self) -> "HeldBody":
         """Room for one body, until the end of this context."""
-        return Held(self)
+        return HeldBody(self)
 
 
-class Held:
+class HeldBody:
     """One body. Only what has come is counted, whatever its length is said to be."""
 
-    def __init__(self, bodies: Bodies) -> None:
+    def __init__(self, bodies: BodyBudget) -> None:
         self._bodies = bodies
         self._bytes = 0
 
-    def __enter__(self) -> "Held":
+    def __enter__(self) -> "HeldBody":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

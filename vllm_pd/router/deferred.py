@@ -12,7 +12,7 @@ MAX_OPENINGS = 1000  # each holds a request of 64 KiB at most
 Rest = Callable[[], Awaitable[None]]
 
 
-class Opening:
+class DeferredPrompt:
     """One such prompt. `rest` is called once at most, and may not raise."""
 
     def __init__(self, last_block: int, rest: Rest) -> None:
@@ -22,18 +22,18 @@ class Opening:
         self.task: asyncio.Task | None = None
 
 
-class Openings:
+class DeferredPrompts:
     """By the last block that is known. Belongs to the router's event loop."""
 
     def __init__(self) -> None:
-        self._opened: collections.OrderedDict[int, Opening] = collections.OrderedDict()  # the first to go is first
+        self._opened: collections.OrderedDict[int, DeferredPrompt] = collections.OrderedDict()  # first to go first
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._opened)
 
-    def put(self, opening: Opening, until_s: float) -> None:
+    def put(self, opening: DeferredPrompt, until_s: float) -> None:
         """Keep it until then, on the loop's clock, and no longer than there is room. One that begins alike and is there
         already stays."""
         there = self._opened.get(opening.last_block, opening)
@@ -65,7 +65,7 @@ class Openings:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _done(self, opening: Opening) -> None:
+    def _done(self, opening: DeferredPrompt) -> None:
         if self._opened.get(opening.last_block) is opening:
             del self._opened[opening.last_block]
 

@@ -7,7 +7,7 @@ where their blocks have the same size. So a family has an index for each size. I
 from collections.abc import Iterable, Iterator, Sequence
 
 from vllm_pd.router.index import Block, Hash, PrefixIndex
-from vllm_pd.router.workers import Worker
+from vllm_pd.router.workers import RouterWorker
 
 
 class Family:
@@ -33,7 +33,7 @@ class Families:
         self._by_name: dict[str, Family] = {}
         self._by_url: dict[str, Family] = {}
 
-    def join(self, worker: Worker) -> Family:
+    def join(self, worker: RouterWorker) -> Family:
         """The worker's; its first one, by the models that it says it serves, until it leaves."""
         names = _names(worker)
         family = self._by_url.get(worker.url)
@@ -47,7 +47,7 @@ class Families:
                 family.names.add(name)
         return family
 
-    def is_another(self, worker: Worker) -> bool:
+    def is_another(self, worker: RouterWorker) -> bool:
         """Whether the worker serves nothing any more of what its family does."""
         family = self._by_url.get(worker.url)
         return family is not None and family.names.isdisjoint(_names(worker))
@@ -66,7 +66,7 @@ class Families:
             del self._by_name[name]
         return family
 
-    def of_model(self, model: str | None, serving: Iterable[Worker]) -> Family | None:
+    def of_model(self, model: str | None, serving: Iterable[RouterWorker]) -> Family | None:
         """That of whoever is asked for this model; `serving` are the workers that may know it as an adapter. Where no
         model is named it is the only family that there is."""
         if model in self._by_name:
@@ -84,7 +84,7 @@ class Families:
             yield from family.indexes.values()
 
 
-def _names(worker: Worker) -> frozenset[str]:
+def _names(worker: RouterWorker) -> frozenset[str]:
     return worker.base_models or worker.models or frozenset({""})
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from xxhash import xxh3_128_intdigest
 
 from vllm_pd.router.worker_client import Origin
-from vllm_pd.router.workers import Worker
+from vllm_pd.router.workers import RouterWorker
 
 MOST_LOST = 2
 REMEMBERED_S = 60.0
@@ -23,7 +23,7 @@ LOOK_S = 1.0  # for a connection
 _Life = tuple[str, float]  # URL, since when it was up
 
 
-class Fatal:
+class FatalRequests:
     """Belongs to the router's event loop."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Fatal:
         lives, until_s = self._lost.get(_name(path, body), (frozenset(), 0.0))
         return len(lives) >= MOST_LOST and self._now() < until_s
 
-    async def broke(self, worker: Worker, path: str, body: bytes) -> bool:
+    async def broke(self, worker: RouterWorker, path: str, body: bytes) -> bool:
         """The worker's connection broke with this request. Whether it is to be given up."""
         life = worker.url, worker.up_since_s
         if not await _is_gone(worker.url):
@@ -51,7 +51,7 @@ class Fatal:
             self._lost.popitem(last=False)
         return len(lives) >= MOST_LOST
 
-    def broke_later(self, worker: Worker, path: str, body: bytes) -> None:
+    def broke_later(self, worker: RouterWorker, path: str, body: bytes) -> None:
         """The same, in the middle of an answer: it is not sent elsewhere, and nobody is to wait."""
         task = asyncio.get_running_loop().create_task(self.broke(worker, path, body))
         self._looking.add(task)

@@ -33,7 +33,7 @@ this block alone, the adapter."""
 
 
 @dataclass
-class Counts:
+class IndexCounts:
     """What the index has seen, for metrics. All in blocks, but for `drops` (workers)."""
     stored: int = 0
     removed: int = 0
@@ -44,7 +44,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerEntry:
     """One life of a worker in the index. The bit belongs to it until its last name has been swept."""
     bit: int
     room: float  # how many blocks may wait
@@ -63,9 +63,9 @@ class PrefixIndex:
         if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
             raise ConfigError("block_size", block_size, "give the workers' --block-size, 1 or more")
         self.block_size = block_size
-        self.counts = Counts()
+        self.counts = IndexCounts()
         self._holders: dict[int, int] = {}  # name -> bits of the workers that hold the block
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _WorkerEntry] = {}
         self._by_bit: dict[int, str] = {}
         self._ahead: dict[str, int] = {}  # worker -> blocks that its hashes look ahead
         self._live = 0  # bits of the workers in _workers
@@ -300,7 +300,7 @@ class PrefixIndex:
 
     # inside
 
-    def _join(self, worker: str) -> _Worker:
+    def _join(self, worker: str) -> _WorkerEntry:
         if self._free_bits:
             bit = self._free_bits.pop()
         else:
@@ -308,7 +308,7 @@ class PrefixIndex:
             self._bits_made += 1
         self._live |= bit
         self._by_bit[bit] = worker
-        state = self._workers[worker] = _Worker(bit, MAX_WAITING_BLOCKS)
+        state = self._workers[worker] = _WorkerEntry(bit, MAX_WAITING_BLOCKS)
         return state
 
     def _retire(self, worker: str) -> None:
@@ -328,7 +328,7 @@ class PrefixIndex:
         self._expiries = kept
         self._dying.append((bit, iter(state.names.values())))
 
-    def _hold(self, state: _Worker, engine_hash: Hash, name: int, counted: bool = True) -> None:
+    def _hold(self, state: _WorkerEntry, engine_hash: Hash, name: int, counted: bool = True) -> None:
         """The block has a name now, and so has all that waited for it."""
         ready = [(engine_hash, name)]
         while ready:
@@ -353,7 +353,7 @@ class PrefixIndex:
         extra = data[step:].decode() or None
         return apart(data[:step], self.block_size, seed, [extra])[0]
 
-    def _gain(self, state: _Worker, engine_hash: Hash, name: int) -> None:
+    def _gain(self, state: _WorkerEntry, engine_hash: Hash, name: int) -> None:
         state.names[engine_hash] = name
         holders = self._holders.get(name, 0)
         if holders & state.bit:  # a key that the events do not carry, like a cache salt, tells the two apart
@@ -363,14 +363,14 @@ class PrefixIndex:
             if self._expected:
                 self._unexpect(name, state.bit)
 
-    def _lose(self, state: _Worker, name: int) -> None:
+    def _lose(self, state: _WorkerEntry, name: int) -> None:
         more = state.shared.pop(name, 0) if state.shared else 0
         if not more:
             self._release(name, state.bit)
         elif more > 1:
             state.shared[name] = more - 1
 
-    def _wait(self, state: _Worker, block_hashes: Sequence[Hash], parent: Hash, data: bytes,
+    def _wait(self, state: _WorkerEntry, block_hashes: Sequence[Hash], parent: Hash, data: bytes,
               extras: Sequence[str | None] | None, counted: bool) -> bool:
         if len(state.parents) + len(block_hashes) > state.room:
             self.counts.refused += len(block_hashes)
@@ -395,7 +395,7 @@ class PrefixIndex:
             parent = engine_hash
         return True
 
-    def _forget_waiting(self, state: _Worker, engine_hash: Hash) -> bool:
+    def _forget_waiting(self, state: _WorkerEntry, engine_hash: Hash) -> bool:
         parent = state.parents.pop(engine_hash, None)
         if parent is None:
             return False

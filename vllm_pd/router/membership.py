@@ -14,7 +14,7 @@ from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.peers import take_census
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
-from vllm_pd.router.workers import Source, Worker, Workers, WorkerState
+from vllm_pd.router.workers import RouterWorker, Workers, WorkerSource, WorkerState
 
 logger = logging.getLogger("vllm_pd.router")
 
@@ -34,7 +34,7 @@ class Membership:
     def start(self) -> None:
         """The static workers, and from now on the registry's."""
         for url in self._options.workers:
-            self._workers.add(url, Source.STATIC)
+            self._workers.add(url, WorkerSource.STATIC)
         if self._options.broker is not None:
             self._task = asyncio.get_running_loop().create_task(self._follow(), name="registry")
             self._task.add_done_callback(_ended)
@@ -45,10 +45,10 @@ class Membership:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def add(self, url: object) -> Worker | None:
+    def add(self, url: object) -> RouterWorker | None:
         """An operator's wish; None where there are too many. Raises ConfigError for what is no URL."""
         name = parse_worker("url", url)
-        worker = self._workers.add(name, Source.OPERATOR)
+        worker = self._workers.add(name, WorkerSource.OPERATOR)
         if worker is not None and worker.incarnation is not None:
             self._dismissed.discard(worker.incarnation)
         return worker
@@ -77,7 +77,7 @@ class Membership:
         for url, member in wanted.items():
             self._join(url, member)
         for worker in self._workers:
-            if worker.source is not Source.REGISTRY or worker.url in wanted:
+            if worker.source is not WorkerSource.REGISTRY or worker.url in wanted:
                 self._missing_since.pop(worker.url, None)
             elif worker.incarnation in present or worker.url in taken or self._is_lost(worker, now_s):
                 logger.info("worker %s has left", worker.url)
@@ -90,11 +90,11 @@ class Membership:
         worker = self._workers.get(url)
         if worker is None:
             logger.info("worker %s has joined", url)
-            self._workers.add(url, Source.REGISTRY, member.incarnation)
+            self._workers.add(url, WorkerSource.REGISTRY, member.incarnation)
         else:
             worker.incarnation = member.incarnation
 
-    def _is_lost(self, worker: Worker, now_s: float) -> bool:
+    def _is_lost(self, worker: RouterWorker, now_s: float) -> bool:
         since_s = self._missing_since.setdefault(worker.url, now_s)
         return worker.state is not WorkerState.UP and now_s - since_s >= self._options.census_patience_s
 

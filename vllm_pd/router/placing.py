@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd.router import tokens
-from vllm_pd.router.deferred import Opening, Openings
+from vllm_pd.router.deferred import DeferredPrompt, DeferredPrompts
 from vllm_pd.router.families import Families, Family
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
-from vllm_pd.router.policy import Candidate, Choice, Policy, PolicyConfig, Request, choose
-from vllm_pd.router.tokens import Asked, Tokenized
-from vllm_pd.router.workers import Worker, Workers
+from vllm_pd.router.policy import Candidate, Choice, PlacementRequest, Policy, RoutingPolicyConfig, choose
+from vllm_pd.router.tokens import Tokenized, TokenizeRequest
+from vllm_pd.router.workers import RouterWorker, Workers
 
 if TYPE_CHECKING:
     from vllm_pd.events.messages import EngineLoad
@@ -36,19 +36,19 @@ Hashes = dict[int, list[int]]
 Overlaps = dict[int, dict[str, int]]  # by the size of a block: worker -> blocks that it holds
 
 
-class Plan(msgspec.Struct):
+class PlacementPlan(msgspec.Struct):
     """What placing a request goes by; made once, used for each try. `hashes` are the names of the prompt's blocks, by
     the size of a block, for the indexes of its `family`. Where there is an `opening`, they are only those of the first
     blocks, and the request's numbers are guesses; `worker` is where it went last."""
-    request: Request = Request()
+    request: PlacementRequest = PlacementRequest()
     model: str | None = None
     hashes: Hashes | None = None
     family: Family | None = None
-    opening: Opening | None = None
-    worker: Worker | None = None
+    opening: DeferredPrompt | None = None
+    worker: RouterWorker | None = None
 
 
-class Recent:
+class RecentlySent:
     """What was sent to one worker since its last word about its load."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Recent:
 class Placer:
     """Belongs to the router's event loop. `load_of` says what a worker last told of its load, and how long ago."""
 
-    def __init__(self, options: RouterOptions, config: PolicyConfig, workers: Workers, pool: tokens.TokenPool,
+    def __init__(self, options: RouterOptions, config: RoutingPolicyConfig, workers: Workers, pool: tokens.TokenPool,
                  metrics: RouterMetrics, load_of: Callable[[str], "tuple[EngineLoad | None, float]"],
                  rng: random.Random | None = None) -> None:
         self.config = config
@@ -83,47 +83,47 @@ class Placer:
         self._metrics = metrics
         self._load_of = load_of
         self._rng = rng or random.Random()
-        self._recent: dict[str, Recent] = collections.defaultdict(Recent)
+        self._recent: dict[str, RecentlySent] = collections.defaultdict(RecentlySent)
         self._turn = 0
-        self._openings = Openings()
+        self._openings = DeferredPrompts()
         self._now = asyncio.get_running_loop().time
         workers.on_leave.append(self._left)
         metrics.show_indexes(self.families.indexes)
 
-    async def plan(self, headers: list[tuple[bytes, bytes]], body: bytes, generates: bool) -> Plan:
+    async def plan(self, headers: list[tuple[bytes, bytes]], body: bytes, generates: bool) -> PlacementPlan:
         """Look at a request; at its prompt only where that may matter."""
         self._turn += 1
         policy = self.config.policy
         if not body:
-            return Plan(Request(turn=self._turn))
+            return PlacementPlan(PlacementRequest(turn=self._turn))
         prompt = tokens.parse(body)
         model = prompt.model if prompt is not None and isinstance(prompt.model, str) else None
         if policy is Policy.CONSISTENT_HASH:
-            return Plan(Request(key=_key(headers, prompt), turn=self._turn), model)
+            return PlacementPlan(PlacementRequest(key=_key(headers, prompt), turn=self._turn), model)
         if policy is not Policy.KV or not generates or len(self._workers) < 2:
-            return Plan(Request(turn=self._turn), model)
+            return PlacementPlan(PlacementRequest(turn=self._turn), model)
         family = self.families.of_model(model, self._workers)
         if family is None or not family.indexes:
-            return Plan(Request(turn=self._turn), model)
+            return PlacementPlan(PlacementRequest(turn=self._turn), model)
         adapter = self._adapter(family, model)
         indexes = dict(family.indexes)
-        asked = Asked(prompt, lambda ids: {size: index.hashes(ids, adapter) for size, index in indexes.items()},
-                      len(body), family.name)
-        beginning = tokens.Beginning(OPENING_BLOCKS * CHARS_PER_TOKEN * max(indexes),
+        asked = TokenizeRequest(prompt, lambda ids: {size: index.hashes(ids, adapter)
+                                                     for size, index in indexes.items()}, len(body), family.name)
+        beginning = tokens.PartialTerms(OPENING_BLOCKS * CHARS_PER_TOKEN * max(indexes),
                                      lambda hashes: self._is_left(family, hashes))
         found = await self._pool.tokens(asked, beginning)
         self._metrics.tokenized.labels(found.outcome.value).inc()
-        plan = Plan(self._request(family, found), model, found.made, family)
+        plan = PlacementPlan(self._request(family, found), model, found.made, family)
         if found.outcome is Tokenized.BEGUN:
-            plan.opening = Opening(found.made[min(found.made)][-1],
+            plan.opening = DeferredPrompt(found.made[min(found.made)][-1],
                                    lambda: self._place_rest(plan, body, asked.finish))
         elif found.made:
             for task in self._openings.go_on(found.made[min(found.made)]):
                 await asyncio.shield(task)
         return plan
 
-    def _request(self, family: Family, found: tokens.Found) -> Request:
-        return Request(found.tokens, found.tokens // min(family.indexes), turn=self._turn)
+    def _request(self, family: Family, found: tokens.TokenizeResult) -> PlacementRequest:
+        return PlacementRequest(found.tokens, found.tokens // min(family.indexes), turn=self._turn)
 
     def _is_left(self, family: Family, found: Hashes) -> bool:
         """Whether no worker holds all of these blocks, so that none holds what comes after them."""
@@ -133,7 +133,7 @@ class Placer:
         return all(max(family.index(size).matches(hashes, now_s).values(), default=0) < len(hashes)
                    for size, hashes in found.items())
 
-    def place(self, plan: Plan, tried: Collection[Worker]) -> tuple[Worker, Choice] | None:
+    def place(self, plan: PlacementPlan, tried: Collection[RouterWorker]) -> tuple[RouterWorker, Choice] | None:
         """The next worker for it; None where none may get it. What goes there counts as held and as load at once."""
         able = self._workers.candidates(plan.model, tried)
         now_s = self._now()
@@ -156,7 +156,7 @@ class Placer:
         self._metrics.overlap_blocks.inc(choice.overlap_blocks)
         return worker, choice
 
-    def _overlaps(self, plan: Plan, now_s: float) -> Overlaps:
+    def _overlaps(self, plan: PlacementPlan, now_s: float) -> Overlaps:
         """How many of its blocks each worker holds, whichever of its ranks gets the request."""
         found: Overlaps = {}
         for size, hashes in (plan.hashes or {}).items():
@@ -165,7 +165,7 @@ class Placer:
                 held[url] = min(held.get(name, 0) for name in self.ranks[url])
         return found
 
-    def _some(self, able: list[Worker], overlaps: Overlaps) -> list[Worker]:
+    def _some(self, able: list[RouterWorker], overlaps: Overlaps) -> list[RouterWorker]:
         """Of very many those that hold most of the prompt, and some that are drawn, for to weigh them all takes long.
         Among so many there is one with next to nothing to do."""
         if len(able) <= MAX_WEIGHED or self.config.policy in (Policy.ROUND_ROBIN, Policy.CONSISTENT_HASH):
@@ -179,7 +179,7 @@ class Placer:
                     some[worker] = None
         return list(some)
 
-    def _expect(self, worker: Worker, plan: Plan, until_s: float) -> None:
+    def _expect(self, worker: RouterWorker, plan: PlacementPlan, until_s: float) -> None:
         """What goes there will be held there; by which of several ranks nobody knows."""
         if not plan.hashes or worker.url in self.ranks or worker.url not in plan.family.members:
             return
@@ -187,7 +187,7 @@ class Placer:
         size = known[0] if known else min(plan.hashes)
         plan.family.index(size).expect(worker.url, plan.hashes[size], until_s)
 
-    async def _place_rest(self, plan: Plan, body: bytes, finish: Callable[[Sequence[int]], list[int]]) -> None:
+    async def _place_rest(self, plan: PlacementPlan, body: bytes, finish: Callable[[Sequence[int]], list[int]]) -> None:
         """All blocks of a prompt count as held where its first ones still do."""
         first, opening = plan.hashes, plan.opening
         found = await self._pool.whole(body, finish, plan.family.name)
@@ -201,7 +201,7 @@ class Placer:
         if held:
             self._expect(plan.worker, plan, opening.until_s)
 
-    def _candidate(self, worker: Worker, overlaps: Overlaps, plan: Plan) -> Candidate:
+    def _candidate(self, worker: RouterWorker, overlaps: Overlaps, plan: PlacementPlan) -> Candidate:
         if self.config.policy in (Policy.ROUND_ROBIN, Policy.CONSISTENT_HASH):
             return Candidate(worker.url)
         overlap, size = _most(overlaps, worker.url)
@@ -232,7 +232,7 @@ class Placer:
         """Forget what was put off."""
         self._openings.close()
 
-    def _left(self, worker: Worker) -> None:
+    def _left(self, worker: RouterWorker) -> None:
         self._recent.pop(worker.url, None)
 
 

@@ -37,7 +37,7 @@ class Policy(StrEnum):
     CONSISTENT_HASH = "consistent-hash"
 
 
-class Reason(StrEnum):
+class ChoiceReason(StrEnum):
     """Why that one; a counter's label."""
     ONLY = "only"  # there was no other
     OVERLAP = "overlap"  # nobody holds more of the prompt
@@ -48,7 +48,7 @@ class Reason(StrEnum):
     HASH = "hash"  # its name goes with the request's key
 
 
-class PolicyConfig(msgspec.Struct, frozen=True):
+class RoutingPolicyConfig(msgspec.Struct, frozen=True):
     """The operator's weights, see the module; all 0 or more. `temperature` is in the unit of the score: 0 takes the
     best, and the greater it is the more often a worse one is drawn."""
     policy: Policy = Policy.KV
@@ -59,7 +59,7 @@ class PolicyConfig(msgspec.Struct, frozen=True):
     open_weight: float = 0.5
     temperature: float = 0.0
 
-    def check(self) -> "PolicyConfig":
+    def check(self) -> "RoutingPolicyConfig":
         """Itself, or a ConfigError."""
         for key in ("overlap_weight", "waiting_weight", "remote_weight", "blocks_weight", "open_weight", "temperature"):
             value = getattr(self, key)
@@ -70,7 +70,7 @@ class PolicyConfig(msgspec.Struct, frozen=True):
         return self
 
 
-class Request(msgspec.Struct, frozen=True):
+class PlacementRequest(msgspec.Struct, frozen=True):
     """What is to be placed. `prompt_tokens` and `prompt_blocks` (full ones) are 0 where the prompt could not be
     tokenised. `key` is what a consistent hash goes by; `turn` counts requests, for round robin."""
     prompt_tokens: int = 0
@@ -79,7 +79,7 @@ class Request(msgspec.Struct, frozen=True):
     turn: int = 0
 
 
-class Load(Protocol):
+class ReportedLoad(Protocol):
     """What a worker says of itself (`vllm_pd.events.messages.EngineLoad`)."""
     remote_prefilling: int  # requests
     queued_prefill_tokens: int  # of what waits and of what runs and is not prefilled yet
@@ -94,7 +94,7 @@ class Candidate(msgspec.Struct, frozen=True):
     name: str
     overlap_blocks: int = 0
     in_flight: int = 0
-    load: Load | None = None
+    load: ReportedLoad | None = None
     sent_tokens: int = 0
     prompt_blocks: int = 0
 
@@ -114,7 +114,7 @@ class Choice(msgspec.Struct, frozen=True):
     and least-load policies score."""
     worker: str
     policy: Policy
-    reason: Reason
+    reason: ChoiceReason
     overlap_blocks: int
     prompt_blocks: int
     candidates: int
@@ -137,7 +137,7 @@ class Choice(msgspec.Struct, frozen=True):
         return text if len(text) <= MAX_HEADER_CHARS else text[:MAX_HEADER_CHARS] + "..."
 
 
-def choose(config: PolicyConfig, request: Request, candidates: Sequence[Candidate],
+def choose(config: RoutingPolicyConfig, request: PlacementRequest, candidates: Sequence[Candidate],
            rng: random.Random) -> Choice | None:
     """The worker for this request; None if there is no candidate. The order of the candidates does not matter."""
     if not candidates:
@@ -145,9 +145,9 @@ def choose(config: PolicyConfig, request: Request, candidates: Sequence[Candidat
     shown: list[Score] = []
     if config.policy is Policy.ROUND_ROBIN:
         ordered = sorted(candidates, key=_name)
-        chosen, reason = ordered[request.turn % len(ordered)], Reason.TURN
+        chosen, reason = ordered[request.turn % len(ordered)], ChoiceReason.TURN
     elif config.policy is Policy.CONSISTENT_HASH:
-        chosen, reason = max(candidates, key=lambda c: _affinity(request.key, c.name)), Reason.HASH
+        chosen, reason = max(candidates, key=lambda c: _affinity(request.key, c.name)), ChoiceReason.HASH
     else:
         overlap_weight = config.overlap_weight if config.policy is Policy.KV else 0.0
         ordered = sorted(candidates, key=_name)
@@ -158,12 +158,12 @@ def choose(config: PolicyConfig, request: Request, candidates: Sequence[Candidat
         if not any(s.name == chosen.name for s in shown):  # drawn
             shown[-1] = next(s for s in scores if s.name == chosen.name)
     if len(candidates) == 1:
-        reason = Reason.ONLY
+        reason = ChoiceReason.ONLY
     return Choice(chosen.name, config.policy, reason, chosen.overlap_blocks,
                   chosen.prompt_blocks or request.prompt_blocks, len(candidates), tuple(shown))
 
 
-def score(config: PolicyConfig, request: Request, candidate: Candidate, overlap_weight: float) -> Score:
+def score(config: RoutingPolicyConfig, request: PlacementRequest, candidate: Candidate, overlap_weight: float) -> Score:
     """In prefills of this prompt; see the module."""
     prompt_blocks = candidate.prompt_blocks or request.prompt_blocks
     share = candidate.overlap_blocks / prompt_blocks if prompt_blocks else 0.0
@@ -179,22 +179,22 @@ def score(config: PolicyConfig, request: Request, candidate: Candidate, overlap_
     return Score(candidate.name, overlap, waiting, remote, blocks, overlap - waiting - remote - blocks)
 
 
-def _best(temperature: float, request: Request, ordered: Sequence[Candidate], scores: Sequence[Score],
-          rng: random.Random) -> tuple[Candidate, Reason]:
+def _best(temperature: float, request: PlacementRequest, ordered: Sequence[Candidate], scores: Sequence[Score],
+          rng: random.Random) -> tuple[Candidate, ChoiceReason]:
     top = max(s.total for s in scores)
     if temperature > 0:
         weights = [math.exp((s.total - top) / temperature) for s in scores]
         number = rng.choices(range(len(ordered)), weights)[0]
         if scores[number].total < top - EQUAL:
-            return ordered[number], Reason.DRAWN
+            return ordered[number], ChoiceReason.DRAWN
     best = [number for number, s in enumerate(scores) if s.total >= top - EQUAL]
     number = best[0] if len(best) == 1 else rng.choice(best)
     chosen = ordered[number]
     if len(best) > 1:
-        return chosen, Reason.TIE
+        return chosen, ChoiceReason.TIE
     shares = [c.overlap_blocks / (c.prompt_blocks or request.prompt_blocks or 1) for c in ordered]
     alone = shares.count(max(shares)) == 1
-    return chosen, Reason.OVERLAP if alone and shares[number] == max(shares) else Reason.LOAD
+    return chosen, ChoiceReason.OVERLAP if alone and shares[number] == max(shares) else ChoiceReason.LOAD
 
 
 _name = operator.attrgetter("name")

@@ -22,8 +22,8 @@ import msgspec
 
 from vllm_pd.router import descriptors
 from vllm_pd.router.options import RouterOptions
-from vllm_pd.router.subscriptions import Progress
-from vllm_pd.router.workers import Failure, Worker, WorkerState
+from vllm_pd.router.subscriptions import WorkerProgress
+from vllm_pd.router.workers import RouterWorker, WorkerFailure, WorkerState
 
 logger = logging.getLogger("vllm_pd.router")
 
@@ -63,27 +63,27 @@ _cards = msgspec.json.Decoder(_Cards)
 _completion = msgspec.json.Decoder(_Completion)
 
 
-class Prober:
+class GenerationProbes:
     """One task per worker, from `watch` to `forget`. `on_good` is told of each worker that has come up."""
 
-    def __init__(self, options: RouterOptions, session: aiohttp.ClientSession, on_good: Callable[[Worker], None],
-                 count: Callable[[str, str], None], progress_of: Callable[[str], Progress]) -> None:
+    def __init__(self, options: RouterOptions, session: aiohttp.ClientSession, on_good: Callable[[RouterWorker], None],
+                 count: Callable[[str, str], None], progress_of: Callable[[str], WorkerProgress]) -> None:
         self._options = options
         self._session = session
         self._on_good = on_good
         self._count = count
         self._progress_of = progress_of
-        self._tasks: dict[Worker, asyncio.Task] = {}
+        self._tasks: dict[RouterWorker, asyncio.Task] = {}
         key = options.key_for_workers
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
-    def watch(self, worker: Worker) -> None:
+    def watch(self, worker: RouterWorker) -> None:
         """Begin."""
         task = asyncio.get_running_loop().create_task(self._watch(worker), name=f"probe {worker.url}")
         self._tasks[worker] = task
         task.add_done_callback(_ended)
 
-    def forget(self, worker: Worker) -> None:
+    def forget(self, worker: RouterWorker) -> None:
         """End."""
         task = self._tasks.pop(worker, None)
         if task is not None:
@@ -96,7 +96,7 @@ class Prober:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, worker: Worker) -> None:
+    async def _watch(self, worker: RouterWorker) -> None:
         while True:
             if worker.state is WorkerState.UP:
                 worker.wake.clear()
@@ -118,7 +118,7 @@ class Prober:
                 logger.exception("probing %s stumbled", worker.url)
                 await asyncio.sleep(self._options.probe_backoff_s[0])
 
-    def _pause_s(self, worker: Worker) -> float:
+    def _pause_s(self, worker: RouterWorker) -> float:
         """Before one that is not up is probed."""
         first_s, most_s = self._options.probe_backoff_s
         if worker.failures:
@@ -127,16 +127,16 @@ class Prober:
             pause_s = min(MAX_STRIKE_S, first_s * 2**min(worker.strikes - 1, 16)) if worker.strikes else 0.0
         return pause_s * random.uniform(0.8, 1.2)
 
-    def _silence_left_s(self, worker: Worker) -> float:
+    def _silence_left_s(self, worker: RouterWorker) -> float:
         """How much longer it may be silent before it is probed."""
         return 0.0 if worker.doubted else worker.heard_s + self._options.probe_interval_s - worker.now()
 
-    async def _probe(self, worker: Worker) -> None:
+    async def _probe(self, worker: RouterWorker) -> None:
         began_s, refused = worker.now(), False
         worker.doubted = False
         try:
             async with asyncio.timeout(PATIENCE * self._options.probe_timeout_s) as limit:
-                watch = _Watch(worker, limit, self._options.probe_timeout_s, self._progress_of, self._count)
+                watch = _ProbePatience(worker, limit, self._options.probe_timeout_s, self._progress_of, self._count)
                 try:
                     await self._ask(worker)
                 finally:
@@ -167,7 +167,7 @@ class Prober:
             if not refused:
                 worker.strand(worker.now() - self._options.probe_timeout_s)
 
-    def _passed(self, worker: Worker) -> None:
+    def _passed(self, worker: RouterWorker) -> None:
         self._count(worker.url, "passed")
         came_up = worker.state is not WorkerState.UP
         worker.good()
@@ -175,12 +175,12 @@ class Prober:
             logger.info("worker %s is up", worker.url)
             self._on_good(worker)
 
-    def _failed(self, worker: Worker, problem: str) -> None:
+    def _failed(self, worker: RouterWorker, problem: str) -> None:
         self._count(worker.url, "failed")
-        worker.fail(Failure.PROBE, problem)
+        worker.fail(WorkerFailure.PROBE, problem)
         worker.failures += 1
 
-    async def _ask(self, worker: Worker) -> None:
+    async def _ask(self, worker: RouterWorker) -> None:
         """Raises ProbeFailed, or what the client does, where it does not generate."""
         if not worker.models or worker.state is not WorkerState.UP:
             await self._learn(worker)
@@ -190,7 +190,7 @@ class Prober:
         else:
             _require_token(GENERATE_PATH, status, body)
 
-    async def _complete(self, worker: Worker) -> None:
+    async def _complete(self, worker: RouterWorker) -> None:
         """For an engine without that route."""
         model = min(worker.base_models or worker.models)
         status, body = await self._fetch("POST", f"{worker.url}/v1/completions", {"model": model, **_ONE_TOKEN})
@@ -201,7 +201,7 @@ class Prober:
         else:
             _require_token("/v1/completions", status, body)
 
-    async def _learn_more(self, worker: Worker) -> None:
+    async def _learn_more(self, worker: RouterWorker) -> None:
         """Adapters come and go. Of one that works; that it does not say so in time changes nothing."""
         worker.learned_s = worker.now()
         try:
@@ -210,7 +210,7 @@ class Prober:
         except (ProbeFailed, TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             logger.debug("%s does not say which models it serves: %r", worker.url, error)
 
-    async def _learn(self, worker: Worker) -> None:
+    async def _learn(self, worker: RouterWorker) -> None:
         """Which models it serves."""
         worker.learned_s = worker.now()
         status, body = await self._fetch("GET", f"{worker.url}/v1/models")
@@ -239,16 +239,16 @@ class Prober:
             return response.status, bytes(found)
 
 
-def _knows_for_s(worker: Worker) -> float:
+def _knows_for_s(worker: RouterWorker) -> float:
     """How much longer what is known of its models is good enough."""
     return worker.learned_s + LEARN_S - worker.now()
 
 
-class _Watch:
+class _ProbePatience:
     """Of a probe that waits: gives it up by `limit` when the worker has shown nothing for so long."""
 
-    def __init__(self, worker: Worker, limit: asyncio.Timeout, period_s: float, progress_of: Callable[[str], Progress],
-                 count: Callable[[str, str], None]) -> None:
+    def __init__(self, worker: RouterWorker, limit: asyncio.Timeout, period_s: float,
+                 progress_of: Callable[[str], WorkerProgress], count: Callable[[str, str], None]) -> None:
         self._worker = worker
         self._limit = limit
         self._period_s = period_s

@@ -13,29 +13,29 @@ _NOT_SENT_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-vllm-pd-
 
 
 @dataclass(frozen=True)
-class Answer:
+class RouterResponse:
     """A whole response."""
     status: int
     body: bytes
     headers: Headers = field(default_factory=list)
 
     @classmethod
-    def of(cls, value: object, status: int = 200) -> "Answer":
+    def of_json(cls, value: object, status: int = 200) -> "RouterResponse":
         """A JSON one."""
         return cls(status, json.dumps(value).encode(), [(b"content-type", b"application/json")])
 
 
-def refusal(status: HTTPStatus, text: str, retry_after_s: float | None = None) -> Answer:
+def error_response(status: HTTPStatus, text: str, retry_after_s: float | None = None) -> RouterResponse:
     """An error as vLLM words its own."""
     body = json.dumps({"object": "error", "message": text, "type": status.phrase, "param": None,
                        "code": status.value}).encode()
     headers: Headers = [(b"content-type", b"application/json")]
     if retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, round(retry_after_s))).encode()))
-    return Answer(status.value, body, headers)
+    return RouterResponse(status.value, body, headers)
 
 
-def broken_event(text: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> bytes:
+def error_event(text: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> bytes:
     """The event that ends a stream whose worker was lost, or which is cut for another reason. No `[DONE]` follows. It
     begins with the end of whatever event the break has cut."""
     error = {"object": "error", "message": text, "type": status.phrase, "param": None, "code": status.value}

@@ -18,9 +18,9 @@ import uvicorn
 from vllm_pd.edge import Edge, EdgeLimits
 from vllm_pd.ports import require_free
 from vllm_pd.router import descriptors
-from vllm_pd.router.app import Router
+from vllm_pd.router.app import RouterApp
 from vllm_pd.router.options import RouterOptions
-from vllm_pd.router.policy import PolicyConfig
+from vllm_pd.router.policy import RoutingPolicyConfig
 
 logger = logging.getLogger("vllm_pd.router")
 
@@ -32,13 +32,13 @@ LIBRARY = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_NO_ADVISORY_WARNINGS
             "USE_TORCH": "0", "USE_TF": "0", "USE_FLAX": "0"}  # half a gigabyte that no tokenizer needs
 
 
-def serve(options: RouterOptions, policy: PolicyConfig) -> None:
+def serve(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
     """Runs until SIGINT or SIGTERM. Raises ConfigError for a port that is taken, and for what can't be used."""
     for name, value in LIBRARY.items():  # read when transformers is imported
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     descriptors.raise_limit()
-    router = Router(options, policy)
+    router = RouterApp(options, policy)
     if router.most_clients < router.options.max_connections:
         logger.warning("clients may have %d connections, not %d: more descriptors are not allowed (ulimit -n)",
                        router.most_clients, router.options.max_connections)
@@ -50,7 +50,7 @@ def serve(options: RouterOptions, policy: PolicyConfig) -> None:
 class RouterServer(uvicorn.Server):
     """Of one router; see the module."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: RouterApp) -> None:
         options = router.options
         limits = EdgeLimits(head_s=options.header_timeout_s, body_s=options.body_timeout_s,
                             write_s=options.write_timeout_s, idle_s=options.idle_timeout_s,

@@ -22,7 +22,7 @@ from vllm_pd.events.subscriber import Subscriber, SubscriberState
 from vllm_pd.router.families import UnsizedIndex
 from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.placing import Placer
-from vllm_pd.router.workers import Worker
+from vllm_pd.router.workers import RouterWorker
 
 logger = logging.getLogger("vllm_pd.router")
 
@@ -34,24 +34,24 @@ MAX_ANSWER_BYTES = 65536
 MAX_RANKS = 1024  # of data parallelism in one engine
 
 
-class _Events(msgspec.Struct):
+class _EventsAnswer(msgspec.Struct):
     """Of the answer, what the index needs to know; the subscriber reads the rest."""
     block_size: Annotated[int, msgspec.Meta(ge=1)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
 
 
-class Progress(NamedTuple):
+class WorkerProgress(NamedTuple):
     """What shows that an engine computes, as it was at one time."""
     batches: int = 0  # of events
     work: tuple[int, ...] | None = None  # what changes of its load from step to step; None where unknown
 
-    def differs(self, later: Progress) -> bool:
+    def differs(self, later: WorkerProgress) -> bool:
         """Whether it has computed meanwhile."""
         return later.batches != self.batches or (self.work is not None and later.work is not None
                                                  and later.work != self.work)
 
 
-class Feeds:
+class EventSubscriptions:
     """Belongs to the router's event loop."""
 
     def __init__(self, placer: Placer, session: aiohttp.ClientSession, options: RouterOptions) -> None:
@@ -73,16 +73,16 @@ class Feeds:
         subscribers = self._subscribers.get(url)
         return (None, math.inf) if subscribers is None else (subscribers[0].load, subscribers[0].load_age_s)
 
-    def progress_of(self, url: str) -> Progress:
+    def progress_of(self, url: str) -> WorkerProgress:
         """How far the worker has come."""
         subscribers = self._subscribers.get(url)
         if subscribers is None:
-            return Progress()
+            return WorkerProgress()
         load = subscribers[0].load
-        return Progress(sum(one.counters["batches"] for one in subscribers), None if load is None else (
+        return WorkerProgress(sum(one.counters["batches"] for one in subscribers), None if load is None else (
             load.running, load.used_blocks, load.queued_prefill_tokens))
 
-    def came_up(self, worker: Worker) -> None:
+    def came_up(self, worker: RouterWorker) -> None:
         """Subscribe to it, if it has events and nobody has yet."""
         if worker.url in self._subscribers or worker.url in self._asking:
             return
@@ -94,7 +94,7 @@ class Feeds:
             self._asking[worker.url] = task
             task.add_done_callback(functools.partial(self._asked, worker.url))
 
-    def left(self, worker: Worker) -> None:
+    def left(self, worker: RouterWorker) -> None:
         """Forget it."""
         if (asking := self._asking.pop(worker.url, None)) is not None:
             asking.cancel()
@@ -125,7 +125,7 @@ class Feeds:
             logger.error("%s stumbled; it is asked again when it has been away", task.get_name(),
                          exc_info=task.exception())
 
-    async def _ask(self, worker: Worker) -> None:
+    async def _ask(self, worker: RouterWorker) -> None:
         """Until it says, or says that it has none."""
         pause_s, longest_s = RETRY_S
         while not worker.leaving:
@@ -136,7 +136,7 @@ class Feeds:
                         return
                     body = await response.content.read(MAX_ANSWER_BYTES)
                 if response.status == HTTPStatus.OK:
-                    told = msgspec.json.decode(body, type=_Events)
+                    told = msgspec.json.decode(body, type=_EventsAnswer)
                     self._subscribe(worker, told.block_size, [{"rank": rank} for rank in range(told.ranks)])
                     return
                 problem = str(response.status)
@@ -146,7 +146,7 @@ class Feeds:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    def _subscribe(self, worker: Worker, block_size: int | None, ranks: list[dict[str, Any]]) -> None:
+    def _subscribe(self, worker: RouterWorker, block_size: int | None, ranks: list[dict[str, Any]]) -> None:
         """`ranks` says of each data-parallel rank where its events are."""
         family = self._placer.families.join(worker)
         if self._sweeper is None:

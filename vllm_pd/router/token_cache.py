@@ -33,7 +33,7 @@ WORDS = (
 _BETWEEN_WORDS = re.compile(r"[^\W\d_](?= [^\W\d_])")
 
 
-class Beginning(NamedTuple):
+class PartialTokens(NamedTuple):
     """Of a text: its first ids, and how many it will have in all, a guess."""
     ids: Sequence[int]
     tokens: int
@@ -48,7 +48,7 @@ def place_to_cut(text: str, chars: int) -> int | None:
     return None if found is None else found.end()
 
 
-class Special(Protocol):
+class AddedToken(Protocol):
     """One of the tokenizer's added tokens, as the library describes it."""
     content: str
     single_word: bool  # not within a word
@@ -75,11 +75,11 @@ def parts_between_words(encode: Callable[[list[str]], list[Sequence[int]]]) -> b
     return all(list(ids) == list(whole[:len(ids)]) for ids in beginnings)
 
 
-class Pieces:
+class TokenCache:
     """Of one tokenizer: `added` are all its added tokens, `encode` gives the ids of each of several texts, without
     anything before and after them. Safe to use from several threads."""
 
-    def __init__(self, added: Iterable[Special], encode: Callable[[list[str]], list[Sequence[int]]],
+    def __init__(self, added: Iterable[AddedToken], encode: Callable[[list[str]], list[Sequence[int]]],
                  max_kept_chars: int = MAX_KEPT_CHARS) -> None:
         self._encode = encode
         first = sorted((token for token in added if token.content and not token.normalized),
@@ -96,7 +96,7 @@ class Pieces:
         pieces = self._cut(text)
         return self._ids(pieces, self._known(pieces))
 
-    def beginning(self, text: str, chars: int) -> Beginning | None:
+    def beginning(self, text: str, chars: int) -> PartialTokens | None:
         """What is known of its beginning, and of what is not short pieces and about `chars` of the first long one. None
         where there is none, or no place to cut it. Raises whatever `encode` raises."""
         pieces = self._cut(text)
@@ -117,7 +117,7 @@ class Pieces:
         new, sampled = self._encode([piece[:end], later])
         ids = self._ids(pieces[:number], found[:number])
         ids.extend(new)
-        return Beginning(ids, len(ids) + guess(later, sampled, len(text) - at - end))
+        return PartialTokens(ids, len(ids) + guess(later, sampled, len(text) - at - end))
 
     def _ids(self, pieces: list[str], found: list[array | None]) -> array:
         """Of pieces of which so much is known."""

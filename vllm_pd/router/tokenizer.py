@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.router.token_cache import Beginning, Pieces, guess, parts_between_words, place_to_cut, sample
+from vllm_pd.router.token_cache import PartialTokens, TokenCache, guess, parts_between_words, place_to_cut, sample
 
 
 class Prompt(msgspec.Struct):
@@ -49,7 +49,7 @@ class Tokenizer:
             plain, special = (encode(self._backend, ["a"], special)[0] for special in (False, True))
             self._ends_specially = special[len(special) - len(plain):] != plain
             self._parts = parts_between_words(functools.partial(encode, self._backend))
-        self._pieces = None if self._backend is None else Pieces(
+        self._pieces = None if self._backend is None else TokenCache(
             self._backend.get_added_tokens_decoder().values(), functools.partial(encode, self._backend))
 
     @property
@@ -62,7 +62,7 @@ class Tokenizer:
         text, special = self._text(prompt)
         return None if text is None else self._cut(self._ids(text, special), prompt)
 
-    def beginning(self, prompt: Prompt, chars: int) -> Beginning | None:
+    def beginning(self, prompt: Prompt, chars: int) -> PartialTokens | None:
         """What is known of that prompt's ids, and those of about `chars` more of its text. None where that is not much
         less than all, or not to be had. Only of one that is `quick`. Raises whatever the library raises."""
         if not self._parts or prompt.truncate_prompt_tokens is not None or len(_newest(prompt)) < chars:
@@ -77,7 +77,7 @@ class Tokenizer:
             return None
         [ids] = encode(self._backend, [text[:end]], True)
         later = sample(text, end)
-        return Beginning(ids, len(ids) + guess(later, encode(self._backend, [later])[0], len(text) - end))
+        return PartialTokens(ids, len(ids) + guess(later, encode(self._backend, [later])[0], len(text) - end))
 
     def _text(self, prompt: Prompt) -> tuple[str | None, bool]:
         """(the text, None where there is none in it, whether special tokens go before and after it)."""

@@ -49,7 +49,7 @@ class Tokenized(StrEnum):
     FAILED = "failed"
 
 
-class Asked(NamedTuple):
+class TokenizeRequest(NamedTuple):
     """`finish` is called with the prompt's ids, where they are found. `size_bytes` is the whole request's. `family`
     names the workers whose tokenizer it is for."""
     prompt: Prompt | None
@@ -58,14 +58,14 @@ class Asked(NamedTuple):
     family: str = ""
 
 
-class Beginning(NamedTuple):
+class PartialTerms(NamedTuple):
     """May a prompt's beginning do? About `chars` more of it than is known, if `enough` says so of what `finish` made of
     that; it is asked in the loop."""
     chars: int
     enough: Callable[[Any], bool]
 
 
-class Found(NamedTuple):
+class TokenizeResult(NamedTuple):
     """How many tokens (a guess where only begun), and what `finish` made of them; None where nothing was found."""
     outcome: Tokenized
     tokens: int = 0
@@ -138,27 +138,28 @@ class TokenPool:
     def _of(self, family: str) -> Tokenizer | None:
         return self._tokenizers.get(family if self._wanted is None else "")
 
-    async def tokens(self, asked: Asked, beginning: Beginning | None = None) -> Found:
+    async def tokens(self, asked: TokenizeRequest, beginning: PartialTerms | None = None) -> TokenizeResult:
         """What is asked. A client's own template is never run: nothing could end it."""
         prompt, size_bytes = asked.prompt, asked.size_bytes
         if prompt is None or prompt.cache_salt is not None or prompt.mm_processor_kwargs or prompt.documents:
-            return Found(Tokenized.NONE)
+            return TokenizeResult(Tokenized.NONE)
         if prompt.chat_template is not None:
-            return Found(Tokenized.NONE)
+            return TokenizeResult(Tokenized.NONE)
         if size_bytes > MAX_PARSED_BYTES:
-            return Found(Tokenized.LONG)
+            return TokenizeResult(Tokenized.LONG)
         given = _is_given(prompt.prompt)
         if not given and not (isinstance(prompt.messages, list) and prompt.messages or prompt.prompt):
-            return Found(Tokenized.NONE)
+            return TokenizeResult(Tokenized.NONE)
         if not given and self._of(asked.family) is None:
-            return Found(Tokenized.NOT_LOADED)
+            return TokenizeResult(Tokenized.NOT_LOADED)
         if not given and size_bytes > MAX_TEXT_BYTES:
-            return Found(Tokenized.LONG)
+            return TokenizeResult(Tokenized.LONG)
         return await self._safely(self._anywhere(asked, given, beginning))
 
-    async def whole(self, body: bytes, finish: Callable[[Sequence[int]], Any], family: str) -> Found:
+    async def whole(self, body: bytes, finish: Callable[[Sequence[int]], Any], family: str) -> TokenizeResult:
         """Of a request of which only the beginning was asked before: a thread reads it once more."""
-        return await self._safely(self._there(lambda: self._work(Asked(parse(body), finish, len(body), family))))
+        return await self._safely(self._there(
+            lambda: self._work(TokenizeRequest(parse(body), finish, len(body), family))))
 
     def close(self) -> None:
         """End the threads with what they are doing."""
@@ -167,16 +168,16 @@ class TokenPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @staticmethod
-    async def _safely(finding: Awaitable[Found]) -> Found:
+    async def _safely(finding: Awaitable[TokenizeResult]) -> TokenizeResult:
         try:
             return await finding
         except TimeoutError:
-            return Found(Tokenized.LATE)
+            return TokenizeResult(Tokenized.LATE)
         except Exception as error:  # a template may raise anything
             logger.debug("a prompt could not be tokenised: %r", error)
-            return Found(Tokenized.FAILED)
+            return TokenizeResult(Tokenized.FAILED)
 
-    async def _anywhere(self, asked: Asked, given: bool, beginning: Beginning | None) -> Found:
+    async def _anywhere(self, asked: TokenizeRequest, given: bool, beginning: PartialTerms | None) -> TokenizeResult:
         found = None
         quick = not given and self._of(asked.family).quick
         if beginning is not None and quick:
@@ -185,7 +186,7 @@ class TokenPool:
             found = self._here(asked)
         return found or await self._there(self._work, asked)
 
-    def _begun(self, asked: Asked, beginning: Beginning) -> Found | None:
+    def _begun(self, asked: TokenizeRequest, beginning: PartialTerms) -> TokenizeResult | None:
         """By the loop: the beginning, where that is enough. Quick but for odd texts, after which it rests."""
         if asked.size_bytes > MAX_BEGUN_BYTES or time.monotonic() < self._begins_no_more_until_s:
             return None
@@ -193,13 +194,13 @@ class TokenPool:
         try:
             ids = self._of(asked.family).beginning(asked.prompt, beginning.chars)
             made = None if ids is None else asked.finish(ids.ids)
-            return Found(Tokenized.BEGUN, ids.tokens, made) if made and beginning.enough(made) else None
+            return TokenizeResult(Tokenized.BEGUN, ids.tokens, made) if made and beginning.enough(made) else None
         finally:
             took_s = time.thread_time() - began_s
             if took_s > BEGINNING_S:
                 self._begins_no_more_until_s = time.monotonic() + _rest_s(took_s)
 
-    def _here(self, asked: Asked) -> Found | None:
+    def _here(self, asked: TokenizeRequest) -> TokenizeResult | None:
         """By the loop, where that is short and it has rested."""
         began_s = time.monotonic()
         if asked.size_bytes > MAX_LOOP_BYTES or began_s < self._rests_until_s:
@@ -210,22 +211,22 @@ class TokenPool:
             ended_s = time.monotonic()
             self._rests_until_s = ended_s + _rest_s(ended_s - began_s)
 
-    async def _there(self, work: Callable[..., Found], *given: Any) -> Found:
+    async def _there(self, work: Callable[..., TokenizeResult], *given: Any) -> TokenizeResult:
         """By a thread, if there is room in its queue. Raises TimeoutError besides."""
         if self._queued >= MAX_QUEUED:
-            return Found(Tokenized.BUSY)
+            return TokenizeResult(Tokenized.BUSY)
         task = asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
         self._queued += 1
         task.add_done_callback(self._done)
         async with asyncio.timeout(self._timeout_s):
             return await asyncio.shield(task)
 
-    def _work(self, asked: Asked) -> Found:
+    def _work(self, asked: TokenizeRequest) -> TokenizeResult:
         given = _is_given(asked.prompt.prompt)
         ids = _given(asked.prompt.prompt) if given else self._of(asked.family).tokens(asked.prompt)
         if not ids:
-            return Found(Tokenized.NONE)
-        return Found(Tokenized.GIVEN if given else Tokenized.DONE, len(ids), asked.finish(ids))
+            return TokenizeResult(Tokenized.NONE)
+        return TokenizeResult(Tokenized.GIVEN if given else Tokenized.DONE, len(ids), asked.finish(ids))
 
     def _done(self, work: asyncio.Future) -> None:
         self._queued -= 1

@@ -4,7 +4,7 @@
 HTTP/1.1 straight upon the parser that uvicorn uses too: a general client costs more time per request than all of the
 rest of the router. It does no more than a proxy needs: no redirects, no cookies, no decompression, no proxies.
 
-Life of a connection: `request` gives a `Reply` -> the reply's end puts the connection among the idle ones, unless
+Life of a connection: `request` gives a `WorkerResponse` -> its end puts the connection among the idle ones, unless
 either side wants it closed -> taken again, or closed when it has been idle for `KEEP_ALIVE_S`. A reply that is closed
 before its end takes its connection with it, by which the worker learns that nobody waits for the rest.
 """
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import httptools
 
 from vllm_pd.router import descriptors
-from vllm_pd.router.responses import Answer, Headers, find
-from vllm_pd.router.workers import Failure
+from vllm_pd.router.responses import Headers, RouterResponse, find
+from vllm_pd.router.workers import WorkerFailure
 
 KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM's server hangs up
 MAX_IDLE = 256  # connections to one worker
@@ -33,7 +33,7 @@ class TryFailed(Exception):
     meanwhile, so that it says nothing about the worker. `answer`: what it said instead, where it said something.
     `final`: the request is not to be tried elsewhere."""
 
-    def __init__(self, kind: Failure, detail: str, stale: bool = False, answer: Answer | None = None,
+    def __init__(self, kind: WorkerFailure, detail: str, stale: bool = False, answer: RouterResponse | None = None,
                  final: bool = False) -> None:
         super().__init__(detail)
         self.final = final
@@ -42,7 +42,7 @@ class TryFailed(Exception):
         self.answer = answer
 
 
-class StreamBroken(Exception):
+class WorkerResponseBroken(Exception):
     """The answer ended before its end."""
 
 
@@ -62,10 +62,10 @@ class Origin(NamedTuple):
         return cls(parts.hostname, parts.port, parts.scheme == "https", parts.netloc.encode(), parts.path.encode())
 
 
-class Reply:
+class WorkerResponse:
     """An answer, from its head on. It must be read to its end or closed."""
 
-    def __init__(self, connection: "_Connection") -> None:
+    def __init__(self, connection: "_WorkerConnection") -> None:
         self.status = 0
         self.headers: Headers = []
         self._connection = connection
@@ -76,19 +76,19 @@ class Reply:
         self._waiter: asyncio.Future | None = None
 
     async def head(self) -> None:
-        """Wait for status and headers. Raises StreamBroken."""
+        """Wait for status and headers. Raises WorkerResponseBroken."""
         while not self.status:
             if self._error is not None:
-                raise StreamBroken(self._error)
+                raise WorkerResponseBroken(self._error)
             await self._wait()
 
     async def chunk(self) -> bytes:
-        """What has come since the last call, waited for; empty at the end. Raises StreamBroken."""
+        """What has come since the last call, waited for; empty at the end. Raises WorkerResponseBroken."""
         while not self._parts:
             if self._complete:
                 return b""
             if self._error is not None:
-                raise StreamBroken(self._error)
+                raise WorkerResponseBroken(self._error)
             await self._wait()
         parts, self._parts = self._parts, []
         if self._size > MAX_BUFFERED_BYTES:
@@ -139,17 +139,17 @@ class Reply:
             self._waiter.set_result(None)
 
 
-class _Connection(asyncio.Protocol):
+class _WorkerConnection(asyncio.Protocol):
     """One, with at most one request at a time. `idle` is where it goes in between."""
 
-    def __init__(self, owner: "Upstream", idle: "collections.deque[_Connection]") -> None:
+    def __init__(self, owner: "WorkerClient", idle: "collections.deque[_WorkerConnection]") -> None:
         self.idle_since_s = 0.0
         self._owner = owner
         self._idle = idle
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._reply: Reply | None = None
+        self._reply: WorkerResponse | None = None
         self._headers: Headers = []
         self._head_bytes = 0
         self._lost = False
@@ -160,9 +160,9 @@ class _Connection(asyncio.Protocol):
         """Whether a request may be sent."""
         return not self._lost and not self._transport.is_closing()
 
-    def request(self, head: bytes, body: bytes) -> Reply:
+    def request(self, head: bytes, body: bytes) -> WorkerResponse:
         """Send it; the reply belongs to the caller."""
-        self._reply = reply = Reply(self)
+        self._reply = reply = WorkerResponse(self)
         self._headers = []
         self._head_bytes = 0
         self.silent = True
@@ -251,7 +251,7 @@ class _Connection(asyncio.Protocol):
         self.abort()
 
 
-class Upstream:
+class WorkerClient:
     """The client of all workers. Belongs to the router's event loop. `tls` says whose certificates are believed. Beyond
     `most_connections` none is kept for later."""
 
@@ -259,11 +259,11 @@ class Upstream:
         self.most_connections = most_connections
         self.connections = 0
         self._connect_timeout_s = connect_timeout_s
-        self._idle: dict[Origin, collections.deque[_Connection]] = {}
+        self._idle: dict[Origin, collections.deque[_WorkerConnection]] = {}
         self._tls = tls
 
     async def send(self, method: bytes, url: str, target: bytes, headers: Headers, body: bytes,
-                   fresh: bool = False) -> Reply:
+                   fresh: bool = False) -> WorkerResponse:
         """Send a request to the worker of this base URL, on a new connection where it is to be a `fresh` one, and wait
         for the head of its answer. Raises TryFailed."""
         origin = Origin.of(url)
@@ -276,9 +276,9 @@ class Upstream:
         reply = connection.request(_head(method, origin, target, headers, body), body)
         try:
             await reply.head()
-        except StreamBroken as broken:
+        except WorkerResponseBroken as broken:
             stale = reused and connection.silent and now_s() < sent_s + STALE_S
-            raise TryFailed(Failure.BROKEN, str(broken), stale) from broken
+            raise TryFailed(WorkerFailure.BROKEN, str(broken), stale) from broken
         except asyncio.CancelledError:
             reply.close()
             raise
@@ -296,7 +296,7 @@ class Upstream:
             for connection in list(connections):
                 connection.abort()
 
-    def _take(self, origin: Origin) -> _Connection | None:
+    def _take(self, origin: Origin) -> _WorkerConnection | None:
         """The connection that was used last, of those that stand."""
         idle = self._idle.get(origin)
         oldest_s = asyncio.get_running_loop().time() - KEEP_ALIVE_S
@@ -307,24 +307,24 @@ class Upstream:
             connection.abort()
         return None
 
-    async def _connect(self, origin: Origin) -> _Connection:
+    async def _connect(self, origin: Origin) -> _WorkerConnection:
         if self.connections >= self.most_connections:
             self._drop_idle()
         try:
             return await self._connect_once(origin)
         except OSError as error:
             if not descriptors.are_short(error):
-                raise TryFailed(Failure.CONNECT, str(error)) from error
+                raise TryFailed(WorkerFailure.CONNECT, str(error)) from error
         self._drop_idle()
         await asyncio.sleep(0)  # in which it is closed
         await asyncio.sleep(0)
         try:
             return await self._connect_once(origin)
         except OSError as error:
-            kind = Failure.ROUTER if descriptors.are_short(error) else Failure.CONNECT
+            kind = WorkerFailure.ROUTER if descriptors.are_short(error) else WorkerFailure.CONNECT
             raise TryFailed(kind, str(error)) from error
 
-    async def _connect_once(self, origin: Origin) -> _Connection:
+    async def _connect_once(self, origin: Origin) -> _WorkerConnection:
         """Raises TryFailed where it takes too long, OSError where there is none."""
         idle = self._idle.setdefault(origin, collections.deque())
         context = self._tls if origin.tls else None
@@ -332,11 +332,11 @@ class Upstream:
         try:
             async with limit:
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self, idle), origin.host, origin.port, ssl=context)
+                    lambda: _WorkerConnection(self, idle), origin.host, origin.port, ssl=context)
         except TimeoutError as error:
             if not limit.expired():  # the kernel's own, an OSError
-                raise TryFailed(Failure.CONNECT, str(error)) from error
-            raise TryFailed(Failure.CONNECT, f"no connection in {self._connect_timeout_s:g} s") from None
+                raise TryFailed(WorkerFailure.CONNECT, str(error)) from error
+            raise TryFailed(WorkerFailure.CONNECT, f"no connection in {self._connect_timeout_s:g} s") from None
         return connection
 
     def _drop_idle(self) -> None:

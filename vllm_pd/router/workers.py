@@ -3,7 +3,7 @@
 
 Life of a worker: NEW until its first probe has gone well; then UP, the only state in which it gets requests. Any
 failure makes it DOWN at once, until a probe goes well again. One that leaves gets nothing new, keeps what is open, is
-probed as before, and is forgotten with the last of that. What one request has open at one worker is a `Flight`.
+probed as before, and is forgotten with the last of that. What one request has open at one worker is a `InFlightTry`.
 """
 import asyncio
 import collections
@@ -29,14 +29,14 @@ class WorkerState(Enum):
     DOWN = "down"
 
 
-class Source(Enum):
+class WorkerSource(Enum):
     """From where a worker is known."""
     STATIC = "static"  # the command line
     REGISTRY = "registry"
     OPERATOR = "operator"  # POST /workers
 
 
-class Failure(StrEnum):
+class WorkerFailure(StrEnum):
     """Why a worker was taken out, or a try at it given up; the label of the counters."""
     CONNECT = "connect"
     BROKEN = "broken"  # the connection ended before an answer had begun
@@ -56,10 +56,10 @@ class Interruption(Enum):
     SILENT = "silent"  # nothing has come for too long, in the middle of an answer
 
 
-class Flight:
+class InFlightTry:
     """One try of one request at one worker, run by the present task. `interrupt` makes that task's wait end."""
 
-    def __init__(self, worker: "Worker") -> None:
+    def __init__(self, worker: "RouterWorker") -> None:
         self.worker = worker
         self.heard_s = self.began_s = worker.now()
         self.interruption: Interruption | None = None
@@ -86,10 +86,10 @@ class Flight:
         return True
 
 
-class Worker:
+class RouterWorker:
     """One engine. Belongs to the router's event loop. `wake` is set when it is to be probed before its time."""
 
-    def __init__(self, url: str, source: Source, incarnation: str | None, metrics: RouterMetrics) -> None:
+    def __init__(self, url: str, source: WorkerSource, incarnation: str | None, metrics: RouterMetrics) -> None:
         self.url = url
         self.source = source
         self.incarnation = incarnation
@@ -100,7 +100,7 @@ class Worker:
         self.base_models: frozenset[str] = frozenset()
         self.learned_s = -math.inf  # when it was asked for them
         self.root: str | None = None  # its model's folder or name, as it says
-        self.flights: set[Flight] = set()
+        self.flights: set[InFlightTry] = set()
         self.failures = 0  # of probes, in a row
         self.strikes = 0  # how often it was taken out soon after it had been before
         self.doubted = False  # it is to be probed whatever it has answered
@@ -130,7 +130,7 @@ class Worker:
         self.state = WorkerState.UP
         self._show()
 
-    def fail(self, kind: Failure, detail: str) -> int:
+    def fail(self, kind: WorkerFailure, detail: str) -> int:
         """Out at once; it is probed soon. Returns what `acquit` takes."""
         self.problem = f"{kind.value}: {detail}"[:500]
         self._metrics.of(self.url, self._metrics.failures, kind.value).inc()
@@ -143,7 +143,7 @@ class Worker:
             self.strikes = self.strikes + 1 if self.now() < self._out_s + STRIKE_S else 0
             self._out_s = self.now()
             self.wake.set()
-        self._excusable = self._excusable and kind is Failure.SERVER_ERROR
+        self._excusable = self._excusable and kind is WorkerFailure.SERVER_ERROR
         self.state = WorkerState.DOWN
         self._show()
         return self._fails
@@ -205,30 +205,30 @@ class Workers:
     when nothing is open there any more."""
 
     def __init__(self, metrics: RouterMetrics, max_in_flight: int) -> None:
-        self.on_join: list[Callable[[Worker], None]] = []
-        self.on_leave: list[Callable[[Worker], None]] = []
-        self.on_end: list[Callable[[Worker], None]] = []
+        self.on_join: list[Callable[[RouterWorker], None]] = []
+        self.on_leave: list[Callable[[RouterWorker], None]] = []
+        self.on_end: list[Callable[[RouterWorker], None]] = []
         self.max_in_flight = max_in_flight
         self._metrics = metrics
-        self._workers: dict[str, Worker] = {}
-        self._leaving: set[Worker] = set()
+        self._workers: dict[str, RouterWorker] = {}
+        self._leaving: set[RouterWorker] = set()
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[RouterWorker]:
         return iter(list(self._workers.values()))
 
     def __len__(self) -> int:
         return len(self._workers)
 
-    def get(self, url: str) -> Worker | None:
+    def get(self, url: str) -> RouterWorker | None:
         """The worker of that URL, unless it leaves."""
         return self._workers.get(url)
 
-    def add(self, url: str, source: Source, incarnation: str | None = None) -> Worker | None:
+    def add(self, url: str, source: WorkerSource, incarnation: str | None = None) -> RouterWorker | None:
         """A new one; the one that is there already, where it is; None where there are too many."""
         worker = self._workers.get(url)
         if worker is not None or len(self._workers) >= MAX_WORKERS:
             return worker
-        worker = self._workers[url] = Worker(url, source, incarnation, self._metrics)
+        worker = self._workers[url] = RouterWorker(url, source, incarnation, self._metrics)
         for told in self.on_join:
             told(worker)
         return worker
@@ -245,13 +245,13 @@ class Workers:
         self._forget()
         return True
 
-    def landed(self, flight: Flight) -> None:
+    def landed(self, flight: InFlightTry) -> None:
         """A flight has ended."""
         flight.worker.flights.discard(flight)
         if self._leaving:
             self._forget()
 
-    def candidates(self, model: str | None, tried: Collection[Worker] = ()) -> list[Worker]:
+    def candidates(self, model: str | None, tried: Collection[RouterWorker] = ()) -> list[RouterWorker]:
         """Those that may get a request for that model; where nobody is known to have it, those that may get any, so
         that one of them can say so. Those that are busy only if there are no others."""
         most = self.max_in_flight
@@ -275,7 +275,7 @@ class Workers:
         return any(worker.state is WorkerState.UP and (not known or self._may_have(worker, model))
                    for worker in self._workers.values())
 
-    def another_up(self, worker: Worker) -> bool:
+    def another_up(self, worker: RouterWorker) -> bool:
         """Whether any other worker works that may have one of its models."""
         return any(one is not worker and one.state is WorkerState.UP
                    and (not worker.models or not one.models or not worker.models.isdisjoint(one.models))
@@ -286,7 +286,7 @@ class Workers:
         return model is not None and any(model in worker.models for worker in self._workers.values())
 
     @staticmethod
-    def _may_have(worker: Worker, model: str) -> bool:
+    def _may_have(worker: RouterWorker, model: str) -> bool:
         return model in worker.models or not worker.models
 
     def _forget(self) -> None:
