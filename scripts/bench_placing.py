@@ -32,7 +32,7 @@ async def measure(count: int, requests: int) -> str:
     for number in range(count):
         worker = workers.add(f"http://10.0.{number // 250}.{number % 250}:8000", WorkerSource.STATIC)
         worker.models = worker.base_models = frozenset({"m"})
-        worker.good()
+        worker.probe_passed()
         placer.families.join(worker).index(BLOCK).stored(worker.url, [1], None, list(PROMPT[:BLOCK]), BLOCK)
     body = json.dumps({"model": "m", "prompt": list(PROMPT)}).encode()
     times_s, chars = [], 0

@@ -273,7 +273,7 @@ async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = Tr
             if up:
                 await served.until(lambda: router.workers.counts().get("up", 0) == len(settings["workers"]))
             yield served, engines
-            await served.until(lambda: not any(worker.flights for worker in router.workers))
+            await served.until(lambda: not any(worker.in_flight for worker in router.workers))
         finally:
             server.should_exit = True
             await asyncio.wait_for(serve, 100)

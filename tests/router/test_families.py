@@ -53,8 +53,8 @@ async def fleet(**served):
             worker = workers.add(f"http://{name}:1", WorkerSource.STATIC)
             worker.models = worker.base_models = frozenset({model})
             worker.root = root
-            worker.good()
-            pool.offer(placer.families.join(worker).name, root)
+            worker.probe_passed()
+            pool.load_for(placer.families.join(worker).name, root)
         for loading in pool._loading.values():
             await loading
         yield placer, workers, metrics
@@ -152,9 +152,9 @@ async def test_b68_two_models_by_their_events_without_a_block_size():
             engines = [FaultyEngine(model) for model in ("one", "two")]
             for engine in engines:
                 await engine.start()
-            feeds = served.router._feeds
+            subscriptions = served.router._subscriptions
             for engine, publisher in zip(engines, publishers, strict=True):
-                feeds._told[engine.url] = [(publisher.endpoint, None)]
+                subscriptions._configured[engine.url] = [(publisher.endpoint, None)]
                 served.router._membership.add(engine.url)
             await served.until(lambda: served.router.workers.counts().get("up") == 2)
             families = served.router.placer.families

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_pd.errors import ConfigError, PeerMismatch
 from vllm_pd.router import index as index_module
-from vllm_pd.router.hashes import root
+from vllm_pd.router.hashes import root_seed
 from vllm_pd.router.index import PrefixIndex
 
 SIZE = 4
@@ -63,7 +63,7 @@ def test_b60_adapters_have_names_of_their_own():
     filled(index, "a", 1, lora=7, first=20)
     assert [index.matches(index.hashes(TEXT, lora)) for lora in (None, "tone", 7, "other")] == [
         {"a": 3}, {"a": 2}, {"a": 1}, {}]
-    assert len({root(), root(0), root(""), root("tone")}) == 4
+    assert len({root_seed(), root_seed(0), root_seed(""), root_seed("tone")}) == 4
     index.stored("a", [13], 12, TEXT[2 * SIZE:3 * SIZE], SIZE, "tone")  # what follows is known by what it follows
     assert index.matches(index.hashes(TEXT, "tone")) == {"a": 3}
 

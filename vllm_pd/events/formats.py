@@ -210,4 +210,3 @@ def _for_all(extra_keys: list[Any]) -> bool:
 
 def _has_extras_for_each(run: Stored) -> bool:
     return _for_all(run.extra_keys) or len(run.extra_keys) == len(run.block_hashes)
-

@@ -88,7 +88,7 @@ class Holdings:
 
     def _look_ahead(self, run: Stored) -> None:
         if lookahead := lookahead_blocks(run):
-            self._index.looks_ahead(self._worker, lookahead)
+            self._index.set_lookahead(self._worker, lookahead)
 
     def _show(self, block_hash: m.Hash) -> bool:
         block = self._blocks.get(block_hash)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as an ASGI application: its own routes, and the door for those that go to workers."""
+"""The router as an ASGI application: its own routes, and the checks on requests that it forwards to workers."""
 import asyncio
 import logging
 import ssl
@@ -29,8 +29,8 @@ from vllm_pd.router.proxy import (
     RouterProxy,
     RouterRequest,
     Send,
-    ended,
     respond,
+    shutting_down,
 )
 from vllm_pd.router.responses import Headers, RouterResponse
 from vllm_pd.router.subscriptions import EventSubscriptions
@@ -43,7 +43,7 @@ logger = logging.getLogger("vllm_pd.router")
 FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize", "/version"}
 METHODS = ("GET", "POST", "OPTIONS")
 MAX_OWN_BODY_BYTES = 65536
-MAX_OPTIONS_BODY_BYTES = 4096  # of a request that needs no key
+MAX_OPTIONS_BODY_BYTES = 4096  # OPTIONS needs no key
 
 
 class _WorkerBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,79 +51,79 @@ class _WorkerBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RouterApp:
-    """All of it. `start` and `close` run in the loop that serves it; so does everything else."""
+    """The whole router. Everything, `start` and `close` included, runs in the event loop that serves it."""
 
     def __init__(self, options: RouterOptions, policy: RoutingPolicyConfig) -> None:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
-        self.most_clients = min(self.options.max_connections, descriptors.for_clients())
+        self.max_clients = min(self.options.max_connections, descriptors.for_clients())
         self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)
         self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
         self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))
         self._running = False
         self._unready = False
         self._cut = False
-        self._open: set[asyncio.Task] = set()  # each with a request for workers
+        self._open: set[asyncio.Task] = set()  # of requests for workers
 
     async def start(self) -> None:
-        """Begin to know the workers."""
+        """Begin to follow the registry, to probe the workers and to read their events."""
         options = self.options
         tls = ssl.create_default_context()
-        self._upstream = WorkerClient(options.connect_timeout_s, tls, self.most_clients)
-        self._session = session = aiohttp.ClientSession(  # for what the router itself asks
-            connector=aiohttp.TCPConnector(ssl=tls, limit=0),  # a worker that hangs is to hold up no other
+        self._worker_client = WorkerClient(options.connect_timeout_s, tls, self.max_clients)
+        self._session = session = aiohttp.ClientSession(  # for the router's own requests
+            connector=aiohttp.TCPConnector(ssl=tls, limit=0),  # a worker that hangs must not delay others
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
         self._pool = TokenPool(options)
         self.placer = Placer(options, self._policy, self.workers, self._pool, self.metrics,
-                             lambda url: self._feeds.load_of(url))
-        self._feeds = EventSubscriptions(self.placer, session, options)
-        self._prober = GenerationProbes(options, session, self._came_up,
-                              lambda url, outcome: self.metrics.of(url, self.metrics.probes, outcome).inc(),
-                              lambda url: self._feeds.progress_of(url))
-        self._proxy = RouterProxy(options, self.workers, self.placer, self._upstream, self.metrics)
+                             lambda url: self._subscriptions.load_of(url))
+        self._subscriptions = EventSubscriptions(self.placer, session, options)
+        self._probes = GenerationProbes(options, session, self._came_up,
+                                        lambda url, outcome: self.metrics.of(url, self.metrics.probes, outcome).inc(),
+                                        lambda url: self._subscriptions.progress_of(url))
+        self._proxy = RouterProxy(options, self.workers, self.placer, self._worker_client, self.metrics)
         self._membership = Membership(options, self.workers, self.metrics)
-        self.workers.on_join.append(self._prober.watch)
-        self.workers.on_leave.append(self._feeds.left)
-        self.workers.on_end += [self._prober.forget, self._ended]
+        self.workers.on_join.append(self._probes.watch)
+        self.workers.on_leave.append(self._subscriptions.unsubscribe)
+        self.workers.on_end += [self._probes.forget, self._close_connections]
         self._membership.start()
         self._running = True
 
     async def close(self) -> None:
-        """End everything that `start` began."""
+        """Stop everything that `start` began."""
         if not self._running:
             return
         self._running = False
         await self._membership.close()
-        await self._prober.close()
-        await self._feeds.close()
+        await self._probes.close()
+        await self._subscriptions.close()
         self.placer.close()
         self._pool.close()
-        self._upstream.close()
+        self._worker_client.close()
         await self._session.close()
 
     def unready(self) -> None:
-        """From now on `/health` says that nothing more is to come; requests are taken as before."""
+        """From now on `/health` answers 503. Requests are still served."""
         self._unready = True
 
     def cut(self) -> None:
-        """End every open request: a stream with an event that is an error, what has not begun with a 503."""
+        """End every open request: a stream with an error event, a request whose answer has not begun with 503."""
         self._cut = True
         self._proxy.ending = True
         for task in list(self._open):
             task.cancel()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """The ASGI entry point."""
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._lifespan(receive, send)
         elif scope["type"] == "http":
             await self._serve(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1000})
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
@@ -143,7 +143,7 @@ class RouterApp:
         if path in FORWARDED:
             label, handle = path, self._forward
         else:
-            label, handle = (path, self._own) if path in _OWN else ("other", self._own)
+            label, handle = (path, self._own) if path in _OWN_ROUTES else ("other", self._own)
         try:
             status = await handle(scope, receive, send)
         except ClientGone:
@@ -156,30 +156,30 @@ class RouterApp:
     async def _forward(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
         headers = scope["headers"]
         if scope["method"] not in METHODS:
-            return await _say(send, responses.error_response(HTTPStatus.METHOD_NOT_ALLOWED,
+            return await _respond(send, responses.error_response(HTTPStatus.METHOD_NOT_ALLOWED,
                                                              f"use one of {', '.join(METHODS)}"))
         if scope["method"] != "OPTIONS" and not self._has_key(headers):
-            return await _say(send, RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
+            return await _respond(send, RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
         task = asyncio.current_task()
         self._open.add(task)
         try:
-            with self._bodies_of(scope["method"]).hold() as held:
+            with self._budget_of(scope["method"]).hold() as held:
                 try:
-                    body = await _body(receive, headers, held)
+                    body = await _read_body(receive, headers, held)
                 except BodyRefused as refused:
                     retry_after_s = None if refused.final else self.options.retry_after_s
-                    return await _say(send, responses.error_response(refused.status, str(refused), retry_after_s))
+                    return await _respond(send, responses.error_response(refused.status, str(refused), retry_after_s))
                 except asyncio.CancelledError:
                     if not self._cut:
                         raise
                     task.uncancel()
-                    return await _say(send, ended(self.options))
+                    return await _respond(send, shutting_down(self.options))
                 return await self._send_on(scope, body, receive, send)
         finally:
             self._open.discard(task)
 
-    def _bodies_of(self, method: str) -> BodyBudget:
-        """What a body counts to. OPTIONS needs no key, so that it takes nothing from those that have one."""
+    def _budget_of(self, method: str) -> BodyBudget:
+        """The budget for a body. OPTIONS needs no key, so it must not use up the budget of requests that do."""
         return BodyBudget(MAX_OPTIONS_BODY_BYTES, MAX_OPTIONS_BODY_BYTES) if method == "OPTIONS" else self._bodies
 
     async def _send_on(self, scope: dict[str, Any], body: bytes, receive: Receive, send: Send) -> int:
@@ -197,15 +197,15 @@ class RouterApp:
     # Requests for the router.
 
     async def _own(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
-        route = _OWN.get(scope["path"])
+        route = _OWN_ROUTES.get(scope["path"])
         if route is None:
-            return await _say(send, responses.error_response(HTTPStatus.NOT_FOUND,
+            return await _respond(send, responses.error_response(HTTPStatus.NOT_FOUND,
                                                              f"the router has no {scope['path']}"))
         methods, handle = route
         if scope["method"] not in methods:
-            return await _say(send, responses.error_response(HTTPStatus.METHOD_NOT_ALLOWED,
+            return await _respond(send, responses.error_response(HTTPStatus.METHOD_NOT_ALLOWED,
                                                              f"use {' or '.join(methods)}"))
-        return await _say(send, await handle(self, scope, receive))
+        return await _respond(send, await handle(self, scope, receive))
 
     async def _health(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
         counts = self.workers.counts()
@@ -229,14 +229,14 @@ class RouterApp:
         if refused is not None:
             return refused
         if scope["method"] == "GET":
-            feeds = self._feeds.shown()
+            events = self._subscriptions.as_json()
             return RouterResponse.of_json({
-                "workers": [{**worker.shown(), "events": feeds.get(worker.url)} for worker in self.workers],
+                "workers": [{**worker.as_json(), "events": events.get(worker.url)} for worker in self.workers],
                 "policy": self._policy.policy.value, "registry": self._membership.problem or "ok",
                 "tokenizer": self._pool.problem or ("ok" if self._pool.loaded else "not loaded")})
         try:
             with BodyBudget(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
-                body = await _body(receive, scope["headers"], held)
+                body = await _read_body(receive, scope["headers"], held)
         except BodyRefused as refused:
             return responses.error_response(refused.status, str(refused))
         try:
@@ -252,10 +252,11 @@ class RouterApp:
             return responses.error_response(HTTPStatus.BAD_REQUEST, str(error))
         if worker is None:
             return responses.error_response(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
-        return RouterResponse.of_json(worker.shown(), HTTPStatus.CREATED)
+        return RouterResponse.of_json(worker.as_json(), HTTPStatus.CREATED)
 
     def _refused(self, scope: dict[str, Any]) -> RouterResponse | None:
-        """As the engines' own operator routes: with a key for its owners; without one, changes are for this machine."""
+        """The error for a request to /workers that is not allowed, else None. With an API key the request must show it.
+        Without one, as with the engines' operator routes, changes are allowed from this machine only."""
         headers = scope["headers"]
         if self.options.api_key is not None:
             return (None if self._has_key(headers) else
@@ -269,22 +270,22 @@ class RouterApp:
         given = responses.find(headers, b"authorization") or b""
         return shows(given, self.options.api_key)
 
-    def _ended(self, worker: RouterWorker) -> None:
-        """The connections are the URL's, where another worker may be by now."""
+    def _close_connections(self, worker: RouterWorker) -> None:
+        """Connections belong to a URL, and a new worker may have the URL already: then they stay."""
         if self.workers.get(worker.url) is None:
-            self._upstream.forget(worker.url)
+            self._worker_client.forget(worker.url)
 
     def _came_up(self, worker: RouterWorker) -> None:
-        if self.placer.families.is_another(worker):
-            self._feeds.left(worker)
+        if self.placer.families.has_changed_model(worker):
+            self._subscriptions.unsubscribe(worker)
         family = self.placer.families.join(worker)
         if self._policy.policy is Policy.KV:
-            self._pool.offer(family.name, worker.root)
+            self._pool.load_for(family.name, worker.root)
         if self._policy.policy in (Policy.KV, Policy.LEAST_LOAD):
-            self._feeds.came_up(worker)
+            self._subscriptions.subscribe(worker)
 
 
-_OWN: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
+_OWN_ROUTES: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "/health": (("GET", "HEAD"), RouterApp._health),
     "/ping": (("GET", "HEAD", "POST"), RouterApp._health),
     "/load": (("GET", "HEAD"), RouterApp._load),
@@ -293,16 +294,16 @@ _OWN: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
 }
 
 
-async def _say(send: Send, answer: RouterResponse) -> int:
+async def _respond(send: Send, answer: RouterResponse) -> int:
     await respond(send, answer)
     return answer.status
 
 
-async def _body(receive: Receive, headers: Headers, held: HeldBody) -> bytes:
-    """All of it. Raises ClientGone, BodyRefused."""
+async def _read_body(receive: Receive, headers: Headers, held: HeldBody) -> bytes:
+    """The whole body. Raises ClientGone, BodyRefused."""
     length = responses.find(headers, b"content-length")
     if length is not None:
-        held.announced(int(length))
+        held.check_length(int(length))
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientGone

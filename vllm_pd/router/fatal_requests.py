@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests over which engines are lost: such a one is not sent to a third.
+"""Requests that may crash engines: after two engines, such a request is not sent to a third.
 
-An engine is lost over a request where the connection breaks and nobody listens at its port any more. That may be
-chance, so the request is tried once more elsewhere. With the second engine it is given up, and refused for
-`REMEMBERED_S` where it comes again, for clients repeat what has failed. An engine counts once each time it has come up,
-however many equal requests it had open.
+A request is suspected of a crash where its connection breaks and nothing listens at the engine's port any more. That
+may be chance, so the request is tried once on another engine. After a crash of the second one it is answered with an
+error, and equal requests are refused for `REMEMBERED_S`, because clients repeat what has failed. Each life of an engine
+counts once, however many equal requests were open there.
 """
 import asyncio
 import collections
@@ -15,63 +15,64 @@ from xxhash import xxh3_128_intdigest
 from vllm_pd.router.worker_client import Origin
 from vllm_pd.router.workers import RouterWorker
 
-MOST_LOST = 2
+MAX_CRASHES = 2
 REMEMBERED_S = 60.0
 MAX_REMEMBERED = 1000
-LOOK_S = 1.0  # for a connection
+CONNECT_TIMEOUT_S = 1.0
 
-_Life = tuple[str, float]  # URL, since when it was up
+_Life = tuple[str, float]  # of an engine: its URL, and when it came up
 
 
 class FatalRequests:
-    """Belongs to the router's event loop."""
+    """Remembers such requests by a hash of path and body. Belongs to the router's event loop."""
 
     def __init__(self) -> None:
-        self._lost: collections.OrderedDict[int, tuple[frozenset[_Life], float]] = collections.OrderedDict()  # until
-        self._looking: set[asyncio.Task] = set()
+        # the crashed engines of each request, and until when they are remembered
+        self._crashes: collections.OrderedDict[int, tuple[frozenset[_Life], float]] = collections.OrderedDict()
+        self._checks: set[asyncio.Task] = set()
         self._now = asyncio.get_running_loop().time
 
     def is_known(self, path: str, body: bytes) -> bool:
-        """Whether as many engines were lost over such a request as may be."""
-        if not self._lost:
+        """Whether an equal request has crashed `MAX_CRASHES` engines lately."""
+        if not self._crashes:
             return False
-        lives, until_s = self._lost.get(_name(path, body), (frozenset(), 0.0))
-        return len(lives) >= MOST_LOST and self._now() < until_s
+        lives, until_s = self._crashes.get(_hash(path, body), (frozenset(), 0.0))
+        return len(lives) >= MAX_CRASHES and self._now() < until_s
 
-    async def broke(self, worker: RouterWorker, path: str, body: bytes) -> bool:
-        """The worker's connection broke with this request. Whether it is to be given up."""
+    async def connection_broke(self, worker: RouterWorker, path: str, body: bytes) -> bool:
+        """Record that the worker's connection broke during this request. Returns whether to give the request up."""
         life = worker.url, worker.up_since_s
-        if not await _is_gone(worker.url):
+        if not await _refuses_connections(worker.url):
             return False
-        name, now_s = _name(path, body), self._now()
-        lives, until_s = self._lost.pop(name, (frozenset(), 0.0))
+        key, now_s = _hash(path, body), self._now()
+        lives, until_s = self._crashes.pop(key, (frozenset(), 0.0))
         lives = lives | {life} if now_s < until_s else frozenset({life})
-        self._lost[name] = lives, now_s + REMEMBERED_S
-        while len(self._lost) > MAX_REMEMBERED:
-            self._lost.popitem(last=False)
-        return len(lives) >= MOST_LOST
+        self._crashes[key] = lives, now_s + REMEMBERED_S
+        while len(self._crashes) > MAX_REMEMBERED:
+            self._crashes.popitem(last=False)
+        return len(lives) >= MAX_CRASHES
 
-    def broke_later(self, worker: RouterWorker, path: str, body: bytes) -> None:
-        """The same, in the middle of an answer: it is not sent elsewhere, and nobody is to wait."""
-        task = asyncio.get_running_loop().create_task(self.broke(worker, path, body))
-        self._looking.add(task)
-        task.add_done_callback(self._looking.discard)
+    def stream_broke(self, worker: RouterWorker, path: str, body: bytes) -> None:
+        """As `connection_broke`, in the background: after the first byte the request is not tried again anyway."""
+        task = asyncio.get_running_loop().create_task(self.connection_broke(worker, path, body))
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
 
     def answered(self, path: str, body: bytes) -> None:
-        """It is none of these."""
-        if self._lost:
-            self._lost.pop(_name(path, body), None)
+        """Forget this request: an engine has answered it."""
+        if self._crashes:
+            self._crashes.pop(_hash(path, body), None)
 
 
-def _name(path: str, body: bytes) -> int:
+def _hash(path: str, body: bytes) -> int:
     return xxh3_128_intdigest(body, xxh3_128_intdigest(path.encode()) & (1 << 64) - 1)
 
 
-async def _is_gone(url: str) -> bool:
-    """Whether its machine says that nobody listens there."""
+async def _refuses_connections(url: str) -> bool:
+    """Whether nothing listens at this URL's port."""
     origin = Origin.of(url)
     try:
-        async with asyncio.timeout(LOOK_S):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, writer = await asyncio.open_connection(origin.host, origin.port)
     except ConnectionRefusedError:
         return True

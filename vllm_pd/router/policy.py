@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which worker gets a request: a pure function of the request, of what is known of the workers, and of a seeded draw.
 
-The KV policy reckons in one unit, the time that it would take to prefill this very prompt: a prompt that is held in
-full saves one (times `overlap_weight`), tokens that wait there cost their number over the prompt's, a request that
-waits there for its remote prefill costs `remote_weight`, and a pool that is in use in full costs `blocks_weight`. So a
-short prompt goes where nothing waits, whatever it hits, and a long one goes where its prefix is, unless the queue there
-is longer than what the hit saves. Of a worker that does not tell its load only the requests are known that this router
-has open there; each costs `open_weight`.
+The KV policy computes a score for each worker. Its unit is the time to prefill this prompt:
+- overlap: the share of the prompt's blocks that the worker holds, times `overlap_weight`;
+- minus waiting: the tokens that wait there, over the prompt's tokens, times `waiting_weight`;
+- minus remote: the requests that wait there for a remote prefill, times `remote_weight`;
+- minus blocks: the share of its KV blocks in use, times `blocks_weight`.
+So a short prompt goes where little waits, whatever it hits. A long one goes where its prefix is cached, unless the
+queue there costs more than the hit saves. For a worker that does not report its load, each request that this router has
+open there costs `open_weight`.
 
-A hit weighs more than the time that it saves this prompt, as a copy on another worker takes room from other prompts:
-the defaults are those that hit most in `vllm-pd bench router --hit-rate` without making anybody wait longer.
+A hit weighs more than the time it saves for this prompt, because a second copy of a prefix takes KV blocks from other
+prompts. The default weights gave the most hits in `vllm-pd bench router --hit-rate` without longer waits.
 """
 import math
 import operator
@@ -24,33 +26,33 @@ from xxhash import xxh3_64_intdigest
 from vllm_pd.errors import ConfigError
 
 EQUAL = 1e-9  # scores that differ by less are a tie
-MAX_SHOWN = 8  # scores in an explanation
+MAX_SHOWN = 8  # scores in `Choice.scores`
 MAX_HEADER_CHARS = 2048
-TYPICAL_TOKENS = 512  # how long a prompt is taken for that could not be tokenised
+TYPICAL_TOKENS = 512  # assumed length of a prompt that was not tokenised
 
 
 class Policy(StrEnum):
-    """What decides."""
-    KV = "kv"  # overlap minus load
+    """How a worker is chosen."""
+    KV = "kv"  # by overlap and load
     ROUND_ROBIN = "round-robin"
     LEAST_LOAD = "least-load"
     CONSISTENT_HASH = "consistent-hash"
 
 
 class ChoiceReason(StrEnum):
-    """Why that one; a counter's label."""
-    ONLY = "only"  # there was no other
-    OVERLAP = "overlap"  # nobody holds more of the prompt
-    LOAD = "load"  # others hold as much or more of it, this one has less to do
-    TIE = "tie"  # others were as good; drawn by lot
-    DRAWN = "drawn"  # others were better; the temperature let it be drawn
+    """Why a worker was chosen; the label of a counter."""
+    ONLY = "only"  # it was the only candidate
+    OVERLAP = "overlap"  # it alone holds most of the prompt
+    LOAD = "load"  # others hold as much or more of the prompt, but have more load
+    TIE = "tie"  # drawn from several with the best score
+    DRAWN = "drawn"  # drawn with `temperature` although others had better scores
     TURN = "turn"  # round robin
-    HASH = "hash"  # its name goes with the request's key
+    HASH = "hash"  # consistent hashing
 
 
 class RoutingPolicyConfig(msgspec.Struct, frozen=True):
-    """The operator's weights, see the module; all 0 or more. `temperature` is in the unit of the score: 0 takes the
-    best, and the greater it is the more often a worse one is drawn."""
+    """The policy and its weights, see the module; all weights are 0 or more. `temperature` has the unit of the score: 0
+    takes the best worker; the higher it is, the more often a worse one is drawn."""
     policy: Policy = Policy.KV
     overlap_weight: float = 6.0
     waiting_weight: float = 1.0
@@ -60,7 +62,7 @@ class RoutingPolicyConfig(msgspec.Struct, frozen=True):
     temperature: float = 0.0
 
     def check(self) -> "RoutingPolicyConfig":
-        """Itself, or a ConfigError."""
+        """Returns itself. Raises ConfigError for an invalid value."""
         for key in ("overlap_weight", "waiting_weight", "remote_weight", "blocks_weight", "open_weight", "temperature"):
             value = getattr(self, key)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
@@ -71,8 +73,8 @@ class RoutingPolicyConfig(msgspec.Struct, frozen=True):
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
-    """What is to be placed. `prompt_tokens` and `prompt_blocks` (full ones) are 0 where the prompt could not be
-    tokenised. `key` is what a consistent hash goes by; `turn` counts requests, for round robin."""
+    """What a policy needs to know of a request. `prompt_tokens` and `prompt_blocks` (full blocks) are 0 where the
+    prompt was not tokenised. `key` is for consistent hashing. `turn` counts requests, for round robin."""
     prompt_tokens: int = 0
     prompt_blocks: int = 0
     key: str = ""
@@ -80,17 +82,18 @@ class PlacementRequest(msgspec.Struct, frozen=True):
 
 
 class ReportedLoad(Protocol):
-    """What a worker says of itself (`vllm_pd.events.messages.EngineLoad`)."""
+    """A worker's load as it reports it (`vllm_pd.events.messages.EngineLoad`)."""
     remote_prefilling: int  # requests
-    queued_prefill_tokens: int  # of what waits and of what runs and is not prefilled yet
+    queued_prefill_tokens: int  # prompt tokens of waiting and running requests that are not computed yet
     used_blocks: int
     total_blocks: int
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A worker that may get it. `load` is its last word, None where there is none or an old one; `sent_tokens` are the
-    prompt tokens it did not hold of what was sent there after that word; `in_flight` counts what this router has open
-    there. `prompt_blocks` is how many blocks the prompt has there, where that is not as the request says."""
+    """A worker that may get the request. `load` is its last report, None where there is none or only an old one.
+    `sent_tokens` are the prompt tokens sent there since that report which it does not hold. `in_flight` is the number
+    of requests that this router has open there. `prompt_blocks` is the number of the prompt's blocks at this worker's
+    block size; 0 means as in the request."""
     name: str
     overlap_blocks: int = 0
     in_flight: int = 0
@@ -100,7 +103,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What spoke for a worker and what against it; `total` is the first less the others."""
+    """A worker's score: `total` is `overlap` minus the other terms."""
     name: str
     overlap: float
     waiting: float
@@ -110,8 +113,8 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Where it goes, and why. `scores` has those of the best candidates and of the chosen one, best first; only the KV
-    and least-load policies score."""
+    """The chosen worker, and why. `scores` has the best candidates' and the chosen one's, best first; empty with
+    policies that don't score."""
     worker: str
     policy: Policy
     reason: ChoiceReason
@@ -121,7 +124,7 @@ class Choice(msgspec.Struct, frozen=True):
     scores: tuple[Score, ...] = ()
 
     def header(self) -> str:
-        """The explanation in one line of ASCII: fit for an HTTP header, if the workers' names are."""
+        """The explanation for an HTTP header: one line of ASCII, if the workers' names are ASCII."""
         parts = [f"policy={self.policy}", f"reason={self.reason}", f"worker={self.worker}",
                  f"hit={self.overlap_blocks}/{self.prompt_blocks}", f"of={self.candidates}"]
         for score in self.scores:
@@ -139,7 +142,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 def choose(config: RoutingPolicyConfig, request: PlacementRequest, candidates: Sequence[Candidate],
            rng: random.Random) -> Choice | None:
-    """The worker for this request; None if there is no candidate. The order of the candidates does not matter."""
+    """The worker for this request; None without candidates. The order of the candidates does not matter."""
     if not candidates:
         return None
     shown: list[Score] = []
@@ -155,7 +158,7 @@ def choose(config: RoutingPolicyConfig, request: PlacementRequest, candidates: S
         chosen, reason = _best(config.temperature, request, ordered, scores, rng)
         scores.sort(key=lambda s: -s.total)
         shown = scores[:MAX_SHOWN]
-        if not any(s.name == chosen.name for s in shown):  # drawn
+        if not any(s.name == chosen.name for s in shown):  # it was drawn
             shown[-1] = next(s for s in scores if s.name == chosen.name)
     if len(candidates) == 1:
         reason = ChoiceReason.ONLY
@@ -164,7 +167,7 @@ def choose(config: RoutingPolicyConfig, request: PlacementRequest, candidates: S
 
 
 def score(config: RoutingPolicyConfig, request: PlacementRequest, candidate: Candidate, overlap_weight: float) -> Score:
-    """In prefills of this prompt; see the module."""
+    """The candidate's score, in the unit of the module's docstring."""
     prompt_blocks = candidate.prompt_blocks or request.prompt_blocks
     share = candidate.overlap_blocks / prompt_blocks if prompt_blocks else 0.0
     load = candidate.load
@@ -201,5 +204,6 @@ _name = operator.attrgetter("name")
 
 
 def _affinity(key: str, name: str) -> int:
-    """Rendezvous hashing: a key keeps its worker as long as that one is a candidate."""
+    """Rendezvous hashing: the worker with the highest value gets the key, so a key stays on its worker while it is a
+    candidate."""
     return xxh3_64_intdigest(f"{len(key)}:{key}:{name}".encode())

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenising what was not there before: a chat's next prompt is its last one, which was tokenised, and a little more.
+"""A cache of token ids, so that only new text is tokenised: a chat's next prompt is its previous one and a little more.
 
-A tokenizer looks for its special tokens first, and treats what stands between two of them by itself. So a text can be
-cut before each special token, and the pieces' ids, one after the other, are those of the text. What pieces that have
-come before (system prompts, earlier turns) gave is kept, for the last used ones, up to `MAX_KEPT_CHARS`. Nothing is
-cut before a special token on which the text before it has a say, or which has one on that.
+A tokenizer looks for its special tokens first, and tokenises the text between two of them independently. So a text can
+be split before each special token, and the segments' ids, one after the other, are the ids of the text. The ids of the
+segments used last (system prompts, earlier turns) are kept, up to `MAX_KEPT_CHARS`. A text is not split before a
+special token that depends on the text before it (`single_word`) or takes a space from it (`lstrip`).
 
-A prompt's beginning can be had by itself, for who need not know the rest yet. Where it ends in the middle of a piece it
-ends between two words: most tokenizers begin anew at the space before a word. Whether one does is tried on a sample
-(`parts_between_words`).
+`TokenCache.partial` tokenises only the first part of a prompt, see `vllm_pd.router.deferred`. It may have to stop
+inside a segment, and then stops between two words, where most tokenizers begin a new token. `can_cut_between_words`
+checks on sample texts that a tokenizer does.
 """
 import re
 import threading
@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 MAX_KEPT_CHARS = 16 << 20  # of text; with its ids about twice as many bytes
-WORTH = 3  # what is left for later is at least so many times what is done now
+MIN_REST_RATIO = 3  # a text is cut only if what is left is so many times what is tokenised now
 
-SAMPLES = 3  # places
-SAMPLE_CHARS = 40  # at each
-WORDS = (
+SAMPLES = 3  # places in a text
+SAMPLE_CHARS = 40  # at each of them
+SAMPLE_TEXT = (
     "One of the best things about the end of the year is that it can be as quiet as you want it to be, at least for a "
     "while. In the case of the United States it is not clear what will happen in the future, and there is a lot to do. "
     "Es ist nicht so, dass es in der Stadt an der Elbe zu viele von den Leuten gibt, die das auch sagen. "
@@ -34,123 +34,126 @@ _BETWEEN_WORDS = re.compile(r"[^\W\d_](?= [^\W\d_])")
 
 
 class PartialTokens(NamedTuple):
-    """Of a text: its first ids, and how many it will have in all, a guess."""
+    """The first ids of a text, and an estimate of how many ids the whole text has."""
     ids: Sequence[int]
     tokens: int
 
 
 def place_to_cut(text: str, chars: int) -> int | None:
-    """Between two words, after `chars` of a text or a little more; None where no such place is near, or where what
-    follows is not worth it."""
-    if len(text) < (1 + WORTH) * chars:
+    """The first index between two words from `chars` on, at most 2 * `chars`. None where there is none, or where too
+    little of the text is left behind it."""
+    if len(text) < (1 + MIN_REST_RATIO) * chars:
         return None
     found = _BETWEEN_WORDS.search(text, chars - 1, 2 * chars)
     return None if found is None else found.end()
 
 
 class AddedToken(Protocol):
-    """One of the tokenizer's added tokens, as the library describes it."""
+    """An added token of a tokenizer, as the `tokenizers` library describes it."""
     content: str
-    single_word: bool  # not within a word
-    lstrip: bool  # the space before it belongs to it
-    normalized: bool  # looked for later, in what the others have left
+    single_word: bool  # it is not recognised inside a word
+    lstrip: bool  # it takes the space before it
+    normalized: bool  # it is looked for after the other added tokens, in the text between them
 
 
 def sample(text: str, start: int) -> str:
-    """A little of the text from `start` on, from places all over it, by which its length in tokens is guessed."""
+    """`SAMPLES` short parts of the text from `start` on, joined, from which to estimate its length in tokens."""
     step = (len(text) - start) // SAMPLES
     return " ".join(text[at:at + SAMPLE_CHARS] for at in range(start + step // 2, start + SAMPLES * step, step))
 
 
-def guess(sampled: str, ids: Sequence[int], chars: int) -> int:
-    """How many tokens so many characters have, if they are as this sample with these ids."""
+def estimate_tokens(sampled: str, ids: Sequence[int], chars: int) -> int:
+    """How many tokens `chars` characters have, if they have as many per character as the sample, whose ids are
+    `ids`."""
     return round(chars * len(ids) / len(sampled))
 
 
-def parts_between_words(encode: Callable[[list[str]], list[Sequence[int]]]) -> bool:
-    """Whether this tokenizer's texts can be cut between words: at each such place of the sample what stands before has
-    the ids that it has in the whole."""
-    [whole] = encode([WORDS])
-    beginnings = encode([WORDS[:found.end()] for found in _BETWEEN_WORDS.finditer(WORDS)])
-    return all(list(ids) == list(whole[:len(ids)]) for ids in beginnings)
+def can_cut_between_words(encode: Callable[[list[str]], list[Sequence[int]]]) -> bool:
+    """Whether a text may be cut between words with this tokenizer: at each such place of `SAMPLE_TEXT` the text before
+    the cut has the same ids by itself as within the whole text."""
+    [whole] = encode([SAMPLE_TEXT])
+    starts = encode([SAMPLE_TEXT[:found.end()] for found in _BETWEEN_WORDS.finditer(SAMPLE_TEXT)])
+    return all(list(ids) == list(whole[:len(ids)]) for ids in starts)
 
 
 class TokenCache:
-    """Of one tokenizer: `added` are all its added tokens, `encode` gives the ids of each of several texts, without
-    anything before and after them. Safe to use from several threads."""
+    """The cache of one tokenizer. `added` are all its added tokens. `encode` returns the ids of each of several texts,
+    without special tokens before and after them. Safe to use from several threads."""
 
     def __init__(self, added: Iterable[AddedToken], encode: Callable[[list[str]], list[Sequence[int]]],
                  max_kept_chars: int = MAX_KEPT_CHARS) -> None:
         self._encode = encode
         first = sorted((token for token in added if token.content and not token.normalized),
-                       key=lambda token: -len(token.content))  # the longest that begins at a place is meant there
+                       key=lambda token: -len(token.content))  # the longest match at a place wins
         self._special = re.compile("|".join(re.escape(token.content) for token in first)) if first else None
-        self._cut_before = frozenset(token.content for token in first if not token.single_word and not token.lstrip)
+        self._split_before = frozenset(token.content for token in first if not token.single_word and not token.lstrip)
         self._kept: OrderedDict[str, array] = OrderedDict()
         self._max_kept_chars = max_kept_chars
         self._lock = threading.Lock()
         self.kept_chars = 0
 
     def ids(self, text: str) -> array:
-        """Those of the whole text. Raises whatever `encode` raises."""
-        pieces = self._cut(text)
-        return self._ids(pieces, self._known(pieces))
+        """The ids of the whole text. Raises whatever `encode` raises."""
+        segments = self._split(text)
+        return self._ids(segments, self._cached(segments))
 
-    def beginning(self, text: str, chars: int) -> PartialTokens | None:
-        """What is known of its beginning, and of what is not short pieces and about `chars` of the first long one. None
-        where there is none, or no place to cut it. Raises whatever `encode` raises."""
-        pieces = self._cut(text)
-        found = self._known(pieces)
-        at = room = 0
-        for number, piece in enumerate(pieces):
-            if found[number] is None:
-                end = place_to_cut(piece, chars)
+    def partial(self, text: str, chars: int) -> PartialTokens | None:
+        """The ids of the start of the text, up to about `chars` into its first long segment that is not cached. None
+        where there is no such segment or no place to cut it, or where more than 4 * `chars` of short segments that are
+        not cached come before it. Raises whatever `encode` raises."""
+        segments = self._split(text)
+        cached = self._cached(segments)
+        start = new_chars = 0
+        for index, segment in enumerate(segments):
+            if cached[index] is None:
+                end = place_to_cut(segment, chars)
                 if end is not None:
                     break
-                room += len(piece)
-                if room > 4 * chars:
+                new_chars += len(segment)
+                if new_chars > 4 * chars:
                     return None
-            at += len(piece)
+            start += len(segment)
         else:
             return None
-        later = sample(text, at + end)
-        new, sampled = self._encode([piece[:end], later])
-        ids = self._ids(pieces[:number], found[:number])
+        sampled = sample(text, start + end)
+        new, sampled_ids = self._encode([segment[:end], sampled])
+        ids = self._ids(segments[:index], cached[:index])
         ids.extend(new)
-        return PartialTokens(ids, len(ids) + guess(later, sampled, len(text) - at - end))
+        return PartialTokens(ids, len(ids) + estimate_tokens(sampled, sampled_ids, len(text) - start - end))
 
-    def _ids(self, pieces: list[str], found: list[array | None]) -> array:
-        """Of pieces of which so much is known."""
-        missing = list(dict.fromkeys(piece for piece, known in zip(pieces, found, strict=True) if known is None))
+    def _ids(self, segments: list[str], cached: list[array | None]) -> array:
+        """The ids of these segments, one after the other. `cached` has those that are known, None for the others, which
+        are tokenised and then kept."""
+        missing = list(dict.fromkeys(segment for segment, ids in zip(segments, cached, strict=True) if ids is None))
         if missing:
             new = dict(zip(missing, (array("I", ids) for ids in self._encode(missing)), strict=True))
             self._keep(new)
-            found = [new[piece] if known is None else known for piece, known in zip(pieces, found, strict=True)]
-        whole = array("I")
-        for known in found:
-            whole.extend(known)
-        return whole
+            cached = [new[segment] if ids is None else ids for segment, ids in zip(segments, cached, strict=True)]
+        joined = array("I")
+        for ids in cached:
+            joined.extend(ids)
+        return joined
 
-    def _known(self, pieces: list[str]) -> list[array | None]:
+    def _cached(self, segments: list[str]) -> list[array | None]:
         with self._lock:
-            found = [self._kept.get(piece) for piece in pieces]
-            for piece, known in zip(pieces, found, strict=True):
-                if known is not None:
-                    self._kept.move_to_end(piece)
-        return found
+            cached = [self._kept.get(segment) for segment in segments]
+            for segment, ids in zip(segments, cached, strict=True):
+                if ids is not None:
+                    self._kept.move_to_end(segment)
+        return cached
 
-    def _cut(self, text: str) -> list[str]:
+    def _split(self, text: str) -> list[str]:
         if self._special is None:
             return [text]
         starts = [0, *(match.start() for match in self._special.finditer(text)
-                       if match.start() and match.group() in self._cut_before), len(text)]
+                       if match.start() and match.group() in self._split_before), len(text)]
         return [text[start:end] for start, end in zip(starts, starts[1:], strict=False)]
 
     def _keep(self, new: dict[str, array]) -> None:
         with self._lock:
-            for piece, ids in new.items():
-                if piece not in self._kept and len(piece) <= self._max_kept_chars:
-                    self._kept[piece] = ids
-                    self.kept_chars += len(piece)
+            for segment, ids in new.items():
+                if segment not in self._kept and len(segment) <= self._max_kept_chars:
+                    self._kept[segment] = ids
+                    self.kept_chars += len(segment)
             while self.kept_chars > self._max_kept_chars:
                 self.kept_chars -= len(self._kept.popitem(last=False)[0])
