@@ -54,7 +54,7 @@ class Told:
         self.replaced = len(list(blocks))
         then()
 
-    def told(self, pulse: m.EngineReport) -> None:
+    def reported(self, report: m.EngineReport) -> None:
         pass
 
 
@@ -139,7 +139,7 @@ async def test_others_have_the_loop_between_two_batches(monkeypatch):
             await asyncio.sleep(0)
 
     task = asyncio.create_task(count())
-    await one._carry_out()
+    await one._apply_batches()
     task.cancel()
     assert len(index.engine_hashes(one.worker)) == MANY and turns >= MANY / 2
 
@@ -154,7 +154,7 @@ async def test_what_is_void_is_not_applied(what):
     else:
         one.replace(iter(()), lambda: None)
     one.apply([batch_of(2)])
-    await one._carry_out()
+    await one._apply_batches()
     assert set(index.engine_hashes(one.worker)) == {2}
 
 
