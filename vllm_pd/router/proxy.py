@@ -93,6 +93,15 @@ class _Suspect:
     detail: str
 
 
+class _Try(InFlightTry):
+    """A try with its answer, and how it ended."""
+
+    def __init__(self, worker: RouterWorker) -> None:
+        super().__init__(worker)
+        self.reply: WorkerResponse | None = None
+        self.outcome: TryOutcome | WorkerFailure = TryOutcome.BROKEN_LATER
+
+
 class RouterProxy:
     """Forwards requests to workers. Belongs to the router's event loop."""
 
@@ -197,77 +206,94 @@ class RouterProxy:
 
     async def _try(self, worker: RouterWorker, choice: Choice, request: RouterRequest, headers: Headers,
                    client: "_ClientConnection") -> int:
-        """Try one worker. Raises TryFailed where it fails before anything was sent to the client."""
-        this = InFlightTry(worker)
+        """Try one worker. Returns the status that was sent. Raises TryFailed where it fails before anything was sent to
+        the client, ClientGone, ClientResponseBroken."""
+        this = _Try(worker)
         worker.in_flight.add(this)
         client.watch(this)
-        reply: WorkerResponse | None = None
-        end: TryOutcome | WorkerFailure = TryOutcome.BROKEN_LATER
         try:
-            async with asyncio.timeout(self._options.timeout_s or None):
-                reply = await self._send(worker, request, headers)
-                this.heard(generated=False)
-                fit, whole, first = await self._first(reply, request.generates)
-            generated = request.generates and reply.status == HTTPStatus.OK
-            this.heard(generated)
-            if request.suspects and generated:
-                self._take_out_suspects(request)
-            for refuser, seconds in request.refusals:
-                refuser.pause(seconds)
-            self._metrics.first_byte_s.observe(self._now() - request.began_s)
-            if request.explain:
-                fit += self._explain_headers(choice, request)
-            await client.begin(reply.status, fit, first, more=not whole)
-            if not whole:
-                await self._pass_on(this, reply, first, request, client)
-            if generated:
-                self._fatal.answered(request.path, request.body)
-            end = TryOutcome.ANSWERED
-            return reply.status
+            return await self._exchange(this, choice, request, headers, client)
         except TimeoutError:
-            end = WorkerFailure.TIMEOUT
-            why = f"no answer in {self._options.timeout_s:g} s"
-            if worker.heard_s > this.began_s:  # the worker works, so the request itself takes so long
-                raise TryFailed(WorkerFailure.TIMEOUT, why, final=True, answer=responses.error_response(
-                    HTTPStatus.GATEWAY_TIMEOUT, why)) from None
-            failure = TryFailed(WorkerFailure.TIMEOUT, why)
-            self._apply_failure(worker, failure, request)
-            raise failure from None
+            raise self._timed_out(this, request) from None
         except TryFailed as failure:
-            end = failure.kind
+            this.outcome = failure.kind
             self._apply_failure(worker, failure, request)
             raise
         except asyncio.CancelledError:
             if not this.take_interruption():
-                end = TryOutcome.CUT
+                this.outcome = TryOutcome.CUT
                 raise
-            if this.interruption is Interruption.CLIENT_GONE:
-                end = TryOutcome.CLIENT_GONE
-                raise ClientGone from None
-            if this.interruption is Interruption.SILENT:
-                worker.probe_soon()
-                await self._end_broken(worker, client, f"nothing more came in {self._options.stream_timeout_s:g} s",
-                                      HTTPStatus.GATEWAY_TIMEOUT)
-                return HTTPStatus.OK
-            if client.begun:
-                await self._end_broken(worker, client, f"{_LOST}: it was taken out")
-                return HTTPStatus.OK
-            end = WorkerFailure.PROBE
-            raise TryFailed(WorkerFailure.PROBE, worker.problem) from None
+            return await self._interrupted(this, client)
         except WorkerResponseBroken as broken:
-            if self._workers.another_up(worker):
-                worker.fail(WorkerFailure.BROKEN, str(broken))
-            else:
-                worker.probe_soon()
-            self._fatal.stream_broke(worker, request.path, request.body)
-            await self._end_broken(worker, client, f"{_LOST}: {broken}")
-            return HTTPStatus.OK
+            return await self._response_broke(this, request, client, broken)
         finally:
             client.watch(None)
-            if reply is not None:
-                reply.close()
-            worker.tries(end.value).inc()
+            if this.reply is not None:
+                this.reply.close()
+            worker.tries(this.outcome.value).inc()
             self._workers.try_ended(this)
+
+    async def _exchange(self, this: _Try, choice: Choice, request: RouterRequest, headers: Headers,
+                        client: "_ClientConnection") -> int:
+        """Send the request to the worker and its answer to the client. Returns the answer's status."""
+        async with asyncio.timeout(self._options.timeout_s or None):
+            reply = this.reply = await self._send(this.worker, request, headers)
+            this.heard(generated=False)
+            fit, whole, first = await self._first(reply, request.generates)
+        generated = request.generates and reply.status == HTTPStatus.OK
+        this.heard(generated)
+        if request.suspects and generated:
+            self._take_out_suspects(request)
+        for refuser, seconds in request.refusals:
+            refuser.pause(seconds)
+        self._metrics.first_byte_s.observe(self._now() - request.began_s)
+        if request.explain:
+            fit += self._explain_headers(choice, request)
+        await client.begin(reply.status, fit, first, more=not whole)
+        if not whole:
+            await self._pass_on(this, reply, first, request, client)
+        if generated:
+            self._fatal.answered(request.path, request.body)
+        this.outcome = TryOutcome.ANSWERED
+        return reply.status
+
+    def _timed_out(self, this: _Try, request: RouterRequest) -> TryFailed:
+        """The failure of a try whose answer did not begin within `timeout_s`."""
+        this.outcome = WorkerFailure.TIMEOUT
+        why = f"no answer in {self._options.timeout_s:g} s"
+        if this.worker.heard_s > this.began_s:  # the worker works, so the request itself takes so long
+            answer = responses.error_response(HTTPStatus.GATEWAY_TIMEOUT, why)
+            return TryFailed(WorkerFailure.TIMEOUT, why, answer=answer, final=True)
+        failure = TryFailed(WorkerFailure.TIMEOUT, why)
+        self._apply_failure(this.worker, failure, request)
+        return failure
+
+    async def _interrupted(self, this: _Try, client: "_ClientConnection") -> int:
+        """End an interrupted try. Raises ClientGone, TryFailed, ClientResponseBroken."""
+        worker = this.worker
+        if this.interruption is Interruption.CLIENT_GONE:
+            this.outcome = TryOutcome.CLIENT_GONE
+            raise ClientGone from None
+        if this.interruption is Interruption.SILENT:
+            worker.probe_soon()
+            return await self._end_broken(worker, client,
+                                          f"nothing more came in {self._options.stream_timeout_s:g} s",
+                                          HTTPStatus.GATEWAY_TIMEOUT)
+        if client.begun:
+            return await self._end_broken(worker, client, f"{_LOST}: it was taken out")
+        this.outcome = WorkerFailure.PROBE
+        raise TryFailed(WorkerFailure.PROBE, worker.problem) from None
+
+    async def _response_broke(self, this: _Try, request: RouterRequest, client: "_ClientConnection",
+                              broken: WorkerResponseBroken) -> int:
+        """End an answer that broke after its first byte. Raises ClientResponseBroken."""
+        worker = this.worker
+        if self._workers.another_up(worker):
+            worker.fail(WorkerFailure.BROKEN, str(broken))
+        else:
+            worker.probe_soon()
+        self._fatal.stream_broke(worker, request.path, request.body)
+        return await self._end_broken(worker, client, f"{_LOST}: {broken}")
 
     async def _send(self, worker: RouterWorker, request: RouterRequest, headers: Headers) -> WorkerResponse:
         """Send the request and wait for the head of the answer. If the worker had closed an idle connection, that is no
@@ -307,7 +333,7 @@ class RouterProxy:
                             answer=RouterResponse(HTTPStatus.OK, first, headers))
         return headers, whole, first
 
-    async def _pass_on(self, this: InFlightTry, reply: WorkerResponse, first: bytes, request: RouterRequest,
+    async def _pass_on(self, this: _Try, reply: WorkerResponse, first: bytes, request: RouterRequest,
                        client: "_ClientConnection") -> None:
         generated = request.generates and reply.status == HTTPStatus.OK
         needs_done = generated and request.path in COMPLETING and client.takes_events and not reply.framed
@@ -397,12 +423,15 @@ class RouterProxy:
         request.suspects.clear()
 
     async def _end_broken(self, worker: RouterWorker, client: "_ClientConnection", why: str,
-                         status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
+                          status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> int:
+        """End an incomplete answer with an error event. Returns the answer's status. Raises ClientResponseBroken where
+        the answer is no stream that may get such an event."""
         self._metrics.of(worker.url, self._metrics.broken_streams).inc()
         if not client.takes_events:
             raise ClientResponseBroken(why)
         await client.more(responses.error_event(why, status))
         await client.end()
+        return HTTPStatus.OK
 
     @staticmethod
     def _explain_headers(choice: Choice, request: RouterRequest) -> Headers:
