@@ -556,7 +556,7 @@ async def test_b64_a_worker_that_dies_of_a_request_does_not_get_it_again():
 async def test_b63_a_request_that_kills_engines_is_not_sent_to_a_third(stream):
     async with serving(4) as (served, engines):
         answer = await served.ask(stream, prompt="kill")
-        assert answer.status == 502 and "engines were lost over this request" in answer.json["message"]
+        assert answer.status == 502 and "engines were lost while they had this request" in answer.json["message"]
         assert sum(bool(engine.asked) for engine in engines) == 2
         again = await served.ask(stream, prompt="kill")  # as clients do by themselves
         assert again.status == 502 and sum(bool(engine.asked) for engine in engines) == 2

@@ -14,24 +14,14 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.operators import objection, shows
 from vllm_pd.router import descriptors, responses
 from vllm_pd.router.bodies import BodyBudget, BodyRefused, HeldBody
+from vllm_pd.router.client_connection import ClientGone, ClientResponseBroken, Receive, Send, respond
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 from vllm_pd.router.probe import GenerationProbes
-from vllm_pd.router.proxy import (
-    ENDING,
-    GENERATING,
-    ClientGone,
-    ClientResponseBroken,
-    Receive,
-    RouterProxy,
-    RouterRequest,
-    Send,
-    respond,
-    shutting_down,
-)
+from vllm_pd.router.proxy import ENDING, GENERATING, RouterProxy, RouterRequest, shutting_down
 from vllm_pd.router.responses import Headers, RouterResponse
 from vllm_pd.router.subscriptions import EventSubscriptions
 from vllm_pd.router.tokens import TokenPool

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards one request: to a worker, to another one if that fails, and streams the answer back.
 
-Before the first byte of an answer's body has come, nothing is sent to the client. So far a failed request can be tried
+Nothing is sent to the client before the first byte of an answer's body has come. Until then a failed request is tried
 on another worker, at once, on at most three in all. An answer with a Content-Length, if it is not too long, is read
 whole before it is sent.
 
@@ -12,14 +12,21 @@ compressed.
 """
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from http import HTTPStatus
-from typing import Any
 
 from vllm_pd.router import responses
+from vllm_pd.router.client_connection import (
+    ClientConnection,
+    ClientGone,
+    ClientResponseBroken,
+    Receive,
+    Send,
+    is_stream,
+    respond,
+)
 from vllm_pd.router.fatal_requests import FatalRequests
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import MAX_TRIES, RouterOptions
@@ -29,33 +36,20 @@ from vllm_pd.router.responses import Headers, RouterResponse
 from vllm_pd.router.worker_client import TryFailed, WorkerClient, WorkerResponse, WorkerResponseBroken
 from vllm_pd.router.workers import InFlightTry, Interruption, RouterWorker, WorkerFailure, Workers
 
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-
 COMPLETING = frozenset(("/v1/completions", "/v1/chat/completions"))
 GENERATING = COMPLETING | {
     "/v1/embeddings", "/v1/responses", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
     "/v2/rerank"}
 MAX_WHOLE_BYTES = 1 << 20
 MAX_PAUSE_S = 60.0  # for a worker's Retry-After
-EVENT_STREAM = b"text/event-stream"
 _DONE = re.compile(rb"data: ?\[DONE\]")
 _TAIL_BYTES = 256
 ENDING = "the router is shutting down"
 _LOST = "the worker was lost after the answer had begun"
-_FIXED = (b"content-length", b"content-encoding")
 _ERROR_EVENT = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
 _CLIENT_ERROR = re.compile(rb'"code":\s*4\d\d\b')
 _BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _FATAL = "engines were lost while they had this request, so it is not sent to another one"
-
-
-class ClientGone(Exception):
-    """The client has closed its connection."""
-
-
-class ClientResponseBroken(Exception):
-    """The answer can't be completed, nor ended with an error event: the client's connection must be closed."""
 
 
 class TryOutcome(Enum):
@@ -125,7 +119,7 @@ class RouterProxy:
             await respond(send, responses.error_response(HTTPStatus.BAD_GATEWAY, _FATAL))
             return HTTPStatus.BAD_GATEWAY
         headers = responses.request_headers(request.headers, self._authorization)
-        client = _ClientConnection(receive, send)
+        client = ClientConnection(receive, send)
         try:
             plan = await self._placer.plan(request.headers, request.body, request.path in COMPLETING)
             return await self._try_all(request, plan, headers, client)
@@ -138,7 +132,7 @@ class RouterProxy:
             client.close()
             self._revoke_failures(request)
 
-    async def _cut(self, client: "_ClientConnection") -> int:
+    async def _cut(self, client: ClientConnection) -> int:
         """End a request because the router is shutting down. Raises ClientResponseBroken."""
         if not client.begun:
             answer = shutting_down(self._options)
@@ -151,7 +145,7 @@ class RouterProxy:
         return HTTPStatus.OK
 
     async def _try_all(self, request: RouterRequest, plan: PlacementPlan, headers: Headers,
-                       client: "_ClientConnection") -> int:
+                       client: ClientConnection) -> int:
         tried: list[RouterWorker] = []
         last: RouterResponse | None = None
         while len(tried) + request.resent < MAX_TRIES:
@@ -180,7 +174,7 @@ class RouterProxy:
         return request.generates and await self._fatal.connection_broke(worker, request.path, request.body)
 
     async def _give_up(self, request: RouterRequest, model: str | None, tried: bool, last: RouterResponse | None,
-                       client: "_ClientConnection", short: bool = False) -> int:
+                       client: ClientConnection, short: bool = False) -> int:
         if short:
             answer = responses.error_response(
                 HTTPStatus.SERVICE_UNAVAILABLE, "the router has no connection left for this request: try again later",
@@ -205,7 +199,7 @@ class RouterProxy:
         return answer.status
 
     async def _try(self, worker: RouterWorker, choice: Choice, request: RouterRequest, headers: Headers,
-                   client: "_ClientConnection") -> int:
+                   client: ClientConnection) -> int:
         """Try one worker. Returns the status that was sent. Raises TryFailed where it fails before anything was sent to
         the client, ClientGone, ClientResponseBroken."""
         this = _Try(worker)
@@ -234,7 +228,7 @@ class RouterProxy:
             self._workers.try_ended(this)
 
     async def _exchange(self, this: _Try, choice: Choice, request: RouterRequest, headers: Headers,
-                        client: "_ClientConnection") -> int:
+                        client: ClientConnection) -> int:
         """Send the request to the worker and its answer to the client. Returns the answer's status."""
         async with asyncio.timeout(self._options.timeout_s or None):
             reply = this.reply = await self._send(this.worker, request, headers)
@@ -268,7 +262,7 @@ class RouterProxy:
         self._apply_failure(this.worker, failure, request)
         return failure
 
-    async def _interrupted(self, this: _Try, client: "_ClientConnection") -> int:
+    async def _interrupted(self, this: _Try, client: ClientConnection) -> int:
         """End an interrupted try. Raises ClientGone, TryFailed, ClientResponseBroken."""
         worker = this.worker
         if this.interruption is Interruption.CLIENT_GONE:
@@ -284,7 +278,7 @@ class RouterProxy:
         this.outcome = WorkerFailure.PROBE
         raise TryFailed(WorkerFailure.PROBE, worker.problem) from None
 
-    async def _response_broke(self, this: _Try, request: RouterRequest, client: "_ClientConnection",
+    async def _response_broke(self, this: _Try, request: RouterRequest, client: ClientConnection,
                               broken: WorkerResponseBroken) -> int:
         """End an answer that broke after its first byte. Raises ClientResponseBroken."""
         worker = this.worker
@@ -334,7 +328,7 @@ class RouterProxy:
         return headers, whole, first
 
     async def _pass_on(self, this: _Try, reply: WorkerResponse, first: bytes, request: RouterRequest,
-                       client: "_ClientConnection") -> None:
+                       client: ClientConnection) -> None:
         generated = request.generates and reply.status == HTTPStatus.OK
         needs_done = generated and request.path in COMPLETING and client.takes_events and not reply.framed
         tail = first[-_TAIL_BYTES:]
@@ -422,7 +416,7 @@ class RouterProxy:
                 suspect.worker.fail(WorkerFailure.SERVER_ERROR, suspect.detail)
         request.suspects.clear()
 
-    async def _end_broken(self, worker: RouterWorker, client: "_ClientConnection", why: str,
+    async def _end_broken(self, worker: RouterWorker, client: ClientConnection, why: str,
                           status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> int:
         """End an incomplete answer with an error event. Returns the answer's status. Raises ClientResponseBroken where
         the answer is no stream that may get such an event."""
@@ -473,67 +467,6 @@ class _SilenceTimer:
             self._watched.interrupt(Interruption.SILENT)
 
 
-class _ClientConnection:
-    """The client's connection during one request: sends the answer, and notices when the client has gone."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self.begun = False
-        self.takes_events = False  # an error event may be added to the answer
-        self._receive = receive
-        self._send = send
-        self._watched: InFlightTry | None = None
-        self._gone = False
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
-
-    def watch(self, watched: InFlightTry | None) -> None:
-        """Interrupt this try when the client goes; None for no try."""
-        self._watched = watched
-        if self._gone and watched is not None:
-            watched.interrupt(Interruption.CLIENT_GONE)
-
-    async def begin(self, status: int, headers: Headers, first: bytes, more: bool) -> None:
-        """Send the head of the answer and its first bytes; `more`: others follow."""
-        self.begun = True
-        self.takes_events = is_stream(headers) and not any(name in _FIXED for name, _ in headers)
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": first, "more_body": more})
-
-    async def more(self, chunk: bytes) -> None:
-        """Send further bytes of the answer."""
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
-
-    async def end(self) -> None:
-        """End the answer."""
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def whole(self, answer: RouterResponse) -> None:
-        """Send a complete answer."""
-        await respond(self._send, answer)
-
-    def close(self) -> None:
-        """Stop watching the client."""
-        self._watcher.cancel()
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        if self._watched is not None:
-            self._watched.interrupt(Interruption.CLIENT_GONE)
-
-
 def shutting_down(options: RouterOptions) -> RouterResponse:
     """The answer to a request that the router can't serve any more because it is shutting down."""
     return responses.error_response(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, options.retry_after_s)
-
-
-def is_stream(headers: Headers) -> bool:
-    """Whether these are the headers of a stream of server-sent events."""
-    return (responses.find(headers, b"content-type") or b"").startswith(EVENT_STREAM)
-
-
-async def respond(send: Send, answer: RouterResponse) -> None:
-    """Send a complete answer."""
-    await send({"type": "http.response.start", "status": int(answer.status),
-                "headers": [*answer.headers, (b"content-length", str(len(answer.body)).encode())]})
-    await send({"type": "http.response.body", "body": answer.body})
