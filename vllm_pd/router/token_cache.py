@@ -30,6 +30,8 @@ SAMPLE_TEXT = (
     "Lo que no se puede decir de una vez se dice en la noche, por lo que es de los que lo son. "
     "Это было не так, как мы думали, и в том числе для того, чтобы он не был один. def f(x): return x if x else None")
 
+Encode = Callable[[list[str]], list[Sequence[int]]]  # texts -> the token ids of each
+
 _BETWEEN_WORDS = re.compile(r"[^\W\d_](?= [^\W\d_])")
 
 
@@ -56,19 +58,15 @@ class AddedToken(Protocol):
     normalized: bool  # it is looked for after the other added tokens, in the text between them
 
 
-def sample(text: str, start: int) -> str:
-    """`SAMPLES` short parts of the text from `start` on, joined, from which to estimate its length in tokens."""
+def estimated(ids: Sequence[int], text: str, start: int, encode: Encode) -> PartialTokens:
+    """`ids` are those of text[:start]. The tokens of the rest are estimated from `SAMPLES` short parts of it."""
     step = (len(text) - start) // SAMPLES
-    return " ".join(text[at:at + SAMPLE_CHARS] for at in range(start + step // 2, start + SAMPLES * step, step))
+    sample = " ".join(text[at:at + SAMPLE_CHARS] for at in range(start + step // 2, start + SAMPLES * step, step))
+    [sample_ids] = encode([sample])
+    return PartialTokens(ids, len(ids) + round((len(text) - start) * len(sample_ids) / len(sample)))
 
 
-def estimate_tokens(sampled: str, ids: Sequence[int], chars: int) -> int:
-    """How many tokens `chars` characters have, if they have as many per character as the sample, whose ids are
-    `ids`."""
-    return round(chars * len(ids) / len(sampled))
-
-
-def can_cut_between_words(encode: Callable[[list[str]], list[Sequence[int]]]) -> bool:
+def can_cut_between_words(encode: Encode) -> bool:
     """Whether a text may be cut between words with this tokenizer: at each such place of `SAMPLE_TEXT` the text before
     the cut has the same ids by itself as within the whole text."""
     [whole] = encode([SAMPLE_TEXT])
@@ -80,7 +78,7 @@ class TokenCache:
     """The cache of one tokenizer. `added` are all its added tokens. `encode` returns the ids of each of several texts,
     without special tokens before and after them. Safe to use from several threads."""
 
-    def __init__(self, added: Iterable[AddedToken], encode: Callable[[list[str]], list[Sequence[int]]],
+    def __init__(self, added: Iterable[AddedToken], encode: Encode,
                  max_kept_chars: int = MAX_KEPT_CHARS) -> None:
         self._encode = encode
         first = sorted((token for token in added if token.content and not token.normalized),
@@ -115,11 +113,9 @@ class TokenCache:
             start += len(segment)
         else:
             return None
-        sampled = sample(text, start + end)
-        new, sampled_ids = self._encode([segment[:end], sampled])
         ids = self._ids(segments[:index], cached[:index])
-        ids.extend(new)
-        return PartialTokens(ids, len(ids) + estimate_tokens(sampled, sampled_ids, len(text) - start - end))
+        ids.extend(self._encode([segment[:end]])[0])
+        return estimated(ids, text, start + end, self._encode)
 
     def _ids(self, segments: list[str], cached: list[array | None]) -> array:
         """The ids of these segments, one after the other. `cached` has those that are known, None for the others, which

@@ -6,14 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.router.token_cache import (
-    PartialTokens,
-    TokenCache,
-    can_cut_between_words,
-    estimate_tokens,
-    place_to_cut,
-    sample,
-)
+from vllm_pd.router.token_cache import PartialTokens, TokenCache, can_cut_between_words, estimated, place_to_cut
 
 
 class Prompt(msgspec.Struct):
@@ -85,9 +78,7 @@ class Tokenizer:
         if end is None:
             return None
         [ids] = encode(self._backend, [text[:end]], True)
-        sampled = sample(text, end)
-        [sampled_ids] = encode(self._backend, [sampled])
-        return PartialTokens(ids, len(ids) + estimate_tokens(sampled, sampled_ids, len(text) - end))
+        return estimated(ids, text, end, functools.partial(encode, self._backend))
 
     def _text(self, prompt: Prompt) -> tuple[str | None, bool]:
         """(the text of the first prompt or None where it is no text, whether special tokens go before and after it)."""
