@@ -25,7 +25,6 @@ REPORT_S = 0.5  # the longest time between two reports
 SUBSCRIBE_S = 1.0  # how often a subscriber sends `Subscribe`
 SUBSCRIPTION_S = 5.0  # how long a `Subscribe` is valid
 PART_BLOCKS = 1024  # at most, in one `SnapshotPart`
-MAX_BATCH_EVENTS = 1_000_000
 
 Hash = int | bytes
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

@@ -17,7 +17,7 @@ in steps.
 """
 import heapq
 import math
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from vllm_pd.errors import ConfigError, PeerMismatch
@@ -55,7 +55,6 @@ class _WorkerEntry:
     shared: dict[int, int] = field(default_factory=dict)  # name -> number of further engine hashes with the same name
     waiting: dict[Hash, dict[Hash, bytes]] = field(default_factory=dict)  # parent -> waiting block -> tokens and extras
     parents: dict[Hash, Hash] = field(default_factory=dict)  # waiting block -> its parent
-    complete: bool = True  # nothing was refused since the last snapshot
 
 
 class PrefixIndex:
@@ -266,20 +265,10 @@ class PrefixIndex:
         state = self._workers.get(worker)
         return len(state.names) + len(state.parents) if state else 0
 
-    def complete(self, worker: str) -> bool:
-        """False where blocks of the worker were refused: it needs a snapshot."""
-        state = self._workers.get(worker)
-        return state is None or state.complete
-
     def engine_hashes(self, worker: str) -> KeysView[Hash]:
         """The engine's own hashes of the blocks with a name."""
         state = self._workers.get(worker)
         return state.names.keys() if state else {}.keys()
-
-    def names(self, worker: str) -> Mapping[Hash, int]:
-        """Engine hash -> name, for each block with a name. Read only."""
-        state = self._workers.get(worker)
-        return state.names if state else {}
 
     def sizes(self) -> dict[str, int]:
         """The number of entries of each table, for metrics and leak checks."""
@@ -378,7 +367,6 @@ class PrefixIndex:
               extras: Sequence[str | None] | None, counted: bool) -> bool:
         if len(state.parents) + len(block_hashes) > state.max_waiting:
             self.counts.refused += len(block_hashes)
-            state.complete = False
             return False
         step = self.block_size * TOKEN_BYTES
         for index, engine_hash in enumerate(block_hashes):
