@@ -109,8 +109,9 @@ class Placer:
             return PlacementPlan(PlacementRequest(turn=self._turn), model)
         adapter = self._adapter(family, model)
         indexes = dict(family.indexes)
-        request = TokenizeRequest(prompt, lambda ids: {size: index.hashes(ids, adapter)
-                                                     for size, index in indexes.items()}, len(body), family.name)
+        request = TokenizeRequest(
+            prompt, lambda ids: {size: index.hashes(ids, adapter) for size, index in indexes.items()}, len(body),
+            family.name)
         partial = tokens.PartialTerms(PARTIAL_BLOCKS * CHARS_PER_TOKEN * max(indexes),
                                       lambda hashes: self._is_unknown(family, hashes))
         result = await self._pool.tokenize(request, partial)
@@ -128,7 +129,8 @@ class Placer:
         return PlacementRequest(result.tokens, result.tokens // min(family.indexes), turn=self._turn)
 
     def _is_unknown(self, family: Family, found: Hashes) -> bool:
-        """Whether no worker holds all of these first blocks of a prompt: then none holds any block after them."""
+        """Whether no worker holds all of these first blocks of a prompt: then none holds any block after them. If a
+        deferred prompt has the same first blocks, they are known, and finishing that one begins."""
         if not all(found.values()) or self._deferred.finish_matching(found[min(found)]):
             return False
         now_s = self._now()

@@ -188,10 +188,12 @@ class _WorkerConnection(asyncio.Protocol):
     # Called by asyncio, see `asyncio.Protocol`.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
+        """The connection is there."""
         self._transport = transport
         self._owner.connections += 1
 
     def data_received(self, data: bytes) -> None:
+        """Bytes have come: parse them."""
         if self._reply is None:  # there was no request
             self.abort()
             return
@@ -202,6 +204,7 @@ class _WorkerConnection(asyncio.Protocol):
             self._break(f"not HTTP/1.1: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
+        """The connection has ended, which may be the end of an answer without framing."""
         self._lost = True
         self._owner.connections -= 1
         if self._reply is None:
@@ -218,12 +221,14 @@ class _WorkerConnection(asyncio.Protocol):
     # Called by httptools, see `httptools.HttpResponseParser`.
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """A header was parsed. Raises ValueError where all headers together are too long."""
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ValueError(f"the headers have more than {MAX_HEAD_BYTES} bytes")
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        """All headers were parsed."""
         status = self._parser.get_status_code()
         if status < 200:  # an interim response
             self._headers = []
@@ -231,10 +236,12 @@ class _WorkerConnection(asyncio.Protocol):
             self._reply.began(status, self._headers)
 
     def on_body(self, part: bytes) -> None:
+        """A part of the body was parsed."""
         if self._reply.more(part) and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
+        """The answer is complete: keep the connection for another request, or close it."""
         if self._parser.get_status_code() < 200:
             return
         reply, self._reply = self._reply, None
