@@ -14,21 +14,21 @@ which blocks are expected, `MAX_DEFERRED` of them at most.
 import asyncio
 import collections
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 MAX_DEFERRED = 1000  # each holds a request of 64 KiB at most
 
 Finish = Callable[[], Awaitable[None]]
 
 
+@dataclass(eq=False)
 class DeferredPrompt:
     """One such prompt. `last_block` names the last of its blocks that are known. `finish` tokenises the rest; it is
-    called at most once and must not raise."""
-
-    def __init__(self, last_block: int, finish: Finish) -> None:
-        self.last_block = last_block
-        self.finish = finish
-        self.until_s = 0.0
-        self.task: asyncio.Task | None = None
+    called at most once, in `task`, and must not raise."""
+    last_block: int
+    finish: Finish
+    until_s: float = 0.0
+    task: asyncio.Task | None = None
 
 
 class DeferredPrompts:
