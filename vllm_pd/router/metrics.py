@@ -56,16 +56,8 @@ class RouterMetrics:
         self.body_bytes = gauge("vllm:pd_router_body_bytes", "Bytes of the bodies of open requests.")
         self.registry_silent = gauge("vllm:pd_router_registry_silent", "1 while the broker does not answer.")
         self._of: dict[str, set[tuple[_Labelled, tuple[str, ...]]]] = {}  # by worker: its time series
-        self._index = _IndexCollector()
-        self.registry.register(self._index)
-
-    def show_indexes(self, indexes: Callable[[], Iterable[PrefixIndex]]) -> None:
-        """Report the counts and sizes of these indexes. `indexes` is called at each scrape."""
-        self._index.indexes = indexes
-
-    def retire_index(self, index: PrefixIndex) -> None:
-        """An index was removed. Its counts stay in the totals."""
-        self._index.retire(index)
+        self.indexes = IndexCollector()
+        self.registry.register(self.indexes)
 
     def page(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -82,11 +74,11 @@ class RouterMetrics:
             family.remove(worker, *labels)
 
 
-class _IndexCollector:
-    """Reads the counts that the indexes keep themselves, at each scrape."""
+class IndexCollector:
+    """Reads the counts that the indexes keep themselves, at each scrape. `present` returns the present indexes."""
 
     def __init__(self) -> None:
-        self.indexes: Callable[[], Iterable[PrefixIndex]] = lambda: ()
+        self.present: Callable[[], Iterable[PrefixIndex]] = lambda: ()
         self._retired: Counter[str] = Counter()
 
     def retire(self, index: PrefixIndex) -> None:
@@ -100,7 +92,7 @@ class _IndexCollector:
         drops = CounterMetricFamily("vllm:pd_router_index_drops_total", "How often the index forgot a worker.")
         entries = GaugeMetricFamily("vllm:pd_router_index_entries", "Entries of the index by table.", labels=["table"])
         counts, sizes = Counter(self._retired), Counter()
-        for index in self.indexes():
+        for index in self.present():
             counts.update(dataclasses.asdict(index.counts))
             sizes.update(index.sizes())
         if counts:

@@ -89,7 +89,7 @@ class Placer:
         self._deferred = DeferredPrompts()
         self._now = asyncio.get_running_loop().time
         workers.on_leave.append(self._forget_recent)
-        metrics.show_indexes(self.families.indexes)
+        metrics.indexes.present = self.families.indexes
 
     async def plan(self, headers: list[tuple[bytes, bytes]], body: bytes, generates: bool) -> PlacementPlan:
         """Read what is needed to place a request. The prompt is tokenised only where the policy needs that.
@@ -235,7 +235,7 @@ class Placer:
         if ended is not None:
             self._pool.forget(ended.name)
             for index in ended.indexes.values():
-                self._metrics.retire_index(index)
+                self._metrics.indexes.retire(index)
 
     def close(self) -> None:
         """Forget the deferred prompts."""
