@@ -88,7 +88,7 @@ class BlockSink:
             parent_hash = previous.content_hash
             if parent_hash is None:
                 self._registered.pop(block.block_id, None)
-                return  # without the parent's hash nobody can tell which prompt the block belongs to
+                return  # without its parent's hash the block can't be matched to a prompt
         self._order += 1
         self._registered[block.block_id] = HeldBlock(block.content_hash, parent_hash, block.token_ids, None,
                                                 block.extra_hash, self._order)

@@ -25,7 +25,7 @@ import zmq.asyncio
 from vllm_pd.errors import PDError
 from vllm_pd.events import messages as m
 from vllm_pd.events import reach
-from vllm_pd.events.followers import BEHIND_S, Blocks, EngineLost, ReplayFollower, SideFollower
+from vllm_pd.events.followers import BEHIND_S, Blocks, EngineLost, EventFollower, ReplayFollower, SideFollower
 from vllm_pd.events.formats import REMOVED, STORED, Event, Unreadable, count_unread
 from vllm_pd.events.holdings import Holdings
 from vllm_pd.events.notice import MAX_NOTICE_BYTES, PATH, EventsNotice
@@ -276,7 +276,8 @@ class Subscriber:
             for socket in opened:
                 socket.close()
 
-    async def _turn(self, events: zmq.Socket | None, follower: SideFollower | ReplayFollower) -> None:
+    async def _turn(self, events: zmq.Socket | None, follower: EventFollower) -> None:
+        """Read messages, have the follower do what is due, and apply the results to the index."""
         for _ in range(MESSAGES_A_TURN):
             frames = sockets.receive(events) if events is not None else None
             if frames is None:
