@@ -39,7 +39,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from vllm_pd.events.formats import Reader
+from vllm_pd.events.formats import BatchReader
 from vllm_pd.events.messages import BlockStored, EventBatch
 from vllm_pd.router.index import PrefixIndex
 
@@ -87,7 +87,7 @@ class Ours:
 
     def __init__(self) -> None:
         self.index = PrefixIndex(BLOCK_SIZE)
-        self.reader = Reader(collections.Counter())
+        self.reader = BatchReader(collections.Counter())
 
     def stored(self, events: list[Event]) -> None:
         for event in events:

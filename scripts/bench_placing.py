@@ -14,9 +14,9 @@ from vllm_pd.events.messages import EngineLoad
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
-from vllm_pd.router.policy import Policy, PolicyConfig
+from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 from vllm_pd.router.tokens import TokenPool
-from vllm_pd.router.workers import Source, Workers
+from vllm_pd.router.workers import Workers, WorkerSource
 
 BLOCK = 16
 PROMPT = range(200)
@@ -27,12 +27,12 @@ async def measure(count: int, requests: int) -> str:
     options, metrics = RouterOptions(port=1).checked(), RouterMetrics()
     workers, pool = Workers(metrics, options.max_in_flight), TokenPool(options)
     load = EngineLoad(running=3, used_blocks=100, total_blocks=1000, queued_prefill_tokens=500)
-    placer = Placer(options, PolicyConfig(policy=Policy.KV), workers, pool, metrics, lambda url: (load, 0.05),
+    placer = Placer(options, RoutingPolicyConfig(policy=Policy.KV), workers, pool, metrics, lambda url: (load, 0.05),
                     random.Random(1))
     for number in range(count):
-        worker = workers.add(f"http://10.0.{number // 250}.{number % 250}:8000", Source.STATIC)
+        worker = workers.add(f"http://10.0.{number // 250}.{number % 250}:8000", WorkerSource.STATIC)
         worker.models = worker.base_models = frozenset({"m"})
-        worker.good()
+        worker.probe_passed()
         placer.families.join(worker).index(BLOCK).stored(worker.url, [1], None, list(PROMPT[:BLOCK]), BLOCK)
     body = json.dumps({"model": "m", "prompt": list(PROMPT)}).encode()
     times_s, chars = [], 0

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from vllm_pd.router.pieces import Pieces
+from vllm_pd.router.token_cache import TokenCache
 from vllm_pd.router.tokenizer import encode
 
 
@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace) -> dict[str, list]:
     taken_s: dict[str, list[list[float]]] = {way: [[] for _ in range(args.turns)] for way in ("whole", "pieces")}
     tokens: list[list[int]] = [[] for _ in range(args.turns)]
     for number in range(args.rounds):
-        pieces = Pieces(added, by_library)
+        pieces = TokenCache(added, by_library)
         chats = conversations(args, random.Random(args.seed + number))
         for turn in range(args.turns):
             for chat in chats:

@@ -19,7 +19,7 @@ from vllm_pd.errors import PDError
 from vllm_pd.launch.plan import STOP_TIMEOUT_S, UpOptions
 from vllm_pd.options import option_hint, takes_settings
 from vllm_pd.router.options import RouterOptions
-from vllm_pd.router.policy import PolicyConfig
+from vllm_pd.router.policy import RoutingPolicyConfig
 
 WIDE = 200  # of a table with a column for each router
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -90,7 +90,7 @@ def up(options: UpOptions, state: StateFile = None,
 
 @app.command()
 @takes_settings
-def router(options: RouterOptions, policy: PolicyConfig) -> None:
+def router(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
     """Run a router: each request goes to the engine that has most of its prompt cached and least to do."""
     from vllm_pd.router.server import serve
     serve(options, policy)

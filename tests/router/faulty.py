@@ -9,9 +9,9 @@ from enum import Enum, auto
 import aiohttp
 
 from vllm_pd.ports import take_free
-from vllm_pd.router.app import Router
+from vllm_pd.router.app import RouterApp
 from vllm_pd.router.options import RouterOptions
-from vllm_pd.router.policy import Policy, PolicyConfig
+from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 from vllm_pd.router.server import RouterServer
 
 QUICK = {"probe_interval_s": 30.0, "probe_timeout_s": 0.4, "probe_backoff_s": (0.05, 0.2), "connect_timeout_s": 0.5,
@@ -211,7 +211,7 @@ async def gone(reader: asyncio.StreamReader, within_s: float) -> bool:
 class Served:
     """A router that is reached by HTTP, and a client of it."""
 
-    def __init__(self, router: Router, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, router: RouterApp, url: str, session: aiohttp.ClientSession) -> None:
         self.router, self.url, self.session = router, url, session
         self.server: RouterServer | None = None
 
@@ -262,7 +262,7 @@ async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = Tr
     settings = {**QUICK, "workers": tuple(engine.url for engine in engines),
                 "events": tuple(f"{engine.url}={at}" for engine, told in zip(engines, events, strict=False)
                                  for at in ([told] if isinstance(told, str) else told)), **options}
-    router = Router(RouterOptions(port=port, **settings), PolicyConfig(policy=policy))
+    router = RouterApp(RouterOptions(port=port, **settings), RoutingPolicyConfig(policy=policy))
     server = RouterServer(router)
     serve = asyncio.create_task(server.serve())
     async with aiohttp.ClientSession(auto_decompress=False) as session:
@@ -273,7 +273,7 @@ async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = Tr
             if up:
                 await served.until(lambda: router.workers.counts().get("up", 0) == len(settings["workers"]))
             yield served, engines
-            await served.until(lambda: not any(worker.flights for worker in router.workers))
+            await served.until(lambda: not any(worker.in_flight for worker in router.workers))
         finally:
             server.should_exit = True
             await asyncio.wait_for(serve, 100)

@@ -23,6 +23,6 @@ def test_each_turn_is_measured_both_ways(tmp_path, capsys):
 
 
 def test_other_ids_than_the_librarys_are_no_measurement(monkeypatch):
-    monkeypatch.setattr(bench.Pieces, "ids", lambda self, text: [1, 2, 3])
+    monkeypatch.setattr(bench.TokenCache, "ids", lambda self, text: [1, 2, 3])
     with pytest.raises(RuntimeError, match="turn 0: the ids differ"):
         bench.main(arguments())

@@ -157,7 +157,7 @@ async def test_b66_a_client_that_does_not_read_loses_its_place(stream):
             writer.transport.pause_reading()
             writer.write(request(STREAM if stream else BODY))
             await served.until(lambda: engine.asked)
-            await served.until(lambda: not served.worker(engine).flights)
+            await served.until(lambda: not served.worker(engine).in_flight)
             await served.until(lambda: not served.count("vllm:pd_router_connections"))
         assert cut(served, "write_time") == 1
         assert_nobody_is_blamed(served, [engine])
@@ -249,7 +249,7 @@ async def test_b66_requests_that_wait_for_the_one_before_them_are_bounded():
         async with connected(served) as (reader, writer):
             writer.write(request(BODY) * 30)
             assert await said(reader) == b""
-        await served.until(lambda: not served.worker(engine).flights)
+        await served.until(lambda: not served.worker(engine).in_flight)
         assert cut(served, "pipelined") == 1
         assert_nobody_is_blamed(served, [engine])
 
@@ -276,7 +276,7 @@ async def test_b66_a_probe_without_descriptors_says_nothing(monkeypatch):
         async def nothing_left(*_):
             raise OSError(errno.EMFILE, "none left")
 
-        monkeypatch.setattr(served.router._prober, "_fetch", nothing_left)
+        monkeypatch.setattr(served.router._probes, "_fetch", nothing_left)
         await served.until(lambda: served.count("vllm:pd_router_probes_total", worker=engines[0].url,
                                                 outcome="inconclusive") >= 3)
         assert_nobody_is_blamed(served, engines)
@@ -295,13 +295,13 @@ async def test_b63_workers_whose_probes_hang_hold_up_no_other_ones_probe():
 
 
 def test_b66_an_error_is_ours_where_nothing_can_be_opened():
-    assert descriptors.are_short(OSError(errno.EMFILE, ""))
-    assert not descriptors.are_short(ConnectionRefusedError(errno.ECONNREFUSED, ""))
-    assert not descriptors.are_short(ValueError())
+    assert descriptors.is_shortage(OSError(errno.EMFILE, ""))
+    assert not descriptors.is_shortage(ConnectionRefusedError(errno.ECONNREFUSED, ""))
+    assert not descriptors.is_shortage(ValueError())
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # those that are open stay
     try:
-        assert descriptors.are_short(socket.gaierror(-3, "Temporary failure in name resolution"))
+        assert descriptors.is_shortage(socket.gaierror(-3, "Temporary failure in name resolution"))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -310,7 +310,7 @@ async def test_b66_the_last_descriptor_of_an_idle_connection_is_taken_over(monke
     loop = asyncio.get_running_loop()
     connect = loop.create_connection
     async with serving(2) as (served, engines):
-        upstream = served.router._upstream
+        upstream = served.router._worker_client
 
         async def one_left(*given, **named):
             if upstream.connections:
@@ -330,12 +330,12 @@ async def test_b66_the_last_descriptor_of_an_idle_connection_is_taken_over(monke
 
 async def test_connections_to_workers_have_a_bound_that_only_idle_ones_feel():
     async with serving(3, max_connections=20) as (served, engines):
-        upstream = served.router._upstream
+        upstream = served.router._worker_client
         for _ in range(3):
             answers = await asyncio.gather(*(served.ask() for _ in range(18)))
             assert {answer.status for answer in answers} == {200}
             assert upstream.connections <= 20
-        upstream.most_connections = 2
+        upstream.max_connections = 2
         answers = await asyncio.gather(*(served.ask() for _ in range(18)))
         assert {answer.status for answer in answers} == {200}
         await served.until(lambda: upstream.connections <= 3)
@@ -362,7 +362,7 @@ async def test_b66_a_slow_reader_is_no_silent_worker():
             await served.until(lambda: engine.asked)
             writer.transport.pause_reading()
             await asyncio.sleep(1.5)
-            assert served.worker(engine).flights
+            assert served.worker(engine).in_flight
             writer.transport.resume_reading()
             found = bytearray()
             async with asyncio.timeout(WITHIN_S):

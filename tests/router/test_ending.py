@@ -45,12 +45,13 @@ async def test_what_must_be_cut_hears_why(seconds):
             end(served)
             answer = await asyncio.wait_for(stream, WITHIN_S)
             assert answer.status == 200 and len(answer.events) == 2
-            assert answer.events[-1]["error"]["code"] == 503 and "ends" in answer.events[-1]["error"]["message"]
+            error = answer.events[-1]["error"]
+            assert error["code"] == 503 and "shutting down" in error["message"]
             answer = await asyncio.wait_for(plain, WITHIN_S)
             assert (answer.status, answer.json["code"], answer.headers["retry-after"]) == (503, 503, "1")
             half = await said(reader)
             assert b" 503 " in half and json.loads(half.partition(b"\r\n\r\n")[2])["code"] == 503
-        await served.until(lambda: not served.worker(engine) or not served.worker(engine).flights)
+        await served.until(lambda: not served.worker(engine) or not served.worker(engine).in_flight)
         assert served.count("vllm:pd_router_tries_total", worker=engine.url, outcome="cut") == 2
         assert served.count("vllm:pd_router_broken_streams_total", worker=engine.url) == 0
 
@@ -73,7 +74,7 @@ async def test_health_says_so_before_anything_is_refused():
             while health.status == 200:
                 await asyncio.sleep(0.02)
                 health = await served.ask(path="/health", method="GET")
-            assert health.status == 503 and "ends" in health.json["message"]
+            assert health.status == 503 and "shutting down" in health.json["message"]
             answer = await served.ask()
             assert (answer.status, answer.headers["connection"]) == (200, "close")
             writer.write(request(BODY))
@@ -106,7 +107,7 @@ async def test_a_client_that_does_not_read_holds_up_no_end():
             await asyncio.sleep(0.3)
             end(served)
             await ended(served)
-            await served.until(lambda: not served.worker(engine) or not served.worker(engine).flights)
+            await served.until(lambda: not served.worker(engine) or not served.worker(engine).in_flight)
 
 
 async def test_a_process_is_ended_by_the_signal_and_says_no_traceback():

@@ -15,8 +15,8 @@ import zmq
 from tests.router.faulty import serving
 from tests.router.holding import with_index
 from vllm_pd.events import reach
-from vllm_pd.events.follow import ReplayFollower
-from vllm_pd.events.formats import Reader
+from vllm_pd.events.followers import ReplayFollower
+from vllm_pd.events.formats import BatchReader
 from vllm_pd.events.holdings import Holdings
 from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
@@ -34,7 +34,7 @@ class Engine:
     def __init__(self) -> None:
         self.index = PrefixIndex(SIZE)
         self.unread: Counter[str] = Counter()
-        self.reader = Reader(self.unread)
+        self.reader = BatchReader(self.unread)
         self.holdings = Holdings(self.index, "w", self.reader.note)
 
     def feed(self, payload: bytes) -> None:
@@ -230,7 +230,7 @@ def test_b67_reasons_are_bounded():
 
 def test_b67_reasons_why_blocks_are_left_out_are_bounded_too():
     subscriber = Subscriber("http://127.0.0.1:1", PrefixIndex(SIZE), None)
-    reader = Reader(subscriber.unread)
+    reader = BatchReader(subscriber.unread)
     for size in range(5, 105):
         stored = {"type": "BlockStored", "block_hashes": [size], "parent_block_hash": None,
                   "token_ids": [*range(size)], "block_size": size, "group_idx": 0}
@@ -335,8 +335,8 @@ async def test_b67_what_cant_be_read_is_said_once_in_the_log_and_in_workers(capl
             await until_heard(served, engine, [publisher], bytes.fromhex(FIXTURES["0.32.0"]["batches"]["stored"]))
             for _ in range(3):
                 publisher.send(msgspec.msgpack.encode([time.time(), [{"type": "BlockPinned"}], 0]))
-            feeds = served.router._feeds
-            await served.until(lambda: sum(feeds.shown()[engine.url]["unread"].values()) == 3)
+            subscriptions = served.router._subscriptions
+            await served.until(lambda: sum(subscriptions.as_json()[engine.url]["unread"].values()) == 3)
             shown = (await served.ask(path="/workers", method="GET")).json["workers"][0]["events"]
             assert shown["unread"] == {"an event of an unknown kind, 'BlockPinned'": 3}
             await served.until(lambda: "BlockPinned" in caplog.text)
@@ -353,7 +353,7 @@ async def test_b67_a_rank_that_begins_anew_leaves_the_others_events_alone():
         async with serving(1, Policy.KV, events=([rank.endpoint for rank in ranks],)) as (served, [engine]):
             await until_heard(served, engine, ranks, batches["stored"])
             index, names = with_index(served.router.placer, SIZE), (engine.url, f"{engine.url}#1")
-            first, second = served.router._feeds._subscribers[engine.url]
+            first, second = served.router._subscriptions._subscribers[engine.url]
             await first.close()
             assert index.blocks(names[0]) == 0 and index.blocks(names[1]) == 2
             ranks[1].send(batches["removed"])
@@ -372,7 +372,7 @@ async def test_b67_what_only_one_data_parallel_rank_holds_is_no_hit():
         async with serving(2, Policy.KV, events=([rank.endpoint for rank in ranks],),
                            block_size=SIZE) as (served, [engine, other]):
             await until_heard(served, engine, ranks, batches["stored"])
-            served.worker(other).busy(1000.0)  # nothing is sent there, and so nothing is expected there
+            served.worker(other).pause(1000.0)  # nothing is sent there, and so nothing is expected there
             assert await asked(served, [*range(8)]) == "2/2"
             index = with_index(served.router.placer, SIZE)
             ranks[1].send(batches["removed"])

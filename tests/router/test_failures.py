@@ -13,10 +13,10 @@ import pytest
 from faulty import TOKENS, Fault, serving
 
 from tests.router.holding import with_index
-from vllm_pd.router.feeds import Progress
 from vllm_pd.router.policy import Policy
-from vllm_pd.router.probe import _Watch
-from vllm_pd.router.workers import Failure, Source
+from vllm_pd.router.probe import _ProbeDeadline
+from vllm_pd.router.subscriptions import WorkerProgress
+from vllm_pd.router.workers import WorkerFailure, WorkerSource
 
 TEXTS = [{"choices": [{"text": f" t{number}"}]} for number in range(TOKENS)]
 BEFORE_FIRST = [Fault.HANG_UP, Fault.ERROR, Fault.NOISE, Fault.EMPTY, Fault.EMPTY_STREAM, Fault.ERROR_EVENT]
@@ -163,7 +163,7 @@ async def test_b63_a_broken_stream_does_not_take_the_last_worker_out():
 async def test_b63_the_last_worker_of_a_model_is_spared_too():
     async with serving(2) as (served, engines):
         engines[1].model, engines[1].fault, engines[1].sick = "other", Fault.BREAK, Fault.NONE
-        served.worker(engines[1]).doubt()
+        served.worker(engines[1]).probe_soon()
         await served.until(lambda: served.worker(engines[1]).models == {"other"})
         engines[1].sick = Fault.HANG
         assert (await served.ask(True, model="other")).events[-1]["error"]["code"] == 502
@@ -243,7 +243,7 @@ async def test_b63_a_wedged_worker_that_has_left_loses_its_requests_too():
         served.router.workers.remove(engines[0].url)
         answers = await asyncio.wait_for(asked, 50)
         assert {answer.json["from"] for answer in answers} == {engines[1].port}
-        assert not worker.flights
+        assert not worker.in_flight
         probes = engines[0].probes
         await asyncio.sleep(0.5)
         assert engines[0].probes == probes, "nobody asks for it any more"
@@ -253,13 +253,13 @@ async def test_one_that_ends_leaves_the_connections_of_the_next_worker_at_its_ur
     async with serving(1) as (served, [engine]):
         engine.gap_s = 0.5
         slow = asyncio.create_task(served.ask())
-        await served.until(lambda: served.worker(engine).flights)
+        await served.until(lambda: served.worker(engine).in_flight)
         served.router.workers.remove(engine.url)
-        served.router.workers.add(engine.url, Source.OPERATOR)
+        served.router.workers.add(engine.url, WorkerSource.OPERATOR)
         await served.until(lambda: served.worker(engine).state.value == "up")
         engine.gap_s = 0.0
         assert (await served.ask()).status == 200
-        [idle] = served.router._upstream._idle.values()
+        [idle] = served.router._worker_client._idle.values()
         [connection] = idle
         assert not slow.done() and (await slow).status == 200
         assert connection.usable
@@ -294,7 +294,7 @@ async def test_b63_a_busy_worker_whose_events_go_on_is_not_out_though_nothing_is
     """Answers in one piece, and a queue before the probe: all that shows is what the engine tells of itself."""
     async with serving(2, probe_interval_s=0.1, probe_timeout_s=0.3) as (served, engines):
         batches = itertools.count()
-        served.router._feeds.progress_of = lambda url: Progress(next(batches))
+        served.router._subscriptions.progress_of = lambda url: WorkerProgress(next(batches))
         for engine in engines:
             engine.sick, engine.gap_s = Fault.HANG, 1.0
         answers = await asyncio.gather(*(served.ask() for _ in range(4)))
@@ -308,16 +308,17 @@ async def test_b63_a_busy_worker_whose_events_go_on_is_not_out_though_nothing_is
 async def test_b63_events_alone_save_no_worker_for_ever():
     async with serving(1, probe_interval_s=0.1, probe_timeout_s=0.1) as (served, [engine]):
         load = itertools.count()
-        served.router._feeds.progress_of = lambda url: Progress(0, (next(load), ))
+        served.router._subscriptions.progress_of = lambda url: WorkerProgress(0, (next(load), ))
         engine.fault = engine.sick = Fault.HANG
         assert (await asyncio.wait_for(served.ask(), 50)).status == 503
         assert served.worker(engine).state.value == "down"
 
 
 def test_progress_is_what_changed_and_is_known():
-    assert Progress(1).differs(Progress(2)) and Progress(0, (1, )).differs(Progress(0, (2, )))
-    assert not Progress(1, (1, )).differs(Progress(1, (1, )))
-    assert not Progress(0, None).differs(Progress(0, (1, ))) and not Progress(0, (1, )).differs(Progress())
+    assert WorkerProgress(1).differs(WorkerProgress(2)) and WorkerProgress(0, (1, )).differs(WorkerProgress(0, (2, )))
+    assert not WorkerProgress(1, (1, )).differs(WorkerProgress(1, (1, )))
+    assert not WorkerProgress(0, None).differs(WorkerProgress(0, (1, )))
+    assert not WorkerProgress(0, (1, )).differs(WorkerProgress())
 
 
 async def test_a_probe_whose_time_ends_while_it_is_looked_after_is_left_alone():
@@ -326,11 +327,11 @@ async def test_a_probe_whose_time_ends_while_it_is_looked_after_is_left_alone():
     worker = SimpleNamespace(url="u", heard_s=0.0, now=loop.time)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01) as limit:
-            watch = _Watch(worker, limit, 10.0, lambda url: Progress(), lambda url, outcome: None)
-            loop.call_later(0.01, watch._look)  # in the turn in which the limit ends it
+            watch = _ProbeDeadline(worker, limit, 10.0, lambda url: WorkerProgress(), lambda url, outcome: None)
+            loop.call_later(0.01, watch._check)  # in the turn in which the limit ends it
             time.sleep(0.02)
             await asyncio.sleep(1)
-    watch.end()
+    watch.cancel()
     assert not problems
 
 
@@ -476,16 +477,16 @@ async def test_b63_one_request_that_all_refuse_shuts_nobody_for_others(fault):
             assert (await served.ask(prompt="refuse me")).status == (503 if fault is Fault.BUSY else 429)
         for _ in range(8):
             assert (await served.ask()).status == 200
-        assert not any(served.worker(engine).busy_until_s for engine in engines)
+        assert not any(served.worker(engine).paused_until_s for engine in engines)
 
 
 async def test_b63_a_worker_that_is_busy_still_gets_what_no_other_can_take():
     async with serving(2) as (served, engines):
         engines[0].fault = Fault.BUSY
         assert (await served.ask()).json["from"] == (await served.ask()).json["from"] == engines[1].port
-        assert served.worker(engines[0]).busy_until_s > served.worker(engines[0]).now()
+        assert served.worker(engines[0]).paused_until_s > served.worker(engines[0]).now()
         engines[0].fault = Fault.NONE
-        served.worker(engines[1]).fail(Failure.PROBE, "away")
+        served.worker(engines[1]).fail(WorkerFailure.PROBE, "away")
         assert (await served.ask()).json["from"] == engines[0].port
 
 
@@ -493,7 +494,7 @@ async def test_all_full_or_none_up_is_said_at_once():
     async with serving(1, max_in_flight=1) as (served, [engine]):
         engine.gap_s = 0.2
         first = asyncio.create_task(served.ask())
-        await served.until(lambda: served.worker(engine).flights)
+        await served.until(lambda: served.worker(engine).in_flight)
         answer = await served.ask()
         assert (answer.status, answer.headers["retry-after"]) == (429, "1")
         assert (await first).status == 200
@@ -525,7 +526,7 @@ async def test_a_client_that_goes_away_takes_its_request_along(stream):
             await asyncio.sleep(0.05)
             asked.cancel()
         await served.until(lambda: engine.cancelled == 1)
-        await served.until(lambda: not served.worker(engine).flights)
+        await served.until(lambda: not served.worker(engine).in_flight)
         assert served.count("vllm:pd_router_clients_gone_total") == 1
         assert served.worker(engine).state.value == "up"
 
@@ -555,7 +556,7 @@ async def test_b64_a_worker_that_dies_of_a_request_does_not_get_it_again():
 async def test_b63_a_request_that_kills_engines_is_not_sent_to_a_third(stream):
     async with serving(4) as (served, engines):
         answer = await served.ask(stream, prompt="kill")
-        assert answer.status == 502 and "engines were lost over this request" in answer.json["message"]
+        assert answer.status == 502 and "engines were lost while they had this request" in answer.json["message"]
         assert sum(bool(engine.asked) for engine in engines) == 2
         again = await served.ask(stream, prompt="kill")  # as clients do by themselves
         assert again.status == 502 and sum(bool(engine.asked) for engine in engines) == 2
@@ -572,13 +573,14 @@ async def test_b64_an_engine_that_is_lost_by_chance_costs_no_request():
             assert (await served.ask()).status == 200
         served.router._proxy._fatal._now = lambda: 0.0
         await engines[0].stop()
-        assert not await served.router._proxy._fatal.broke(served.worker(engines[0]), "/v1/completions", b"once")
-        served.router._proxy._fatal.answered("/v1/completions", b"once")
-        assert not await served.router._proxy._fatal.broke(served.worker(engines[0]), "/v1/completions", b"once")
+        fatal = served.router._proxy._fatal
+        assert not await fatal.connection_broke(served.worker(engines[0]), "/v1/completions", b"once")
+        fatal.answered("/v1/completions", b"once")
+        assert not await fatal.connection_broke(served.worker(engines[0]), "/v1/completions", b"once")
         for number in range(1100):
-            served.router._proxy._fatal._lost[number] = (frozenset(), 0.0)
-        await served.router._proxy._fatal.broke(served.worker(engines[0]), "/v1/completions", b"another")
-        assert len(served.router._proxy._fatal._lost) == 1000
+            served.router._proxy._fatal._crashes[number] = (frozenset(), 0.0)
+        await served.router._proxy._fatal.connection_broke(served.worker(engines[0]), "/v1/completions", b"another")
+        assert len(served.router._proxy._fatal._crashes) == 1000
 
 
 async def test_b63_two_equal_requests_over_which_one_engine_is_lost_count_it_once():
@@ -621,7 +623,7 @@ async def test_b63_a_stream_that_is_answered_makes_an_earlier_loss_chance():
         other.fault = Fault.NONE
         await lost.stop()
         assert (await asked).events == [*TEXTS, "[DONE]"]
-        assert not served.router._proxy._fatal._lost
+        assert not served.router._proxy._fatal._crashes
 
 
 async def test_b63_an_engine_lost_in_an_answer_without_room_for_an_event_counts():
@@ -631,7 +633,7 @@ async def test_b63_an_engine_lost_in_an_answer_without_room_for_an_event_counts(
         engine.raw = chunked(GZIPPED[:20], b"content-encoding: gzip", end=False), False
         with pytest.raises(aiohttp.ClientPayloadError):
             await served.ask(True)
-        await served.until(lambda: served.router._proxy._fatal._lost)
+        await served.until(lambda: served.router._proxy._fatal._crashes)
 
 
 async def test_b64_a_request_is_sent_three_times_at_most_idle_connections_included():

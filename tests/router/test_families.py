@@ -18,9 +18,9 @@ from vllm_pd.router.families import Families
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
-from vllm_pd.router.policy import Policy, PolicyConfig
+from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 from vllm_pd.router.tokens import TokenPool
-from vllm_pd.router.workers import Failure, Source, Workers
+from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource
 
 WORDS = list(range(100, 128))
 TEXT = " ".join(map(str, WORDS))
@@ -46,15 +46,15 @@ async def fleet(**served):
     """A placer over workers of these models: name of the worker -> (model, root)."""
     options, metrics = RouterOptions(port=1).checked(), RouterMetrics()
     workers, pool = Workers(metrics, 100), TokenPool(options, load)
-    placer = Placer(options, PolicyConfig(policy=Policy.KV), workers, pool, metrics, lambda url: (None, math.inf),
-                    random.Random(1))
+    placer = Placer(options, RoutingPolicyConfig(policy=Policy.KV), workers, pool, metrics,
+                    lambda url: (None, math.inf), random.Random(1))
     try:
         for name, (model, root) in served.items():
-            worker = workers.add(f"http://{name}:1", Source.STATIC)
+            worker = workers.add(f"http://{name}:1", WorkerSource.STATIC)
             worker.models = worker.base_models = frozenset({model})
             worker.root = root
-            worker.good()
-            pool.offer(placer.families.join(worker).name, root)
+            worker.probe_passed()
+            pool.load_for(placer.families.join(worker).name, root)
         for loading in pool._loading.values():
             await loading
         yield placer, workers, metrics
@@ -134,7 +134,7 @@ async def test_b68_workers_that_share_a_name_are_one_family():
     joined = []
     for url, names in (("http://a:1", {"m", "alias"}), ("http://b:1", {"m"}), ("http://c:1", {"alias"}),
                        ("http://d:1", {"n"})):
-        worker = workers.add(url, Source.STATIC)
+        worker = workers.add(url, WorkerSource.STATIC)
         worker.models = worker.base_models = frozenset(names)
         joined.append(families.join(worker))
     assert joined[0] is joined[1] is joined[2] is not joined[3]
@@ -152,9 +152,9 @@ async def test_b68_two_models_by_their_events_without_a_block_size():
             engines = [FaultyEngine(model) for model in ("one", "two")]
             for engine in engines:
                 await engine.start()
-            feeds = served.router._feeds
+            subscriptions = served.router._subscriptions
             for engine, publisher in zip(engines, publishers, strict=True):
-                feeds._told[engine.url] = [(publisher.endpoint, None)]
+                subscriptions._configured[engine.url] = [(publisher.endpoint, None)]
                 served.router._membership.add(engine.url)
             await served.until(lambda: served.router.workers.counts().get("up") == 2)
             families = served.router.placer.families
@@ -174,7 +174,7 @@ async def test_b68_two_models_by_their_events_without_a_block_size():
                 assert answer.headers["x-vllm-pd-worker"] == engine.url and f"hit=1/{16 // size}" in explained
             engines[0].model = "two"  # started anew with the other model, at the same port
             served.worker(engines[0]).models = served.worker(engines[0]).base_models = frozenset()
-            served.worker(engines[0]).fail(Failure.PROBE, "away")
+            served.worker(engines[0]).fail(WorkerFailure.PROBE, "away")
             await served.until(lambda: families.of_model("one", ()) is families.of_model("two", ()) or
                                engines[0].url in families.of_model("two", ()).members)
             for engine in engines:

@@ -19,13 +19,13 @@ from tests.router.holding import index_of, with_index
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.ports import take_free
-from vllm_pd.router import feeds, probe
 from vllm_pd.router import membership as membership_module
+from vllm_pd.router import probe, subscriptions
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.policy import Policy
-from vllm_pd.router.workers import Failure, Source, Workers
+from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource
 
 JSON = {"Content-Type": "application/json"}
 ROOT = Path(__file__).parents[2]
@@ -205,7 +205,7 @@ async def test_workers_come_and_go_by_request():
             assert {(await served.ask()).json["from"] for _ in range(4)} == {engine.port, more.port}
             more.gap_s = 0.3
             slow = asyncio.gather(*(served.ask() for _ in range(2)))
-            await served.until(lambda: served.worker(more).flights)
+            await served.until(lambda: served.worker(more).in_flight)
             assert await workers("DELETE", json.dumps({"url": more.url})) == (200, {"removed": more.url})
             assert {(await served.ask()).json["from"] for _ in range(3)} == {engine.port}
             assert {answer.status for answer in await slow} == {200}, "what is open there is finished"
@@ -248,7 +248,7 @@ async def test_a_model_goes_to_those_who_have_it():
     async with serving(2) as (served, engines):
         engines[1].model = "other"
         served.router.workers.remove(engines[1].url)
-        served.router.workers.add(engines[1].url, Source.OPERATOR)
+        served.router.workers.add(engines[1].url, WorkerSource.OPERATOR)
         await served.until(lambda: served.router.workers.counts() == {"up": 2})
         assert {(await served.ask(model="other")).json["from"] for _ in range(4)} == {engines[1].port}
         assert {(await served.ask(model="m")).json["from"] for _ in range(4)} == {engines[0].port}
@@ -283,7 +283,7 @@ async def test_adapters_of_either_kind_are_told_from_base_models():
                         {"id": "lora", "root": "l", "parent": "m", "max_model_len": None},
                         {"id": "prompt adapter", "root": "m", "parent": None, "max_model_len": None}]
         worker = served.worker(engine)
-        worker.doubt()
+        worker.probe_soon()
         await served.until(lambda: len(worker.models) == 4)
         assert worker.base_models == {"m", "alias"} and worker.root == "r"
 
@@ -307,7 +307,7 @@ async def test_a_model_that_one_worker_turns_out_to_lack_is_asked_for_elsewhere(
 @pytest.mark.parametrize("probed", [True, False])
 async def test_models_that_come_at_run_time_are_learned(probed, monkeypatch):
     if not probed:
-        monkeypatch.setattr(probe, "LEARN_S", 0.1)
+        monkeypatch.setattr(probe, "MODELS_PERIOD_S", 0.1)
     async with serving(1, probe_interval_s=0.1 if probed else 30.0) as (served, [engine]):
         assert served.worker(engine).models == {"m"}
         engine.model = "adapter"
@@ -316,7 +316,7 @@ async def test_models_that_come_at_run_time_are_learned(probed, monkeypatch):
 
 async def test_a_worker_that_lacks_a_model_is_asked_for_its_models():
     async with serving(1) as (served, [engine]):
-        served.worker(engine).learned_s -= 1.0
+        served.worker(engine).models_asked_s -= 1.0
         engine.strict, engine.model = True, "other"
         assert (await served.ask(model="m")).status == 404
         await served.until(lambda: served.worker(engine).models == {"other"})
@@ -346,7 +346,7 @@ async def test_a_stock_engines_events_draw_its_prefixes():
                     for number in range(2):
                         begin = next(begins)
                         await sent(number, ["BlockStored", [begin], None, [*range(begin, begin + 4)], 4, None])
-            before = served.router._feeds.progress_of(engines[1].url)
+            before = served.router._subscriptions.progress_of(engines[1].url)
             for number in range(2):
                 first = 100 * number
                 await sent(number, ["BlockStored", [first + 1, first + 2], None, [*range(first, first + 8)], 4, None])
@@ -354,7 +354,7 @@ async def test_a_stock_engines_events_draw_its_prefixes():
                 return index.matches(index.hashes([*range(100 * number, 100 * number + 8)])).get(engines[number].url, 0)
 
             await served.until(lambda: hits(0) == hits(1) == 2)
-            assert before.differs(served.router._feeds.progress_of(engines[1].url))
+            assert before.differs(served.router._subscriptions.progress_of(engines[1].url))
             for number, engine in ((0, engines[0]), (1, engines[1])) * 2:
                 assert await chosen([*range(100 * number, 100 * number + 10)]) == (engine.url, "2/2")
             await sent(1, ["BlockRemoved", [102]])
@@ -458,13 +458,13 @@ def test_b82_beyond_the_loopback_it_needs_a_key(monkeypatch):
 
 
 async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(monkeypatch):
-    monkeypatch.setattr(feeds, "RETRY_S", (0.05, 0.1))
+    monkeypatch.setattr(subscriptions, "RETRY_S", (0.05, 0.1))
     async with serving(1, Policy.KV) as (served, [engine]):
         engine.notices = [(503, {}), (200, {"no": "size"}), (500, {}),
                           (200, {"events": "tcp://127.0.0.1:9", "block_size": 4})]
-        served.worker(engine).fail(Failure.PROBE, "away for a moment")
-        await served.until(lambda: served.router._feeds.shown())
-        assert index_of(served.router.placer).block_size == 4 and not served.router._feeds._asking
+        served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
+        await served.until(lambda: served.router._subscriptions.as_json())
+        assert index_of(served.router.placer).block_size == 4 and not served.router._subscriptions._asking
 
 
 class TestMembership:
@@ -493,7 +493,7 @@ class TestMembership:
             assert not len(workers)
 
     async def test_one_that_is_missing_gets_time(self):
-        async with self.following(census_patience_s=10.0) as (membership, workers):
+        async with self.following(registry_patience_s=10.0) as (membership, workers):
             one = self.member("a", "http://h:1")
             membership.update([one], 0.0)
             membership.update([], 5.0)  # a broker that has just started
@@ -505,16 +505,16 @@ class TestMembership:
             assert not len(workers)
 
     async def test_one_that_is_missing_and_works_stays(self):
-        async with self.following(census_patience_s=10.0) as (membership, workers):
+        async with self.following(registry_patience_s=10.0) as (membership, workers):
             membership.update([self.member("a", "http://h:1"), self.member("b", "http://h:2")], 0.0)
             for worker in workers:
-                worker.good()
+                worker.probe_passed()
             membership.update([], 1.0)
             membership.update([], 60.0)
             assert len(workers) == 2
             membership.update([self.member("c", "http://h:2", m.Role.PREFILL)], 61.0)  # another engine in its place
             assert [worker.url for worker in workers] == ["http://h:1"]
-            workers.get("http://h:1").fail(Failure.PROBE, "dead")
+            workers.get("http://h:1").fail(WorkerFailure.PROBE, "dead")
             membership.update([], 62.0)
             assert not len(workers)
 
@@ -532,7 +532,7 @@ class TestMembership:
 
     async def test_a_broker_that_is_away_changes_nothing(self):
         async with self.following(broker=f"tcp://127.0.0.1:{take_free('127.0.0.1')}", workers=("http://h:9", ),
-                                  census_period_s=0.05, census_timeout_s=0.1) as (membership, workers):
+                                  registry_period_s=0.05, registry_timeout_s=0.1) as (membership, workers):
             membership.start()
             async with asyncio.timeout(50):
                 while not membership.problem:
@@ -550,7 +550,7 @@ class TestMembership:
             return SimpleNamespace(members=[self.member("a", "http://h:1")])
 
         monkeypatch.setattr(membership_module, "list_members", census)
-        async with self.following(broker="tcp://127.0.0.1:1", census_period_s=0.02) as (membership, workers):
+        async with self.following(broker="tcp://127.0.0.1:1", registry_period_s=0.02) as (membership, workers):
             membership.start()
             async with asyncio.timeout(50):
                 while not len(workers):
@@ -565,11 +565,11 @@ async def test_no_error_of_its_own_ends_the_probing_or_the_sweeping():
 
         def came_up(worker):
             if stumbles:
-                worker.fail(Failure.PROBE, "again")
+                worker.fail(WorkerFailure.PROBE, "again")
                 raise stumbles.pop()
 
-        served.router._prober._on_good = came_up
-        served.worker(engine).fail(Failure.PROBE, "away for a moment")
+        served.router._probes._on_up = came_up
+        served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
         await served.until(lambda: not stumbles and served.worker(engine).state.value == "up")
         assert served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="stumbled") == 3
 
@@ -582,7 +582,7 @@ async def test_no_error_of_its_own_ends_the_probing_or_the_sweeping():
 
         index, families = Index(), served.router.placer.families
         served.router.placer.families = SimpleNamespace(indexes=lambda: [index])
-        sweeper = asyncio.create_task(served.router._feeds._sweep())
+        sweeper = asyncio.create_task(served.router._subscriptions._sweep())
         await served.until(lambda: index.sweeps == 3)
         sweeper.cancel()
         served.router.placer.families = families

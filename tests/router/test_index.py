@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_pd.errors import ConfigError, PeerMismatch
 from vllm_pd.router import index as index_module
-from vllm_pd.router.hashes import root
+from vllm_pd.router.hashes import root_seed
 from vllm_pd.router.index import PrefixIndex
 
 SIZE = 4
@@ -63,7 +63,7 @@ def test_b60_adapters_have_names_of_their_own():
     filled(index, "a", 1, lora=7, first=20)
     assert [index.matches(index.hashes(TEXT, lora)) for lora in (None, "tone", 7, "other")] == [
         {"a": 3}, {"a": 2}, {"a": 1}, {}]
-    assert len({root(), root(0), root(""), root("tone")}) == 4
+    assert len({root_seed(), root_seed(0), root_seed(""), root_seed("tone")}) == 4
     index.stored("a", [13], 12, TEXT[2 * SIZE:3 * SIZE], SIZE, "tone")  # what follows is known by what it follows
     assert index.matches(index.hashes(TEXT, "tone")) == {"a": 3}
 
@@ -178,7 +178,7 @@ def test_b61_a_snapshot_replaces_everything_in_any_order(monkeypatch):
     assert index.matches(index.hashes(tokens(1, 2, 3))) == {}
     assert list(steps) == [4, 6, 8, 8]
     assert index.matches(index.hashes(TEXT)) == {"a": 8}
-    assert index.complete("a")
+    assert index.counts.refused == 0
     steps = index.replacing("a", blocks)
     next(steps)
     index.drop("a")
@@ -188,13 +188,13 @@ def test_b61_a_snapshot_replaces_everything_in_any_order(monkeypatch):
 def test_what_can_not_wait_asks_for_a_snapshot(monkeypatch):
     monkeypatch.setattr(index_module, "MAX_WAITING_BLOCKS", 3)
     index = PrefixIndex(SIZE)
-    assert index.stored("a", [5, 6], 4, tokens(5, 6)) and index.complete("a")
+    assert index.stored("a", [5, 6], 4, tokens(5, 6)) and index.counts.refused == 0
     assert not index.stored("a", [8, 9], 7, tokens(8, 9))
-    assert not index.complete("a") and index.counts.refused == 2
+    assert index.counts.refused == 2
     index.replace("a", [(1, None, tokens(1), None)])
-    assert index.complete("a") and index.blocks("a") == 1
+    assert index.blocks("a") == 1
     index.replace("a", [(number, number + 100, tokens(number), None) for number in range(10, 20)])
-    assert index.complete("a") and index.blocks("a") == 10  # what an engine does hold always has room
+    assert index.counts.refused == 2 and index.blocks("a") == 10  # what an engine does hold always has room
     assert index.stored("a", [5, 6, 7], 4, tokens(5, 6, 7)) and not index.stored("a", [8], 7000, tokens(8))
 
 

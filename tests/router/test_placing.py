@@ -20,34 +20,34 @@ from vllm_pd.router import tokens
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import MAX_WEIGHED, Placer
-from vllm_pd.router.policy import Policy, PolicyConfig, Reason, choose
+from vllm_pd.router.policy import ChoiceReason, Policy, RoutingPolicyConfig, choose
 from vllm_pd.router.tokenizer import Prompt, Tokenizer
 from vllm_pd.router.tokens import (
-    LONGEST_REST_S,
     LOOP_REST,
     MAX_LOOP_BYTES,
     MAX_PARSED_BYTES,
     MAX_QUEUED,
+    MAX_REST_S,
     MAX_TEXT_BYTES,
-    Asked,
     Tokenized,
+    TokenizeRequest,
     TokenPool,
     parse,
 )
-from vllm_pd.router.workers import Source, Workers
+from vllm_pd.router.workers import Workers, WorkerSource
 
 BLOCK = 4
 
 
 class Words:
     """Stands in for a model's tokenizer: one token a word, which is its number."""
-    quick = True
+    is_fast = True
 
     def __init__(self, name):
         if name == "missing":
             raise OSError("there is no such folder")
 
-    def beginning(self, prompt, chars):
+    def partial(self, prompt, chars):
         return None
 
     def tokens(self, prompt):
@@ -63,10 +63,10 @@ async def placing(policy=Policy.KV, loads=None, tokenizer="words", load=Words, w
     metrics = RouterMetrics()
     known = Workers(metrics, 100)
     pool = TokenPool(checked, load)
-    placer = Placer(checked, PolicyConfig(policy=policy), known, pool, metrics,
+    placer = Placer(checked, RoutingPolicyConfig(policy=policy), known, pool, metrics,
                     lambda url: (loads or {}).get(url, (None, math.inf)), random.Random(1))
     for url in workers:
-        known.add(url, Source.STATIC).good()
+        known.add(url, WorkerSource.STATIC).probe_passed()
     with_index(placer, BLOCK)
     async with asyncio.timeout(50):
         while not (pool.loaded or pool.problem):
@@ -86,7 +86,7 @@ async def test_b62_what_was_just_sent_draws_its_like_until_its_time_is_over():
         plan = await placer.plan([], body(), True)
         assert (plan.request.prompt_tokens, plan.request.prompt_blocks) == (16, 4)
         first, choice = placer.place(plan, ())
-        assert choice.overlap_blocks == 0 and choice.reason is Reason.TIE
+        assert choice.overlap_blocks == 0 and choice.reason is ChoiceReason.TIE
         longer = await placer.plan([], body(range(24)), True)
         again, choice = placer.place(longer, ())
         assert again is first and (choice.overlap_blocks, choice.prompt_blocks) == (4, 6)
@@ -102,7 +102,7 @@ async def test_what_the_engines_announce_counts_and_a_tried_one_does_not():
         index_of(placer).stored("http://b:1", [1, 2, 3], None, list(range(12)), BLOCK)
         plan = await placer.plan([], body(), True)
         worker, choice = placer.place(plan, ())
-        assert (worker.url, choice.reason, choice.overlap_blocks) == ("http://b:1", Reason.OVERLAP, 3)
+        assert (worker.url, choice.reason, choice.overlap_blocks) == ("http://b:1", ChoiceReason.OVERLAP, 3)
         assert placer.place(plan, [worker])[0].url == "http://a:1"
         assert placer.place(plan, list(known)) is None
         known.remove("http://b:1")
@@ -220,19 +220,20 @@ async def test_of_a_thousand_workers_some_are_weighed_and_the_header_stays_short
 async def test_a_tokenizer_that_is_missing_slow_or_busy_holds_nobody_up():
     async with placing(tokenizer="missing") as (_, _, pool, _):
         assert "missing" in pool.problem and not pool.loaded
-        assert (await pool.tokens(Asked(parse(body()), len, 100)))[0] is Tokenized.NOT_LOADED
+        assert (await pool.tokenize(TokenizeRequest(parse(body()), len, 100)))[0] is Tokenized.NOT_LOADED
 
     heard = threading.Event()
 
     class Slow(Words):
-        quick = False
+        is_fast = False
 
         def tokens(self, prompt):
             heard.wait(100)
             return super().tokens(prompt)
 
     async with placing(load=Slow, tokenize_timeout_s=0.05, tokenize_threads=1) as (_, _, pool, _):
-        outcomes = await asyncio.gather(*(pool.tokens(Asked(parse(body()), len, 100)) for _ in range(MAX_QUEUED + 5)))
+        outcomes = await asyncio.gather(*(pool.tokenize(TokenizeRequest(parse(body()), len, 100))
+                                          for _ in range(MAX_QUEUED + 5)))
         heard.set()
         assert [found.outcome for found in outcomes].count(Tokenized.BUSY) == 5
         assert {found.outcome for found in outcomes} == {Tokenized.BUSY, Tokenized.LATE}
@@ -252,11 +253,11 @@ async def test_the_loop_does_what_is_short_and_leaves_itself_time(monkeypatch, s
             now[0] += 0.005
             return super().tokens(prompt)
 
-    Noted.quick = quick
+    Noted.is_fast = quick
     async with placing(load=Noted, tokenize_timeout_s=50.0) as (_, _, pool, _):
         for wait_s in (0, 0, 0, LOOP_REST * 0.006):
             now[0] += wait_s
-            assert (await pool.tokens(Asked(parse(body()), len, size_bytes)))[:2] == (Tokenized.DONE, 16)
+            assert (await pool.tokenize(TokenizeRequest(parse(body()), len, size_bytes)))[:2] == (Tokenized.DONE, 16)
     assert [thread is threading.main_thread() for thread in done_by] == in_the_loop
 
 
@@ -270,8 +271,8 @@ async def test_a_pause_of_the_process_does_not_keep_the_loop_from_its_work_for_l
             return super().tokens(prompt)
 
     async with placing(load=Paused, tokenize_timeout_s=50.0) as (_, _, pool, _):
-        await pool.tokens(Asked(parse(body()), len, 100))
-        assert now[0] < pool._rests_until_s <= now[0] + LONGEST_REST_S + 1e-9
+        await pool.tokenize(TokenizeRequest(parse(body()), len, 100))
+        assert now[0] < pool._rests_until_s <= now[0] + MAX_REST_S + 1e-9
 
 
 async def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(monkeypatch):
@@ -287,7 +288,7 @@ async def test_a_tokenizer_that_could_not_be_loaded_is_tried_again(monkeypatch):
         async with asyncio.timeout(50):
             while not pool.loaded:
                 await asyncio.sleep(0.01)
-        assert not pool.problem and (await pool.tokens(Asked(parse(body()), len, 100)))[0] is Tokenized.DONE
+        assert not pool.problem and (await pool.tokenize(TokenizeRequest(parse(body()), len, 100)))[0] is Tokenized.DONE
 
 
 class TestTokenizer:
@@ -304,7 +305,7 @@ class TestTokenizer:
                 return "".join(message["content"] for message in messages)
 
         made = Tokenizer.__new__(Tokenizer)
-        made._tokenizer, made._backend, made._pieces = Library(), None, None
+        made._tokenizer, made._backend, made._cache = Library(), None, None
         return made
 
     def test_prompts_get_special_tokens_and_chats_do_not_unless_told(self, tokenizer):

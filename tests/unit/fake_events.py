@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from vllm_pd.events.announcer import Announcer
+from vllm_pd.events.announcer import EventAnnouncer
 from vllm_pd.events.messages import EngineLoad, EventBatch
 from vllm_pd.events.notice import EventsNotice
 from vllm_pd.events.side import SidePort
@@ -82,7 +82,7 @@ class FakeEngine:
         self.publisher = LossyPublisher(events, faults, seed)
         waker = Waker()
         self.sink = BlockSink(waker.set, max_queued=max_queued)
-        self.announcer = Announcer(self.sink, BLOCK_SIZE, self.publisher.publish, lambda: self.load, lambda: False,
+        self.announcer = EventAnnouncer(self.sink, BLOCK_SIZE, self.publisher.publish, lambda: self.load, lambda: False,
                                    SidePort(side, keys), waker)
         self.announcer.start()
         self.notice = EventsNotice(events, BLOCK_SIZE, None, TOPIC, self.announcer.address, self.announcer.epoch)

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import zmq
 
-from vllm_pd.events import follow, subscriber
+from vllm_pd.events import followers, subscriber
 from vllm_pd.events import messages as m
-from vllm_pd.events.follow import ReplayFollower, SideFollower
+from vllm_pd.events.followers import ReplayFollower, SideFollower
 from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 
@@ -54,7 +54,7 @@ class Told:
         self.replaced = len(list(blocks))
         then()
 
-    def told(self, pulse: m.Pulse) -> None:
+    def reported(self, report: m.EngineReport) -> None:
         pass
 
 
@@ -69,18 +69,18 @@ def replayed(number: int) -> list[bytes]:
 def test_a_snapshot_is_read_in_slices():
     wire, told = Wire(), Told()
     follower = SideFollower(wire, told, Counter(), 0.0)
-    wire.messages.append([m.encode(m.Pulse("e", 5, 4, m.EngineLoad()))])
+    wire.messages.append([m.encode(m.EngineReport("e", 5, 4, m.EngineLoad()))])
     follower.turn(0.0)
-    wire.messages += [[m.encode(m.Snapshot(1, "e", 5, number, MANY, batch_of(number).events))]
+    wire.messages += [[m.encode(m.SnapshotPart(1, "e", 5, number, MANY, batch_of(number).events))]
                       for number in range(MANY)]
     turns = 0
     while not follower.live:
         before = len(wire.messages)
         follower.turn(0.0)
-        assert before - len(wire.messages) <= follow.MESSAGES_A_TURN
+        assert before - len(wire.messages) <= followers.MESSAGES_A_TURN
         assert follower.more is bool(wire.messages) or follower.live
         turns += 1
-    assert told.replaced == MANY and turns >= MANY / follow.MESSAGES_A_TURN
+    assert told.replaced == MANY and turns >= MANY / followers.MESSAGES_A_TURN
 
 
 def test_b61_an_engine_that_is_slow_with_its_snapshot_is_waited_for():
@@ -89,10 +89,10 @@ def test_b61_an_engine_that_is_slow_with_its_snapshot_is_waited_for():
     follower = SideFollower(wire, told, counters, now)
     answers: list[tuple[float, int]] = []
     while not follower.live and now < 60.0:
-        wire.messages.append([m.encode(m.Pulse("e", 5, 4, m.EngineLoad()))])
+        wire.messages.append([m.encode(m.EngineReport("e", 5, 4, m.EngineLoad()))])
         while answers and answers[0][0] <= now:
             number = answers.pop(0)[1]
-            wire.messages.append([m.encode(m.Snapshot(number, "e", 5, 0, 1, batch_of(1).events))])
+            wire.messages.append([m.encode(m.SnapshotPart(number, "e", 5, 0, 1, batch_of(1).events))])
         follower.turn(now)
         requests = [message for [frame] in wire.sent if isinstance(message := m.decode([frame]), m.SnapshotRequest)]
         answers += [(now + 3.0, request.number) for request in requests]
@@ -105,11 +105,11 @@ def test_a_replay_is_read_in_slices():
     wire, told = Wire(), Told()
     follower = ReplayFollower(lambda: wire, told, Counter(), 0.0)
     follower.turn(0.0)
-    wire.messages += [*map(replayed, range(MANY)), [b"", follow.END, b""]]
+    wire.messages += [*map(replayed, range(MANY)), [b"", followers.END, b""]]
     while not follower.live:
         before = len(wire.messages)
         follower.turn(0.0)
-        assert before - len(wire.messages) <= follow.MESSAGES_A_TURN
+        assert before - len(wire.messages) <= followers.MESSAGES_A_TURN
         assert follower.more or follower.live
     assert told.stored == list(range(MANY))
 
@@ -120,7 +120,7 @@ def test_b61_what_came_while_the_replay_was_asked_for_stands_before_what_only_th
     follower.turn(0.0)
     for number in range(2):
         follower.batch(0.01, [b"", *replayed(number)[1:]])
-    wire.messages += [*map(replayed, range(4)), [b"", follow.END, b""]]
+    wire.messages += [*map(replayed, range(4)), [b"", followers.END, b""]]
     follower.turn(0.02)
     assert told.stored == [0, 1, 2, 3]
 
@@ -139,7 +139,7 @@ async def test_others_have_the_loop_between_two_batches(monkeypatch):
             await asyncio.sleep(0)
 
     task = asyncio.create_task(count())
-    await one._carry_out()
+    await one._apply_batches()
     task.cancel()
     assert len(index.engine_hashes(one.worker)) == MANY and turns >= MANY / 2
 
@@ -154,7 +154,7 @@ async def test_what_is_void_is_not_applied(what):
     else:
         one.replace(iter(()), lambda: None)
     one.apply([batch_of(2)])
-    await one._carry_out()
+    await one._apply_batches()
     assert set(index.engine_hashes(one.worker)) == {2}
 
 
@@ -179,7 +179,7 @@ def test_nothing_is_awaited_of_an_engine_that_is_at_rest():
     wire = Wire()
     follower = SideFollower(wire, Told(), Counter(), 0.0)
     assert follower.waits
-    for message in (m.Pulse("e", 1, 4, m.EngineLoad()), m.Snapshot(1, "e", 1, 0, 0, [])):
+    for message in (m.EngineReport("e", 1, 4, m.EngineLoad()), m.SnapshotPart(1, "e", 1, 0, 0, [])):
         wire.messages.append([m.encode(message)])
         follower.turn(0.0)
     assert not follower.waits
@@ -187,7 +187,7 @@ def test_nothing_is_awaited_of_an_engine_that_is_at_rest():
     assert follower.waits
     follower.batch(0.1, [b"", *replayed(1)[1:]])
     assert not follower.waits
-    wire.messages.append([m.encode(m.Pulse("e", 5, 4, m.EngineLoad()))])
+    wire.messages.append([m.encode(m.EngineReport("e", 5, 4, m.EngineLoad()))])
     follower.turn(0.2)
     assert follower.waits
     follower.batch(0.2, [b"", *replayed(3)[1:]])

@@ -2,7 +2,7 @@
 """B60: how changes are said, and what becomes of them where nobody takes them in time. Pure."""
 
 from tests.unit.fake_events import BLOCK_SIZE, FakeBlock
-from vllm_pd.events.journal import Journal, runs
+from vllm_pd.events.journal import EventJournal, runs
 from vllm_pd.events.messages import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm_pd.events.sink import BlockSink, Salt
 
@@ -12,7 +12,7 @@ class Pool:
 
     def __init__(self, **options) -> None:
         self.sink = BlockSink(**options)
-        self.journal = Journal(BLOCK_SIZE)
+        self.journal = EventJournal(BLOCK_SIZE)
 
     def compute(self, first: int, last: int, parent: int | None = None, extra: int | None = None) -> None:
         previous = FakeBlock(parent, parent, None, []) if parent else None

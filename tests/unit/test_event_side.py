@@ -7,9 +7,9 @@ import pytest
 import zmq
 
 from vllm_pd.events import messages as m
-from vllm_pd.events.journal import Journal
+from vllm_pd.events.journal import EventJournal
 from vllm_pd.events.side import SidePort
-from vllm_pd.events.sink import Held
+from vllm_pd.events.sink import HeldBlock
 from vllm_pd.rpc import sockets
 
 BLOCKS = 6000
@@ -17,9 +17,9 @@ PATIENCE_S = 80.0
 
 
 @pytest.fixture
-def journal() -> Journal:
-    made = Journal(4)
-    made.apply(Held(number + 1, number or None, [number] * 4, None, None, number) for number in range(BLOCKS))
+def journal() -> EventJournal:
+    made = EventJournal(4)
+    made.apply(HeldBlock(number + 1, number or None, [number] * 4, None, None, number) for number in range(BLOCKS))
     made.take()
     return made
 
@@ -44,7 +44,7 @@ def reader(port):
     context.term()
 
 
-def fill(port: SidePort, journal: Journal, now: float) -> None:
+def fill(port: SidePort, journal: EventJournal, now: float) -> None:
     """Until there is room for nothing more."""
     deadline = time.monotonic() + PATIENCE_S
     while not port._answers:

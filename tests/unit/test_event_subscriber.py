@@ -14,7 +14,7 @@ import zmq
 from aiohttp import web
 
 from tests.unit.fake_events import BLOCK_SIZE, TOPIC, FakeEngine
-from vllm_pd.events import follow, reach
+from vllm_pd.events import followers, reach
 from vllm_pd.events import messages as m
 from vllm_pd.events.notice import EventsNotice
 from vllm_pd.events.subscriber import POLLED_S, Subscriber, SubscriberState
@@ -90,7 +90,7 @@ async def until_subscribed(front: Front, subscriber: Subscriber) -> None:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """Who stands still for some seconds, the engine or the subscriber, is not lost for that."""
-    monkeypatch.setattr(follow, "LOST_S", PATIENCE_S / 3)
+    monkeypatch.setattr(followers, "LOST_S", PATIENCE_S / 3)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ async def test_b61_right_again_after_losses_of_every_kind(endpoint, seed):
 @pytest.mark.parametrize("same_port", [True, False])
 async def test_b61_a_restarted_engine_is_another_one(endpoint, same_port, tmp_path, monkeypatch):
     if same_port:  # it may take long to connect again
-        monkeypatch.setattr(follow, "HUNG_UP_S", PATIENCE_S / 3)
+        monkeypatch.setattr(followers, "HUNG_UP_S", PATIENCE_S / 3)
     side = f"ipc://{tmp_path}/side" if same_port else "tcp://127.0.0.1:0"
     front = Front()
     front.engine = FakeEngine(endpoint, side)
@@ -237,7 +237,7 @@ async def test_load_comes_on_change_and_not_more_often_than_promised(endpoint):
             await asyncio.sleep(0.005)
         while subscriber.load.running < 100:
             await asyncio.sleep(0.01)
-        assert len(told) <= (time.monotonic() - began) / m.PULSE_MIN_S + 3
+        assert len(told) <= (time.monotonic() - began) / m.REPORT_MIN_S + 3
         assert subscriber.load_age_s < PATIENCE_S
 
 
@@ -398,7 +398,7 @@ async def test_another_engine_at_the_same_port_is_not_taken_for_this_one(endpoin
 
 
 async def test_b61_an_engine_that_has_stumbled_is_still_the_same(endpoint, monkeypatch):
-    monkeypatch.setattr(follow, "LOST_S", PATIENCE_S)
+    monkeypatch.setattr(followers, "LOST_S", PATIENCE_S)
     front = Front()
     engine = front.engine = FakeEngine(endpoint)
     async with watched(front) as (index, subscriber):
@@ -445,7 +445,7 @@ async def test_a_load_that_cannot_be_read_leaves_the_events_alone(endpoint):
 
 async def test_without_events_the_snapshots_do(endpoint, caplog, monkeypatch):
     """A publisher that connects to somebody instead of listening. What it says goes nowhere, least of all here."""
-    monkeypatch.setattr(follow, "SNAPSHOT_RETRY_S", PATIENCE_S)  # one that is late is not asked for again
+    monkeypatch.setattr(followers, "SNAPSHOT_RETRY_S", PATIENCE_S)  # one that is late is not asked for again
     front = Front()
     front.engine = FakeEngine(endpoint)
     front.engine.notice = msgspec.structs.replace(front.engine.notice, events="")

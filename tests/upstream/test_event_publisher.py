@@ -21,7 +21,7 @@ from simulated_engine import SimulatedEngine
 from vllm.config import KVEventsConfig
 from vllm.distributed import kv_events as upstream
 
-from vllm_pd.events.announcer import Announcer
+from vllm_pd.events.announcer import EventAnnouncer
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
 from vllm_pd.events.subscriber import Subscriber
@@ -71,7 +71,7 @@ def test_upstreams_example_reads_a_v0_engine(ports, tmp_path):
     waker = Waker()
     sink = BlockSink(waker.set)
     bind_sink(engine.scheduler, sink)
-    announcer = Announcer(sink, BLOCK_SIZE, _publish_to(publisher), load_reader(engine.scheduler),
+    announcer = EventAnnouncer(sink, BLOCK_SIZE, _publish_to(publisher), load_reader(engine.scheduler),
                           lambda: not engine.scheduler.running, SidePort("tcp://127.0.0.1:0"), waker)
     announcer.start()
     reader = subprocess.Popen([sys.executable, "-u", str(program)], stdout=subprocess.PIPE, text=True)

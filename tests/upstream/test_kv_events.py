@@ -19,7 +19,7 @@ from vllm.sequence import Sequence, SequenceGroup
 from vllm.utils import Device
 
 from vllm_pd.events import messages as m
-from vllm_pd.events.journal import Journal, runs
+from vllm_pd.events.journal import EventJournal, runs
 from vllm_pd.events.sink import BlockSink
 from vllm_pd.v0.events import bind_sink, explainer, load_reader
 
@@ -36,7 +36,7 @@ class WatchedEngine(SimulatedEngine):
         self.sink = BlockSink(explain=explainer(self.scheduler), max_queued=max_queued)
         bind_sink(self.scheduler, self.sink)
         self.pool = self.manager.block_allocator._allocators[Device.GPU]
-        self.journal = Journal(BLOCK_SIZE)
+        self.journal = EventJournal(BLOCK_SIZE)
         self.read_load = load_reader(self.scheduler)
         self.announced: dict[int, tuple[int | None, tuple[int, ...], object]] = {}
         self.sums = {"stored": 0, "removed": 0, "cleared": 0, "salted": 0}

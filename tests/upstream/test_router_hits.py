@@ -5,7 +5,7 @@ import json
 
 import msgspec
 
-from vllm_pd.router.policy import PolicyConfig, choose
+from vllm_pd.router.policy import RoutingPolicyConfig, choose
 from vllm_pd.routerbench import hits
 from vllm_pd.routerbench.trace import TraceConfig
 
@@ -35,7 +35,7 @@ def test_the_kv_policy_is_close_to_what_is_possible_and_the_others_are_in_their_
 def test_a_run_is_its_seeds():
     trace = hits.make(msgspec.structs.replace(SMALL.trace, conversations=15))
     fleet = hits.FleetConfig(workers=3, worker_blocks=400)
-    warm = functools.partial(choose, PolicyConfig(temperature=0.5))
+    warm = functools.partial(choose, RoutingPolicyConfig(temperature=0.5))
     assert hits.simulate(trace, fleet, warm, 1) == hits.simulate(trace, fleet, warm, 1)
     assert hits.simulate(trace, fleet, warm, 1) != hits.simulate(trace, fleet, warm, 2)
     placed: list[int] = []

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV events and load figures: from an engine to whoever routes requests to it."""
+"""KV events and load of an engine, for the routers that read them."""

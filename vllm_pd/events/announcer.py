@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread of an engine that tells others what the engine holds and how busy it is.
+"""The thread of an engine that publishes which KV blocks the engine holds, and its load.
 
-It takes changes from the sink and hands the events to vLLM's own publisher, one batch a turn, so that it knows the
-number that each batch gets; it reads the load; and it serves the side socket. The engine's thread never waits for it.
-Should a turn fail, the epoch changes: subscribers then start anew from a snapshot, which is made anew from the ledger.
+It takes the changes from the sink and gives the events to vLLM's own publisher, one batch per turn, so that it knows
+each batch's number. It reads the load and serves the side socket. The engine's thread never waits for it. After an
+unexpected error in a turn the epoch changes: subscribers then start again from a snapshot, made from the sink's ledger.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import zmq
 
 from vllm_pd.events import messages as m
-from vllm_pd.events.journal import Journal
+from vllm_pd.events.journal import EventJournal
 from vllm_pd.events.metrics import EventMetrics
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
@@ -28,10 +28,9 @@ logger = logging.getLogger("vllm.pd")
 PAUSE_S = 0.1  # after a turn that failed
 
 
-class Announcer:
-    """One of an engine; it owns `side` and the thread. `publish` hands a batch to the publisher: it is called with
-    every batch in its order and by nobody else. `read_load`, which may fail, and `is_at_rest` (see `BlockSink.take`)
-    are called in the thread."""
+class EventAnnouncer:
+    """One per engine; it owns `side`, `waker` and the thread. `publish` gives a batch to vLLM's publisher and must have
+    no other caller. `read_load`, which may raise, and `is_at_rest` (see `BlockSink.take`) are called in the thread."""
 
     def __init__(self, sink: BlockSink, block_size: int, publish: Callable[[list[m.KVEvent]], None],
                  read_load: Callable[[], m.EngineLoad], is_at_rest: Callable[[], bool], side: SidePort,
@@ -40,7 +39,7 @@ class Announcer:
         self.counters: collections.Counter[str] = collections.Counter()
         self.load = m.EngineLoad()
         self._sink = sink
-        self._journal = Journal(block_size)
+        self._journal = EventJournal(block_size)
         self._publish = publish
         self._read_load = read_load
         self._is_at_rest = is_at_rest
@@ -48,9 +47,9 @@ class Announcer:
         self._waker = waker
         self._metrics = metrics
         self._next_seq = 0
-        self._told: tuple[m.EngineLoad, int] | None = None
-        self._next_look = 0.0
-        self._next_pulse = 0.0
+        self._reported: tuple[m.EngineLoad, int] | None = None  # the last report's load and next number
+        self._next_reading = 0.0  # of the load
+        self._next_report = 0.0
         self._stopping = False
         self._poller = zmq.Poller()
         self._poller.register(waker.fileno(), zmq.POLLIN)
@@ -59,15 +58,15 @@ class Announcer:
 
     @property
     def address(self) -> str:
-        """Of the side socket."""
+        """The address of the side socket."""
         return self._side.address
 
     def start(self) -> None:
-        """Run until `close`."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the thread, with what there was to tell told. Idempotent."""
+        """Publish what is left and end the thread. Idempotent."""
         if not self._stopping:
             self._stopping = True
             self._waker.set()
@@ -82,53 +81,54 @@ class Announcer:
                 self._waker.clear()
                 pause_s = self._turn(time.monotonic())
             except Exception:
-                logger.exception("the thread that announces KV events stumbled; subscribers will start anew")
+                logger.exception("unexpected error in the thread that publishes KV events; subscribers start again")
                 self.counters["stumbles"] += 1
                 self.epoch = f"{m.life_of(self.epoch)}-{self.counters['stumbles']}"
-                self._sink.lose()
+                self._sink.resync()
                 time.sleep(PAUSE_S)
         try:
             self._flush()
         except Exception:
-            logger.exception("the last KV events of this engine could not be announced")
+            logger.exception("the last KV events of this engine could not be published")
         self._side.close()
         self._waker.close()
 
     def _turn(self, now: float) -> float:
-        """Seconds until the next one is due, if nobody wakes us."""
+        """Returns the time in seconds until the next turn is due."""
         self._flush()
         more = self._side.turn(now, self._journal, self.epoch, self._next_seq)
-        if now >= self._next_look or self._side.has_new():
-            self._next_look = now + m.PULSE_MIN_S
-            self._look()
-            if (self.load, self._next_seq) != self._told or now >= self._next_pulse or self._side.has_new():
-                self._told = (self.load, self._next_seq)
-                self._next_pulse = now + m.PULSE_S
-                self._side.pulse(m.Pulse(self.epoch, self._next_seq, self._journal.block_size, self.load))
-                self._show()
-        return 0.0 if more else max(0.0, self._next_look - time.monotonic())
+        if now >= self._next_reading or self._side.has_new_subscriber():
+            self._next_reading = now + m.REPORT_MIN_S
+            self._update_load()
+            if (self.load, self._next_seq) != self._reported or now >= self._next_report \
+                    or self._side.has_new_subscriber():
+                self._reported = (self.load, self._next_seq)
+                self._next_report = now + m.REPORT_S
+                self._side.send_report(m.EngineReport(self.epoch, self._next_seq, self._journal.block_size, self.load))
+                self._update_metrics()
+        return 0.0 if more else max(0.0, self._next_reading - time.monotonic())
 
-    def _look(self) -> None:
-        """Read the load while the engine's thread changes it. Where that fails the last one stands: the events have
-        nothing to do with it."""
+    def _update_load(self) -> None:
+        """Read the load, which may fail because the engine's thread changes it meanwhile. Then the last one stays, and
+        the events go on."""
         try:
             self.load = self._read_load()
         except Exception:
             self.counters["load_failed"] += 1
             if self.counters["load_failed"] == 1:
-                logger.exception("the load of this engine could not be read; this is said once and counted")
+                logger.exception("the load of this engine could not be read; this is logged once and then counted")
 
     def _flush(self) -> None:
-        ops, everything = self._sink.take(self._is_at_rest)
-        if everything is not None:
-            self._journal.replace(everything)
-        self._journal.apply(ops)
+        changes, all_blocks = self._sink.take(self._is_at_rest)
+        if all_blocks is not None:
+            self._journal.replace(all_blocks)
+        self._journal.apply(changes)
         events = self._journal.take()
         if events:
             self._publish(events)
             self._next_seq += 1
 
-    def _show(self) -> None:
+    def _update_metrics(self) -> None:
         counters = self.counters + self._side.counters
         counters.update(batches=self._next_seq, stored_blocks=self._journal.stored,
                         removed_blocks=self._journal.removed, dropped_changes=self._sink.dropped)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of KV events as each release of vLLM writes them, from 0.9.2 to 0.33.
+"""Reads batches of KV events as vLLM 0.9.2 to 0.33 writes them.
 
-Up to 0.23 an event is an array, and newer releases have fields behind those of older ones; from 0.24 on it is a map.
-Hashes are integers, or bytes. What says nothing about the engine's own GPU memory (another medium, another machine) is
-left out. What can't be read is not left out in silence: it becomes an `Unreadable`, after which nothing that was known
-of the engine can be trusted, or is only named where it is an event of a kind that is unknown here.
+Up to 0.23 an event is an array, to which later releases have added fields at the end; since 0.24 it is a map. Hashes
+are integers or bytes. Events about anything but the engine's own GPU memory (another medium, another machine) are left
+out. An event of an unknown kind is left out and noted. A known kind that can't be read becomes an `Unreadable`: after
+it, what is known of the engine can't be trusted any more.
 """
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import msgspec
 from vllm_pd.events import messages as m
 from vllm_pd.rpc.codec import MAX_FRAME_BYTES, UNREADABLE, BadFrame, FrameFault
 
-MAX_REASONS = 16  # of different texts that are kept
+MAX_REASONS = 16  # different texts that are kept
 MAX_REASON_CHARS = 200
 KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 _OWN_MEDIA = (None, "GPU")
@@ -24,8 +24,9 @@ _REMOTE = "REMOTE"
 
 
 class StoredMap(msgspec.Struct, gc=False, tag="BlockStored"):
-    """As `m.BlockStored`, since 0.24. `lookahead_token_ids` (0.33) are tokens behind each block that have gone into its
-    hash too. A block may be announced once more when a request has hit it (0.27), so these are not counted."""
+    """As `m.BlockStored`, since vLLM 0.24. `lookahead_token_ids` (0.33) are, for each block, tokens after it that its
+    hash depends on, too. A block may be stored again when a request hits it (0.27), so repeated ones are not
+    counted."""
     block_hashes: list[m.Hash]
     parent_block_hash: m.Hash | None
     token_ids: list[m.TokenId]
@@ -54,7 +55,7 @@ class ClearedMap(msgspec.Struct, gc=False, tag="AllBlocksCleared"):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Something was stored, removed or cleared, and nobody knows what."""
+    """An event that changed what the engine holds, and could not be read."""
 
 
 STORED = (m.BlockStored, StoredMap)
@@ -83,14 +84,15 @@ _any = msgspec.msgpack.Decoder()
 
 
 def count_unread(unread: Counter[str], reason: str) -> None:
-    """Something could not be read. Of different reasons so many are kept: a publisher can make up any number."""
+    """Count something that could not be read under `reason`. At most MAX_REASONS different ones are kept, because a
+    publisher can cause any number of them."""
     reason = reason[:MAX_REASON_CHARS]
     unread[reason if reason in unread or len(unread) < MAX_REASONS else "other reasons"] += 1
 
 
-class Reader:
-    """For one publisher. `unread` says what could not be read, and how often; `rank` is the publisher's data-parallel
-    rank, as its first batch says."""
+class BatchReader:
+    """Reads the batches of one publisher. `unread` counts what could not be read, by reason. `rank` is the publisher's
+    data-parallel rank, from its first batch."""
 
     def __init__(self, unread: Counter[str]) -> None:
         self.unread = unread
@@ -98,13 +100,13 @@ class Reader:
         self._whole = _whole
 
     def read(self, frames: Sequence[bytes]) -> tuple[int, m.EventBatch]:
-        """(sequence number, batch) of what a subscription (topic, number, payload) or a replay (nothing, number,
-        payload) gave. Raises BadFrame for what is no batch at all."""
+        """(sequence number, batch) of the three frames of a subscription (topic, number, payload) or a replay (empty,
+        number, payload). Raises BadFrame for anything that is no batch."""
         if len(frames) != 3 or len(frames[1]) != 8:
-            raise self._bad(FrameFault.SHAPE, f"{len(frames)} frames are no batch of events")
+            raise self._bad(FrameFault.SHAPE, f"{len(frames)} frames are not a batch of events")
         if len(frames[2]) > MAX_FRAME_BYTES:
             raise self._bad(FrameFault.SIZE, f"{len(frames[2])} bytes are more than {MAX_FRAME_BYTES}")
-        batch = self._decoded(frames[2])
+        batch = self._decode(frames[2])
         if batch.data_parallel_rank is not None:
             if self.rank is None:
                 self.rank = batch.data_parallel_rank
@@ -116,10 +118,10 @@ class Reader:
             batch.data_parallel_rank)
 
     def note(self, reason: str) -> None:
-        """Something could not be read."""
+        """Count something that could not be read."""
         count_unread(self.unread, reason)
 
-    def _decoded(self, payload: bytes) -> Any:
+    def _decode(self, payload: bytes) -> Any:
         for decoder in self._whole:
             try:
                 batch = decoder.decode(payload)
@@ -132,11 +134,11 @@ class Reader:
             batch = _raw.decode(payload)
         except UNREADABLE as error:
             raise self._bad(FrameFault.CONTENT, str(error)[:200]) from error
-        return _RawBatch(batch.ts, [event for event in map(self._alone, batch.events) if event is not None],
+        return _RawBatch(batch.ts, [event for event in map(self._decode_event, batch.events) if event is not None],
                          batch.data_parallel_rank)
 
-    def _alone(self, raw: msgspec.Raw) -> Event | None:
-        """One event of a batch in which not all can be read."""
+    def _decode_event(self, raw: msgspec.Raw) -> Event | None:
+        """One event of a batch that could not be decoded as a whole; None for an unknown kind."""
         try:
             event = _any.decode(raw)
         except (*UNREADABLE, TypeError) as error:
@@ -154,14 +156,14 @@ class Reader:
             return Unreadable()
 
     def _checked(self, event: Event) -> Event | None:
-        """Itself; None where it says nothing about this engine's GPU."""
+        """The event; None where it is not about this engine's GPU memory; Unreadable where it contradicts itself."""
         if isinstance(event, STORED):
             if event.medium not in _OWN_MEDIA or event.locality == _REMOTE:
                 return None
             if event.extra_keys is not None and not _has_extras_for_each(event):
                 self.note(f"BlockStored: {len(event.extra_keys)} extra_keys for {len(event.block_hashes)} blocks")
                 return Unreadable()
-            if event.group_idx is None and not m.fits(event):  # with groups some blocks of a run may be left out
+            if event.group_idx is None and not m.fits(event):  # with KV cache groups a run may leave out some blocks
                 self.note(f"BlockStored: {m.misfit(event)}")
                 return Unreadable()
         elif isinstance(event, REMOVED) and (event.medium not in _OWN_MEDIA or event.locality == _REMOTE):
@@ -174,15 +176,15 @@ class Reader:
 
 
 def adapter_of(run: Stored) -> int | str | None:
-    """The adapter's name, or its number where that is all that is known; with whatever else makes all the blocks unlike
-    those of other requests."""
+    """The LoRA adapter's name, or its number where only that is known; None for the base model. With it the
+    `extra_keys` of our V0 engines, which distinguish all blocks of the run from those of other requests."""
     adapter = run.lora_name if run.lora_name is not None else run.lora_id
     return f"{adapter}\0{run.extra_keys}" if run.extra_keys and _for_all(run.extra_keys) else adapter
 
 
 def extras_of(run: Stored) -> list[str | None] | None:
-    """For each block what makes it unlike those of other requests with this adapter and these tokens: an image, a cache
-    salt, embeddings. None where no block has any."""
+    """For each block, what distinguishes it from blocks with the same adapter and tokens: an image, a cache salt,
+    embeddings. None where no block has any."""
     if not run.extra_keys or _for_all(run.extra_keys):
         return None
     found = [_extra(keys, run.lora_name) for keys in run.extra_keys]
@@ -190,7 +192,7 @@ def extras_of(run: Stored) -> list[str | None] | None:
 
 
 def lookahead_blocks(run: Stored) -> int:
-    """How many blocks behind a block have to be the same for it to be a hit."""
+    """How many blocks after a block must be the same for the block to be a hit."""
     if not run.lookahead_token_ids or run.block_size < 1:
         return 0
     return -(-max(map(len, run.lookahead_token_ids)) // run.block_size)
@@ -204,10 +206,9 @@ def _extra(keys: Any, lora_name: str | None) -> str | None:
 
 
 def _for_all(extra_keys: list[Any]) -> bool:
-    """Whether these are of our V0 engines."""
+    """Whether these are of our V0 engines: integers that hold for all blocks of the run."""
     return all(type(key) is int for key in extra_keys)
 
 
 def _has_extras_for_each(run: Stored) -> bool:
     return _for_all(run.extra_keys) or len(run.extra_keys) == len(run.block_hashes)
-

@@ -1,45 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From changes to events: what was announced up to now, and how a change is said on the wire. Pure.
+"""Turns changes of the prefix cache into KV events, and keeps what was announced so far. Pure.
 
-Neighbouring blocks of one prompt become one event. A block whose predecessor is not announced at the time is held back
-until it is, for nobody could hit it: so a parent is always announced before its child. It may well be removed before
-it; engines evict in any order.
+Consecutive blocks of one prompt become one event. A block is held back while its parent is not announced, because no
+request could hit it: so a parent is always announced before its child. It may be removed before its child, as engines
+evict in any order.
 """
 from collections.abc import Iterable, Iterator
 
 from vllm_pd.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from vllm_pd.events.sink import Cleared, Held, Op
+from vllm_pd.events.sink import Change, Cleared, HeldBlock
 
 MAX_RUN_BLOCKS = 4096
 
 
-class Journal:
-    """What subscribers were told. `block_size` in tokens. Not for use by several threads."""
+class EventJournal:
+    """The blocks announced to subscribers. `block_size` is in tokens. `stored` and `removed` count blocks. Not
+    thread-safe."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.stored = 0
         self.removed = 0
-        self._announced: dict[int, Held] = {}
-        self._orphans: dict[int, dict[int, Held]] = {}  # by the hash of the predecessor
+        self._announced: dict[int, HeldBlock] = {}
+        self._orphans: dict[int, dict[int, HeldBlock]] = {}  # held back, by the hash of the parent
         self._events: list[KVEvent] = []
-        self._last: Held | None = None  # the end of the run that is the last event
+        self._last: HeldBlock | None = None  # the last block of the last event
 
     def __len__(self) -> int:
         return len(self._announced)
 
-    def apply(self, ops: Iterable[Op]) -> None:
-        """Go through changes in their order."""
-        for op in ops:
-            if isinstance(op, Held):
-                self._store(op)
-            elif op is Cleared.ALL:
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Apply changes, in their order."""
+        for change in changes:
+            if isinstance(change, HeldBlock):
+                self._store(change)
+            elif change is Cleared.ALL:
                 self._clear()
             else:
-                self._remove(op)
+                self._remove(change)
 
-    def replace(self, blocks: Iterable[Held]) -> None:
-        """These are all blocks that are held, whatever has happened before."""
+    def replace(self, blocks: Iterable[HeldBlock]) -> None:
+        """The engine holds exactly these blocks: make the events that lead there."""
         held = {block.block_hash: block for block in blocks}
         gone = [block_hash for block_hash in self._announced if block_hash not in held]
         self._orphans.clear()
@@ -56,11 +57,11 @@ class Journal:
         events, self._events, self._last = self._events, [], None
         return events
 
-    def blocks(self) -> list[Held]:
-        """Everything that was announced, as of the events that were made, taken or not."""
+    def blocks(self) -> list[HeldBlock]:
+        """All announced blocks. Events that were made and not taken yet count as announced."""
         return list(self._announced.values())
 
-    def _store(self, block: Held) -> None:
+    def _store(self, block: HeldBlock) -> None:
         waiting = [block]
         while waiting:
             block = waiting.pop()
@@ -75,7 +76,7 @@ class Journal:
             self._add(block)
             waiting.extend(self._orphans.pop(block.block_hash, {}).values())
 
-    def _add(self, block: Held) -> None:
+    def _add(self, block: HeldBlock) -> None:
         self.stored += 1
         if follows(self._last, block) and len(self._events[-1].block_hashes) < MAX_RUN_BLOCKS:
             self._events[-1].block_hashes.append(block.block_hash)
@@ -97,7 +98,7 @@ class Journal:
             self._events.append(BlockRemoved([block_hash]))
 
     def _unorphan(self, block_hash: int) -> None:
-        """Rare, and there are few of them, so they are looked through."""
+        """Drop a block that is held back. That is rare and there are few of them, so all are searched."""
         for parent_hash, children in self._orphans.items():
             if children.pop(block_hash, None) is not None:
                 if not children:
@@ -108,17 +109,17 @@ class Journal:
         self.removed += len(self._announced)
         self._announced.clear()
         self._orphans.clear()
-        self._events = [AllBlocksCleared()]  # whatever came before it does not matter any more
+        self._events = [AllBlocksCleared()]  # earlier events have no effect any more
         self._last = None
 
 
-def follows(last: Held | None, block: Held) -> bool:
-    """Whether both can be in one event."""
+def follows(last: HeldBlock | None, block: HeldBlock) -> bool:
+    """Whether `block` can be in one event with `last`, directly after it."""
     return last is not None and block.parent_hash == last.block_hash and block.salt == last.salt
 
 
-def event_of(blocks: list[Held], block_size: int) -> BlockStored:
-    """One event for blocks that follow each other."""
+def event_of(blocks: list[HeldBlock], block_size: int) -> BlockStored:
+    """One event for these consecutive blocks."""
     first, salt = blocks[0], blocks[0].salt
     stored = BlockStored([block.block_hash for block in blocks], first.parent_hash,
                          [token for block in blocks for token in block.token_ids], block_size)
@@ -128,10 +129,10 @@ def event_of(blocks: list[Held], block_size: int) -> BlockStored:
     return stored
 
 
-def runs(blocks: list[Held], block_size: int, most_blocks: int) -> Iterator[list[BlockStored]]:
-    """All blocks in parts of at most so many, each as few events as it takes."""
+def runs(blocks: list[HeldBlock], block_size: int, most_blocks: int) -> Iterator[list[BlockStored]]:
+    """All blocks, in parts of at most `most_blocks`. Each part has as few events as possible."""
     for start in range(0, len(blocks), most_blocks):
-        part: list[list[Held]] = []
+        part: list[list[HeldBlock]] = []
         for block in blocks[start:start + most_blocks]:
             if part and follows(part[-1][-1], block):
                 part[-1].append(block)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an engine's events are, for whoever asks its front end: `GET /pd/events`.
+"""Where an engine's events are: the answer to `GET /pd/events` on its front end.
 
-Engine and front end may be two processes of one user on one machine. What both know is the configuration; what only the
-engine knows, the address of its side socket, the epoch and the ports that it has chosen, it leaves in a file that is
-named after it.
+Engine and front end may be two processes of one user on one machine. Both know the configuration. Only the engine knows
+the address of its side socket, its epoch and the ports it has chosen; it writes these to a file whose name both can
+derive from the configuration.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_NOTICE_BYTES = 65536
 
 
 class SideNotice(msgspec.Struct, frozen=True):
-    """What the engine leaves."""
+    """The content of the engine's file."""
     side: Text
     epoch: Text
     events: Text = ""
@@ -38,11 +38,10 @@ class SideNotice(msgspec.Struct, frozen=True):
 
 
 class EventsNotice(msgspec.Struct, frozen=True):
-    """The answer to `GET /pd/events`. A host `*` or `0.0.0.0` in an address is the one that was asked. `events` is
-    empty where the publisher does not listen but connects to somebody, or listens at a port that nobody knows (V1, with
-    port 0). Without `side` (V1) there are no snapshots and no load, only vLLM's events and, with `replay`, its replay
-    of them. Each of the `ranks` data-parallel ranks behind this front end has a publisher of its own, at the ports told
-    here and its rank."""
+    """The answer to `GET /pd/events`. A host `*` or `0.0.0.0` in an address means the host that was asked. `events` is
+    empty where the publisher connects instead of listening, or listens at an unknown port (V1 with port 0). Without
+    `side` (V1) there are no snapshots and no load, only vLLM's events and, with `replay`, their replay. Each of the
+    `ranks` data-parallel ranks behind this front end has its own publisher, at the ports given here plus its rank."""
     events: Text
     block_size: Count
     replay: Text | None = None
@@ -53,7 +52,7 @@ class EventsNotice(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, body: bytes) -> EventsNotice | None:
-        """None for what is none."""
+        """The notice in this response body; None where it is invalid."""
         try:
             return msgspec.json.decode(body, type=cls)
         except UNREADABLE:
@@ -61,7 +60,7 @@ class EventsNotice(msgspec.Struct, frozen=True):
 
 
 def leave(config: VllmConfig, notice: SideNotice) -> Path:
-    """Write the file; whoever called removes it in the end. Raises OSError."""
+    """Write the engine's file and return its path; the caller removes it at the end. Raises OSError."""
     path = _path(config)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
@@ -76,7 +75,7 @@ def leave(config: VllmConfig, notice: SideNotice) -> Path:
 
 
 def find(config: VllmConfig) -> EventsNotice:
-    """The answer for the engine with this configuration, as far as it can be known here."""
+    """The answer for the engine with this configuration, as far as this process can know it."""
     events, parallel = config.kv_events_config, config.parallel_config
     side = _read(_path(config))
     own_rank = parallel.data_parallel_rank if parallel.data_parallel_external_lb else 0
@@ -99,7 +98,7 @@ def _path(config: VllmConfig) -> Path:
 
 
 def _read(path: Path) -> SideNotice | None:
-    """None where there is none of this user's."""
+    """The content of the file; None where there is none that belongs to this user."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as stream:

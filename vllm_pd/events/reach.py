@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the sockets of an engine are, seen from here. An engine tells the addresses as it knows them; one that only its
-own machine reaches may be somebody else's here."""
+"""The addresses of an engine's sockets, as seen from this machine. An engine reports them as it knows them. An address
+that only the engine's own machine can reach may belong to another engine here."""
 import asyncio
 import ipaddress
 import re
@@ -10,39 +10,39 @@ from vllm_pd.ports import take_free
 
 
 def seen_from(host: str, address: str) -> str:
-    """An engine that listens everywhere does so at `host`, where it was asked."""
+    """The address to connect to: `host`, where the engine was asked, in place of a wildcard."""
     found = re.fullmatch(r"tcp://(.*):(\d+)", address)
     if found is None:
         return address
-    told = found.group(1).strip("[]")
-    if told == "*" or _is_everywhere(told):
-        told = host
-    return f"tcp://{f'[{told}]' if ':' in told else told}:{found.group(2)}"
+    reported = found.group(1).strip("[]")
+    if reported == "*" or _is_wildcard(reported):
+        reported = host
+    return f"tcp://{f'[{reported}]' if ':' in reported else reported}:{found.group(2)}"
 
 
 def of_rank(address: str, rank: int) -> str:
-    """Where the publisher of that data-parallel rank is, as vLLM moves it."""
+    """The address of a data-parallel rank's publisher: vLLM adds the rank to the port."""
     base, colon, port = address.rpartition(":")
     return f"{base}{colon}{int(port) + rank}" if rank and address.startswith("tcp://") and port.isdigit() else address
 
 
 def listens(endpoint: str) -> bool:
-    """Whether vLLM's publisher listens at this endpoint of its configuration; else it connects to it."""
+    """Whether vLLM's publisher listens at this configured endpoint; otherwise it connects to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 def lacks_port(endpoint: str) -> bool:
-    """Whether it is TCP at whichever port is free."""
+    """Whether the endpoint is TCP with port 0, which means any free port."""
     return endpoint.startswith("tcp://") and endpoint.endswith(":0")
 
 
 def with_port(endpoint: str) -> str:
-    """The same, with a free port where it names none, so that others can be told of it."""
+    """The endpoint with a free port in place of port 0, so that the port is known before it is bound."""
     return f"{endpoint[:-1]}{take_free('0.0.0.0')}" if lacks_port(endpoint) else endpoint
 
 
 async def is_here(host: str, timeout_s: float) -> bool:
-    """Whether `host` is this machine: whether one can listen at one of its addresses. Raises TimeoutError."""
+    """Whether `host` is this machine, which means that one of its addresses can be bound. Raises TimeoutError."""
     try:
         async with asyncio.timeout(timeout_s):
             found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -62,7 +62,7 @@ def _can_bind(family: int, address: tuple) -> bool:
     return True
 
 
-def _is_everywhere(host: str) -> bool:
+def _is_wildcard(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side socket of an engine: who listens, and what they are sent. Belongs to one thread, and never waits.
+"""The side socket of an engine: its subscribers, and the reports and snapshots sent to them. Belongs to one thread, and
+never waits.
 
-Everything is bounded: the number of subscribers, what is queued for one that does not read (the socket drops pulses
-beyond that; a part of a snapshot is kept until there is room, and the answer dropped where there is none for
-`SUBSCRIPTION_S`), and how much of a snapshot is made in one turn.
+Everything is bounded: the number of subscribers, the messages queued for one that does not read, and the parts of a
+snapshot made in one turn. When a subscriber's queue is full, reports to it are dropped. A part of a snapshot is kept
+until there is room; after `SUBSCRIPTION_S` without room the answer is dropped.
 """
 import collections
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import zmq
 
 from vllm_pd.events import messages as m
-from vllm_pd.events.journal import Journal, runs
+from vllm_pd.events.journal import EventJournal, runs
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import BadFrame
 from vllm_pd.rpc.gate import Gate
@@ -24,20 +25,20 @@ PARTS_A_TURN = 4
 
 
 @dataclass
-class _Answer:
-    """A snapshot that is being sent."""
+class _SnapshotAnswer:
+    """A snapshot that is being sent to one subscriber."""
     number: int
     epoch: str
     next_seq: int
     total_blocks: int
     parts: Iterator[list[m.BlockStored]]
-    moved_at: float  # when there was room last
+    moved_at: float  # when the last part was sent
     sent_blocks: int = 0
-    held: m.Snapshot | None = None  # the part that there was no room for
+    held: m.SnapshotPart | None = None  # a part for which there was no room
 
 
 class SidePort:
-    """Bound where `bind` says (`tcp://HOST:0` takes a free port). Raises zmq.ZMQError where that can't be had."""
+    """The side socket, bound to `bind`; `tcp://HOST:0` takes a free port. Raises zmq.ZMQError where that fails."""
 
     def __init__(self, bind: str, keys: Keys | None = None) -> None:
         self.counters: collections.Counter[str] = collections.Counter()
@@ -49,9 +50,9 @@ class SidePort:
             self._end()
             raise
         self.address = sockets.endpoint(self._socket)
-        self._subscribers: dict[bytes, float] = {}  # until when
-        self._greeted: set[bytes] = set()  # those that have had a pulse
-        self._answers: dict[bytes, _Answer] = {}
+        self._subscribers: dict[bytes, float] = {}  # routing id -> until when
+        self._reported_to: set[bytes] = set()  # subscribers that have been sent a report
+        self._answers: dict[bytes, _SnapshotAnswer] = {}
 
     def watch(self, poller: zmq.Poller) -> None:
         """Have `poller` wake when `turn` has something to read."""
@@ -59,9 +60,9 @@ class SidePort:
         if self._gate is not None:
             poller.register(self._gate.socket, zmq.POLLIN)
 
-    def turn(self, now: float, journal: Journal, epoch: str, next_seq: int) -> bool:
-        """Read what has come and go on with what was asked for. `journal` must be as the batches before `next_seq` have
-        left it. Whether there is more to do at once. It is False, too, where there is no room for more."""
+    def turn(self, now: float, journal: EventJournal, epoch: str, next_seq: int) -> bool:
+        """Read messages, and send further parts of snapshots. `journal` must be in its state after the batches before
+        `next_seq`. Returns whether there is more to do at once, which is False also where there is no room to send."""
         if self._gate is not None:
             self._gate.answer()
         for _ in range(MESSAGES_A_TURN):
@@ -73,23 +74,23 @@ class SidePort:
             return True
         for peer in [peer for peer, until in self._subscribers.items() if until < now]:
             self._forget(peer)
-        return any([self._go_on(now, peer) for peer in list(self._answers)])
+        return any([self._send_parts(now, peer) for peer in list(self._answers)])
 
-    def has_new(self) -> bool:
-        """Whether somebody has subscribed who has had no pulse yet."""
-        return len(self._greeted) < len(self._subscribers)
+    def has_new_subscriber(self) -> bool:
+        """Whether there is a subscriber that was not sent a report yet."""
+        return len(self._reported_to) < len(self._subscribers)
 
-    def pulse(self, pulse: m.Pulse) -> None:
-        """Tell all subscribers."""
+    def send_report(self, report: m.EngineReport) -> None:
+        """Send a report to all subscribers."""
         if not self._subscribers:
             return
-        frame = m.encode(pulse)
+        frame = m.encode(report)
         for peer in list(self._subscribers):
             self._send(peer, frame)
-        self._greeted = set(self._subscribers)
+        self._reported_to = set(self._subscribers)
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the socket. Idempotent."""
         if not self._context.closed:
             self._socket.close()
             self._end()
@@ -99,7 +100,7 @@ class SidePort:
             self._gate.close()
         self._context.term()
 
-    def _handle(self, now: float, frames: list[bytes], journal: Journal, epoch: str, next_seq: int) -> None:
+    def _handle(self, now: float, frames: list[bytes], journal: EventJournal, epoch: str, next_seq: int) -> None:
         peer = frames[0]
         try:
             message = m.decode(frames[1:])
@@ -116,14 +117,14 @@ class SidePort:
         if isinstance(message, m.SnapshotRequest):
             self.counters["snapshots"] += 1
             blocks = journal.blocks()
-            self._answers[peer] = _Answer(message.number, epoch, next_seq, len(blocks),
+            self._answers[peer] = _SnapshotAnswer(message.number, epoch, next_seq, len(blocks),
                                           runs(blocks, journal.block_size, m.PART_BLOCKS), now)
 
-    def _go_on(self, now: float, peer: bytes) -> bool:
-        """Whether there is more to send, and room for it."""
+    def _send_parts(self, now: float, peer: bytes) -> bool:
+        """Send some parts of a snapshot. Returns whether there are more and room for them."""
         answer = self._answers[peer]
         for _ in range(PARTS_A_TURN):
-            part = answer.held or m.Snapshot(answer.number, answer.epoch, answer.next_seq, answer.sent_blocks,
+            part = answer.held or m.SnapshotPart(answer.number, answer.epoch, answer.next_seq, answer.sent_blocks,
                                              answer.total_blocks, next(answer.parts, []))
             result = sockets.send(self._socket, peer, m.encode(part))
             if result is sockets.SendResult.FULL:
@@ -152,4 +153,4 @@ class SidePort:
     def _forget(self, peer: bytes) -> None:
         self._subscribers.pop(peer, None)
         self._answers.pop(peer, None)
-        self._greeted.discard(peer)
+        self._reported_to.discard(peer)

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where V0's block allocator says which blocks have become prefix hits and which have ceased to be.
+"""Takes the changes of V0's prefix cache from the block allocator, and passes them to the thread that announces them.
 
-A block is *registered* when it is full, which is before its KV exists; it is *computed* once the step is scheduled that
-fills it, or the peer that filled it is done; and it may be announced when that step is over. The allocator calls
-`registered`, `computed`, `removed` and `cleared`, the scheduler `begin_step`, all in the engine's own thread, where
-none of them waits for anything: what happens is written into a dictionary, the *ledger*, and a bounded queue, from
-which another thread takes it with `take`. Where that thread falls too far behind, the queue is thrown away and counted,
-and `take` has it compare notes with the ledger instead.
+Life of a block: it is *registered* when it is full, which is before its KV exists. It is *computed* when the step that
+fills it is scheduled, or when the peer that fills it is done. It may be announced when that step is over.
 
-So the ledger is never larger than the block pool, and nothing is lost for good. Both rest on what CPython does in one
-piece: appending to and taking from a deque, and copying a dictionary's values into a list.
+The allocator calls `registered`, `computed`, `removed` and `cleared`, the scheduler calls `begin_step`, all in the
+engine's own thread; none of them waits. Changes go into a dictionary of all held blocks, the *ledger*, and into a
+bounded queue. The announcing thread takes them with `take`. If it falls too far behind, the queue is discarded and
+counted, and `take` returns the whole ledger instead. So nothing is lost for good, and the ledger is never larger than
+the block pool.
+
+Both threads use these containers without a lock. That relies on operations that CPython does atomically: appending to
+and popping from a deque, and copying a dictionary's values into a list.
 """
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ MAX_SALTS = 4096
 
 @dataclass(frozen=True)
 class Salt:
-    """What besides its tokens a block's hash is made of. `private`: no other request can ever have it."""
+    """What a block's hash depends on besides its tokens. `private`: no other request can have the same."""
     lora_id: int | None = None
     lora_name: str | None = None
     extra: int | None = None
@@ -36,9 +38,9 @@ class Salt:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """A block that is a prefix hit. `token_ids` belongs to the allocator and does not change any more. `step` is the
-    one that computes it."""
+class HeldBlock:
+    """A full block. `token_ids` belongs to the allocator and does not change any more. `order` is the order of
+    registration, `step` the number of the step that computes the block."""
     block_hash: int
     parent_hash: int | None
     token_ids: list[int]
@@ -49,36 +51,36 @@ class Held:
 
 
 class Cleared(Enum):
-    """The one event that concerns no block."""
+    """The change that removes all blocks."""
     ALL = "all"
 
 
-Op = Held | int | Cleared  # stored, removed, cleared
+Change = HeldBlock | int | Cleared  # stored, removed (its hash), cleared
 
 
 class BlockSink:
-    """Of one allocator. `wake` is called in the engine's thread when there is something to take; it must not block.
-    `explain` is asked there what an extra hash stands for, until it knows."""
+    """The changes of one allocator. `wake` is called in the engine's thread when there are changes to take; it must not
+    block. `explain`, called there too, returns what an extra hash stands for, or None while it does not know."""
 
     def __init__(self, wake: Callable[[], None] = lambda: None, explain: Callable[[int], Salt | None] | None = None,
                  max_queued: int = MAX_QUEUED) -> None:
-        self.dropped = 0  # changes that were taken out of the queue again
+        self.dropped = 0  # changes that were discarded
         self._wake = wake
         self._explain = explain
         self._max_queued = max_queued
-        self._ledger: dict[int, Held] = {}
-        self._registered: dict[int, Held] = {}  # by block id
+        self._ledger: dict[int, HeldBlock] = {}
+        self._registered: dict[int, HeldBlock] = {}  # by block id
         self._salts: dict[int, Salt] = {}
-        self._queue: deque[Op] = deque()
+        self._queue: deque[Change] = deque()
         self._overflown = False
-        self._kept: Op | None = None  # taken from the queue too early; the other thread's
+        self._postponed: Change | None = None  # taken from the queue too early; used by the announcing thread only
         self._step = 0
         self._order = 0
 
-    # The engine's thread.
+    # Called in the engine's thread.
 
     def registered(self, block: PrefixCachingBlock) -> None:
-        """This block is full and has a hash."""
+        """The block is full and has a hash."""
         previous = block.prev_block
         if previous is None:
             parent_hash = None
@@ -86,13 +88,13 @@ class BlockSink:
             parent_hash = previous.content_hash
             if parent_hash is None:
                 self._registered.pop(block.block_id, None)
-                return  # its hash says nothing of what comes before it
+                return  # without its parent's hash the block can't be matched to a prompt
         self._order += 1
-        self._registered[block.block_id] = Held(block.content_hash, parent_hash, block.token_ids, None,
+        self._registered[block.block_id] = HeldBlock(block.content_hash, parent_hash, block.token_ids, None,
                                                 block.extra_hash, self._order)
 
     def computed(self, block_ids: Iterable[int]) -> None:
-        """The KV of these registered blocks is there when the present step is over."""
+        """The KV of these registered blocks exists when the current step is over."""
         blocks = [block for block_id in block_ids if (block := self._registered.pop(block_id, None)) is not None]
         if len(blocks) > 1:
             blocks.sort(key=lambda block: block.order)  # parents come before their children
@@ -106,7 +108,7 @@ class BlockSink:
             self._put(block)
 
     def removed(self, block_hash: int, block_id: int) -> None:
-        """The block with this hash gives its memory away."""
+        """The block with this hash was evicted."""
         self._registered.pop(block_id, None)
         if self._ledger.pop(block_hash, None) is not None:
             self._put(block_hash)
@@ -118,65 +120,66 @@ class BlockSink:
         self._put(Cleared.ALL)
 
     def begin_step(self) -> None:
-        """What was computed up to now is in memory; what is computed from here on belongs to a new step."""
+        """The current step is over: the KV of its blocks is in memory. A new step begins."""
         self._step += 1
         if self._queue:
             self._wake()
 
-    def _put(self, op: Op) -> None:
+    def _put(self, change: Change) -> None:
         if len(self._queue) >= self._max_queued:
             self.dropped += len(self._queue)
             self._overflown = True
             self._queue.clear()
-        self._queue.append(op)
+        self._queue.append(change)
 
     def _salt(self, extra_hash: int) -> Salt:
         salt = self._salts.get(extra_hash)
         if salt is None:
             salt = self._explain(extra_hash) if self._explain is not None else None
             if salt is None:
-                return Salt(extra=extra_hash)  # somebody may know it another time
+                return Salt(extra=extra_hash)  # not stored, as `explain` may know it later
             if len(self._salts) >= MAX_SALTS:
                 self._salts.clear()
             self._salts[extra_hash] = salt
         return salt
 
-    # The other thread.
+    # Called in the announcing thread.
 
-    def lose(self) -> None:
-        """Have the next `take` give everything."""
+    def resync(self) -> None:
+        """Have the next `take` return all blocks."""
         self._overflown = True
 
-    def take(self, is_at_rest: Callable[[], bool]) -> tuple[list[Op], list[Held] | None]:
-        """(changes in their order, None), or (changes, all blocks) where some changes were thrown away: what is held is
-        the second then, after which the changes are to be gone through all the same.
+    def take(self, is_at_rest: Callable[[], bool]) -> tuple[list[Change], list[HeldBlock] | None]:
+        """Returns (changes in their order, None). Where changes were discarded it returns (changes, all blocks): first
+        replace what is known by all blocks, then apply the changes as well.
 
-        Blocks of a step that may be running are left for the next time, unless the engine `is_at_rest`. That must be
-        false from the moment when blocks are computed until they are in memory, and is looked up after the queue.
+        Blocks of a step that may still be running are left for the next call, unless the engine `is_at_rest`.
+        `is_at_rest` must return False from the moment when blocks are computed until they are in memory; it is called
+        after the queue was read.
         """
-        everything = None
+        all_blocks = None
         if self._overflown:
             self._overflown = False
-            self._kept = None
+            self._postponed = None
             blocks = list(self._ledger.values())
             at_rest = is_at_rest()
-            everything = [block for block in blocks if at_rest or block.step < self._step]
-            if len(everything) < len(blocks):
-                self._overflown = True  # the rest comes another time
-        ops: list[Op] = []
+            all_blocks = [block for block in blocks if at_rest or block.step < self._step]
+            if len(all_blocks) < len(blocks):
+                self._overflown = True  # the next call returns the others
+        changes: list[Change] = []
         count = len(self._queue)
         at_rest = is_at_rest()
         while True:
-            op, self._kept = self._kept, None
-            if op is None:
+            change, self._postponed = self._postponed, None
+            if change is None:
                 if not count:
-                    return ops, everything
+                    return changes, all_blocks
                 count -= 1
                 try:
-                    op = self._queue.popleft()
-                except IndexError:  # thrown away just now
-                    return ops, everything
-            if isinstance(op, Held) and op.step >= self._step and not at_rest:
-                self._kept = op
-                return ops, everything
-            ops.append(op)
+                    change = self._queue.popleft()
+                except IndexError:  # the engine's thread has just discarded the queue
+                    return changes, all_blocks
+            if isinstance(change, HeldBlock) and change.step >= self._step and not at_rest:
+                self._postponed = change
+                return changes, all_blocks
+            changes.append(change)

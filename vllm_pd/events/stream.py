@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of events in their order, whatever the network does to them. Pure; the caller brings the time.
+"""Puts batches of events in order, although the network may reorder, repeat or lose them. Pure; time is passed in.
 
-A batch that comes too early waits for those before it; if they do not come within `REORDER_S`, or too many wait, they
-are *missed*, and somebody has to `start` the stream anew. One that has come before is a duplicate; one that has come
-before with another content is from another life of the engine.
+A batch that comes too early waits for those before it. If they don't come within `REORDER_S`, or too many batches wait,
+they are *missed*, and the caller must `start` the stream again. A number that has come before is a duplicate; with
+another content it shows that the engine has restarted.
 """
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -21,20 +21,19 @@ class _Early:
     batch: EventBatch
 
 
-class Stream:
-    """One per subscription. `next_seq` is the number of the batch that is due, None before `start`: then everything
-    waits."""
+class BatchStream:
+    """One per subscription. `next_seq` is the number of the next batch, None before `start`: then all batches wait."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self.next_seq: int | None = None
         self._counters = counters
         self._early: dict[int, _Early] = {}
-        self._contents: OrderedDict[int, int] = OrderedDict()  # of the last batches, hashed
+        self._contents: OrderedDict[int, int] = OrderedDict()  # number -> hash, of the last batches
         self._waiting_since: float | None = None
         self._restarted = False
 
     def offer(self, now: float, seq: int, batch: EventBatch, content: int) -> list[EventBatch]:
-        """What this batch lets through, in order. `content` is a hash of its bytes."""
+        """A batch has come. Returns the batches that are now in order. `content` is a hash of its bytes."""
         if self.next_seq is None or self._restarted:
             self._wait(now, seq, batch, content)
             return []
@@ -55,15 +54,16 @@ class Stream:
         return [batch, *self._follow(now)]
 
     def start(self, now: float, next_seq: int, asked_at: float) -> list[EventBatch]:
-        """Everything before `next_seq` is accounted for, by what was asked for then; the batches that follow at once.
-        A batch that had come by then and has that number or a later one is from another life of the engine."""
+        """The caller has the state after all batches before `next_seq`, in answer to a request sent at `asked_at`.
+        Returns the waiting batches that follow. Of those with such numbers, batches that came before `asked_at` are of
+        an earlier life of the engine and are dropped."""
         self._restarted = False
         self.next_seq = next_seq
         self._early = {seq: early for seq, early in self._early.items() if seq >= next_seq and early.came_at > asked_at}
         return self._follow(now)
 
     def stop(self) -> None:
-        """Nothing that has come up to now is of use; everything waits for `start`."""
+        """Drop all batches that have come. Later ones wait for `start`."""
         self.next_seq = None
         self._early.clear()
         self._contents.clear()
@@ -71,7 +71,7 @@ class Stream:
         self._restarted = False
 
     def skip(self, now: float) -> list[EventBatch]:
-        """Give up what was missed: go on with the first batch that waits. What it lets through."""
+        """Give up missed batches and go on with the first waiting one. Returns the batches that are now in order."""
         self._restarted = False
         if not self._early:
             self.next_seq = None
@@ -80,7 +80,7 @@ class Stream:
         return self._follow(now)
 
     def missed(self, now: float) -> bool:
-        """Whether batches have to be given up."""
+        """Whether batches were missed."""
         return self._waiting_since is not None and (now - self._waiting_since > REORDER_S
                                                     or len(self._early) >= MAX_AHEAD)
 
@@ -91,11 +91,11 @@ class Stream:
 
     @property
     def restarted(self) -> bool:
-        """Whether a batch was seen that can't be of the same life of the engine."""
+        """Whether a batch came that can only be of another life of the engine."""
         return self._restarted
 
     def content(self, seq: int) -> int | None:
-        """The hash that the batch of this number had, where it is known."""
+        """The hash of the batch with this number; None where it is not known."""
         return self._contents.get(seq)
 
     def _wait(self, now: float, seq: int, batch: EventBatch, content: int) -> None:

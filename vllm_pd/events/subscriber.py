@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine holds and how busy it is, kept up to date in a prefix index: one `Subscriber` for each engine.
+"""Keeps a prefix index up to date about the blocks of one engine, and reads its load: one `Subscriber` for each engine.
 
-It finds out by itself where the engine's events are (`GET /pd/events`), follows them (`vllm_pd.events.follow`), and
-begins again when the engine is silent or gone. Nothing that an engine sends, or fails to send, ends it: what was wrong
-is counted, and what the index says of the engine is taken back until it is known again. One task of one event loop does
-it all, in small pieces.
+It finds the engine's events (`GET /pd/events`), follows them (`vllm_pd.events.followers`), and starts again when the
+engine is silent or gone. Nothing that an engine sends, or fails to send, ends it: errors are counted, and the engine's
+blocks are removed from the index until they are known again. One task does all the work, in short slices.
 """
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ import zmq.asyncio
 from vllm_pd.errors import PDError
 from vllm_pd.events import messages as m
 from vllm_pd.events import reach
-from vllm_pd.events.follow import BEHIND_S, Blocks, Lost, ReplayFollower, SideFollower
+from vllm_pd.events.followers import BEHIND_S, Blocks, EngineLost, EventFollower, ReplayFollower, SideFollower
 from vllm_pd.events.formats import REMOVED, STORED, Event, Unreadable, count_unread
 from vllm_pd.events.holdings import Holdings
 from vllm_pd.events.notice import MAX_NOTICE_BYTES, PATH, EventsNotice
@@ -39,57 +38,65 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 TICK_S = 0.02
-IDLE_TICK_S = 0.1  # where nothing is awaited
-MAX_SOCKETS = 16384  # of all subscribers of a loop, four each
+IDLE_TICK_S = 0.1  # where nothing is due soon
+MAX_SOCKETS = 16384  # of all subscribers of an event loop, four each
 MESSAGES_A_TURN = 32
-SLICE_S = 0.002  # of the loop's time in one piece
+SLICE_S = 0.002  # of the event loop's time at once
 QUEUED_BATCHES = 20_000
-FIND_S = 2.0  # for an answer to GET /pd/events
+FIND_TIMEOUT_S = 2.0  # for an answer to GET /pd/events
 RETRY_MIN_S = 0.25
 RETRY_S = 0.5
-POLLED_S = 1.0  # between snapshots, where there are no events
+POLLED_S = 1.0  # between two snapshots where there are no events
 REFUSED_RETRY_S = 5.0  # where the engine has no events, or can't be understood
 
 
 class SubscriberState(Enum):
-    """How much the index can be relied on about the engine."""
-    SEARCHING = "searching"  # nothing is known
-    SYNCING = "syncing"  # something is known and being made right
-    LIVE = "live"
+    """How much the index knows about the engine."""
+    SEARCHING = "searching"  # nothing
+    SYNCING = "syncing"  # not the whole current state; it is being read
+    LIVE = "live"  # the current state, apart from messages under way
 
 
-class Index(Protocol):
-    """What is kept up to date: `vllm_pd.router.index.PrefixIndex`."""
+class SubscribedIndex(Protocol):
+    """The index that a subscriber feeds: `vllm_pd.router.index.PrefixIndex`, which documents these methods."""
 
     block_size: int
 
     def stored(self, worker: str, block_hashes: Sequence[m.Hash], parent: m.Hash | None, token_ids: Sequence[int],
                block_size: int | None = None, lora: int | str | None = None,
-               extras: Sequence[str | None] | None = None, counted: bool = True) -> bool: ...
+               extras: Sequence[str | None] | None = None, counted: bool = True) -> bool:
+        """The worker has stored these blocks."""
 
-    def removed(self, worker: str, block_hashes: Iterable[m.Hash]) -> None: ...
+    def removed(self, worker: str, block_hashes: Iterable[m.Hash]) -> None:
+        """The worker has removed these blocks."""
 
-    def looks_ahead(self, worker: str, blocks: int) -> None: ...
+    def set_lookahead(self, worker: str, blocks: int) -> None:
+        """The worker's hashes depend on so many following blocks."""
 
-    def cleared(self, worker: str) -> None: ...
+    def cleared(self, worker: str) -> None:
+        """The worker has removed all blocks."""
 
-    def drop(self, worker: str) -> None: ...
+    def drop(self, worker: str) -> None:
+        """Forget the worker."""
 
-    def replacing(self, worker: str, blocks: Iterable[tuple]) -> Iterator[int]: ...
+    def replacing(self, worker: str, blocks: Iterable[tuple]) -> Iterator[int]:
+        """The worker holds exactly these blocks; in steps."""
 
 
 class Subscriber:
-    """Of the engine at `url`. `events`, `replay` and `side` are endpoints where the engine can't be asked for them;
-    `keys` is the cluster's key where the side socket has one. `rank` is the data-parallel rank that it follows, whose
-    ports are the engine's and so many; each rank needs a `worker` of its own, its name in the index. `on_load` is
-    called with that name and each load that the engine tells.
+    """Follows the engine whose front end is at `url`.
 
-    `start` needs a running event loop; `close` ends it and takes the worker out of the index. Everything else may be
-    read at any time: `worker`, `state`, `epoch`, `load`, `load_age_s`, `counters`, and `unread`, which says what of its
-    events could not be read, and how often.
+    `events`, `replay`, `side` and `topic` are for an engine without GET /pd/events. `keys` are the cluster's keys,
+    where the side socket uses them. `rank` is the data-parallel rank to follow: its ports are the engine's plus the
+    rank. `worker` is the engine's name in the index, by default `url`; each rank needs its own. `on_load` is called
+    with that name and each load report.
+
+    `start` needs a running event loop; `close` stops everything and removes the worker from the index. These may be
+    read at any time: `worker`, `state`, `epoch`, `load`, `load_age_s`, `counters`, and `unread`, which counts the
+    events that could not be read by reason.
     """
 
-    def __init__(self, url: str, index: Index, session: aiohttp.ClientSession | None,
+    def __init__(self, url: str, index: SubscribedIndex, session: aiohttp.ClientSession | None,
                  headers: Mapping[str, str] | None = None, *, events: str | None = None, replay: str | None = None,
                  side: str | None = None, topic: str = "", keys: Keys | None = None,
                  on_load: Callable[[str, m.EngineLoad], None] | None = None, rank: int = 0,
@@ -106,33 +113,33 @@ class Subscriber:
         self._rank = rank
         self._session = session
         self._headers = dict(headers or {})
-        self._given = EventsNotice(events, 0, replay, topic, side) if events is not None else None
+        self._configured = EventsNotice(events, 0, replay, topic, side) if events is not None else None
         self._keys = keys
         self._on_load = on_load
         self._load_at = -math.inf
         self._task: asyncio.Task | None = None
         self._replacement: tuple[Blocks, Callable[[], None]] | None = None
         self._batches: collections.deque[m.EventBatch] = collections.deque()  # empty between two turns
-        self._incomplete = False
-        self._said: str | None = None
-        self._unread_said: set[str] = set()
+        self._incomplete = False  # the index could not keep some blocks: a snapshot is needed
+        self._last_warning: str | None = None
+        self._unread_logged: set[str] = set()
 
     @property
     def connected(self) -> bool:
-        """Whether the index is right about this engine, as far as can be known."""
+        """Whether the state is LIVE."""
         return self.state is SubscriberState.LIVE
 
     @property
     def load_age_s(self) -> float:
-        """How long ago the engine told its load; infinite where it did not."""
+        """The age of `load` in seconds; infinite where there is none."""
         return time.monotonic() - self._load_at
 
     def start(self) -> None:
-        """Begin, in the running event loop."""
+        """Start the task in the running event loop."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """End, and forget the worker. Idempotent."""
+        """Stop the task and remove the worker from the index. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -140,26 +147,30 @@ class Subscriber:
             self._task = None
         self._forget()
 
-    # What a follower wants done.
+    # Called by the follower, see `FollowerTarget`.
 
     def apply(self, batches: list[m.EventBatch]) -> None:
+        """See `FollowerTarget`."""
         self._batches.extend(batches)
 
     def clear(self) -> None:
+        """See `FollowerTarget`."""
         self._replacement = None
         self._batches.clear()
         self._holdings.forget()
         self._index.cleared(self.worker)
 
     def replace(self, blocks: Blocks, then: Callable[[], None]) -> None:
+        """See `FollowerTarget`."""
         self._replacement = (blocks, then)
         self._batches.clear()
         self._holdings.forget()
 
-    def told(self, pulse: m.Pulse) -> None:
-        self.epoch, self.load, self._load_at = pulse.epoch, pulse.load, time.monotonic()
+    def reported(self, report: m.EngineReport) -> None:
+        """See `FollowerTarget`."""
+        self.epoch, self.load, self._load_at = report.epoch, report.load, time.monotonic()
         if self._on_load is not None:
-            self._on_load(self.worker, pulse.load)
+            self._on_load(self.worker, report.load)
 
     # The task.
 
@@ -167,25 +178,25 @@ class Subscriber:
         pause_s = RETRY_MIN_S
         while True:
             try:
-                notice = self._given or await self._find()
+                notice = self._configured or await self._find()
                 if notice is None:
                     pause_s = REFUSED_RETRY_S
                 else:
                     pause_s = RETRY_MIN_S
-                    notice = await self._from_here(notice)
+                    notice = await self._reachable(notice)
                     with _context() as context:
                         await self._follow(context, notice)
-            except Lost as fault:
-                self._say(str(fault))
+            except EngineLost as fault:
+                self._warn(str(fault))
                 pause_s = RETRY_MIN_S
             except (OSError, TimeoutError) as fault:
-                self._say(f"{type(fault).__name__} {fault}".strip())
+                self._warn(f"{type(fault).__name__} {fault}".strip())
                 pause_s = min(2 * pause_s, RETRY_S)
-            except PDError as fault:  # an engine that does not fit the index
-                self._say(str(fault))
+            except PDError as fault:  # an engine that does not fit the index or can't be reached
+                self._warn(str(fault))
                 pause_s = REFUSED_RETRY_S
             except Exception:
-                logger.exception("the subscriber of %s stumbled and begins anew", self.worker)
+                logger.exception("unexpected error in the subscriber of %s; it starts again", self.worker)
                 self.counters["stumbles"] += 1
                 pause_s = RETRY_S
             self._forget()
@@ -193,40 +204,42 @@ class Subscriber:
             await asyncio.sleep(pause_s)
 
     async def _find(self) -> EventsNotice | None:
-        """None where the engine answers that it has none. OSError, TimeoutError where it does not answer."""
+        """Ask the engine where its events are. None where it answers that it has none. Raises OSError, TimeoutError."""
         try:
-            async with asyncio.timeout(FIND_S), self._session.get(self.url + PATH, headers=self._headers) as answer:
+            async with asyncio.timeout(FIND_TIMEOUT_S), self._session.get(
+                    self.url + PATH, headers=self._headers) as answer:
                 body = await answer.content.read(MAX_NOTICE_BYTES)
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error
         notice = EventsNotice.decode(body) if answer.status == 200 else None
         if notice is None:
-            self._say(f"GET {PATH} gave status {answer.status} and no endpoints: is --kv-events-config on?")
+            self._warn(f"GET {PATH} gave status {answer.status} and no endpoints: is --kv-events-config on?")
         return notice
 
-    async def _from_here(self, notice: EventsNotice) -> EventsNotice:
-        """With its addresses as they are seen from here, and without those that another machine keeps to itself."""
+    async def _reachable(self, notice: EventsNotice) -> EventsNotice:
+        """The notice with the addresses to use from this machine, without those that only the engine's machine can
+        reach. Raises PDError where none is left, TimeoutError."""
         host = urlsplit(self.url).hostname or "127.0.0.1"
         if not notice.events:
-            self._say("its publisher does not listen, so a snapshot a second has to do: start it with "
-                      '"endpoint": "tcp://*:PORT" in --kv-events-config')
+            self._warn("its publisher does not listen, so only a snapshot is read every second: start the engine with "
+                       '"endpoint": "tcp://*:PORT" in --kv-events-config')
         seen = {name: reach.of_rank(reach.seen_from(host, address), self._rank) for name in ("events", "replay", "side")
                 if (address := getattr(notice, name))}
         local = [name for name, address in seen.items() if sockets.is_local(address)]
-        if local and notice is not self._given and not await reach.is_here(host, FIND_S):
-            self._say(", ".join(f"{name} {seen[name]}" for name in local) + " can be reached on the engine's own "
-                      'machine only and are left out; have it listen elsewhere ("endpoint": "tcp://*:PORT", bind)')
+        if local and notice is not self._configured and not await reach.is_here(host, FIND_TIMEOUT_S):
+            self._warn(", ".join(f"{name} {seen[name]}" for name in local) + " can be reached from the engine's own "
+                       'machine only and are not used: let it listen for others ("endpoint": "tcp://*:PORT", bind)')
             seen |= dict.fromkeys(local)
         if not any(seen.values()):
-            raise PDError("nothing that it tells can be read from here")
+            raise PDError("none of its addresses can be reached from this machine")
         return EventsNotice(seen.get("events") or "", notice.block_size, seen.get("replay"), notice.topic,
                             seen.get("side"), notice.epoch)
 
     async def _follow(self, context: zmq.Context, notice: EventsNotice) -> None:
-        """Until the engine is lost."""
+        """Follow the engine until it is lost. Raises EngineLost, PDError."""
         opened: list[zmq.Socket] = []
         replay: ReplayFollower | None = None
-        line: zmq.Socket | None = None  # on which libzmq says that the connection has ended
+        monitor: zmq.Socket | None = None  # libzmq reports there that the connection has ended
         try:
             poller = zmq.asyncio.Poller()
             events: zmq.Socket | None = None
@@ -239,8 +252,8 @@ class Subscriber:
                 side = _client(context, notice.side, self._keys)
                 opened.append(side)
                 poller.register(side, zmq.POLLIN)
-                line = side.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-                poller.register(line, zmq.POLLIN)
+                monitor = side.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                poller.register(monitor, zmq.POLLIN)
                 follower: SideFollower | ReplayFollower = SideFollower(
                     side, self, self.counters, now, notice.epoch, BEHIND_S if notice.events else POLLED_S, self.unread)
             else:
@@ -251,19 +264,20 @@ class Subscriber:
             while True:
                 tick_s = 0 if follower.more else TICK_S if follower.waits else IDLE_TICK_S
                 await poller.poll(tick_s * 1000)
-                while line is not None and sockets.receive(line) is not None:
+                while monitor is not None and sockets.receive(monitor) is not None:
                     follower.hung_up(time.monotonic())
                 await self._turn(events, follower)
         finally:
             if replay is not None:
                 replay.close()
-            if line is not None:
+            if monitor is not None:
                 side.disable_monitor()
-                line.close(linger=0)
+                monitor.close(linger=0)
             for socket in opened:
                 socket.close()
 
-    async def _turn(self, events: zmq.Socket | None, follower: SideFollower | ReplayFollower) -> None:
+    async def _turn(self, events: zmq.Socket | None, follower: EventFollower) -> None:
+        """Read messages, have the follower do what is due, and apply the results to the index."""
         for _ in range(MESSAGES_A_TURN):
             frames = sockets.receive(events) if events is not None else None
             if frames is None:
@@ -274,23 +288,23 @@ class Subscriber:
                 self.counters["malformed"] += 1
                 self.counters[f"malformed_{fault.fault.value}"] += 1
         follower.turn(time.monotonic())
-        if len(self._unread_said) < len(self.unread):
-            self._say_unread()
+        if len(self._unread_logged) < len(self.unread):
+            self._warn_unread()
         if self._replacement is not None:
             blocks, then = self._replacement
             self._replacement = None
             for _ in self._index.replacing(self.worker, blocks):
                 await asyncio.sleep(0)
             then()
-        await self._carry_out()
+        await self._apply_batches()
         if self._incomplete and isinstance(follower, SideFollower):
             self._incomplete = False
             follower.ask(time.monotonic())
         self.state = SubscriberState.LIVE if follower.live else SubscriberState.SYNCING
         await asyncio.sleep(0)
 
-    async def _carry_out(self) -> None:
-        """What the batches say, in slices."""
+    async def _apply_batches(self) -> None:
+        """Apply the waiting batches to the index, in slices of SLICE_S."""
         until = time.monotonic() + SLICE_S
         while self._batches:
             self.counters["batches"] += 1
@@ -300,7 +314,7 @@ class Subscriber:
                 await asyncio.sleep(0)
                 until = time.monotonic() + SLICE_S
 
-    # Inside.
+    # Internals.
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, STORED):
@@ -326,7 +340,7 @@ class Subscriber:
             socket.connect(notice.events)
         except zmq.ZMQError as error:
             socket.close()
-            raise PDError(f"{notice.events} can't be subscribed to: {error}") from error
+            raise PDError(f"can't subscribe to {notice.events}: {error}") from error
         return socket
 
     def _forget(self) -> None:
@@ -338,30 +352,30 @@ class Subscriber:
         self._holdings.forget()
         self._index.drop(self.worker)
 
-    def _say(self, text: str) -> None:
-        """Once, until it is something else."""
-        if text != self._said:
-            self._said = text
+    def _warn(self, text: str) -> None:
+        """Log a warning, unless it is the same as the last one."""
+        if text != self._last_warning:
+            self._last_warning = text
             logger.warning("events of %s: %s", self.worker, text)
 
     def _note(self, reason: str) -> None:
         count_unread(self.unread, reason)
 
-    def _say_unread(self) -> None:
-        """Each reason once."""
-        for reason in self.unread.keys() - self._unread_said:
-            self._unread_said.add(reason)
-            logger.warning("events of %s: what can't be read does not count: %s (what vLLM 0.9.2 to 0.33 writes can be "
+    def _warn_unread(self) -> None:
+        """Log each reason once."""
+        for reason in self.unread.keys() - self._unread_logged:
+            self._unread_logged.add(reason)
+            logger.warning("events of %s: some can't be read and are ignored: %s (events of vLLM 0.9.2 to 0.33 can be "
                            "read)", self.worker, reason)
 
 
-_contexts: dict[asyncio.AbstractEventLoop, tuple[zmq.Context, list[None]]] = {}  # with its users
+_contexts: dict[asyncio.AbstractEventLoop, tuple[zmq.Context, list[None]]] = {}  # context, its users
 
 
 @contextlib.contextmanager
 def _context() -> Iterator[zmq.Context]:
-    """One for all subscribers of the running loop, for each brings two threads along. The last user ends it and must
-    have closed its sockets."""
+    """The ZeroMQ context that all subscribers of the running loop share, because each context has two threads. A user
+    must have closed its sockets before it leaves; the last one ends the context."""
     loop = asyncio.get_running_loop()
     if loop not in _contexts:
         context = zmq.Context()
@@ -382,4 +396,4 @@ def _client(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq
     try:
         return sockets.client(context, address, only_connected=False, keys=keys)
     except zmq.ZMQError as error:
-        raise PDError(f"{address} can't be connected to: {error}") from error
+        raise PDError(f"can't connect to {address}: {error}") from error

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI-compatible front: each request goes to the engine that holds most of its prompt and has least to do."""
+"""An OpenAI-compatible router: a request goes to the engine that holds most of its prompt and has the least load."""

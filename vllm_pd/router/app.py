@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as an ASGI application: its own routes, and the door for those that go to workers."""
+"""The router as an ASGI application: its own routes, and the checks on requests that it forwards to workers."""
 import asyncio
 import logging
 import ssl
@@ -12,107 +12,108 @@ import msgspec
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.frontend.access import has_key, objection
-from vllm_pd.router import answers, descriptors
-from vllm_pd.router.answers import Answer, Headers
-from vllm_pd.router.bodies import Bodies, BodyRefused, Held
-from vllm_pd.router.feeds import Feeds
+from vllm_pd.router import descriptors, responses
+from vllm_pd.router.bodies import BodyBudget, BodyRefused, HeldBody
+from vllm_pd.router.client_connection import ClientGone, ClientResponseBroken, Receive, Send, respond
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import Placer
-from vllm_pd.router.policy import Policy, PolicyConfig
-from vllm_pd.router.probe import Prober
-from vllm_pd.router.proxy import ENDING, GENERATING, Broken, ClientGone, Proxy, Receive, Request, Send, ended, respond
+from vllm_pd.router.policy import Policy, RoutingPolicyConfig
+from vllm_pd.router.probe import GenerationProbes
+from vllm_pd.router.proxy import ENDING, GENERATING, RouterProxy, RouterRequest, shutting_down
+from vllm_pd.router.responses import Headers, RouterResponse
+from vllm_pd.router.subscriptions import EventSubscriptions
 from vllm_pd.router.tokens import TokenPool
-from vllm_pd.router.upstream import Upstream
-from vllm_pd.router.workers import Worker, Workers
+from vllm_pd.router.worker_client import WorkerClient
+from vllm_pd.router.workers import RouterWorker, Workers
 
 logger = logging.getLogger("vllm.pd.router")
 
 FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize", "/version"}
 METHODS = ("GET", "POST", "OPTIONS")
 MAX_OWN_BODY_BYTES = 65536
-MAX_OPTIONS_BODY_BYTES = 4096  # of a request that needs no key
+MAX_OPTIONS_BODY_BYTES = 4096  # OPTIONS needs no key
 
 
 class _WorkerBody(msgspec.Struct, forbid_unknown_fields=True):
     url: str
 
 
-class Router:
-    """All of it. `start` and `close` run in the loop that serves it; so does everything else."""
+class RouterApp:
+    """The whole router. Everything, `start` and `close` included, runs in the event loop that serves it."""
 
-    def __init__(self, options: RouterOptions, policy: PolicyConfig) -> None:
+    def __init__(self, options: RouterOptions, policy: RoutingPolicyConfig) -> None:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
-        self.most_clients = min(self.options.max_connections, descriptors.for_clients())
-        self._bodies = Bodies(self.options.max_body_bytes, self.options.max_bodies_bytes)
+        self.max_clients = min(self.options.max_connections, descriptors.for_clients())
+        self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)
         self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
         self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))
         self._running = False
         self._unready = False
         self._cut = False
-        self._open: set[asyncio.Task] = set()  # each with a request for workers
+        self._open: set[asyncio.Task] = set()  # of requests for workers
 
     async def start(self) -> None:
-        """Begin to know the workers."""
+        """Begin to follow the registry, to probe the workers and to read their events."""
         options = self.options
         tls = ssl.create_default_context()
-        self._upstream = Upstream(options.connect_timeout_s, tls, self.most_clients)
-        self._session = session = aiohttp.ClientSession(  # for what the router itself asks
-            connector=aiohttp.TCPConnector(ssl=tls, limit=0),  # a worker that hangs is to hold up no other
+        self._worker_client = WorkerClient(options.connect_timeout_s, tls, self.max_clients)
+        self._session = session = aiohttp.ClientSession(  # for the router's own requests
+            connector=aiohttp.TCPConnector(ssl=tls, limit=0),  # a worker that hangs must not delay others
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
         self._pool = TokenPool(options)
         self.placer = Placer(options, self._policy, self.workers, self._pool, self.metrics,
-                             lambda url: self._feeds.load_of(url))
-        self._feeds = Feeds(self.placer, session, options)
-        self._prober = Prober(options, session, self._came_up,
-                              lambda url, outcome: self.metrics.of(url, self.metrics.probes, outcome).inc(),
-                              lambda url: self._feeds.progress_of(url))
-        self._proxy = Proxy(options, self.workers, self.placer, self._upstream, self.metrics)
+                             lambda url: self._subscriptions.load_of(url))
+        self._subscriptions = EventSubscriptions(self.placer, session, options)
+        self._probes = GenerationProbes(options, session, self._came_up,
+                                        lambda url, outcome: self.metrics.of(url, self.metrics.probes, outcome).inc(),
+                                        lambda url: self._subscriptions.progress_of(url))
+        self._proxy = RouterProxy(options, self.workers, self.placer, self._worker_client, self.metrics)
         self._membership = Membership(options, self.workers, self.metrics)
-        self.workers.on_join.append(self._prober.watch)
-        self.workers.on_leave.append(self._feeds.left)
-        self.workers.on_end += [self._prober.forget, self._ended]
+        self.workers.on_join.append(self._probes.watch)
+        self.workers.on_leave.append(self._subscriptions.unsubscribe)
+        self.workers.on_end += [self._probes.forget, self._close_connections]
         self._membership.start()
         self._running = True
 
     async def close(self) -> None:
-        """End everything that `start` began."""
+        """Stop everything that `start` began."""
         if not self._running:
             return
         self._running = False
         await self._membership.close()
-        await self._prober.close()
-        await self._feeds.close()
+        await self._probes.close()
+        await self._subscriptions.close()
         self.placer.close()
         self._pool.close()
-        self._upstream.close()
+        self._worker_client.close()
         await self._session.close()
 
     def unready(self) -> None:
-        """From now on `/health` says that nothing more is to come; requests are taken as before."""
+        """From now on `/health` answers 503. Requests are still served."""
         self._unready = True
 
     def cut(self) -> None:
-        """End every open request: a stream with an event that is an error, what has not begun with a 503."""
+        """End every open request: a stream with an error event, a request whose answer has not begun with 503."""
         self._cut = True
         self._proxy.ending = True
         for task in list(self._open):
             task.cancel()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """The ASGI entry point."""
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._lifespan(receive, send)
         elif scope["type"] == "http":
             await self._serve(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1000})
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
@@ -132,7 +133,7 @@ class Router:
         if path in FORWARDED:
             label, handle = path, self._forward
         else:
-            label, handle = (path, self._own) if path in _OWN else ("other", self._own)
+            label, handle = (path, self._own) if path in _OWN_ROUTES else ("other", self._own)
         try:
             status = await handle(scope, receive, send)
         except ClientGone:
@@ -145,147 +146,154 @@ class Router:
     async def _forward(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
         headers = scope["headers"]
         if scope["method"] not in METHODS:
-            return await _say(send, answers.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use one of {', '.join(METHODS)}"))
+            return await _respond(send, responses.error_response(HTTPStatus.METHOD_NOT_ALLOWED,
+                                                             f"use one of {', '.join(METHODS)}"))
         if scope["method"] != "OPTIONS" and not self._has_key(headers):
-            return await _say(send, Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
+            return await _respond(send, RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
         task = asyncio.current_task()
         self._open.add(task)
         try:
-            with self._bodies_of(scope["method"]).hold() as held:
+            with self._budget_of(scope["method"]).hold() as held:
                 try:
-                    body = await _body(receive, headers, held)
+                    body = await _read_body(receive, headers, held)
                 except BodyRefused as refused:
                     retry_after_s = None if refused.final else self.options.retry_after_s
-                    return await _say(send, answers.refusal(refused.status, str(refused), retry_after_s))
+                    return await _respond(send, responses.error_response(refused.status, str(refused), retry_after_s))
                 except asyncio.CancelledError:
                     if not self._cut:
                         raise
                     task.uncancel()
-                    return await _say(send, ended(self.options))
+                    return await _respond(send, shutting_down(self.options))
                 return await self._send_on(scope, body, receive, send)
         finally:
             self._open.discard(task)
 
-    def _bodies_of(self, method: str) -> Bodies:
-        """What a body counts to. OPTIONS needs no key, so that it takes nothing from those that have one."""
-        return Bodies(MAX_OPTIONS_BODY_BYTES, MAX_OPTIONS_BODY_BYTES) if method == "OPTIONS" else self._bodies
+    def _budget_of(self, method: str) -> BodyBudget:
+        """The budget for a body. OPTIONS needs no key, so it must not use up the budget of requests that do."""
+        return BodyBudget(MAX_OPTIONS_BODY_BYTES, MAX_OPTIONS_BODY_BYTES) if method == "OPTIONS" else self._bodies
 
     async def _send_on(self, scope: dict[str, Any], body: bytes, receive: Receive, send: Send) -> int:
         path, headers, query = scope["path"], scope["headers"], scope["query_string"]
         target = path.encode() + (b"?" + query if query else b"")
-        request = Request(scope["method"].encode(), path, target, headers, body, asyncio.get_running_loop().time(),
-                          path in GENERATING and scope["method"] == "POST", explain=_wants_explanation(headers))
+        request = RouterRequest(scope["method"].encode(), path, target, headers, body,
+                                asyncio.get_running_loop().time(), path in GENERATING and scope["method"] == "POST",
+                                explain=_wants_explanation(headers))
         try:
             return await self._proxy.forward(request, receive, send)
-        except Broken as error:
+        except ClientResponseBroken as error:
             self.metrics.requests.labels(path, "broken").inc()
             raise ConnectionAbortedError(f"the worker was lost in the middle of an answer: {error}") from error
 
     # Requests for the router.
 
     async def _own(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
-        route = _OWN.get(scope["path"])
+        route = _OWN_ROUTES.get(scope["path"])
         if route is None:
-            return await _say(send, answers.refusal(HTTPStatus.NOT_FOUND, f"the router has no {scope['path']}"))
+            return await _respond(send, responses.error_response(HTTPStatus.NOT_FOUND,
+                                                             f"the router has no {scope['path']}"))
         methods, handle = route
         if scope["method"] not in methods:
-            return await _say(send, answers.refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"use {' or '.join(methods)}"))
-        return await _say(send, await handle(self, scope, receive))
+            return await _respond(send, responses.error_response(HTTPStatus.METHOD_NOT_ALLOWED,
+                                                             f"use {' or '.join(methods)}"))
+        return await _respond(send, await handle(self, scope, receive))
 
-    async def _health(self, scope: dict[str, Any], receive: Receive) -> Answer:
+    async def _health(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
         counts = self.workers.counts()
         if self._unready:
-            return answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, self.options.retry_after_s)
+            return responses.error_response(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, self.options.retry_after_s)
         if self.workers.any_up():
-            return Answer.of({"status": "ok", "workers": counts})
-        answer = answers.refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"no worker is up: {counts}",
+            return RouterResponse.of_json({"status": "ok", "workers": counts})
+        answer = responses.error_response(HTTPStatus.SERVICE_UNAVAILABLE, f"no worker is up: {counts}",
                                  self.options.retry_after_s)
         return answer
 
-    async def _load(self, scope: dict[str, Any], receive: Receive) -> Answer:
-        return Answer.of({"server_load": len(self._open)})
+    async def _load(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
+        return RouterResponse.of_json({"server_load": len(self._open)})
 
-    async def _metrics_page(self, scope: dict[str, Any], receive: Receive) -> Answer:
-        return Answer(200, self.metrics.page(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
+    async def _metrics_page(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
+        return RouterResponse(200, self.metrics.page(),
+                              [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
 
-    async def _workers(self, scope: dict[str, Any], receive: Receive) -> Answer:
+    async def _workers(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
         refused = self._refused(scope)
         if refused is not None:
             return refused
         if scope["method"] == "GET":
-            feeds = self._feeds.shown()
-            return Answer.of({
-                "workers": [{**worker.shown(), "events": feeds.get(worker.url)} for worker in self.workers],
+            events = self._subscriptions.as_json()
+            return RouterResponse.of_json({
+                "workers": [{**worker.as_json(), "events": events.get(worker.url)} for worker in self.workers],
                 "policy": self._policy.policy.value, "registry": self._membership.problem or "ok",
                 "tokenizer": self._pool.problem or ("ok" if self._pool.loaded else "not loaded")})
         try:
-            with Bodies(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
-                body = await _body(receive, scope["headers"], held)
+            with BodyBudget(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
+                body = await _read_body(receive, scope["headers"], held)
         except BodyRefused as refused:
-            return answers.refusal(refused.status, str(refused))
+            return responses.error_response(refused.status, str(refused))
         try:
             url = msgspec.json.decode(body, type=_WorkerBody).url
             if scope["method"] == "DELETE":
                 known = self._membership.remove(url)
-                return (Answer.of({"removed": url}) if known else
-                        answers.refusal(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))
+                return (RouterResponse.of_json({"removed": url}) if known else
+                        responses.error_response(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))
             worker = self._membership.add(url)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            return answers.refusal(HTTPStatus.BAD_REQUEST, f'{error}; write {{"url": "http://HOST:PORT"}}')
+            return responses.error_response(HTTPStatus.BAD_REQUEST, f'{error}; write {{"url": "http://HOST:PORT"}}')
         except ConfigError as error:
-            return answers.refusal(HTTPStatus.BAD_REQUEST, str(error))
+            return responses.error_response(HTTPStatus.BAD_REQUEST, str(error))
         if worker is None:
-            return answers.refusal(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
-        return Answer.of(worker.shown(), HTTPStatus.CREATED)
+            return responses.error_response(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
+        return RouterResponse.of_json(worker.as_json(), HTTPStatus.CREATED)
 
-    def _refused(self, scope: dict[str, Any]) -> Answer | None:
-        """As the engines' own operator routes: with a key for its owners; without one, changes are for this machine."""
+    def _refused(self, scope: dict[str, Any]) -> RouterResponse | None:
+        """The error for a request to /workers that is not allowed, else None. With an API key the request must show it.
+        Without one, as with the engines' operator routes, changes are allowed from this machine only."""
         headers = scope["headers"]
         if self.options.api_key is not None:
-            return None if self._has_key(headers) else Answer.of({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
+            return (None if self._has_key(headers) else
+                    RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
         problem = objection(scope) if scope["method"] != "GET" else None
-        return None if problem is None else answers.refusal(HTTPStatus.FORBIDDEN, problem)
+        return None if problem is None else responses.error_response(HTTPStatus.FORBIDDEN, problem)
 
     def _has_key(self, headers: Headers) -> bool:
         if self.options.api_key is None:
             return True
-        given = answers.find(headers, b"authorization") or b""
+        given = responses.find(headers, b"authorization") or b""
         return has_key(given, self.options.api_key)
 
-    def _ended(self, worker: Worker) -> None:
-        """The connections are the URL's, where another worker may be by now."""
+    def _close_connections(self, worker: RouterWorker) -> None:
+        """Connections belong to a URL, and a new worker may have the URL already: then they stay."""
         if self.workers.get(worker.url) is None:
-            self._upstream.forget(worker.url)
+            self._worker_client.forget(worker.url)
 
-    def _came_up(self, worker: Worker) -> None:
-        if self.placer.families.is_another(worker):
-            self._feeds.left(worker)
+    def _came_up(self, worker: RouterWorker) -> None:
+        if self.placer.families.has_changed_model(worker):
+            self._subscriptions.unsubscribe(worker)
         family = self.placer.families.join(worker)
         if self._policy.policy is Policy.KV:
-            self._pool.offer(family.name, worker.root)
+            self._pool.load_for(family.name, worker.root)
         if self._policy.policy in (Policy.KV, Policy.LEAST_LOAD):
-            self._feeds.came_up(worker)
+            self._subscriptions.subscribe(worker)
 
 
-_OWN: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
-    "/health": (("GET", "HEAD"), Router._health),
-    "/ping": (("GET", "HEAD", "POST"), Router._health),
-    "/load": (("GET", "HEAD"), Router._load),
-    "/metrics": (("GET", "HEAD"), Router._metrics_page),
-    "/workers": (("GET", "POST", "DELETE"), Router._workers),
+_OWN_ROUTES: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
+    "/health": (("GET", "HEAD"), RouterApp._health),
+    "/ping": (("GET", "HEAD", "POST"), RouterApp._health),
+    "/load": (("GET", "HEAD"), RouterApp._load),
+    "/metrics": (("GET", "HEAD"), RouterApp._metrics_page),
+    "/workers": (("GET", "POST", "DELETE"), RouterApp._workers),
 }
 
 
-async def _say(send: Send, answer: Answer) -> int:
+async def _respond(send: Send, answer: RouterResponse) -> int:
     await respond(send, answer)
     return answer.status
 
 
-async def _body(receive: Receive, headers: Headers, held: Held) -> bytes:
-    """All of it. Raises ClientGone, BodyRefused."""
-    length = answers.find(headers, b"content-length")
+async def _read_body(receive: Receive, headers: Headers, held: HeldBody) -> bytes:
+    """The whole body. Raises ClientGone, BodyRefused."""
+    length = responses.find(headers, b"content-length")
     if length is not None:
-        held.announced(int(length))
+        held.check_length(int(length))
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientGone
@@ -303,5 +311,5 @@ async def _body(receive: Receive, headers: Headers, held: Held) -> bytes:
 
 
 def _wants_explanation(headers: Headers) -> bool:
-    value = answers.find(headers, b"x-vllm-pd-explain")
+    value = responses.find(headers, b"x-vllm-pd-explain")
     return value is not None and value not in (b"0", b"")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of requests a router holds: of one body, and of all that are open together."""
+"""Limits on request bodies: the size of one, and the bytes of all open requests together."""
 from http import HTTPStatus
 from types import TracebackType
 
 
 class BodyRefused(Exception):
-    """A body that is not taken. `final`: not later either."""
+    """A body over a limit. `final`: it would be refused later, too."""
 
     def __init__(self, status: HTTPStatus, text: str, final: bool) -> None:
         super().__init__(text)
@@ -13,45 +13,46 @@ class BodyRefused(Exception):
         self.final = final
 
 
-class Bodies:
-    """All of a router. Belongs to its event loop."""
+class BodyBudget:
+    """Counts the body bytes that open requests hold. `max_bytes` bounds one body, `max_total_bytes` all of them.
+    Belongs to the router's event loop."""
 
-    def __init__(self, most_bytes: int, most_bytes_together: int) -> None:
+    def __init__(self, max_bytes: int, max_total_bytes: int) -> None:
         self.held_bytes = 0
-        self.most_bytes = most_bytes
-        self.most_bytes_together = most_bytes_together
+        self.max_bytes = max_bytes
+        self.max_total_bytes = max_total_bytes
 
-    def hold(self) -> "Held":
-        """Room for one body, until the end of this context."""
-        return Held(self)
+    def hold(self) -> "HeldBody":
+        """A context that counts one body, and gives its bytes back at its end."""
+        return HeldBody(self)
 
 
-class Held:
-    """One body. Only what has come is counted, whatever its length is said to be."""
+class HeldBody:
+    """The bytes of one body. Only bytes that have arrived count, not a Content-Length."""
 
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
         self._bytes = 0
 
-    def __enter__(self) -> "Held":
+    def __enter__(self) -> "HeldBody":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._bodies.held_bytes -= self._bytes
+        self._budget.held_bytes -= self._bytes
         self._bytes = 0
 
-    def announced(self, length: int) -> None:
-        """It will have so many bytes. Raises BodyRefused."""
-        if length > self._bodies.most_bytes:
+    def check_length(self, length: int) -> None:
+        """Raises BodyRefused where a body of `length` bytes is over the limit of one body."""
+        if length > self._budget.max_bytes:
             raise BodyRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                              f"the body has more than {self._bodies.most_bytes} bytes", final=True)
+                              f"the body has more than {self._budget.max_bytes} bytes", final=True)
 
     def add(self, count: int) -> None:
-        """So many bytes have come. Raises BodyRefused."""
+        """Count `count` more bytes that have arrived. Raises BodyRefused where a limit is exceeded."""
         self._bytes += count
-        self._bodies.held_bytes += count
-        self.announced(self._bytes)
-        if self._bodies.held_bytes > self._bodies.most_bytes_together:
+        self._budget.held_bytes += count
+        self.check_length(self._bytes)
+        if self._budget.held_bytes > self._budget.max_total_bytes:
             raise BodyRefused(HTTPStatus.SERVICE_UNAVAILABLE, f"the bodies of all open requests have more than "
-                              f"{self._bodies.most_bytes_together} bytes: try again later", final=False)
+                              f"{self._budget.max_total_bytes} bytes: try again later", final=False)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File descriptors: how many of them clients may take, and whether an error means that none was left."""
+"""File descriptors: how many connections clients may have, and whether an error means that this machine ran out."""
 import errno
 import os
 import resource
 
 WANTED = 1 << 16
 RESERVED = 64  # for events, probes, the registry and files
-FEWEST = 16
-_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+MIN_CLIENTS = 16
+_SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
 
 def raise_limit() -> None:
-    """Let this process have as many as it may, up to `WANTED`."""
+    """Raise this process' soft limit of descriptors to its hard limit, at most to `WANTED`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -19,20 +19,20 @@ def raise_limit() -> None:
 
 
 def for_clients() -> int:
-    """How many connections clients may have so that each can be given one to a worker."""
+    """How many connections clients may have: half of the descriptors, so that each has one to a worker as well."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return WANTED if soft == resource.RLIM_INFINITY else max(FEWEST, (soft - RESERVED) // 2)
+    return WANTED if soft == resource.RLIM_INFINITY else max(MIN_CLIENTS, (soft - RESERVED) // 2)
 
 
-def are_short(error: BaseException) -> bool:
-    """Whether it is this machine that lacks descriptors, memory or ports, so that an error says nothing of others. A
-    resolver does not say why it has failed: so one is opened."""
+def is_shortage(error: BaseException) -> bool:
+    """Whether the error means that this machine lacks descriptors, memory or ports: then it says nothing about a
+    worker. A failed name lookup hides its reason, so this opens a descriptor to find out."""
     if not isinstance(error, OSError):
         return False
-    if error.errno in _OWN:
+    if error.errno in _SHORTAGES:
         return True
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
-    except OSError as own:
-        return own.errno in _OWN
+    except OSError as failure:
+        return failure.errno in _SHORTAGES
     return False

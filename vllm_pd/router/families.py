@@ -1,40 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which workers serve the same model, and what they hold of it.
+"""Workers grouped by the model they serve, each group with its prefix indexes.
 
-Workers that name a model alike are a family: prompts for it have one tokenizer, and what its workers hold is comparable
-where their blocks have the same size. So a family has an index for each size. It ends with its last worker.
+Workers that give their model the same name are a family. A family has one tokenizer, and one `PrefixIndex` for each
+block size among its workers, because blocks of different sizes can't be compared. It ends with its last worker.
 """
 from collections.abc import Iterable, Iterator, Sequence
 
 from vllm_pd.router.index import Block, Hash, PrefixIndex
-from vllm_pd.router.workers import Worker
+from vllm_pd.router.workers import RouterWorker
 
 
 class Family:
-    """`name` is the least of the `names` by which its first worker serves the model."""
+    """One model's workers. `names` are the model's names, `name` is the first worker's alphabetically first one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.names: set[str] = set()
-        self.indexes: dict[int, PrefixIndex] = {}  # by the size of a block
+        self.indexes: dict[int, PrefixIndex] = {}  # by block size, in tokens
         self.members: set[str] = set()  # URLs
 
     def index(self, block_size: int) -> PrefixIndex:
-        """That of workers with such blocks."""
+        """The index of the workers with this block size (tokens); made where there is none."""
         if block_size not in self.indexes:
             self.indexes[block_size] = PrefixIndex(block_size)
         return self.indexes[block_size]
 
 
 class Families:
-    """Belongs to the router's event loop."""
+    """All families, by model name and by worker URL. Belongs to the router's event loop."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Family] = {}
         self._by_url: dict[str, Family] = {}
 
-    def join(self, worker: Worker) -> Family:
-        """The worker's; its first one, by the models that it says it serves, until it leaves."""
+    def join(self, worker: RouterWorker) -> Family:
+        """The worker's family. The worker's models decide at the first call; it then stays there until `leave`."""
         names = _names(worker)
         family = self._by_url.get(worker.url)
         if family is None:
@@ -47,13 +47,13 @@ class Families:
                 family.names.add(name)
         return family
 
-    def is_another(self, worker: Worker) -> bool:
-        """Whether the worker serves nothing any more of what its family does."""
+    def has_changed_model(self, worker: RouterWorker) -> bool:
+        """Whether the worker serves none of its family's models any more."""
         family = self._by_url.get(worker.url)
         return family is not None and family.names.isdisjoint(_names(worker))
 
     def leave(self, url: str) -> Family | None:
-        """The worker is gone. Its family, where that has ended with it."""
+        """Remove a worker. Returns its family where that has ended with it, else None."""
         family = self._by_url.pop(url, None)
         if family is None:
             return None
@@ -66,9 +66,9 @@ class Families:
             del self._by_name[name]
         return family
 
-    def of_model(self, model: str | None, serving: Iterable[Worker]) -> Family | None:
-        """That of whoever is asked for this model; `serving` are the workers that may know it as an adapter. Where no
-        model is named it is the only family that there is."""
+    def of_model(self, model: str | None, serving: Iterable[RouterWorker]) -> Family | None:
+        """The family for a request's `model`, or None. `serving` are the workers to look at for an adapter of that
+        name. For an unknown model or None it is the only family, where there is exactly one."""
         if model in self._by_name:
             return self._by_name[model]
         if model is not None:
@@ -79,17 +79,18 @@ class Families:
         return next(iter(found.values())) if len(found) == 1 else None
 
     def indexes(self) -> Iterator[PrefixIndex]:
-        """Of all families."""
+        """The indexes of all families."""
         for family in {id(family): family for family in self._by_name.values()}.values():
             yield from family.indexes.values()
 
 
-def _names(worker: Worker) -> frozenset[str]:
+def _names(worker: RouterWorker) -> frozenset[str]:
     return worker.base_models or worker.models or frozenset({""})
 
 
 class UnsizedIndex:
-    """The index of one rank of a worker (`vllm_pd.events.subscriber.Index`) whose blocks' size its first event says."""
+    """A `vllm_pd.events.subscriber.SubscribedIndex` for a rank whose block size is unknown until its first event, which
+    selects the family's index of that size."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
@@ -97,33 +98,38 @@ class UnsizedIndex:
 
     @property
     def block_size(self) -> int:
-        """0 where it is not known yet."""
+        """In tokens; 0 while it is unknown."""
         return 0 if self._index is None else self._index.block_size
 
     def stored(self, worker: str, block_hashes: Sequence[Hash], parent: Hash | None, token_ids: Sequence[int],
                block_size: int | None = None, lora: int | str | None = None,
                extras: Sequence[str | None] | None = None, counted: bool = True) -> bool:
+        """See `PrefixIndex`. The first call selects the index, by `block_size`."""
         if self._index is None:
             self._index = self._family.index(block_size)
         return self._index.stored(worker, block_hashes, parent, token_ids, block_size, lora, extras, counted)
 
     def removed(self, worker: str, block_hashes: Iterable[Hash]) -> None:
+        """See `PrefixIndex`."""
         if self._index is not None:
             self._index.removed(worker, block_hashes)
 
-    def looks_ahead(self, worker: str, blocks: int) -> None:
+    def set_lookahead(self, worker: str, blocks: int) -> None:
+        """See `PrefixIndex`."""
         if self._index is not None:
-            self._index.looks_ahead(worker, blocks)
+            self._index.set_lookahead(worker, blocks)
 
     def cleared(self, worker: str) -> None:
+        """See `PrefixIndex`."""
         if self._index is not None:
             self._index.cleared(worker)
 
     def drop(self, worker: str) -> None:
-        """The next life of the engine may have others."""
+        """See `PrefixIndex`. The engine's next life may have another block size."""
         if self._index is not None:
             self._index.drop(worker)
             self._index = None
 
     def replacing(self, worker: str, blocks: Iterable[Block]) -> Iterator[int]:
-        raise NotImplementedError("only an engine of ours sends a snapshot, and it tells the size of its blocks")
+        """Never called: only our own engines send snapshots, and those report their block size."""
+        raise NotImplementedError("a snapshot came from an engine that does not report its block size")

@@ -1,173 +1,177 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker holds the KV of how much of a prompt.
+"""Which worker holds the KV blocks of how much of a prompt.
 
-`PrefixIndex` is fed with what the workers' events say and asked by the policy. It keeps, per block name
-(`vllm_pd.router.hashes`), one integer with a bit per worker, and per worker a map from that engine's own block hash to
-the name. A prompt is matched block by block from its start, with the set of workers that hold everything so far; a
-worker drops out at its first gap, whatever it holds behind it.
+`PrefixIndex` is fed with the workers' KV events. It keeps, for each block name (`vllm_pd.router.hashes`), one integer
+with a bit for each worker that holds the block, and for each worker a dictionary from the engine's own block hashes to
+names. A prompt is matched block by block from its start, with the set of workers that hold everything so far. A worker
+drops out at its first missing block, whatever it holds after that.
 
-Life of a block: `stored` names it and sets the worker's bit; `removed` takes the bit back. A block whose parent is not
-known has no name yet: it *waits*, unmatched, until the parent is announced (engines evict parents before children now
-and then, and compute them again). What a worker loses as a whole (`cleared`, `drop`) is invisible at once, but its
-bits are swept a little at each later event, so that no call takes long.
+Life of a block: `stored` gives it a name and sets the worker's bit, `removed` clears the bit. The name depends on the
+previous block (the parent). A block whose parent is unknown *waits* without a name and matches nothing until its parent
+is stored; engines sometimes evict a parent before its children and compute it again later. When a worker loses all
+blocks (`cleared`, `drop`), they stop matching at once. Their bits are cleared a few at a time, at each later change,
+so that no call takes long.
 
-Not for use by several threads. Calls cost time in proportion to the blocks they name, but for `replace`, which takes a
-whole snapshot: `replacing` does the same in steps.
+Not thread-safe. The time of a call is proportional to the number of blocks it names. `replacing` takes a large snapshot
+in steps.
 """
 import heapq
 import math
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from vllm_pd.errors import ConfigError, PeerMismatch
-from vllm_pd.router.hashes import TOKEN_BYTES, apart, chain, packed, root
+from vllm_pd.router.hashes import TOKEN_BYTES, chain, chain_with_extras, pack_tokens, root_seed
 
-SWEEP_BLOCKS = 256  # dead bits taken back at each call that changes the index
-MAX_WAITING_BLOCKS = 65536  # per worker, beyond those that waited after a snapshot; then it needs another one
-SLICE_BLOCKS = 512  # of a snapshot, between two steps of `replacing`
+SWEEP_BLOCKS = 256  # bits of lost blocks cleared at each change of the index
+MAX_WAITING_BLOCKS = 65536  # per worker, besides those that waited after a snapshot; beyond, it needs a new snapshot
+SLICE_BLOCKS = 512  # of a snapshot, in one step of `replacing`
 
 Hash = int | bytes
 Block = tuple[Hash, Hash | None, Sequence[int], int | str | None]
-"""Of a snapshot: the engine's hash, that of the block before it (None for the first of a prompt), the token ids of
-this block alone, the adapter."""
+"""A block of a snapshot: the engine's hash of it, that of its parent (None for the first block of a prompt), the token
+ids of this block only, the LoRA adapter."""
 
 
 @dataclass
-class Counts:
-    """What the index has seen, for metrics. All in blocks, but for `drops` (workers)."""
+class IndexCounts:
+    """Totals for the metrics, in blocks; `drops` in workers."""
     stored: int = 0
     removed: int = 0
-    unknown_removed: int = 0  # removed without having been announced: events were lost
-    waited: int = 0  # announced before their parent
-    refused: int = 0  # could not even wait: the worker needs a snapshot
+    unknown_removed: int = 0  # removed without having been stored: events were lost
+    waited: int = 0  # stored before their parent
+    refused: int = 0  # too many wait already: the worker needs a snapshot
     drops: int = 0
 
 
 @dataclass(slots=True)
-class _Worker:
-    """One life of a worker in the index. The bit belongs to it until its last name has been swept."""
+class _WorkerEntry:
+    """What a worker holds, from its first event to its loss of everything. `bit` is not given to another worker before
+    it has been cleared everywhere."""
     bit: int
-    room: float  # how many blocks may wait
+    max_waiting: float  # how many blocks may wait
     names: dict[Hash, int] = field(default_factory=dict)  # engine hash -> name
-    copies: dict[Hash, int] = field(default_factory=dict)  # engine hash -> how many more, where an engine keeps several
-    shared: dict[int, int] = field(default_factory=dict)  # name -> how many more engine hashes have it
-    waiting: dict[Hash, dict[Hash, bytes]] = field(default_factory=dict)  # the parent's -> child's -> tokens, extras
-    parents: dict[Hash, Hash] = field(default_factory=dict)  # engine hash of what waits -> that of its parent
-    complete: bool = True  # nothing was refused since the last snapshot
+    copies: dict[Hash, int] = field(default_factory=dict)  # engine hash -> number of further blocks with the same hash
+    shared: dict[int, int] = field(default_factory=dict)  # name -> number of further engine hashes with the same name
+    waiting: dict[Hash, dict[Hash, bytes]] = field(default_factory=dict)  # parent -> waiting block -> tokens and extras
+    parents: dict[Hash, Hash] = field(default_factory=dict)  # waiting block -> its parent
 
 
 class PrefixIndex:
-    """See the module. `block_size` in tokens; it must be that of all workers."""
+    """See the module. `block_size` is in tokens and the same for all workers of the index."""
 
     def __init__(self, block_size: int):
         if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
             raise ConfigError("block_size", block_size, "give the workers' --block-size, 1 or more")
         self.block_size = block_size
-        self.counts = Counts()
+        self.counts = IndexCounts()
         self._holders: dict[int, int] = {}  # name -> bits of the workers that hold the block
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _WorkerEntry] = {}
         self._by_bit: dict[int, str] = {}
-        self._ahead: dict[str, int] = {}  # worker -> blocks that its hashes look ahead
+        self._lookahead: dict[str, int] = {}  # worker -> see `set_lookahead`
         self._live = 0  # bits of the workers in _workers
         self._free_bits: list[int] = []
         self._bits_made = 0
-        self._dying: list[tuple[int, Iterator[int]]] = []  # bit, the names it is still set for
-        self._expected: dict[int, dict[int, float]] = {}  # name -> bit -> until, in the clock of the caller
+        self._dying: list[tuple[int, Iterator[int]]] = []  # bit of a lost worker, names for which it is still set
+        self._expected: dict[int, dict[int, float]] = {}  # name -> bit -> until when, on the caller's clock
         self._expiries: list[tuple[float, int, list[int]]] = []  # heap: until, bit, names
 
-    # asking
+    # Queries.
 
     def hashes(self, token_ids: Sequence[int], lora: int | str | None = None) -> list[int]:
-        """The names of the full blocks of a prompt, in order. ConfigError for what is no list of token ids."""
-        return chain(packed(token_ids), self.block_size, root(lora))
+        """The names of the full blocks of a prompt, in order. Raises ConfigError for anything but token ids."""
+        return chain(pack_tokens(token_ids), self.block_size, root_seed(lora))
 
     def matches(self, hashes: Sequence[int], now_s: float | None = None) -> dict[str, int]:
-        """Per worker how many blocks from the start of the prompt it holds without a gap; workers with none are left
-        out. With `now_s`, blocks that are expected (`expect`) until a later time count as held."""
+        """How many consecutive blocks from the start of the prompt each worker holds. `hashes` are their names; workers
+        with none are left out. With `now_s`, blocks that are expected until a later time (`expect`) count as held."""
         if now_s is not None and self._expiries and self._expiries[0][0] <= now_s:
             self.expire(now_s)
         holders, expected = self._holders, {} if now_s is None else self._expected
         found: dict[str, int] = {}
-        left, depth = self._live, 0
+        matching, depth = self._live, 0  # the workers that hold all of the first `depth` blocks
         for name in hashes:
-            still = holders.get(name, 0)
-            if expected and (soon := expected.get(name)) is not None:
-                for bit, until_s in soon.items():
+            bits = holders.get(name, 0)
+            if expected and (expected_bits := expected.get(name)) is not None:
+                for bit, until_s in expected_bits.items():
                     if until_s > now_s:
-                        still |= bit
-            still &= left
-            if still != left:
+                        bits |= bit
+            bits &= matching
+            if bits != matching:
                 if depth:
-                    self._note(left & ~still, depth, found)
-                left = still
-                if not left:
+                    self._record(matching & ~bits, depth, found)
+                matching = bits
+                if not matching:
                     break
             depth += 1
-        if depth and left:
-            self._note(left, depth, found)
-        if self._ahead:
-            self._look_back(found)
+        if depth and matching:
+            self._record(matching, depth, found)
+        if self._lookahead:
+            self._subtract_lookahead(found)
         return found
 
-    def _look_back(self, found: dict[str, int]) -> None:
-        """A block that is held behind the last one that matches shows that what it was looking at is the same."""
-        for worker in self._ahead.keys() & found.keys():
-            found[worker] -= self._ahead[worker]
+    def _subtract_lookahead(self, found: dict[str, int]) -> None:
+        """The last blocks that match depend on tokens after them, which may differ, so they may be no hits."""
+        for worker in self._lookahead.keys() & found.keys():
+            found[worker] -= self._lookahead[worker]
             if found[worker] <= 0:
                 del found[worker]
 
-    def _note(self, bits: int, depth: int, found: dict[str, int]) -> None:
+    def _record(self, bits: int, depth: int, found: dict[str, int]) -> None:
         while bits:
             bit = bits & -bits
             found[self._by_bit[bit]] = depth
             bits ^= bit
 
-    # what the workers announce
+    # Events of the workers.
 
     def stored(self, worker: str, block_hashes: Sequence[Hash], parent: Hash | None, token_ids: Sequence[int],
                block_size: int | None = None, lora: int | str | None = None,
                extras: Sequence[str | None] | None = None, counted: bool = True) -> bool:
-        """Consecutive blocks that `worker` holds from now on: `parent` is the engine's hash of the block before the
-        first. `extras`, one for each, tell a block apart from others with the same tokens. Unless `counted`, a block
-        that is told of twice is there once. False if some of them can't be kept, for want of room to wait in: the
-        worker needs a snapshot."""
+        """`worker` now holds these consecutive blocks. `block_hashes` are the engine's hashes, `parent` is that of the
+        block before the first, `token_ids` are those of all blocks. `extras` has one entry for each block, which
+        distinguishes it from blocks with the same tokens. With `counted`, a block that is stored twice must be removed
+        twice. Returns False if too many blocks wait already, so that some were not kept: the worker needs a snapshot.
+        Raises PeerMismatch for another block size, ConfigError for a wrong number of tokens."""
         if block_size is not None and block_size != self.block_size:
             raise PeerMismatch("block_size", self.block_size, block_size)
         if len(token_ids) != len(block_hashes) * self.block_size:
             raise ConfigError("token_ids", f"{len(token_ids)} for {len(block_hashes)} blocks",
                               f"send {self.block_size} for each block")
-        data = packed(token_ids)
+        data = pack_tokens(token_ids)
         if self._dying:
             self.sweep()
         state = self._workers.get(worker) or self._join(worker)
-        seed = root(lora) if parent is None else state.names.get(parent)
+        seed = root_seed(lora) if parent is None else state.names.get(parent)
         if seed is None:
             assert parent is not None
             return self._wait(state, block_hashes, parent, data, extras, counted)
         names, waiting, bit = state.names, state.waiting, state.bit
         holders, expected = self._holders, self._expected
         self.counts.stored += len(block_hashes)
-        chained = chain(data, self.block_size, seed) if extras is None else apart(data, self.block_size, seed, extras)
-        for engine_hash, name in zip(block_hashes, chained, strict=True):
+        new_names = (chain(data, self.block_size, seed) if extras is None else
+                     chain_with_extras(data, self.block_size, seed, extras))
+        for engine_hash, name in zip(block_hashes, new_names, strict=True):
             others = holders.get(name, 0)
             if engine_hash in names or engine_hash in waiting or others & bit:
                 self._hold(state, engine_hash, name, counted)
                 continue
-            names[engine_hash] = name  # by far the most frequent case; what `_hold` does for it
+            names[engine_hash] = name  # by far the most frequent case of `_hold`, inlined
             holders[name] = others | bit
             if name in expected:
                 self._unexpect(name, bit)
         return True
 
-    def looks_ahead(self, worker: str, blocks: int) -> None:
-        """The worker's hashes depend on so many blocks behind: the last ones that match may not be hits."""
+    def set_lookahead(self, worker: str, blocks: int) -> None:
+        """The worker's block hashes depend on the tokens of `blocks` following blocks, so that the last `blocks` ones
+        of a match may be no hits."""
         if worker not in self._workers:
             self._join(worker)
-        self._ahead[worker] = blocks
+        self._lookahead[worker] = blocks
 
     def removed(self, worker: str, block_hashes: Iterable[Hash]) -> None:
-        """Blocks that `worker` holds no longer. What has been computed on top of them stays known, and matches again
-        when they are stored again."""
+        """`worker` no longer holds these blocks. Their children stay known, and match again once these are stored
+        again."""
         if self._dying:
             self.sweep()
         state = self._workers.get(worker) or self._join(worker)
@@ -187,105 +191,94 @@ class PrefixIndex:
             self.counts.removed += 1
 
     def cleared(self, worker: str) -> None:
-        """`worker` holds nothing any more."""
+        """`worker` holds no blocks any more."""
         if worker in self._workers:
             self._retire(worker)
         self._join(worker)
         self.sweep()
 
     def drop(self, worker: str) -> None:
-        """`worker` is gone, or not to be counted on until it says anew what it holds."""
+        """Forget `worker`: it has left, or what is known of it can't be trusted any more."""
         if worker in self._workers:
             self._retire(worker)
             self.counts.drops += 1
         self.sweep()
 
     def replace(self, worker: str, blocks: Iterable[Block]) -> None:
-        """`worker` holds these blocks and no others: a snapshot."""
+        """`worker` holds exactly these blocks: a snapshot."""
         for _ in self.replacing(worker, blocks):
             pass
 
     def replacing(self, worker: str, blocks: Iterable[Block]) -> Iterator[int]:
-        """As `replace`, in steps of at most SLICE_BLOCKS blocks, and yields how many it has taken; let others work in
-        between, but nothing that feeds the same worker. Blocks may come in any order, and as many may wait as there
-        are: else an engine that holds so many would be asked for one snapshot after the other."""
+        """As `replace`, in steps of SLICE_BLOCKS blocks. Yields the number of blocks taken so far. Other workers may be
+        changed between two steps, not this one. Blocks may come in any order, and any number of them may wait:
+        otherwise an engine with many such blocks would be asked for one snapshot after the other."""
         self.cleared(worker)
         state = self._workers[worker]
-        state.room = math.inf
+        state.max_waiting = math.inf
         taken = 0
         for engine_hash, parent, token_ids, lora in blocks:
             if state is not self._workers.get(worker):
-                return  # dropped meanwhile
+                return  # dropped between two steps
             self.stored(worker, (engine_hash,), parent, token_ids, None, lora)
             taken += 1
             if taken % SLICE_BLOCKS == 0:
                 yield taken
-        state.room = len(state.parents) + MAX_WAITING_BLOCKS
+        state.max_waiting = len(state.parents) + MAX_WAITING_BLOCKS
         yield taken
 
-    # what was just sent there
+    # Blocks expected of requests that were just sent.
 
     def expect(self, worker: str, hashes: Sequence[int], until_s: float) -> None:
-        """A prompt was just sent to `worker`: `matches` with a time before `until_s` counts its blocks there, until the
-        worker's own events have said so or it has removed them."""
+        """A prompt with these block names was just sent to `worker`. Until `until_s` the blocks count as held there in
+        `matches` with `now_s`, unless the worker's events store or remove them before."""
         state = self._workers.get(worker) or self._join(worker)
         bit, holders = state.bit, self._holders
         names = [name for name in hashes if not holders.get(name, 0) & bit]
         for name in names:
-            soon = self._expected.setdefault(name, {})
-            soon[bit] = max(until_s, soon.get(bit, until_s))
+            expected_bits = self._expected.setdefault(name, {})
+            expected_bits[bit] = max(until_s, expected_bits.get(bit, until_s))
         if names:
             heapq.heappush(self._expiries, (until_s, bit, names))
 
     def expire(self, now_s: float) -> None:
-        """Forget what was expected until now and never came; `matches` does it by itself."""
+        """Forget blocks whose time has passed. `matches` calls this itself."""
         while self._expiries and self._expiries[0][0] <= now_s:
             _, bit, names = heapq.heappop(self._expiries)
             for name in names:
-                soon = self._expected.get(name)
-                if soon is not None and soon.get(bit, now_s + 1) <= now_s:
+                expected_bits = self._expected.get(name)
+                if expected_bits is not None and expected_bits.get(bit, now_s + 1) <= now_s:
                     self._unexpect(name, bit)
 
-    # looking in
+    # Inspection.
 
     def workers(self) -> list[str]:
-        """Those that have said something since they were dropped last."""
+        """The workers that have sent events since they were last dropped."""
         return list(self._workers)
 
     def __contains__(self, worker: str) -> bool:
-        """Whether the worker has said something since it was dropped last."""
+        """Whether the worker has sent events since it was last dropped."""
         return worker in self._workers
 
     def blocks(self, worker: str) -> int:
-        """How many blocks the worker is known to hold, those that wait for a parent included."""
+        """The number of blocks that the worker holds, waiting ones included."""
         state = self._workers.get(worker)
         return len(state.names) + len(state.parents) if state else 0
 
-    def complete(self, worker: str) -> bool:
-        """False where something the worker said could not be kept: it needs a snapshot."""
-        state = self._workers.get(worker)
-        return state is None or state.complete
-
     def engine_hashes(self, worker: str) -> KeysView[Hash]:
-        """The engine's own hashes of the blocks that it is known to hold and that have a name."""
+        """The engine's own hashes of the blocks with a name."""
         state = self._workers.get(worker)
         return state.names.keys() if state else {}.keys()
 
-    def names(self, worker: str) -> Mapping[Hash, int]:
-        """From the engine's own hash to the name, for each block with a name. Not to be changed."""
-        state = self._workers.get(worker)
-        return state.names if state else {}
-
     def sizes(self) -> dict[str, int]:
-        """Entries of each table, for metrics and leak checks."""
+        """The number of entries of each table, for metrics and leak checks."""
         return {"names": len(self._holders), "workers": len(self._workers), "dying": len(self._dying),
                 "waiting": sum(len(state.parents) for state in self._workers.values()),
                 "waited_for": sum(len(state.waiting) for state in self._workers.values()),
                 "expected": len(self._expected), "expiries": len(self._expiries)}
 
     def sweep(self, blocks: int | None = None) -> None:
-        """Take back at most so many bits (default: SWEEP_BLOCKS) of workers that are gone. Every change does this by
-        itself."""
+        """Clear at most `blocks` bits (default: SWEEP_BLOCKS) of lost workers. Every change calls this itself."""
         if blocks is None:
             blocks = SWEEP_BLOCKS
         while self._dying and blocks > 0:
@@ -298,9 +291,9 @@ class PrefixIndex:
             self._dying.pop()
             self._free_bits.append(bit)
 
-    # inside
+    # Internals.
 
-    def _join(self, worker: str) -> _Worker:
+    def _join(self, worker: str) -> _WorkerEntry:
         if self._free_bits:
             bit = self._free_bits.pop()
         else:
@@ -308,12 +301,12 @@ class PrefixIndex:
             self._bits_made += 1
         self._live |= bit
         self._by_bit[bit] = worker
-        state = self._workers[worker] = _Worker(bit, MAX_WAITING_BLOCKS)
+        state = self._workers[worker] = _WorkerEntry(bit, MAX_WAITING_BLOCKS)
         return state
 
     def _retire(self, worker: str) -> None:
         state = self._workers.pop(worker)
-        self._ahead.pop(worker, None)
+        self._lookahead.pop(worker, None)
         bit = state.bit
         self._live &= ~bit
         del self._by_bit[bit]
@@ -328,8 +321,8 @@ class PrefixIndex:
         self._expiries = kept
         self._dying.append((bit, iter(state.names.values())))
 
-    def _hold(self, state: _Worker, engine_hash: Hash, name: int, counted: bool = True) -> None:
-        """The block has a name now, and so has all that waited for it."""
+    def _hold(self, state: _WorkerEntry, engine_hash: Hash, name: int, counted: bool = True) -> None:
+        """Record the block under its name, and then the blocks that waited for it."""
         ready = [(engine_hash, name)]
         while ready:
             engine_hash, name = ready.pop()
@@ -348,54 +341,53 @@ class PrefixIndex:
                     ready.append((child, self._named(data, name)))
 
     def _named(self, data: bytes, seed: int) -> int:
-        """The name of one block that has waited: its tokens, and its extras behind them."""
+        """The name of a block that has waited. `data` is its tokens followed by its extras."""
         step = self.block_size * TOKEN_BYTES
         extra = data[step:].decode() or None
-        return apart(data[:step], self.block_size, seed, [extra])[0]
+        return chain_with_extras(data[:step], self.block_size, seed, [extra])[0]
 
-    def _gain(self, state: _Worker, engine_hash: Hash, name: int) -> None:
+    def _gain(self, state: _WorkerEntry, engine_hash: Hash, name: int) -> None:
         state.names[engine_hash] = name
         holders = self._holders.get(name, 0)
-        if holders & state.bit:  # a key that the events do not carry, like a cache salt, tells the two apart
+        if holders & state.bit:  # the engine distinguishes two blocks by something not in its events, like a cache salt
             state.shared[name] = state.shared.get(name, 0) + 1
         else:
             self._holders[name] = holders | state.bit
             if self._expected:
                 self._unexpect(name, state.bit)
 
-    def _lose(self, state: _Worker, name: int) -> None:
+    def _lose(self, state: _WorkerEntry, name: int) -> None:
         more = state.shared.pop(name, 0) if state.shared else 0
         if not more:
             self._release(name, state.bit)
         elif more > 1:
             state.shared[name] = more - 1
 
-    def _wait(self, state: _Worker, block_hashes: Sequence[Hash], parent: Hash, data: bytes,
+    def _wait(self, state: _WorkerEntry, block_hashes: Sequence[Hash], parent: Hash, data: bytes,
               extras: Sequence[str | None] | None, counted: bool) -> bool:
-        if len(state.parents) + len(block_hashes) > state.room:
+        if len(state.parents) + len(block_hashes) > state.max_waiting:
             self.counts.refused += len(block_hashes)
-            state.complete = False
             return False
         step = self.block_size * TOKEN_BYTES
-        for number, engine_hash in enumerate(block_hashes):
-            piece = data[number * step:(number + 1) * step]
-            if extras is not None and extras[number]:
-                piece += extras[number].encode()
+        for index, engine_hash in enumerate(block_hashes):
+            block_data = data[index * step:(index + 1) * step]
+            if extras is not None and extras[index]:
+                block_data += extras[index].encode()
             seed = state.names.get(parent)
             if seed is not None:
                 self.counts.stored += 1
-                self._hold(state, engine_hash, self._named(piece, seed), counted)
+                self._hold(state, engine_hash, self._named(block_data, seed), counted)
             elif engine_hash in state.names or engine_hash in state.parents:
                 if counted:
                     state.copies[engine_hash] = state.copies.get(engine_hash, 0) + 1
             else:
-                state.waiting.setdefault(parent, {})[engine_hash] = piece
+                state.waiting.setdefault(parent, {})[engine_hash] = block_data
                 state.parents[engine_hash] = parent
                 self.counts.waited += 1
             parent = engine_hash
         return True
 
-    def _forget_waiting(self, state: _Worker, engine_hash: Hash) -> bool:
+    def _forget_waiting(self, state: _WorkerEntry, engine_hash: Hash) -> bool:
         parent = state.parents.pop(engine_hash, None)
         if parent is None:
             return False
@@ -406,13 +398,13 @@ class PrefixIndex:
         return True
 
     def _release(self, name: int, bit: int) -> None:
-        left = self._holders.get(name, 0) & ~bit
-        if left:
-            self._holders[name] = left
+        bits = self._holders.get(name, 0) & ~bit
+        if bits:
+            self._holders[name] = bits
         else:
             self._holders.pop(name, None)
 
     def _unexpect(self, name: int, bit: int) -> None:
-        soon = self._expected.get(name)
-        if soon is not None and soon.pop(bit, None) is not None and not soon:
+        expected_bits = self._expected.get(name)
+        if expected_bits is not None and expected_bits.pop(bit, None) is not None and not expected_bits:
             del self._expected[name]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines are behind the router: those it was given, those an operator adds, those of a broker's registry.
+"""Which engines are behind the router: from the command line, from an operator, from a broker's registry.
 
-An engine of the registry joins where it decodes, tells its HTTP address and does not drain. One that drains, or has
-become a prefill engine, leaves at once. One that is missing stays as long as it works, which its probes say, and leaves
-after `census_patience_s` if it does not: a broker that has just started knows nobody yet, and another may have lost
-its way to an engine. While the broker is silent everybody stays.
+An engine in the registry joins if it decodes, has an HTTP address and does not drain. It leaves at once when it drains
+or becomes a prefill engine. One that is missing from the registry stays while its probes succeed, and leaves after
+`registry_patience_s` if they don't: a broker that has just started knows no engines yet, and a broker may have lost its
+connection to one. While the broker does not answer, all workers stay.
 """
 import asyncio
 import logging
@@ -14,13 +14,14 @@ from vllm_pd.core.messages import Member
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
-from vllm_pd.router.workers import Source, Worker, Workers, WorkerState
+from vllm_pd.router.workers import RouterWorker, Workers, WorkerSource, WorkerState
 
 logger = logging.getLogger("vllm.pd.router")
 
 
 class Membership:
-    """Belongs to the router's event loop."""
+    """Adds and removes workers. `problem` says why the registry can't be read; empty where it can. Belongs to the
+    router's event loop."""
 
     def __init__(self, options: RouterOptions, workers: Workers, metrics: RouterMetrics) -> None:
         self._options = options
@@ -32,30 +33,31 @@ class Membership:
         self.problem = ""
 
     def start(self) -> None:
-        """The static workers, and from now on the registry's."""
+        """Add the static workers, and begin to follow the registry."""
         for url in self._options.workers:
-            self._workers.add(url, Source.STATIC)
+            self._workers.add(url, WorkerSource.STATIC)
         if self._options.broker is not None:
             self._task = asyncio.get_running_loop().create_task(self._follow(), name="registry")
             self._task.add_done_callback(_ended)
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop following the registry."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def add(self, url: object) -> Worker | None:
-        """An operator's wish; None where there are too many. Raises ConfigError for what is no URL."""
+    def add(self, url: object) -> RouterWorker | None:
+        """Add a worker for an operator. Returns None where there are too many. Raises ConfigError for an invalid
+        URL."""
         name = parse_worker("url", url)
-        worker = self._workers.add(name, Source.OPERATOR)
+        worker = self._workers.add(name, WorkerSource.OPERATOR)
         if worker is not None and worker.incarnation is not None:
             self._dismissed.discard(worker.incarnation)
         return worker
 
     def remove(self, url: object) -> bool:
-        """An operator's wish. Whether it was there. One of the registry stays away for as long as its process lives.
-        Raises ConfigError for what is no URL."""
+        """Remove a worker for an operator. Returns whether it existed. If it came from the registry, it does not join
+        again while its process lives. Raises ConfigError for an invalid URL."""
         name = parse_worker("url", url)
         worker = self._workers.get(name)
         if worker is not None and worker.incarnation is not None:
@@ -63,7 +65,7 @@ class Membership:
         return self._workers.remove(name)
 
     def update(self, members: list[Member], now_s: float) -> None:
-        """The registry's present members."""
+        """Add and remove workers so that they fit the registry's present `members`."""
         wanted: dict[str, Member] = {}
         for member in members:
             if member.http and member.role.decodes and not member.draining:
@@ -77,9 +79,9 @@ class Membership:
         for url, member in wanted.items():
             self._join(url, member)
         for worker in self._workers:
-            if worker.source is not Source.REGISTRY or worker.url in wanted:
+            if worker.source is not WorkerSource.REGISTRY or worker.url in wanted:
                 self._missing_since.pop(worker.url, None)
-            elif worker.incarnation in present or worker.url in taken or self._is_lost(worker, now_s):
+            elif worker.incarnation in present or worker.url in taken or self._is_missing_too_long(worker, now_s):
                 logger.info("worker %s has left", worker.url)
                 self._missing_since.pop(worker.url, None)
                 self._workers.remove(worker.url)
@@ -90,32 +92,32 @@ class Membership:
         worker = self._workers.get(url)
         if worker is None:
             logger.info("worker %s has joined", url)
-            self._workers.add(url, Source.REGISTRY, member.incarnation)
+            self._workers.add(url, WorkerSource.REGISTRY, member.incarnation)
         else:
             worker.incarnation = member.incarnation
 
-    def _is_lost(self, worker: Worker, now_s: float) -> bool:
+    def _is_missing_too_long(self, worker: RouterWorker, now_s: float) -> bool:
         since_s = self._missing_since.setdefault(worker.url, now_s)
-        return worker.state is not WorkerState.UP and now_s - since_s >= self._options.census_patience_s
+        return worker.state is not WorkerState.UP and now_s - since_s >= self._options.registry_patience_s
 
     async def _follow(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                census = await asyncio.to_thread(list_members, self._options.broker, self._options.census_timeout_s,
+                census = await asyncio.to_thread(list_members, self._options.broker, self._options.registry_timeout_s,
                                                  self._options.access)
                 self.update(list(census.members), loop.time())
                 self.problem = ""
-            except Exception as error:  # of a broker, a socket, a file of keys: another time it may do
+            except Exception as error:  # of a broker, a socket, a key file: the next reading may succeed
                 if not self.problem:
-                    logger.warning("the registry is silent, all workers stay: %s", error,
+                    logger.warning("the registry does not answer, all workers stay: %s", error,
                                    exc_info=not isinstance(error, PDError))
                 self.problem = str(error) or repr(error)
                 self._missing_since.clear()
             self._metrics.registry_silent.set(bool(self.problem))
-            await asyncio.sleep(self._options.census_period_s)
+            await asyncio.sleep(self._options.registry_period_s)
 
 
 def _ended(task: asyncio.Task) -> None:
     if not task.cancelled() and task.exception() is not None:
-        logger.critical("the registry is not followed any more", exc_info=task.exception())
+        logger.critical("unexpected error: the registry is not followed any more", exc_info=task.exception())

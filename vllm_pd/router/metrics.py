@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router counts. One set per router, in a registry of its own."""
+"""A router's Prometheus metrics. Each router has its own registry."""
 import dataclasses
 import functools
 from collections import Counter
@@ -17,7 +17,7 @@ SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 
 
 
 class RouterMetrics:
-    """Belongs to the router's event loop. docs/router.md says what each means; a test compares the two."""
+    """Belongs to the router's event loop. docs/router.md describes each metric; a test compares the two."""
 
     def __init__(self) -> None:
         self.registry = prometheus_client.CollectorRegistry()
@@ -40,10 +40,10 @@ class RouterMetrics:
         self.worker_up = gauge("vllm:pd_router_worker_up", "1 while a worker gets requests.", ["worker"])
         self.in_flight = gauge("vllm:pd_router_in_flight", "Requests that are open at a worker through this router.",
                                ["worker"])
-        self.tokenized = counter("vllm:pd_router_tokenized_total", "Prompts by what came of tokenising them.",
+        self.tokenized = counter("vllm:pd_router_tokenized_total", "Prompts by the outcome of tokenising them.",
                                  ["outcome"])
-        self.rests = counter("vllm:pd_router_rests_total", "Prompts that were begun and then asked for whole, by what "
-                             "came of it.", ["outcome"])
+        self.deferred = counter("vllm:pd_router_rests_total", "Deferred prompts that were tokenised whole "
+                                "after all, by outcome.", ["outcome"])
         self.prompt_blocks = counter("vllm:pd_router_prompt_blocks_total", "Full KV blocks of the prompts routed.")
         self.overlap_blocks = counter("vllm:pd_router_overlap_blocks_total", "Of these, those that the chosen worker "
                                       "was known to hold.")
@@ -55,51 +55,44 @@ class RouterMetrics:
         self.connections = gauge("vllm:pd_router_connections", "Connections of clients.")
         self.body_bytes = gauge("vllm:pd_router_body_bytes", "Bytes of the bodies of open requests.")
         self.registry_silent = gauge("vllm:pd_router_registry_silent", "1 while the broker does not answer.")
-        self._of: dict[str, set[tuple[_Labelled, tuple[str, ...]]]] = {}  # by worker, what it has on the page
-        self._index = _IndexCollector()
-        self.registry.register(self._index)
-
-    def show_indexes(self, indexes: Callable[[], Iterable[PrefixIndex]]) -> None:
-        """Have the page say what these have seen and hold; they are asked for each time."""
-        self._index.indexes = indexes
-
-    def ended(self, index: PrefixIndex) -> None:
-        """An index is there no more; what it has counted stays."""
-        self._index.ended(index)
+        self._of: dict[str, set[tuple[_Labelled, tuple[str, ...]]]] = {}  # by worker: its time series
+        self.indexes = IndexCollector()
+        self.registry.register(self.indexes)
 
     def page(self) -> bytes:
-        """In Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return prometheus_client.generate_latest(self.registry)
 
     def of(self, worker: str, family: _Labelled, *labels: str) -> Any:
-        """The worker's own member of a family whose first label is the worker."""
+        """The worker's time series of a metric whose first label is the worker; `labels` are the other labels."""
         self._of.setdefault(worker, set()).add((family, labels))
         return family.labels(worker, *labels)
 
     def forget(self, worker: str) -> None:
-        """All of a worker that is gone: workers come and go, and the page would only grow."""
+        """Remove all time series of a worker that has left; otherwise the page would grow without end."""
         for family, labels in self._of.pop(worker, ()):
             family.remove(worker, *labels)
 
 
-class _IndexCollector:
-    """What the indexes count by themselves, read when somebody looks."""
+class IndexCollector:
+    """Reads the counts that the indexes keep themselves, at each scrape. `present` returns the present indexes."""
 
     def __init__(self) -> None:
-        self.indexes: Callable[[], Iterable[PrefixIndex]] = lambda: ()
-        self._gone: Counter[str] = Counter()
+        self.present: Callable[[], Iterable[PrefixIndex]] = lambda: ()
+        self._retired: Counter[str] = Counter()
 
-    def ended(self, index: PrefixIndex) -> None:
-        """Counters never fall."""
-        self._gone.update(dataclasses.asdict(index.counts))
+    def retire(self, index: PrefixIndex) -> None:
+        """Keep the counts of a removed index: counters must not fall."""
+        self._retired.update(dataclasses.asdict(index.counts))
 
     def collect(self) -> Iterator[Metric]:
-        blocks = CounterMetricFamily("vllm:pd_router_index_blocks_total", "Blocks that events told the index of, by "
-                                     "what became of them.", labels=["kind"])
+        """Called by prometheus_client at each scrape."""
+        blocks = CounterMetricFamily("vllm:pd_router_index_blocks_total", "Blocks in the workers' events by what the "
+                                     "index did with them.", labels=["kind"])
         drops = CounterMetricFamily("vllm:pd_router_index_drops_total", "How often the index forgot a worker.")
         entries = GaugeMetricFamily("vllm:pd_router_index_entries", "Entries of the index by table.", labels=["table"])
-        counts, sizes = Counter(self._gone), Counter()
-        for index in self.indexes():
+        counts, sizes = Counter(self._retired), Counter()
+        for index in self.present():
             counts.update(dataclasses.asdict(index.counts))
             sizes.update(index.sizes())
         if counts:

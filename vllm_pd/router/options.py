@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a router, checked before anything starts."""
+"""A router's settings, and their checks."""
 import dataclasses
 import ipaddress
 import math
@@ -20,7 +20,7 @@ NO_TOKENIZER = "none"
 MAX_TRIES = 3
 _EXAMPLE_WORKER = "http://127.0.0.1:8001"
 _ENDPOINT = re.compile(r"tcp://[^,/]+:0*[1-9]\d*|ipc://[^,]+")
-_POSITIVE = ("probe_interval_s", "probe_timeout_s", "connect_timeout_s", "tokenize_timeout_s", "census_period_s",
+_POSITIVE = ("probe_interval_s", "probe_timeout_s", "connect_timeout_s", "tokenize_timeout_s", "registry_period_s",
              "expected_s", "retry_after_s", "header_timeout_s", "body_timeout_s", "write_timeout_s", "idle_timeout_s")
 _COUNTS = {"max_in_flight": 1, "max_body_bytes": 1, "tokenize_threads": 1, "max_connections": 1, "max_bodies_bytes": 1}
 
@@ -70,18 +70,18 @@ class RouterOptions:
     retry_after_s: float = 1.0
     tokenize_timeout_s: float = 0.25
     tokenize_threads: int = 2
-    census_period_s: float = 1.0
-    census_timeout_s: float = 5.0
-    census_patience_s: float = 10.0  # that a registered engine may be missing from the registry
+    registry_period_s: float = 1.0
+    registry_timeout_s: float = 5.0
+    registry_patience_s: float = 10.0  # a registered engine may be missing from the registry for so long
     expected_s: float = 5.0
 
     def checked(self) -> "RouterOptions":
-        """The settings as they are used. Raises ConfigError for the first that is impossible."""
+        """The settings with defaults filled in and URLs normalised. Raises ConfigError for the first invalid one."""
         if not 1 <= self.port <= 65535:
             raise ConfigError("--port", self.port, "write 1 to 65535")
         api_key = self.api_key if self.api_key is not None else os.environ.get(API_KEY_VARIABLE) or None
         if api_key == "":
-            raise ConfigError("--api-key", "", "write one, or leave it out")
+            raise ConfigError("--api-key", "", "write a key, or leave the option out")
         host = "127.0.0.1" if self.host == "localhost" else self.host
         _check_host(host, keyed=api_key is not None)
         for name in _POSITIVE:
@@ -99,18 +99,18 @@ class RouterOptions:
         workers = tuple(parse_worker("--worker", url) for url in self.workers)
         for number, url in enumerate(workers):
             if url in workers[:number]:
-                raise ConfigError("--worker", url, "it is there twice: write each once")
+                raise ConfigError("--worker", url, "it is given twice: write each worker once")
         if self.block_size is not None and self.block_size < 1:
-            raise ConfigError("--block-size", self.block_size, "write the workers' own")
+            raise ConfigError("--block-size", self.block_size, "write the workers' own block size")
         if self.broker is not None:
             _check_broker(self.broker, self.access)
-        for told in self.events:
-            parse_events("--worker-events", told)
+        for value in self.events:
+            parse_events("--worker-events", value)
         return dataclasses.replace(self, host=host, workers=workers, api_key=api_key)
 
     @property
     def key_for_workers(self) -> str | None:
-        """What the router itself shows to workers, as in its probes."""
+        """The API key that the router sends to workers in its own requests, such as probes."""
         return self.worker_api_key if self.worker_api_key is not None else self.api_key
 
 
@@ -136,7 +136,7 @@ def parse_events(key: str, value: str) -> tuple[str, str, str | None]:
     events, _, replay = endpoints.partition(",")
     if not equals or not all(_ENDPOINT.fullmatch(one) for one in (events, *([replay] if replay else []))):
         raise ConfigError(key, value, f"write it like {_EXAMPLE_WORKER}=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 "
-                          "(where its events are, and where they are replayed, if anywhere)")
+                          "(the endpoint of its events, and that of their replay, if it has one)")
     return parse_worker(key, url), events, replay or None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the worker for a request: its prompt's blocks, what is known of each worker, and the policy's word."""
+"""Chooses the worker for a request, from the prompt's blocks and each worker's overlap and load, by the policy."""
 import asyncio
 import collections
 import heapq
@@ -10,154 +10,160 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd.router import tokens
+from vllm_pd.router.deferred import DeferredPrompt, DeferredPrompts
 from vllm_pd.router.families import Families, Family
 from vllm_pd.router.metrics import RouterMetrics
-from vllm_pd.router.openings import Opening, Openings
 from vllm_pd.router.options import RouterOptions
-from vllm_pd.router.policy import Candidate, Choice, Policy, PolicyConfig, Request, choose
-from vllm_pd.router.tokens import Asked, Tokenized
-from vllm_pd.router.workers import Worker, Workers
+from vllm_pd.router.policy import Candidate, Choice, PlacementRequest, Policy, RoutingPolicyConfig, choose
+from vllm_pd.router.tokens import Tokenized, TokenizeRequest
+from vllm_pd.router.workers import RouterWorker, Workers
 
 if TYPE_CHECKING:
     from vllm_pd.events.messages import EngineLoad
 
 STALE_LOAD_S = 3.0
-UNDERWAY_S = 0.05  # a request that was sent so shortly before a load came is not in it
+LOAD_DELAY_S = 0.05  # a load report does not include requests sent less than this before it arrived
 MAX_RECENT = 10_000
 KEY_BYTES = 256
-OPENING_BLOCKS = 3  # so much of a prompt that is new shows where it leaves what others have sent
+PARTIAL_BLOCKS = 3  # so many blocks of new text show whether a prompt is one that others have sent
 CHARS_PER_TOKEN = 4  # of English
 MAX_WEIGHED = 128  # workers for one request
-MAX_HOLDERS = 32  # of these, those that hold most of its prompt
+MAX_HOLDERS = 32  # of these, the ones that hold most of its prompt
 SESSION_HEADER = b"x-session-id"
 
 
-Hashes = dict[int, list[int]]
-Overlaps = dict[int, dict[str, int]]  # by the size of a block: worker -> blocks that it holds
+Hashes = dict[int, list[int]]  # block size -> the names of the prompt's blocks
+Overlaps = dict[int, dict[str, int]]  # block size -> worker -> how many of the prompt's blocks it holds
 
 
-class Plan(msgspec.Struct):
-    """What placing a request goes by; made once, used for each try. `hashes` are the names of the prompt's blocks, by
-    the size of a block, for the indexes of its `family`. Where there is an `opening`, they are only those of the first
-    blocks, and the request's numbers are guesses; `worker` is where it went last."""
-    request: Request = Request()
+class PlacementPlan(msgspec.Struct):
+    """What is needed to place a request; made once, used for each try. `hashes` has the prompt's blocks for the indexes
+    of its `family`. With `deferred` set, it has only the first blocks, and the numbers in `request` are estimates.
+    `worker` is where the request was sent last."""
+    request: PlacementRequest = PlacementRequest()
     model: str | None = None
     hashes: Hashes | None = None
     family: Family | None = None
-    opening: Opening | None = None
-    worker: Worker | None = None
+    deferred: DeferredPrompt | None = None
+    worker: RouterWorker | None = None
 
 
-class Recent:
-    """What was sent to one worker since its last word about its load."""
+class RecentlySent:
+    """The prompt tokens sent to one worker since its last load report; only those that the worker does not hold."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._sent: collections.deque[tuple[float, int]] = collections.deque()
 
-    def sent(self, now_s: float, count: int) -> None:
-        """A request with so many tokens that the worker does not hold."""
+    def add(self, now_s: float, count: int) -> None:
+        """A request with `count` such tokens was sent."""
         self._sent.append((now_s, count))
         self.tokens += count
         if len(self._sent) > MAX_RECENT:
             self.tokens -= self._sent.popleft()[1]
 
-    def told(self, when_s: float) -> None:
-        """It has told its load then."""
-        while self._sent and self._sent[0][0] < when_s:
+    def forget_before(self, time_s: float) -> None:
+        """Forget what was sent before `time_s`: a load report includes it."""
+        while self._sent and self._sent[0][0] < time_s:
             self.tokens -= self._sent.popleft()[1]
 
 
 class Placer:
-    """Belongs to the router's event loop. `load_of` says what a worker last told of its load, and how long ago."""
+    """Places requests. `load_of` returns a worker's last load report and its age in seconds. Belongs to the router's
+    event loop."""
 
-    def __init__(self, options: RouterOptions, config: PolicyConfig, workers: Workers, pool: tokens.TokenPool,
+    def __init__(self, options: RouterOptions, config: RoutingPolicyConfig, workers: Workers, pool: tokens.TokenPool,
                  metrics: RouterMetrics, load_of: Callable[[str], "tuple[EngineLoad | None, float]"],
                  rng: random.Random | None = None) -> None:
         self.config = config
         self.families = Families()
-        self.ranks: dict[str, list[str]] = {}  # of workers with several data-parallel ranks: their names in the index
+        self.ranks: dict[str, list[str]] = {}  # worker with several ranks -> their names in the index
         self._options = options
         self._workers = workers
         self._pool = pool
         self._metrics = metrics
         self._load_of = load_of
         self._rng = rng or random.Random()
-        self._recent: dict[str, Recent] = collections.defaultdict(Recent)
+        self._recent: dict[str, RecentlySent] = collections.defaultdict(RecentlySent)
         self._turn = 0
-        self._openings = Openings()
+        self._deferred = DeferredPrompts()
         self._now = asyncio.get_running_loop().time
-        workers.on_leave.append(self._left)
-        metrics.show_indexes(self.families.indexes)
+        workers.on_leave.append(self._forget_recent)
+        metrics.indexes.present = self.families.indexes
 
-    async def plan(self, headers: list[tuple[bytes, bytes]], body: bytes, generates: bool) -> Plan:
-        """Look at a request; at its prompt only where that may matter."""
+    async def plan(self, headers: list[tuple[bytes, bytes]], body: bytes, generates: bool) -> PlacementPlan:
+        """Read what is needed to place a request. The prompt is tokenised only where the policy needs that.
+        `generates`: the request is a completion."""
         self._turn += 1
         policy = self.config.policy
         if not body:
-            return Plan(Request(turn=self._turn))
+            return PlacementPlan(PlacementRequest(turn=self._turn))
         prompt = tokens.parse(body)
         model = prompt.model if prompt is not None and isinstance(prompt.model, str) else None
         if policy is Policy.CONSISTENT_HASH:
-            return Plan(Request(key=_key(headers, prompt), turn=self._turn), model)
+            return PlacementPlan(PlacementRequest(key=_key(headers, prompt), turn=self._turn), model)
         if policy is not Policy.KV or not generates or len(self._workers) < 2:
-            return Plan(Request(turn=self._turn), model)
+            return PlacementPlan(PlacementRequest(turn=self._turn), model)
         family = self.families.of_model(model, self._workers)
         if family is None or not family.indexes:
-            return Plan(Request(turn=self._turn), model)
+            return PlacementPlan(PlacementRequest(turn=self._turn), model)
         adapter = self._adapter(family, model)
         indexes = dict(family.indexes)
-        asked = Asked(prompt, lambda ids: {size: index.hashes(ids, adapter) for size, index in indexes.items()},
-                      len(body), family.name)
-        beginning = tokens.Beginning(OPENING_BLOCKS * CHARS_PER_TOKEN * max(indexes),
-                                     lambda hashes: self._is_left(family, hashes))
-        found = await self._pool.tokens(asked, beginning)
-        self._metrics.tokenized.labels(found.outcome.value).inc()
-        plan = Plan(self._request(family, found), model, found.made, family)
-        if found.outcome is Tokenized.BEGUN:
-            plan.opening = Opening(found.made[min(found.made)][-1],
-                                   lambda: self._place_rest(plan, body, asked.finish))
-        elif found.made:
-            for task in self._openings.go_on(found.made[min(found.made)]):
+        request = TokenizeRequest(
+            prompt, lambda ids: {size: index.hashes(ids, adapter) for size, index in indexes.items()}, len(body),
+            family.name)
+        partial = tokens.PartialTerms(PARTIAL_BLOCKS * CHARS_PER_TOKEN * max(indexes),
+                                      lambda hashes: self._is_unknown(family, hashes))
+        result = await self._pool.tokenize(request, partial)
+        self._metrics.tokenized.labels(result.outcome.value).inc()
+        plan = PlacementPlan(self._request(family, result), model, result.made, family)
+        if result.outcome is Tokenized.BEGUN:
+            plan.deferred = DeferredPrompt(result.made[min(result.made)][-1],
+                                           lambda: self._finish_deferred(plan, body, request.finish))
+        elif result.made:
+            for task in self._deferred.finish_matching(result.made[min(result.made)]):
                 await asyncio.shield(task)
         return plan
 
-    def _request(self, family: Family, found: tokens.Found) -> Request:
-        return Request(found.tokens, found.tokens // min(family.indexes), turn=self._turn)
+    def _request(self, family: Family, result: tokens.TokenizeResult) -> PlacementRequest:
+        return PlacementRequest(result.tokens, result.tokens // min(family.indexes), turn=self._turn)
 
-    def _is_left(self, family: Family, found: Hashes) -> bool:
-        """Whether no worker holds all of these blocks, so that none holds what comes after them."""
-        if not all(found.values()) or self._openings.go_on(found[min(found)]):
+    def _is_unknown(self, family: Family, found: Hashes) -> bool:
+        """Whether no worker holds all of these first blocks of a prompt: then none holds any block after them. If a
+        deferred prompt has the same first blocks, they are known, and finishing that one begins."""
+        if not all(found.values()) or self._deferred.finish_matching(found[min(found)]):
             return False
         now_s = self._now()
         return all(max(family.index(size).matches(hashes, now_s).values(), default=0) < len(hashes)
                    for size, hashes in found.items())
 
-    def place(self, plan: Plan, tried: Collection[Worker]) -> tuple[Worker, Choice] | None:
-        """The next worker for it; None where none may get it. What goes there counts as held and as load at once."""
+    def place(self, plan: PlacementPlan, tried: Collection[RouterWorker]) -> tuple[RouterWorker, Choice] | None:
+        """The next worker for a request, and why; None where no worker may get it. `tried` are left out. From now on
+        the prompt counts as load on that worker, and its blocks as held there."""
         able = self._workers.candidates(plan.model, tried)
         now_s = self._now()
         overlaps = self._overlaps(plan, now_s)
-        candidates = [self._candidate(worker, overlaps, plan) for worker in self._some(able, overlaps)]
+        candidates = [self._candidate(worker, overlaps, plan) for worker in self._sampled(able, overlaps)]
         choice = choose(self.config, plan.request, candidates, self._rng)
         if choice is None:
             return None
         worker = self._workers.get(choice.worker)
         if self.config.policy in (Policy.KV, Policy.LEAST_LOAD):
-            _, block_size = _most(overlaps, worker.url)
+            _, block_size = _largest_overlap(overlaps, worker.url)
             new_tokens = plan.request.prompt_tokens - choice.overlap_blocks * block_size
-            self._recent[worker.url].sent(now_s, max(0, new_tokens))
+            self._recent[worker.url].add(now_s, max(0, new_tokens))
         self._expect(worker, plan, now_s + self._options.expected_s)
-        if plan.opening is not None:
-            self._openings.put(plan.opening, now_s + self._options.expected_s)
+        if plan.deferred is not None:
+            self._deferred.add(plan.deferred, now_s + self._options.expected_s)
         plan.worker = worker
         self._metrics.decisions.labels(choice.policy.value, choice.reason.value).inc()
         self._metrics.prompt_blocks.inc(choice.prompt_blocks)
         self._metrics.overlap_blocks.inc(choice.overlap_blocks)
         return worker, choice
 
-    def _overlaps(self, plan: Plan, now_s: float) -> Overlaps:
-        """How many of its blocks each worker holds, whichever of its ranks gets the request."""
+    def _overlaps(self, plan: PlacementPlan, now_s: float) -> Overlaps:
+        """The overlap with each worker. Of one with several ranks it is the smallest, as any rank may get the
+        request."""
         found: Overlaps = {}
         for size, hashes in (plan.hashes or {}).items():
             held = found[size] = plan.family.index(size).matches(hashes, now_s)
@@ -165,89 +171,92 @@ class Placer:
                 held[url] = min(held.get(name, 0) for name in self.ranks[url])
         return found
 
-    def _some(self, able: list[Worker], overlaps: Overlaps) -> list[Worker]:
-        """Of very many those that hold most of the prompt, and some that are drawn, for to weigh them all takes long.
-        Among so many there is one with next to nothing to do."""
+    def _sampled(self, able: list[RouterWorker], overlaps: Overlaps) -> list[RouterWorker]:
+        """At most MAX_WEIGHED of the workers, because to score very many takes long: those that hold most of the
+        prompt, and others at random, among which there is probably one with little load."""
         if len(able) <= MAX_WEIGHED or self.config.policy in (Policy.ROUND_ROBIN, Policy.CONSISTENT_HASH):
             return able
-        some = dict.fromkeys(self._rng.sample(able, MAX_WEIGHED - MAX_HOLDERS))
-        among = set(able)
+        sampled = dict.fromkeys(self._rng.sample(able, MAX_WEIGHED - MAX_HOLDERS))
+        able_set = set(able)
         for held in overlaps.values():
             for url in heapq.nlargest(MAX_HOLDERS // len(overlaps), held, key=held.get):
                 worker = self._workers.get(url)
-                if worker in among:
-                    some[worker] = None
-        return list(some)
+                if worker in able_set:
+                    sampled[worker] = None
+        return list(sampled)
 
-    def _expect(self, worker: Worker, plan: Plan, until_s: float) -> None:
-        """What goes there will be held there; by which of several ranks nobody knows."""
+    def _expect(self, worker: RouterWorker, plan: PlacementPlan, until_s: float) -> None:
+        """Count the prompt's blocks as held by the worker. Not with several ranks: it is unknown which one gets
+        them."""
         if not plan.hashes or worker.url in self.ranks or worker.url not in plan.family.members:
             return
         known = [size for size in plan.hashes if worker.url in plan.family.index(size)]
         size = known[0] if known else min(plan.hashes)
         plan.family.index(size).expect(worker.url, plan.hashes[size], until_s)
 
-    async def _place_rest(self, plan: Plan, body: bytes, finish: Callable[[Sequence[int]], list[int]]) -> None:
-        """All blocks of a prompt count as held where its first ones still do."""
-        first, opening = plan.hashes, plan.opening
-        found = await self._pool.whole(body, finish, plan.family.name)
-        self._metrics.rests.labels(found.outcome.value).inc()
-        plan.opening = None
-        if not found.made:
+    async def _finish_deferred(self, plan: PlacementPlan, body: bytes,
+                               finish: Callable[[Sequence[int]], Hashes]) -> None:
+        """Tokenise all of a deferred prompt. If its first blocks still count as held by its worker, all of them do from
+        now on."""
+        first, deferred = plan.hashes, plan.deferred
+        result = await self._pool.tokenize_deferred(body, finish, plan.family.name)
+        self._metrics.deferred.labels(result.outcome.value).inc()
+        plan.deferred = None
+        if not result.made:
             return
-        plan.hashes, plan.request = found.made, self._request(plan.family, found)
+        plan.hashes, plan.request = result.made, self._request(plan.family, result)
         held = [size for size, hashes in first.items()
                 if plan.family.index(size).matches(hashes, self._now()).get(plan.worker.url) == len(hashes)]
         if held:
-            self._expect(plan.worker, plan, opening.until_s)
+            self._expect(plan.worker, plan, deferred.until_s)
 
-    def _candidate(self, worker: Worker, overlaps: Overlaps, plan: Plan) -> Candidate:
+    def _candidate(self, worker: RouterWorker, overlaps: Overlaps, plan: PlacementPlan) -> Candidate:
         if self.config.policy in (Policy.ROUND_ROBIN, Policy.CONSISTENT_HASH):
             return Candidate(worker.url)
-        overlap, size = _most(overlaps, worker.url)
+        overlap, size = _largest_overlap(overlaps, worker.url)
         blocks = plan.request.prompt_tokens // size if size else 0
         load, age_s = self._load_of(worker.url)
         if load is None or age_s > STALE_LOAD_S:
-            return Candidate(worker.url, overlap, len(worker.flights), prompt_blocks=blocks)
+            return Candidate(worker.url, overlap, len(worker.in_flight), prompt_blocks=blocks)
         recent = self._recent[worker.url]
-        recent.told(self._now() - age_s - UNDERWAY_S)
-        return Candidate(worker.url, overlap, len(worker.flights), load, recent.tokens, blocks)
+        recent.forget_before(self._now() - age_s - LOAD_DELAY_S)
+        return Candidate(worker.url, overlap, len(worker.in_flight), load, recent.tokens, blocks)
 
     def _adapter(self, family: Family, model: str | None) -> str | None:
-        """The name of the LoRA adapter that is asked for; None for the base model."""
+        """The name of the LoRA adapter that a request for `model` needs; None for the base model."""
         if model is None or model in family.names:
             return None
         known = any(model in worker.models and model not in worker.base_models for worker in self._workers)
         return model if known else None
 
     def forget(self, url: str) -> None:
-        """That worker has left."""
+        """Drop what is known of a worker that has left or changed its model, and its family with the last worker."""
         ended = self.families.leave(url)
         if ended is not None:
             self._pool.forget(ended.name)
             for index in ended.indexes.values():
-                self._metrics.ended(index)
+                self._metrics.indexes.retire(index)
 
     def close(self) -> None:
-        """Forget what was put off."""
-        self._openings.close()
+        """Forget the deferred prompts."""
+        self._deferred.close()
 
-    def _left(self, worker: Worker) -> None:
+    def _forget_recent(self, worker: RouterWorker) -> None:
         self._recent.pop(worker.url, None)
 
 
-def _most(overlaps: Overlaps, url: str) -> tuple[int, int]:
-    """(blocks, their size) of what the worker holds most of; (0, 0) where it holds nothing."""
-    most = 0, 0
+def _largest_overlap(overlaps: Overlaps, url: str) -> tuple[int, int]:
+    """(blocks, block size) of the worker's largest overlap in tokens; (0, 0) where it holds nothing."""
+    largest = 0, 0
     for size, held in overlaps.items():
         blocks = held.get(url, 0)
-        if blocks * size > most[0] * most[1]:
-            most = blocks, size
-    return most
+        if blocks * size > largest[0] * largest[1]:
+            largest = blocks, size
+    return largest
 
 
 def _key(headers: list[tuple[bytes, bytes]], prompt: tokens.Prompt | None) -> str:
-    """What a consistent hash goes by: the session, the user, or how the prompt begins."""
+    """The key for consistent hashing: the session, else the user, else the start of the prompt."""
     for name, value in headers:
         if name == SESSION_HEADER:
             return value.decode("latin-1")

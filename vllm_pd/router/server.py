@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving a router until a signal ends it.
+"""Serves a router until a signal ends it.
 
-SIGTERM: `/health` says 503 while everything is served on for `unready_s`, so that who balances load finds out; then
-nothing new is taken and what is open has `grace_s`; then it is cut, and its clients hear why. SIGINT does without the
-first step. A second signal cuts at once.
+SIGTERM: for `unready_s`, `/health` answers 503 and everything is still served, so that load balancers notice. Then the
+router stops listening, and open requests have `grace_s` to end. Those still open then are ended with an error. SIGINT
+skips the first step. A second signal ends open requests at once.
 """
 import asyncio
 import logging
@@ -18,43 +18,43 @@ import uvicorn
 from vllm_pd.frontend.edge import Edge, EdgeLimits
 from vllm_pd.ports import require_free
 from vllm_pd.router import descriptors
-from vllm_pd.router.app import Router
+from vllm_pd.router.app import RouterApp
 from vllm_pd.router.options import RouterOptions
-from vllm_pd.router.policy import PolicyConfig
+from vllm_pd.router.policy import RoutingPolicyConfig
 
 logger = logging.getLogger("vllm.pd.router")
 
-CUT_S = 2.0  # in which those may hear of it whose requests are cut
-SPARED = (b"/health", b"/ping", b"/metrics")  # paths that are served however many connections there are
+CUT_S = 2.0  # time to send the errors to the clients whose requests were ended
+SPARED = (b"/health", b"/ping", b"/metrics")  # paths that are also served above the limit of connections
 BACKLOG = 2048
 TICK_S = 0.1
 LIBRARY = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
             "USE_TORCH": "0", "USE_TF": "0", "USE_FLAX": "0"}  # half a gigabyte that no tokenizer needs
 
 
-def serve(options: RouterOptions, policy: PolicyConfig) -> None:
-    """Runs until SIGINT or SIGTERM. Raises ConfigError for a port that is taken, and for what can't be used."""
-    for name, value in LIBRARY.items():  # read when transformers is imported
+def serve(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
+    """Run a router until SIGINT or SIGTERM. Raises ConfigError for an invalid setting or a port in use."""
+    for name, value in LIBRARY.items():  # transformers reads them when it is imported
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     descriptors.raise_limit()
-    router = Router(options, policy)
-    if router.most_clients < router.options.max_connections:
-        logger.warning("clients may have %d connections, not %d: more descriptors are not allowed (ulimit -n)",
-                       router.most_clients, router.options.max_connections)
+    router = RouterApp(options, policy)
+    if router.max_clients < router.options.max_connections:
+        logger.warning("clients may have %d connections, not %d: no more descriptors are allowed (ulimit -n)",
+                       router.max_clients, router.options.max_connections)
     if ":" not in router.options.host:
         require_free("--port", router.options.host, [router.options.port])
     RouterServer(router).run()
 
 
 class RouterServer(uvicorn.Server):
-    """Of one router; see the module."""
+    """The uvicorn server of one router; see the module."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: RouterApp) -> None:
         options = router.options
         limits = EdgeLimits(head_s=options.header_timeout_s, body_s=options.body_timeout_s,
                             write_s=options.write_timeout_s, idle_s=options.idle_timeout_s,
-                            connections=router.most_clients)
+                            connections=router.max_clients)
         self._edge = edge = Edge(limits, lambda reason: router.metrics.clients_cut.labels(reason).inc(), SPARED)
         self._router = router
         self._unready_s, self._grace_s = options.unready_s, options.grace_s
@@ -67,7 +67,7 @@ class RouterServer(uvicorn.Server):
             timeout_graceful_shutdown=math.ceil(options.grace_s + 2 * CUT_S), backlog=BACKLOG))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal."""
+        """Called by uvicorn for each signal."""
         if self.should_exit:
             self._hurried = True
             return
@@ -76,14 +76,14 @@ class RouterServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def main_loop(self) -> None:
-        """Until it is to stop listening."""
+        """Serve until a signal, then for `unready_s` more."""
         await super().main_loop()
         self._router.unready()
         self._edge.ending = True
         await self._wait(self._unready_s)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until nothing is open."""
+        """Stop listening, and wait until no request is open."""
         cutting = asyncio.create_task(self._cut_later())
         try:
             await super().shutdown(sockets)
@@ -97,7 +97,7 @@ class RouterServer(uvicorn.Server):
         self._edge.abort_all()
 
     async def _wait(self, seconds: float) -> None:
-        """So long, or until the next signal."""
+        """Wait so long, or until the next signal."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + seconds
         while not self._hurried and loop.time() < until_s:

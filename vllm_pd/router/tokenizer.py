@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's tokenizer with its chat template, as its engines use them: from a request to the ids of its prompt."""
+"""A model's tokenizer and chat template, used as its engines use them: turns a request into its prompt's token ids."""
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from vllm_pd.router.pieces import Beginning, Pieces, guess, parts_between_words, place_to_cut, sample
+from vllm_pd.router.token_cache import PartialTokens, TokenCache, can_cut_between_words, estimated, place_to_cut
 
 
 class Prompt(msgspec.Struct):
-    """The parts of a request's body that decide where it goes. Everything else is left alone."""
+    """The fields of a request's body that the router reads. All other fields are ignored."""
     model: Any = None
     prompt: Any = None
     messages: Any = None
@@ -30,16 +30,16 @@ class Prompt(msgspec.Struct):
 
 
 def encode(backend: Any, texts: list[str], special: bool = False) -> list[list[int]]:
-    """The ids of each text by the library's fast code, in two thirds of the time that its own wrapper takes: no
-    offsets, no dictionary around them. `special`: with those that stand before and after a text."""
+    """The ids of each text. `backend` is a `tokenizers.Tokenizer`. `special`: with the special tokens before and after
+    a text. Takes two thirds of the time of transformers' wrapper, which also computes offsets."""
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
 
 
 class Tokenizer:
-    """One model's, with its chat template. Safe to use from several threads."""
+    """One model's tokenizer and chat template. Safe to use from several threads."""
 
     def __init__(self, name: str) -> None:
-        """Loads it. Raises whatever the library raises."""
+        """Load the model `name`, a folder or a name on the hub. Raises whatever transformers raises."""
         from transformers import AutoTokenizer
         self._tokenizer = AutoTokenizer.from_pretrained(name)
         self._backend = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
@@ -47,40 +47,41 @@ class Tokenizer:
             self._backend.no_truncation()
             self._backend.no_padding()
             plain, special = (encode(self._backend, ["a"], special)[0] for special in (False, True))
-            self._ends_specially = special[len(special) - len(plain):] != plain
-            self._parts = parts_between_words(functools.partial(encode, self._backend))
-        self._pieces = None if self._backend is None else Pieces(
+            self._adds_special_end = special[len(special) - len(plain):] != plain
+            self._cuts_between_words = can_cut_between_words(functools.partial(encode, self._backend))
+        self._cache = None if self._backend is None else TokenCache(
             self._backend.get_added_tokens_decoder().values(), functools.partial(encode, self._backend))
 
     @property
-    def quick(self) -> bool:
-        """Whether the library's fast code does it, so that a short prompt may be done while others wait."""
+    def is_fast(self) -> bool:
+        """Whether this is one of the library's fast tokenizers. The event loop itself may use such a one for short
+        prompts."""
         return self._backend is not None
 
     def tokens(self, prompt: Prompt) -> Sequence[int] | None:
-        """The ids of the first prompt, None where there is no text in it. Raises whatever the library raises."""
+        """The ids of the request's first prompt, None where it is no text. Raises whatever the library raises."""
         text, special = self._text(prompt)
-        return None if text is None else self._cut(self._ids(text, special), prompt)
+        return None if text is None else self._truncated(self._ids(text, special), prompt)
 
-    def beginning(self, prompt: Prompt, chars: int) -> Beginning | None:
-        """What is known of that prompt's ids, and those of about `chars` more of its text. None where that is not much
-        less than all, or not to be had. Only of one that is `quick`. Raises whatever the library raises."""
-        if not self._parts or prompt.truncate_prompt_tokens is not None or len(_newest(prompt)) < chars:
+    def partial(self, prompt: Prompt, chars: int) -> PartialTokens | None:
+        """The cached ids at the start of the prompt, and those of about `chars` of the text behind them. None where
+        that would be most of the prompt, or can't be done. Only for a tokenizer that `is_fast`. Raises whatever the
+        library raises."""
+        if not self._cuts_between_words or prompt.truncate_prompt_tokens is not None or len(_last_text(prompt)) < chars:
             return None
         text, special = self._text(prompt)
         if text is None:
             return None
         if not special:
-            return self._pieces.beginning(text, chars)
-        end = None if self._ends_specially else place_to_cut(text, chars)
+            return self._cache.partial(text, chars)
+        end = None if self._adds_special_end else place_to_cut(text, chars)
         if end is None:
             return None
         [ids] = encode(self._backend, [text[:end]], True)
-        later = sample(text, end)
-        return Beginning(ids, len(ids) + guess(later, encode(self._backend, [later])[0], len(text) - end))
+        return estimated(ids, text, end, functools.partial(encode, self._backend))
 
     def _text(self, prompt: Prompt) -> tuple[str | None, bool]:
-        """(the text, None where there is none in it, whether special tokens go before and after it)."""
+        """(the text of the first prompt or None where it is no text, whether special tokens go before and after it)."""
         if prompt.messages is not None:
             return self._rendered(prompt), bool(prompt.add_special_tokens)
         text = prompt.prompt[0] if isinstance(prompt.prompt, list) and prompt.prompt else prompt.prompt
@@ -98,27 +99,27 @@ class Tokenizer:
             continue_final_message=bool(prompt.continue_final_message), **(prompt.chat_template_kwargs or {}))
 
     def _ids(self, text: str, special: bool) -> Sequence[int]:
-        if self._pieces is not None:
-            return encode(self._backend, [text], True)[0] if special else self._pieces.ids(text)
+        if self._cache is not None:
+            return encode(self._backend, [text], True)[0] if special else self._cache.ids(text)
         return self._tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False).input_ids
 
     @staticmethod
-    def _cut(ids: Sequence[int], prompt: Prompt) -> Sequence[int] | None:
-        """vLLM keeps the end of a prompt that it truncates; how much is left where it is told -1, only it knows."""
+    def _truncated(ids: Sequence[int], prompt: Prompt) -> Sequence[int] | None:
+        """vLLM truncates a prompt at its start. With -1 it chooses the length itself, so None is returned."""
         if prompt.truncate_prompt_tokens is None:
             return ids
         return ids[-prompt.truncate_prompt_tokens:] if prompt.truncate_prompt_tokens > 0 else None
 
 
-def _newest(prompt: Prompt) -> str:
-    """What most likely has not been there before: the last message, or all."""
+def _last_text(prompt: Prompt) -> str:
+    """The text that is most likely new: a chat's last message, else the whole prompt."""
     last = prompt.prompt if prompt.messages is None else (_flattened(prompt.messages[-1]) or {}).get("content")
     return last if isinstance(last, str) else ""
 
 
 def _flattened(message: Any) -> dict[str, Any] | None:
-    """As vLLM gives it to templates that want strings: text parts joined, the arguments of tool calls as objects. None
-    where a part is no text."""
+    """The message as vLLM gives it to chat templates: its text parts joined into one string, the arguments of its tool
+    calls as objects. None where a part is no text."""
     content = message.get("content")
     if content is None:
         content = ""
@@ -131,5 +132,3 @@ def _flattened(message: Any) -> dict[str, Any] | None:
         message["tool_calls"] = [{**call, "function": {**call["function"], "arguments": msgspec.json.decode(
             call["function"]["arguments"])}} for call in message["tool_calls"]]
     return message
-
-

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a prompt will have at the engines, found out beside the event loop, or in it where that is sooner.
+"""Tokenises prompts as the engines will, without holding up the event loop. Nothing here changes a request.
 
-Threads do it: the tokenizer's own code runs without the interpreter's lock, and one prompt after the other in the same
-thread takes less time than each between other work. The queue before them is bounded, and so is the wait; a prompt that
-is not ready in time, or that this can't tokenise, goes without. But the way to a thread and back is long for a short
-prompt, so where little comes the loop does those itself, for no more of its time than `LOOP_REST` leaves. Of a prompt
-with much that is new it does the beginning. Where that is enough to see where the prompt should go, because nobody
-holds as much, the threads do the rest only if it is asked for. Nothing here changes a request.
+Threads tokenise: the tokenizer's code releases the interpreter's lock. Their queue is bounded, and so is the wait; a
+prompt that is not ready in time, or can't be tokenised, is routed without overlap.
+
+The event loop tokenises a short prompt itself, because the way to a thread and back would take longer. After each one
+it rests from that for `LOOP_REST` times as long. Of a prompt with much new text it tokenises only the first part. Where
+that is enough to place the prompt (`vllm_pd.router.deferred`), a thread does the rest only if it is needed later.
 """
 import asyncio
 import gc
@@ -27,68 +27,69 @@ logger = logging.getLogger("vllm.pd.router")
 MAX_QUEUED = 64
 RETRY_S = (5.0, 60.0)  # first pause, longest
 MAX_TEXT_BYTES = 1 << 19  # of a request whose prompt is text; a longer one could not be ready in time
-MAX_PARSED_BYTES = 2 << 20  # token ids take 6 ms a MiB, of the loop; of a longer request only the model is looked for
-BEGINNING_BYTES = 256
-MAX_LOOP_BYTES = 4096  # of a request that the loop does itself: English takes 0.7 ms, the worst that was found 2 ms
-MAX_BEGUN_BYTES = 1 << 16  # of a request of which the loop does the beginning
-BEGINNING_S = 0.001  # of CPU time; it takes 0.1 to 0.5 ms, and where it took more the loop rests from it
-LOOP_REST = 10.0  # times what such a one has taken, before the loop does another
-LONGEST_REST_S = 0.1  # it may have taken long because the process stood still
+MAX_PARSED_BYTES = 2 << 20  # parsing token ids takes the loop 6 ms per MiB; of a longer request only `_Outline` is read
+OUTLINE_BYTES = 256  # of a longer request, in place of its prompt
+MAX_LOOP_BYTES = 4096  # of a request that the loop tokenises itself: English takes 0.7 ms, the worst found 2 ms
+MAX_PARTIAL_BYTES = 1 << 16  # of a request whose first part the loop tokenises
+PARTIAL_CPU_S = 0.001  # a first part takes 0.1 to 0.5 ms of CPU; after one that took more the loop rests
+LOOP_REST = 10.0  # the loop rests for so many times what a prompt has taken
+MAX_REST_S = 0.1  # a prompt may have taken long only because the process was suspended
 
 
 class Tokenized(StrEnum):
-    """What came of one prompt; the label of a counter."""
+    """The outcome for one prompt; the label of a counter."""
     DONE = "done"
-    BEGUN = "begun"  # the beginning only, which was enough
+    BEGUN = "begun"  # only the first part, which was enough
     GIVEN = "given"  # the client sent token ids
-    NONE = "none"  # nothing to tokenise: another kind of request, or content that is no text or brings its own program
-    LONG = "long"
+    NONE = "none"  # nothing to tokenise: not a prompt, no text, or a request with its own chat template
+    LONG = "long"  # over a size limit
     NOT_LOADED = "not_loaded"
-    BUSY = "busy"
+    BUSY = "busy"  # the queue was full
     LATE = "late"
     FAILED = "failed"
 
 
-class Asked(NamedTuple):
-    """`finish` is called with the prompt's ids, where they are found. `size_bytes` is the whole request's. `family`
-    names the workers whose tokenizer it is for."""
+class TokenizeRequest(NamedTuple):
+    """A prompt to tokenise. `finish` is called with its token ids, in the loop or in a thread; what it returns is the
+    result's `made`. `size_bytes` is the size of the whole request. `family` names the tokenizer."""
     prompt: Prompt | None
     finish: Callable[[Sequence[int]], Any]
     size_bytes: int
     family: str = ""
 
 
-class Beginning(NamedTuple):
-    """May a prompt's beginning do? About `chars` more of it than is known, if `enough` says so of what `finish` made of
-    that; it is asked in the loop."""
+class PartialTerms(NamedTuple):
+    """When the first part of a prompt is enough: tokenise about `chars` of what is not cached, and ask `is_enough`, in
+    the loop, about what `finish` made of that."""
     chars: int
-    enough: Callable[[Any], bool]
+    is_enough: Callable[[Any], bool]
 
 
-class Found(NamedTuple):
-    """How many tokens (a guess where only begun), and what `finish` made of them; None where nothing was found."""
+class TokenizeResult(NamedTuple):
+    """The number of tokens (an estimate where BEGUN), and what `finish` made of them, None where there are none."""
     outcome: Tokenized
     tokens: int = 0
     made: Any = None
 
 
 class _Outline(msgspec.Struct):
+    """The fields read of a very long request."""
     model: Any = None
     user: Any = None
     session_id: Any = None
 
 
 _decoder = msgspec.json.Decoder(Prompt)
-_outlines = msgspec.json.Decoder(_Outline)
+_outline_decoder = msgspec.json.Decoder(_Outline)
 
 
 def parse(body: bytes) -> Prompt | None:
-    """None for what is no JSON object: the worker will say so. Of a request that is too long for it the first bytes
-    stand for the prompt."""
+    """The fields of a request's body that the router reads. None for a body that is not a JSON object; the worker will
+    answer with an error. For a body over MAX_PARSED_BYTES its first bytes stand for the prompt."""
     try:
         if len(body) > MAX_PARSED_BYTES:
-            outline = _outlines.decode(body)
-            return Prompt(outline.model, body[:BEGINNING_BYTES].decode(errors="replace"), user=outline.user,
+            outline = _outline_decoder.decode(body)
+            return Prompt(outline.model, body[:OUTLINE_BYTES].decode(errors="replace"), user=outline.user,
                           session_id=outline.session_id)
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -96,141 +97,148 @@ def parse(body: bytes) -> Prompt | None:
 
 
 class TokenPool:
-    """The threads, and what they know. Belongs to the event loop; `close` ends it."""
+    """The tokenizers of all families, and the threads that run them. Belongs to the event loop."""
 
     def __init__(self, options: RouterOptions, load: Callable[[str], Tokenizer] = Tokenizer) -> None:
-        self._wanted = options.tokenizer
+        self._configured = options.tokenizer
         self._timeout_s = options.tokenize_timeout_s
         self._threads = ThreadPoolExecutor(options.tokenize_threads, thread_name_prefix="router-tokens")
         self._load_with = load
-        self._loading: dict[str, asyncio.Task] = {}  # by family; by "" where one was named, for all
+        self._loading: dict[str, asyncio.Task] = {}  # by family; "" for a configured tokenizer, which serves all
         self._tokenizers: dict[str, Tokenizer] = {}
         self._problems: dict[str, str] = {}
         self._queued = 0
         self._rests_until_s = 0.0
-        self._begins_no_more_until_s = 0.0
-        if self._wanted not in (None, NO_TOKENIZER):
-            self._start_loading("", self._wanted)
+        self._partial_rests_until_s = 0.0
+        if self._configured not in (None, NO_TOKENIZER):
+            self._start_loading("", self._configured)
 
     @property
     def loaded(self) -> bool:
-        """Whether prompts can be tokenised, of one family at least."""
+        """Whether at least one tokenizer is loaded."""
         return bool(self._tokenizers)
 
     @property
     def problem(self) -> str:
-        """What can't be loaded; empty where all could."""
+        """Why tokenizers could not be loaded; empty where there is no problem."""
         return "; ".join(self._problems.values())
 
-    def offer(self, family: str, root: str | None) -> None:
-        """A worker of that family has said what its model is. Taken where no tokenizer was named and the family has
-        none."""
-        if self._wanted is None and root and family not in self._loading:
+    def load_for(self, family: str, root: str | None) -> None:
+        """Load the tokenizer of the model `root` (a folder or name) for a family, unless it has one already or a
+        tokenizer was configured."""
+        if self._configured is None and root and family not in self._loading:
             self._start_loading(family, root)
 
     def forget(self, family: str) -> None:
-        """It has no workers any more."""
+        """Drop the tokenizer of a family that has no workers any more."""
         if (loading := self._loading.pop(family, None)) is not None:
             loading.cancel()
         self._tokenizers.pop(family, None)
         self._problems.pop(family, None)
 
-    def _of(self, family: str) -> Tokenizer | None:
-        return self._tokenizers.get(family if self._wanted is None else "")
+    def _tokenizer_of(self, family: str) -> Tokenizer | None:
+        return self._tokenizers.get(family if self._configured is None else "")
 
-    async def tokens(self, asked: Asked, beginning: Beginning | None = None) -> Found:
-        """What is asked. A client's own template is never run: nothing could end it."""
-        prompt, size_bytes = asked.prompt, asked.size_bytes
+    async def tokenize(self, request: TokenizeRequest, partial: PartialTerms | None = None) -> TokenizeResult:
+        """Tokenise a prompt; with `partial`, its first part only where that is enough. Never raises. A client's own
+        chat template is not run, because it is a program that nothing could stop."""
+        prompt, size_bytes = request.prompt, request.size_bytes
         if prompt is None or prompt.cache_salt is not None or prompt.mm_processor_kwargs or prompt.documents:
-            return Found(Tokenized.NONE)
+            return TokenizeResult(Tokenized.NONE)
         if prompt.chat_template is not None:
-            return Found(Tokenized.NONE)
+            return TokenizeResult(Tokenized.NONE)
         if size_bytes > MAX_PARSED_BYTES:
-            return Found(Tokenized.LONG)
+            return TokenizeResult(Tokenized.LONG)
         given = _is_given(prompt.prompt)
         if not given and not (isinstance(prompt.messages, list) and prompt.messages or prompt.prompt):
-            return Found(Tokenized.NONE)
-        if not given and self._of(asked.family) is None:
-            return Found(Tokenized.NOT_LOADED)
+            return TokenizeResult(Tokenized.NONE)
+        if not given and self._tokenizer_of(request.family) is None:
+            return TokenizeResult(Tokenized.NOT_LOADED)
         if not given and size_bytes > MAX_TEXT_BYTES:
-            return Found(Tokenized.LONG)
-        return await self._safely(self._anywhere(asked, given, beginning))
+            return TokenizeResult(Tokenized.LONG)
+        return await self._caught(self._in_loop_or_thread(request, given, partial))
 
-    async def whole(self, body: bytes, finish: Callable[[Sequence[int]], Any], family: str) -> Found:
-        """Of a request of which only the beginning was asked before: a thread reads it once more."""
-        return await self._safely(self._there(lambda: self._work(Asked(parse(body), finish, len(body), family))))
+    async def tokenize_deferred(self, body: bytes, finish: Callable[[Sequence[int]], Any],
+                                family: str) -> TokenizeResult:
+        """Tokenise the whole prompt of a request of which only the first part was tokenised, in a thread, which parses
+        the body again. Never raises."""
+        return await self._caught(self._in_thread(
+            lambda: self._work(TokenizeRequest(parse(body), finish, len(body), family))))
 
     def close(self) -> None:
-        """End the threads with what they are doing."""
+        """Stop loading, and end the threads after what they are doing now."""
         for loading in self._loading.values():
             loading.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @staticmethod
-    async def _safely(finding: Awaitable[Found]) -> Found:
+    async def _caught(result: Awaitable[TokenizeResult]) -> TokenizeResult:
         try:
-            return await finding
+            return await result
         except TimeoutError:
-            return Found(Tokenized.LATE)
-        except Exception as error:  # a template may raise anything
+            return TokenizeResult(Tokenized.LATE)
+        except Exception as error:  # a chat template may raise anything
             logger.debug("a prompt could not be tokenised: %r", error)
-            return Found(Tokenized.FAILED)
+            return TokenizeResult(Tokenized.FAILED)
 
-    async def _anywhere(self, asked: Asked, given: bool, beginning: Beginning | None) -> Found:
-        found = None
-        quick = not given and self._of(asked.family).quick
-        if beginning is not None and quick:
-            found = self._begun(asked, beginning)
-        if found is None and (given or quick):
-            found = self._here(asked)
-        return found or await self._there(self._work, asked)
+    async def _in_loop_or_thread(self, request: TokenizeRequest, given: bool,
+                                 partial: PartialTerms | None) -> TokenizeResult:
+        result = None
+        is_fast = not given and self._tokenizer_of(request.family).is_fast
+        if partial is not None and is_fast:
+            result = self._partial(request, partial)
+        if result is None and (given or is_fast):
+            result = self._in_loop(request)
+        return result or await self._in_thread(self._work, request)
 
-    def _begun(self, asked: Asked, beginning: Beginning) -> Found | None:
-        """By the loop: the beginning, where that is enough. Quick but for odd texts, after which it rests."""
-        if asked.size_bytes > MAX_BEGUN_BYTES or time.monotonic() < self._begins_no_more_until_s:
+    def _partial(self, request: TokenizeRequest, partial: PartialTerms) -> TokenizeResult | None:
+        """Tokenise the first part, in the loop. None where that is not enough or not possible. Unusual texts may take
+        long; then the loop rests from this."""
+        if request.size_bytes > MAX_PARTIAL_BYTES or time.monotonic() < self._partial_rests_until_s:
             return None
         began_s = time.thread_time()
         try:
-            ids = self._of(asked.family).beginning(asked.prompt, beginning.chars)
-            made = None if ids is None else asked.finish(ids.ids)
-            return Found(Tokenized.BEGUN, ids.tokens, made) if made and beginning.enough(made) else None
+            ids = self._tokenizer_of(request.family).partial(request.prompt, partial.chars)
+            made = None if ids is None else request.finish(ids.ids)
+            return TokenizeResult(Tokenized.BEGUN, ids.tokens, made) if made and partial.is_enough(made) else None
         finally:
             took_s = time.thread_time() - began_s
-            if took_s > BEGINNING_S:
-                self._begins_no_more_until_s = time.monotonic() + _rest_s(took_s)
+            if took_s > PARTIAL_CPU_S:
+                self._partial_rests_until_s = time.monotonic() + _rest_s(took_s)
 
-    def _here(self, asked: Asked) -> Found | None:
-        """By the loop, where that is short and it has rested."""
+    def _in_loop(self, request: TokenizeRequest) -> TokenizeResult | None:
+        """Tokenise a short request in the loop. None for a longer one, or while the loop rests."""
         began_s = time.monotonic()
-        if asked.size_bytes > MAX_LOOP_BYTES or began_s < self._rests_until_s:
+        if request.size_bytes > MAX_LOOP_BYTES or began_s < self._rests_until_s:
             return None
         try:
-            return self._work(asked)
+            return self._work(request)
         finally:
             ended_s = time.monotonic()
             self._rests_until_s = ended_s + _rest_s(ended_s - began_s)
 
-    async def _there(self, work: Callable[..., Found], *given: Any) -> Found:
-        """By a thread, if there is room in its queue. Raises TimeoutError besides."""
+    async def _in_thread(self, work: Callable[..., TokenizeResult], *args: Any) -> TokenizeResult:
+        """Call `work` in a thread; BUSY where the queue is full. Raises TimeoutError, and whatever `work` raises."""
         if self._queued >= MAX_QUEUED:
-            return Found(Tokenized.BUSY)
-        task = asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
+            return TokenizeResult(Tokenized.BUSY)
+        task = asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
         self._queued += 1
         task.add_done_callback(self._done)
         async with asyncio.timeout(self._timeout_s):
             return await asyncio.shield(task)
 
-    def _work(self, asked: Asked) -> Found:
-        given = _is_given(asked.prompt.prompt)
-        ids = _given(asked.prompt.prompt) if given else self._of(asked.family).tokens(asked.prompt)
+    def _work(self, request: TokenizeRequest) -> TokenizeResult:
+        given = _is_given(request.prompt.prompt)
+        ids = (_given_ids(request.prompt.prompt) if given else
+               self._tokenizer_of(request.family).tokens(request.prompt))
         if not ids:
-            return Found(Tokenized.NONE)
-        return Found(Tokenized.GIVEN if given else Tokenized.DONE, len(ids), asked.finish(ids))
+            return TokenizeResult(Tokenized.NONE)
+        return TokenizeResult(Tokenized.GIVEN if given else Tokenized.DONE, len(ids), request.finish(ids))
 
     def _done(self, work: asyncio.Future) -> None:
         self._queued -= 1
         if not work.cancelled():
-            work.exception()  # heard, also where nobody waits any more
+            work.exception()  # retrieved also where nothing waits any more, so that asyncio does not log it
 
     def _start_loading(self, family: str, name: str) -> None:
         self._loading[family] = asyncio.get_running_loop().create_task(self._load(family, name))
@@ -240,33 +248,33 @@ class TokenPool:
         while True:
             try:
                 self._tokenizers[family] = await asyncio.to_thread(self._load_with, name)
-                gc.freeze()  # the library is there to stay; to look through it each time takes 40 ms
+                gc.freeze()  # the library stays loaded; each collection of its objects would take 40 ms
                 self._problems.pop(family, None)
-                logger.info("prompts are tokenised with that of %s", name)
+                logger.info("prompts are tokenised with the tokenizer of %s", name)
                 return
-            except Exception as error:  # of a library, for a folder of somebody else's: requests go without
+            except Exception as error:  # of transformers, for files of an operator: requests are routed without overlap
                 problem = f"the tokenizer of {name!r} can't be loaded: {error}"[:500]
                 if problem != self._problems.get(family):
-                    logger.error("%s; requests go without overlap, and it is tried again", problem)
+                    logger.error("%s; requests are routed without overlap until it loads; it is tried again", problem)
                 self._problems[family] = problem
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
 
 def _rest_s(took_s: float) -> float:
-    """Of the loop, from prompts, after it has spent so much time on one."""
-    return min(LOOP_REST * took_s, LONGEST_REST_S)
+    """How long the loop rests after a prompt that took `took_s`."""
+    return min(LOOP_REST * took_s, MAX_REST_S)
 
 
 def _is_given(prompt: Any) -> bool:
-    """Whether the first prompt came as token ids, as far as its first shows."""
+    """Whether the first prompt is a list of token ids, judged by its first element."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompt = prompt[0]
     return isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is int
 
 
-def _given(prompt: list[Any]) -> list[int]:
-    """The first prompt, all of it token ids. Raises ValueError. Takes 0.1 s for a million."""
+def _given_ids(prompt: list[Any]) -> list[int]:
+    """The token ids of the first prompt. Raises ValueError where an element is none. Takes 0.1 s for a million."""
     ids = prompt[0] if isinstance(prompt[0], list) else prompt
     if not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
         raise ValueError("not all are token ids")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines behind a router, and which of them may get a request.
 
-Life of a worker: NEW until its first probe has gone well; then UP, the only state in which it gets requests. Any
-failure makes it DOWN at once, until a probe goes well again. One that leaves gets nothing new, keeps what is open, is
-probed as before, and is forgotten with the last of that. What one request has open at one worker is a `Flight`.
+Life of a worker: NEW until its first probe passes; then UP, the only state in which it gets requests. A failure makes
+it DOWN at once, until a probe passes again. A worker that leaves gets no new requests, finishes its open ones, is
+probed as before, and is forgotten when the last open request has ended. An `InFlightTry` is one open request at one
+worker.
 """
 import asyncio
 import collections
@@ -19,7 +20,7 @@ logger = logging.getLogger("vllm.pd.router")
 
 MAX_WORKERS = 4096
 STRIKE_S = 30.0
-DOUBT_S = 1.0  # between probes that requests are the reason of, and between questions for models likewise
+EXTRA_PROBE_S = 1.0  # between two probes caused by requests, and between two such readings of the models
 
 
 class WorkerState(Enum):
@@ -29,270 +30,271 @@ class WorkerState(Enum):
     DOWN = "down"
 
 
-class Source(Enum):
-    """From where a worker is known."""
+class WorkerSource(Enum):
+    """How the router knows a worker."""
     STATIC = "static"  # the command line
     REGISTRY = "registry"
     OPERATOR = "operator"  # POST /workers
 
 
-class Failure(StrEnum):
-    """Why a worker was taken out, or a try at it given up; the label of the counters."""
+class WorkerFailure(StrEnum):
+    """Why a worker was taken out, or a try at it failed; the label of counters."""
     CONNECT = "connect"
-    BROKEN = "broken"  # the connection ended before an answer had begun
+    BROKEN = "broken"  # the connection ended before the answer began
     TIMEOUT = "timeout"
-    SERVER_ERROR = "server_error"  # a status of 500 and above, or an error where tokens should begin
-    EMPTY = "empty"  # success without a body
+    SERVER_ERROR = "server_error"  # status 500 or above, or a stream that begins with an error
+    EMPTY = "empty"  # status 200 without a body
     PROBE = "probe"
-    NO_MODEL = "no_model"  # 404; it is not taken out
-    ROUTER = "router"  # the router itself is short of descriptors or the like; it says nothing of the worker
-    BUSY = "busy"  # 429 or 503: it takes nothing now, or not this request; it is not taken out
+    NO_MODEL = "no_model"  # status 404; the worker is not taken out
+    ROUTER = "router"  # the router lacks descriptors, memory or ports; the worker is not taken out
+    BUSY = "busy"  # status 429 or 503; the worker is not taken out
 
 
 class Interruption(Enum):
     """Why a request stops waiting for a worker."""
     CLIENT_GONE = "client_gone"
     WORKER_DOWN = "worker_down"
-    SILENT = "silent"  # nothing has come for too long, in the middle of an answer
+    SILENT = "silent"  # nothing came for too long in the middle of an answer
 
 
-class Flight:
-    """One try of one request at one worker, run by the present task. `interrupt` makes that task's wait end."""
+class InFlightTry:
+    """One try of one request at one worker, run by the current task, which `interrupt` cancels."""
 
-    def __init__(self, worker: "Worker") -> None:
+    def __init__(self, worker: "RouterWorker") -> None:
         self.worker = worker
         self.heard_s = self.began_s = worker.now()
         self.interruption: Interruption | None = None
         self._task = asyncio.current_task()
 
     def heard(self, generated: bool) -> None:
-        """Something came from the worker; that it still generates is shown by what it has `generated` only, for its
-        front end answers much by itself."""
+        """Bytes came from the worker. `generated`: its engine made them; other answers come from its front end and
+        don't show that the engine works."""
         self.heard_s = self.worker.now()
         if generated:
             self.worker.heard_s = self.heard_s
 
     def interrupt(self, why: Interruption) -> None:
-        """End the wait. The task sees a CancelledError, the reason is in `interruption`; only the first counts."""
+        """Cancel the task. `interruption` has the reason; only the first one counts."""
         if self.interruption is None:
             self.interruption = why
             self._task.cancel()
 
-    def landed(self) -> bool:
-        """After a CancelledError: whether it was ours, which then is undone."""
+    def take_interruption(self) -> bool:
+        """Call it at a CancelledError. Returns whether `interrupt` caused it; then the cancellation is undone."""
         if self.interruption is None:
             return False
         self._task.uncancel()
         return True
 
 
-class Worker:
-    """One engine. Belongs to the router's event loop. `wake` is set when it is to be probed before its time."""
+class RouterWorker:
+    """One engine. `wake` is set when it should be probed or asked for its models at once. Belongs to the router's event
+    loop."""
 
-    def __init__(self, url: str, source: Source, incarnation: str | None, metrics: RouterMetrics) -> None:
+    def __init__(self, url: str, source: WorkerSource, incarnation: str | None, metrics: RouterMetrics) -> None:
         self.url = url
         self.source = source
         self.incarnation = incarnation
         self.state = WorkerState.NEW
         self.leaving = False
         self.problem = "not probed yet"
-        self.models: frozenset[str] = frozenset()  # the names that it serves; empty where unknown
+        self.models: frozenset[str] = frozenset()  # names of its models and adapters; empty while unknown
         self.base_models: frozenset[str] = frozenset()
-        self.learned_s = -math.inf  # when it was asked for them
-        self.root: str | None = None  # its model's folder or name, as it says
-        self.flights: set[Flight] = set()
-        self.failures = 0  # of probes, in a row
-        self.strikes = 0  # how often it was taken out soon after it had been before
-        self.doubted = False  # it is to be probed whatever it has answered
-        self._out_s = -math.inf  # when it was taken out last
-        self._doubted_s = -math.inf
-        self._fails = 0
-        self._record = (0, -math.inf)  # strikes and _out_s before it was taken out last
-        self._excusable = False  # whether it is out for no more than answers of 500
-        self.busy_until_s = 0.0
+        self.models_asked_s = -math.inf  # when it was last asked for them
+        self.root: str | None = None  # its model's folder or name
+        self.in_flight: set[InFlightTry] = set()
+        self.failures = 0  # failed probes in a row
+        self.strikes = 0  # how often it was taken out again within STRIKE_S
+        self.probe_due = False  # it is probed although it has answered requests lately
+        self.paused_until_s = 0.0
+        self._out_s = -math.inf  # when it was last taken out
+        self._probe_due_s = -math.inf
+        self._failure_count = 0
+        self._before_out = (0, -math.inf)  # `strikes` and `_out_s` before it was last taken out
+        self._revocable = False  # whether all failures since it was last taken out are SERVER_ERROR
         self.now = asyncio.get_running_loop().time
         self.heard_s = self.up_since_s = self.now()
         self.wake = asyncio.Event()
         self._metrics = metrics
         self._up = metrics.of(url, metrics.worker_up)
         self._open = metrics.of(url, metrics.in_flight)
-        self._open.set_function(lambda: len(self.flights))
+        self._open.set_function(lambda: len(self.in_flight))
         self.tries = functools.cache(lambda outcome: metrics.of(url, metrics.tries, outcome))
-        self._show()
+        self._update_metric()
 
-    def good(self) -> None:
-        """A probe went well."""
+    def probe_passed(self) -> None:
+        """A probe has passed: the worker is UP."""
         self.failures = 0
         self.problem = ""
         self.heard_s = self.now()
         if self.state is not WorkerState.UP:
             self.up_since_s = self.heard_s
         self.state = WorkerState.UP
-        self._show()
+        self._update_metric()
 
-    def fail(self, kind: Failure, detail: str) -> int:
-        """Out at once; it is probed soon. Returns what `acquit` takes."""
+    def fail(self, kind: WorkerFailure, detail: str) -> int:
+        """Take the worker out and have it probed. Returns the failure's number, for `revoke_failure`."""
         self.problem = f"{kind.value}: {detail}"[:500]
         self._metrics.of(self.url, self._metrics.failures, kind.value).inc()
-        self._fails += 1
+        self._failure_count += 1
         if self.state is not WorkerState.DOWN:
             logger.warning("worker %s is out: %s", self.url, self.problem)
             self.failures = 0
-            self._record = (self.strikes, self._out_s)
-            self._excusable = True
+            self._before_out = (self.strikes, self._out_s)
+            self._revocable = True
             self.strikes = self.strikes + 1 if self.now() < self._out_s + STRIKE_S else 0
             self._out_s = self.now()
             self.wake.set()
-        self._excusable = self._excusable and kind is Failure.SERVER_ERROR
+        self._revocable = self._revocable and kind is WorkerFailure.SERVER_ERROR
         self.state = WorkerState.DOWN
-        self._show()
-        return self._fails
+        self._update_metric()
+        return self._failure_count
 
-    def acquit(self, failure: int) -> None:
-        """That failure was the request's own, which others could not answer either. Unless something else speaks
-        against the worker it is back, as if nothing had been, but for a probe."""
-        if failure != self._fails or not self._excusable:
+    def revoke_failure(self, failure: int) -> None:
+        """Another worker has failed the same request, so the request itself may be the reason. Unless the worker has
+        failed since, or otherwise, it is UP again as before, and is probed."""
+        if failure != self._failure_count or not self._revocable:
             return
-        self.strikes, self._out_s = self._record
+        self.strikes, self._out_s = self._before_out
         if self.state is WorkerState.DOWN:
-            logger.info("worker %s is back: others have no answer to that request either", self.url)
+            logger.info("worker %s is up again: another one failed the same request", self.url)
             self.problem = ""
             self.state = WorkerState.UP
-            self._show()
-        self.doubt()
+            self._update_metric()
+        self.probe_soon()
 
-    def doubt(self) -> None:
-        """Have it probed at once, though not time and again."""
-        if self.now() >= self._doubted_s + DOUBT_S:
-            self._doubted_s = self.now()
-            self.doubted = True
+    def probe_soon(self) -> None:
+        """Have it probed at once, but not more often than every EXTRA_PROBE_S."""
+        if self.now() >= self._probe_due_s + EXTRA_PROBE_S:
+            self._probe_due_s = self.now()
+            self.probe_due = True
             self.wake.set()
 
-    def lacks_model(self) -> None:
-        """It does not serve what it was asked for: have it asked what it does serve."""
-        if self.now() >= self.learned_s + DOUBT_S:
-            self.learned_s = -math.inf
+    def ask_models_soon(self) -> None:
+        """Have it asked for its models at once, but not more often than every EXTRA_PROBE_S."""
+        if self.now() >= self.models_asked_s + EXTRA_PROBE_S:
+            self.models_asked_s = -math.inf
             self.wake.set()
 
-    def busy(self, seconds: float) -> None:
-        """It has refused a request that another one had room for. It gets none for so long if others can take them."""
-        self.busy_until_s = max(self.busy_until_s, self.now() + seconds)
+    def pause(self, seconds: float) -> None:
+        """It refused a request that another worker took. For so long it gets requests only if no other can take
+        them."""
+        self.paused_until_s = max(self.paused_until_s, self.now() + seconds)
 
-    def strand(self, since_s: float) -> None:
-        """Give up all flights that have heard nothing since then."""
-        for flight in list(self.flights):
-            if flight.heard_s <= since_s:
-                flight.interrupt(Interruption.WORKER_DOWN)
+    def interrupt_silent(self, since_s: float) -> None:
+        """Interrupt all tries to which nothing has come since `since_s`."""
+        for one in list(self.in_flight):
+            if one.heard_s <= since_s:
+                one.interrupt(Interruption.WORKER_DOWN)
 
     def leave(self) -> None:
-        """Nothing new for it."""
+        """It gets no new requests from now on."""
         self.leaving = True
-        self._show()
+        self._update_metric()
 
-    def shown(self) -> dict[str, object]:
-        """As /workers shows it."""
+    def as_json(self) -> dict[str, object]:
+        """Its entry in /workers."""
         return {"url": self.url, "state": self.state.value, "source": self.source.value, "problem": self.problem,
-                "in_flight": len(self.flights), "models": sorted(self.models), "incarnation": self.incarnation,
+                "in_flight": len(self.in_flight), "models": sorted(self.models), "incarnation": self.incarnation,
                 "failures": self.failures, "strikes": self.strikes,
-                "busy_s": max(0.0, round(self.busy_until_s - self.now(), 3))}
+                "busy_s": max(0.0, round(self.paused_until_s - self.now(), 3))}
 
-    def _show(self) -> None:
+    def _update_metric(self) -> None:
         self._up.set(self.state is WorkerState.UP and not self.leaving)
 
 
 class Workers:
-    """All of them, by URL. `on_join` is told of each that comes, `on_leave` when it is to get nothing new, `on_end`
-    when nothing is open there any more."""
+    """All workers, by URL. The callbacks are called with a worker: `on_join` when it was added, `on_leave` when it was
+    removed, `on_end` when its last open request has ended after that."""
 
     def __init__(self, metrics: RouterMetrics, max_in_flight: int) -> None:
-        self.on_join: list[Callable[[Worker], None]] = []
-        self.on_leave: list[Callable[[Worker], None]] = []
-        self.on_end: list[Callable[[Worker], None]] = []
+        self.on_join: list[Callable[[RouterWorker], None]] = []
+        self.on_leave: list[Callable[[RouterWorker], None]] = []
+        self.on_end: list[Callable[[RouterWorker], None]] = []
         self.max_in_flight = max_in_flight
         self._metrics = metrics
-        self._workers: dict[str, Worker] = {}
-        self._leaving: set[Worker] = set()
+        self._workers: dict[str, RouterWorker] = {}
+        self._leaving: set[RouterWorker] = set()
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[RouterWorker]:
         return iter(list(self._workers.values()))
 
     def __len__(self) -> int:
         return len(self._workers)
 
-    def get(self, url: str) -> Worker | None:
-        """The worker of that URL, unless it leaves."""
+    def get(self, url: str) -> RouterWorker | None:
+        """The worker with this URL; None where there is none or it leaves."""
         return self._workers.get(url)
 
-    def add(self, url: str, source: Source, incarnation: str | None = None) -> Worker | None:
-        """A new one; the one that is there already, where it is; None where there are too many."""
+    def add(self, url: str, source: WorkerSource, incarnation: str | None = None) -> RouterWorker | None:
+        """Add a worker. Returns it, or the one that has this URL already; None where there are too many."""
         worker = self._workers.get(url)
         if worker is not None or len(self._workers) >= MAX_WORKERS:
             return worker
-        worker = self._workers[url] = Worker(url, source, incarnation, self._metrics)
-        for told in self.on_join:
-            told(worker)
+        worker = self._workers[url] = RouterWorker(url, source, incarnation, self._metrics)
+        for callback in self.on_join:
+            callback(worker)
         return worker
 
     def remove(self, url: str) -> bool:
-        """Let it leave. Whether it was there."""
+        """Let a worker leave. Returns whether there was one."""
         worker = self._workers.pop(url, None)
         if worker is None:
             return False
         worker.leave()
-        for told in self.on_leave:
-            told(worker)
+        for callback in self.on_leave:
+            callback(worker)
         self._leaving.add(worker)
-        self._forget()
+        self._forget_idle()
         return True
 
-    def landed(self, flight: Flight) -> None:
-        """A flight has ended."""
-        flight.worker.flights.discard(flight)
+    def try_ended(self, ended: InFlightTry) -> None:
+        """A try has ended. With its last one a leaving worker is forgotten."""
+        ended.worker.in_flight.discard(ended)
         if self._leaving:
-            self._forget()
+            self._forget_idle()
 
-    def candidates(self, model: str | None, tried: Collection[Worker] = ()) -> list[Worker]:
-        """Those that may get a request for that model; where nobody is known to have it, those that may get any, so
-        that one of them can say so. Those that are busy only if there are no others."""
-        most = self.max_in_flight
+    def candidates(self, model: str | None, tried: Collection[RouterWorker] = ()) -> list[RouterWorker]:
+        """The workers that may get a request for this model, without those in `tried`. Where no worker is known to
+        serve it, any may get the request: its answer will say so. Paused workers only where there are no others."""
         able = [worker for worker in self._workers.values()
-                if worker.state is WorkerState.UP and len(worker.flights) < most]
+                if worker.state is WorkerState.UP and len(worker.in_flight) < self.max_in_flight]
         if tried:
             able = [worker for worker in able if worker not in tried]
         if self._is_known(model):
             able = [worker for worker in able if model in worker.models or not worker.models]
         now_s = asyncio.get_running_loop().time()
-        return [worker for worker in able if worker.busy_until_s <= now_s] or able
+        return [worker for worker in able if worker.paused_until_s <= now_s] or able
 
     def counts(self) -> dict[str, int]:
-        """How many there are by state."""
+        """The number of workers in each state."""
         return dict(collections.Counter(worker.state.value for worker in self._workers.values()))
 
     def any_up(self, model: str | None = None) -> bool:
-        """Whether any worker works at all, full or not; of those that may get a request for that model, if one is
-        given."""
+        """Whether any worker is up, full or not; with a model that some worker serves, any that may get its
+        requests."""
         known = self._is_known(model)
         return any(worker.state is WorkerState.UP and (not known or self._may_have(worker, model))
                    for worker in self._workers.values())
 
-    def another_up(self, worker: Worker) -> bool:
-        """Whether any other worker works that may have one of its models."""
+    def another_up(self, worker: RouterWorker) -> bool:
+        """Whether another worker is up that may serve one of this worker's models."""
         return any(one is not worker and one.state is WorkerState.UP
                    and (not worker.models or not one.models or not worker.models.isdisjoint(one.models))
                    for one in self._workers.values())
 
     def _is_known(self, model: str | None) -> bool:
-        """Whether anybody is known to have it."""
+        """Whether any worker is known to serve the model."""
         return model is not None and any(model in worker.models for worker in self._workers.values())
 
     @staticmethod
-    def _may_have(worker: Worker, model: str) -> bool:
+    def _may_have(worker: RouterWorker, model: str) -> bool:
         return model in worker.models or not worker.models
 
-    def _forget(self) -> None:
-        for worker in [one for one in self._leaving if not one.flights]:
+    def _forget_idle(self) -> None:
+        for worker in [one for one in self._leaving if not one.in_flight]:
             self._leaving.discard(worker)
-            for told in self.on_end:
-                told(worker)
+            for callback in self.on_end:
+                callback(worker)
             if worker.url not in self._workers:
                 self._metrics.forget(worker.url)

@@ -20,7 +20,7 @@ import msgspec
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.router.policy import Candidate, Choice, Policy, PolicyConfig, Reason, Request, choose
+from vllm_pd.router.policy import Candidate, Choice, ChoiceReason, PlacementRequest, Policy, RoutingPolicyConfig, choose
 from vllm_pd.routerbench import oracle
 from vllm_pd.routerbench.engines import SimLoad, Speed, Worker
 from vllm_pd.routerbench.placement import Search
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXPECT_S = 5.0  # how long the router counts on what it sent
 POOL = "one pool"
 PLACED = "offline placement"
-Decide = Callable[[Request, Sequence[Candidate], random.Random], Choice | None]
+Decide = Callable[[PlacementRequest, Sequence[Candidate], random.Random], Choice | None]
 POLICIES = (Policy.KV, Policy.CONSISTENT_HASH, Policy.LEAST_LOAD, Policy.ROUND_ROBIN)
 
 
@@ -58,7 +58,7 @@ class HitBench(msgspec.Struct, frozen=True):
     pool_shares: tuple[float, ...] = (0.25, 0.5, 1.0)
     trace: TraceConfig = TraceConfig(conversations=300)
     fleet: FleetConfig = FleetConfig()
-    policy: PolicyConfig = PolicyConfig()
+    policy: RoutingPolicyConfig = RoutingPolicyConfig()
     moves: int = 20_000  # of the search for a placement
 
     @classmethod
@@ -85,9 +85,9 @@ class Placement:
     def __init__(self, workers: Sequence[int]) -> None:
         self.workers = workers
 
-    def __call__(self, request: Request, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def __call__(self, request: PlacementRequest, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
         chosen = candidates[self.workers[request.turn]]
-        return Choice(chosen.name, Policy.KV, Reason.TURN, chosen.overlap_blocks, request.prompt_blocks,
+        return Choice(chosen.name, Policy.KV, ChoiceReason.TURN, chosen.overlap_blocks, request.prompt_blocks,
                       len(candidates))
 
 
@@ -111,7 +111,7 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed:
     names_of = list(workers)
     loads: dict[str, SimLoad] = {name: worker.load() for name, worker in workers.items()}
     sent = dict.fromkeys(workers, 0)
-    reasons = dict.fromkeys(Reason, 0)
+    reasons = dict.fromkeys(ChoiceReason, 0)
     told_s = 0.0
     for turn, arrival in enumerate(trace):
         while told_s + fleet.load_period_s <= arrival.at_s:
@@ -127,7 +127,7 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed:
             (index.stored if len(event) > 2 else index.removed)(*event)
         names = index.hashes(arrival.prompt)
         overlaps = index.matches(names, arrival.at_s)
-        request = Request(len(arrival.prompt), len(names), str(arrival.conversation), turn)
+        request = PlacementRequest(len(arrival.prompt), len(names), str(arrival.conversation), turn)
         choice = decide(request, [Candidate(name, overlaps.get(name, 0), 0, loads[name], sent[name])
                                   for name in workers], rng)
         assert choice is not None
@@ -191,7 +191,7 @@ def measure(bench: HitBench, say: Callable[[str], None] = print) -> dict[str, An
         _over_seeds(share, [run for run in runs if run["pool_share"] == share]) for share in bench.pool_shares]}
 
 
-def _by(config: PolicyConfig, policy: Policy) -> Decide:
+def _by(config: RoutingPolicyConfig, policy: Policy) -> Decide:
     return functools.partial(choose, msgspec.structs.replace(config, policy=policy))
 
 

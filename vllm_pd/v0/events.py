@@ -23,7 +23,7 @@ from vllm.utils import Device
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.events import notice, reach
-from vllm_pd.events.announcer import Announcer
+from vllm_pd.events.announcer import EventAnnouncer
 from vllm_pd.events.messages import EngineLoad, KVEvent
 from vllm_pd.events.metrics import EventMetrics
 from vllm_pd.events.side import SidePort
@@ -73,7 +73,7 @@ def attach_events(engine: LLMEngine) -> None:
     scheduler = engine.scheduler[0]
     waker = Waker()
     sink = BlockSink(waker.set, explainer(scheduler))
-    announcer = Announcer(sink, config.cache_config.block_size, _publish_to(publisher), load_reader(scheduler),
+    announcer = EventAnnouncer(sink, config.cache_config.block_size, _publish_to(publisher), load_reader(scheduler),
                           lambda: not scheduler.running, side, waker,
                           EventMetrics(engine.model_config.served_model_name))
     bind_sink(scheduler, sink)
@@ -190,7 +190,7 @@ def _leave_notice(config: Any, word: notice.SideNotice) -> Path | None:
         return None
 
 
-def _shut(announcer: Announcer, publisher: EventPublisher, file: Path | None) -> None:
+def _shut(announcer: EventAnnouncer, publisher: EventPublisher, file: Path | None) -> None:
     announcer.close()
     publisher.shutdown()
     if file is not None:

@@ -10,15 +10,15 @@ import pytest
 
 from tests.router.holding import index_of
 from tests.router.test_placing import BLOCK, Words, placing
-from vllm_pd.router import openings, tokens
-from vllm_pd.router.openings import Opening
-from vllm_pd.router.pieces import Beginning
-from vllm_pd.router.placing import CHARS_PER_TOKEN, OPENING_BLOCKS
-from vllm_pd.router.tokens import LOOP_REST, MAX_BEGUN_BYTES, MAX_QUEUED
-from vllm_pd.router.workers import Source
+from vllm_pd.router import deferred, tokens
+from vllm_pd.router.deferred import DeferredPrompt
+from vllm_pd.router.placing import CHARS_PER_TOKEN, PARTIAL_BLOCKS
+from vllm_pd.router.token_cache import PartialTokens
+from vllm_pd.router.tokens import LOOP_REST, MAX_PARTIAL_BYTES, MAX_QUEUED
+from vllm_pd.router.workers import WorkerSource
 
-OPENING = OPENING_BLOCKS * BLOCK  # tokens
-LONG = range(100, 100 + 10 * OPENING)
+PARTIAL = PARTIAL_BLOCKS * BLOCK  # tokens
+LONG = range(100, 100 + 10 * PARTIAL)
 
 
 @pytest.fixture(autouse=True)
@@ -27,17 +27,17 @@ def quick(monkeypatch):
     monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: 100.0, thread_time=lambda: 0.0))
 
 
-class Openings(Words):
+class DeferringTokenizer(Words):
     """Of texts with more than its words, the beginning can be had."""
     def __init__(self, name):
         super().__init__(name)
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def beginning(self, prompt, chars):
+    def partial(self, prompt, chars):
         ids = Words.tokens(self, prompt)
         count = chars // CHARS_PER_TOKEN
-        return Beginning(ids[:count], len(ids)) if len(ids) > 2 * count else None
+        return PartialTokens(ids[:count], len(ids)) if len(ids) > 2 * count else None
 
     def tokens(self, prompt):
         if threading.current_thread() is not threading.main_thread():
@@ -58,22 +58,22 @@ def held(placer, words):
 
 
 async def test_a_new_prompt_is_placed_by_its_beginning_and_draws_its_like_to_its_end():
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
         plan = await placer.plan([], body(LONG), True)
         worker, choice = placer.place(plan, ())
         assert (plan.request.prompt_tokens, choice.prompt_blocks) == (len(LONG), len(LONG) // BLOCK)
-        assert len(plan.hashes[BLOCK]) == OPENING_BLOCKS and held(placer, LONG) == {worker.url: OPENING_BLOCKS}
+        assert len(plan.hashes[BLOCK]) == PARTIAL_BLOCKS and held(placer, LONG) == {worker.url: PARTIAL_BLOCKS}
         again = await placer.plan([], body(LONG), True)
-        assert again.opening is None and held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
+        assert again.deferred is None and held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
         assert placer.place(again, ())[1].overlap_blocks == len(LONG) // BLOCK
         assert (sample(metrics, "begun"), sample(metrics, "done")) == (1, 1)
-        assert not len(placer._openings)
+        assert not len(placer._deferred)
 
 
 async def test_where_prompts_part_decides_and_not_how_much_was_read_first():
     """Many with a common beginning, of any length, come after each other: each is placed as if all were read."""
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
-        for number, shared in enumerate((1, BLOCK, OPENING - 1, OPENING, OPENING + 1, 2 * OPENING, len(LONG) - 1)):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
+        for number, shared in enumerate((1, BLOCK, PARTIAL - 1, PARTIAL, PARTIAL + 1, 2 * PARTIAL, len(LONG) - 1)):
             common = range(1000 * number, 1000 * number + shared)
             first = None
             for tail in range(4):
@@ -90,21 +90,21 @@ async def test_where_prompts_part_decides_and_not_how_much_was_read_first():
 
 
 async def test_of_many_at_once_all_wait_for_the_first_ones_rest():
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, pool, _):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, pool, _):
         worker, _ = placer.place(await placer.plan([], body(LONG), True), ())
         pool._rests_until_s = float("inf")
         plans = await asyncio.gather(*(placer.plan([], body(LONG), True) for _ in range(10)))
         assert held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
-        assert [len(plan.hashes[BLOCK]) for plan in plans] == [len(LONG) // BLOCK] * 10 and not len(placer._openings)
+        assert [len(plan.hashes[BLOCK]) for plan in plans] == [len(LONG) // BLOCK] * 10 and not len(placer._deferred)
 
 
 async def test_the_rest_counts_where_the_request_went_last():
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
         plan = await placer.plan([], body(LONG), True)
         first, _ = placer.place(plan, ())
         second, _ = placer.place(plan, [first])
         await placer.plan([], body(LONG), True)
-        assert held(placer, LONG) == {first.url: OPENING_BLOCKS, second.url: len(LONG) // BLOCK}
+        assert held(placer, LONG) == {first.url: PARTIAL_BLOCKS, second.url: len(LONG) // BLOCK}
         assert (plan.request.prompt_tokens, plan.request.prompt_blocks) == (len(LONG), len(LONG) // BLOCK)
         assert placer.place(plan, [first])[1].overlap_blocks == len(LONG) // BLOCK
         assert metrics.registry.get_sample_value("vllm:pd_router_rests_total", {"outcome": "done"}) == 1
@@ -113,11 +113,11 @@ async def test_the_rest_counts_where_the_request_went_last():
 @pytest.mark.parametrize("happens", ["left", "dropped", "cleared", "evicted"])
 async def test_what_is_gone_does_not_come_back(happens):
     """Between a prompt that was begun and its like the worker has lost the first blocks: so it has lost the others."""
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, workers, _, _):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, workers, _, _):
         plan = await placer.plan([], body(LONG), True)
         worker, _ = placer.place(plan, ())
         if happens == "left":
-            workers.add("http://c:1", Source.STATIC).good()
+            workers.add("http://c:1", WorkerSource.STATIC).probe_passed()
             workers.remove(worker.url)
             index_of(placer).drop(worker.url)
         elif happens == "dropped":
@@ -125,17 +125,18 @@ async def test_what_is_gone_does_not_come_back(happens):
         elif happens == "cleared":
             index_of(placer).cleared(worker.url)
         else:
-            index_of(placer).stored(worker.url, [1, 2, 3], None, LONG[:OPENING])
+            index_of(placer).stored(worker.url, [1, 2, 3], None, LONG[:PARTIAL])
             index_of(placer).removed(worker.url, [3])
         await placer.plan([], body(LONG), True)
         assert held(placer, LONG) == ({worker.url: 2} if happens == "evicted" else {})
-        assert not len(placer._openings)
+        assert not len(placer._deferred)
 
 
 @pytest.mark.parametrize("case, outcome", [("late", "late"), ("failed", "failed"), ("closed", "failed"),
                                            ("full", "busy")])
 async def test_a_rest_that_does_not_come_harms_nobody(case, outcome):
-    async with placing(load=Openings, tokenize_timeout_s=0.05, expected_s=1000.0) as (placer, _, pool, metrics):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=0.05,
+                       expected_s=1000.0) as (placer, _, pool, metrics):
         plan = await placer.plan([], body(LONG), True)
         worker, _ = placer.place(plan, ())
         pool._tokenizers[""].may_go_on.clear()
@@ -145,15 +146,15 @@ async def test_a_rest_that_does_not_come_harms_nobody(case, outcome):
             pool.close()
         if case == "full":
             pool._queued = MAX_QUEUED
-        await asyncio.gather(*placer._openings.go_on(plan.hashes[BLOCK]))
+        await asyncio.gather(*placer._deferred.finish_matching(plan.hashes[BLOCK]))
         pool._tokenizers[""].may_go_on.set()
         assert metrics.registry.get_sample_value("vllm:pd_router_rests_total", {"outcome": outcome}) == 1
-        assert held(placer, LONG) == {worker.url: OPENING_BLOCKS} and not len(placer._openings)
+        assert held(placer, LONG) == {worker.url: PARTIAL_BLOCKS} and not len(placer._deferred)
         assert placer.place(plan, [worker]) is not None
 
 
 async def test_one_who_goes_away_while_he_waits_leaves_the_others_their_rest():
-    async with placing(load=Openings, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, pool, _):
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, pool, _):
         worker, _ = placer.place(await placer.plan([], body(LONG), True), ())
         pool._tokenizers[""].may_go_on.clear()
         pool._rests_until_s = float("inf")
@@ -170,23 +171,23 @@ async def test_a_beginning_that_took_long_is_not_tried_again_at_once(monkeypatch
     now = [100.0]
     monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: now[0]))
 
-    class Odd(Openings):
-        def beginning(self, prompt, chars):
+    class Odd(DeferringTokenizer):
+        def partial(self, prompt, chars):
             now[0] += 0.01
-            return super().beginning(prompt, chars)
+            return super().partial(prompt, chars)
 
     async with placing(load=Odd, tokenize_timeout_s=50.0) as (placer, _, _, _):
         begun = []
         for number, wait_s in enumerate((0, 0, LOOP_REST * 0.011)):
             now[0] += wait_s
             plan = await placer.plan([], body(range(1000 * number, 1000 * number + len(LONG))), True)
-            begun.append(plan.opening is not None)
+            begun.append(plan.deferred is not None)
         assert begun == [True, False, True]
 
 
 async def test_a_huge_request_is_for_the_threads():
-    async with placing(load=Openings, tokenize_timeout_s=50.0) as (placer, _, _, metrics):
-        assert (await placer.plan([], body(LONG) + b" " * MAX_BEGUN_BYTES, True)).opening is None
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0) as (placer, _, _, metrics):
+        assert (await placer.plan([], body(LONG) + b" " * MAX_PARTIAL_BYTES, True)).deferred is None
         assert sample(metrics, "done") == 1
 
 
@@ -195,26 +196,26 @@ async def nothing():
 
 
 async def test_what_nobody_asks_for_is_forgotten_in_time(monkeypatch):
-    monkeypatch.setattr(openings, "MAX_OPENINGS", 3)
-    kept, now = openings.Openings(), asyncio.get_running_loop().time
-    one, again = Opening(7, nothing), Opening(8, nothing)
-    kept.put(one, now() + 0.05)
-    kept.put(again, now() + 0.05)
-    kept.put(one, now() + 0.1)  # a second try
+    monkeypatch.setattr(deferred, "MAX_DEFERRED", 3)
+    kept, now = deferred.DeferredPrompts(), asyncio.get_running_loop().time
+    one, again = DeferredPrompt(7, nothing), DeferredPrompt(8, nothing)
+    kept.add(one, now() + 0.05)
+    kept.add(again, now() + 0.05)
+    kept.add(one, now() + 0.1)  # a second try
     async with asyncio.timeout(50):
         while len(kept):
             await asyncio.sleep(0.01)
     for number in range(5):
-        kept.put(Opening(number, nothing), now() + 1000)
-    assert len(kept) == 3 and not kept.go_on([0, 1, 9])
-    kept.put(Opening(4, nothing), now() + 1000)  # the older one stays
-    tasks = kept.go_on([2, 4])
-    assert len(tasks) == 2 and kept.go_on([2]) == tasks[:1]
+        kept.add(DeferredPrompt(number, nothing), now() + 1000)
+    assert len(kept) == 3 and not kept.finish_matching([0, 1, 9])
+    kept.add(DeferredPrompt(4, nothing), now() + 1000)  # the older one stays
+    tasks = kept.finish_matching([2, 4])
+    assert len(tasks) == 2 and kept.finish_matching([2]) == tasks[:1]
     await asyncio.gather(*tasks)
     await asyncio.sleep(0)
     assert len(kept) == 1
-    kept.put(Opening(5, nothing), now())
-    assert not kept.go_on([5]), "its time is over"
+    kept.add(DeferredPrompt(5, nothing), now())
+    assert not kept.finish_matching([5]), "its time is over"
     kept.close()
     assert not len(kept)
 
@@ -227,9 +228,9 @@ async def test_placers_that_read_the_beginning_and_the_whole_see_the_same(seed):
     urls = ("http://a:1", "http://b:1", "http://c:1")
     now = [100.0]
 
-    class Uneven(Openings):
-        def beginning(self, prompt, chars):
-            return super().beginning(prompt, chars + draw.choice([0, 0, 4, 40, 80]))
+    class Uneven(DeferringTokenizer):
+        def partial(self, prompt, chars):
+            return super().partial(prompt, chars + draw.choice([0, 0, 4, 40, 80]))
 
     def prompt(earlier):
         start = draw.randrange(1, 10 ** 6)
@@ -240,7 +241,7 @@ async def test_placers_that_read_the_beginning_and_the_whole_see_the_same(seed):
     async with (placing(load=Uneven, workers=urls, tokenize_timeout_s=50.0) as (begins, _, _, metrics),
                 placing(workers=urls, tokenize_timeout_s=50.0) as (reads, all_workers, _, _)):
         begins._now = reads._now = lambda: now[0]
-        begins._openings._loop = SimpleNamespace(time=lambda: now[0], create_task=asyncio.create_task,
+        begins._deferred._loop = SimpleNamespace(time=lambda: now[0], create_task=asyncio.create_task,
                                                  call_at=lambda *given: None)
         earlier, sent, stored = [], [], []
         for _ in range(60):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers say of themselves without being asked: a subscriber for each data-parallel rank of each.
+"""The subscriptions to the workers' KV events and loads: one subscriber for each data-parallel rank of each worker.
 
-They feed the indexes of the workers' families (`vllm_pd.router.families`). A worker without events is known by what is
-sent to it only.
+The subscribers feed the indexes of the workers' families (`vllm_pd.router.families`). Of a worker without events the
+router knows only what it has sent there.
 """
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from vllm_pd.events.subscriber import Subscriber, SubscriberState
 from vllm_pd.router.families import UnsizedIndex
 from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.placing import Placer
-from vllm_pd.router.workers import Worker
+from vllm_pd.router.workers import RouterWorker
 
 logger = logging.getLogger("vllm.pd.router")
 
 EVENTS_PATH = "/pd/events"
-ASK_S = 5.0
+ASK_TIMEOUT_S = 5.0
 RETRY_S = (5.0, 60.0)  # first pause, longest
 SWEEP_S = 0.05
 MAX_ANSWER_BYTES = 65536
-MAX_RANKS = 1024  # of data parallelism in one engine
+MAX_RANKS = 1024  # data-parallel ranks of one engine
 
 
-class _Events(msgspec.Struct):
-    """Of the answer, what the index needs to know; the subscriber reads the rest."""
+class _EventsAnswer(msgspec.Struct):
+    """The fields of the answer to GET /pd/events that are needed here; the subscriber reads the others."""
     block_size: Annotated[int, msgspec.Meta(ge=1)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
 
 
-class Progress(NamedTuple):
-    """What shows that an engine computes, as it was at one time."""
+class WorkerProgress(NamedTuple):
+    """A snapshot of numbers that change while an engine computes."""
     batches: int = 0  # of events
-    work: tuple[int, ...] | None = None  # what changes of its load from step to step; None where unknown
+    work: tuple[int, ...] | None = None  # numbers of its load that change from step to step; None where unknown
 
-    def differs(self, later: Progress) -> bool:
-        """Whether it has computed meanwhile."""
+    def differs(self, later: WorkerProgress) -> bool:
+        """Whether the engine has computed between this snapshot and the `later` one."""
         return later.batches != self.batches or (self.work is not None and later.work is not None
                                                  and later.work != self.work)
 
 
-class Feeds:
-    """Belongs to the router's event loop."""
+class EventSubscriptions:
+    """All subscribers, by worker URL. Belongs to the router's event loop."""
 
     def __init__(self, placer: Placer, session: aiohttp.ClientSession, options: RouterOptions) -> None:
         self._placer = placer
@@ -61,41 +61,41 @@ class Feeds:
         key = options.key_for_workers
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._block_size = options.block_size
-        self._told: dict[str, list[tuple[str, str | None]]] = {}
-        for url, events, replay in (parse_events("--worker-events", told) for told in options.events):
-            self._told.setdefault(url, []).append((events, replay))
+        self._configured: dict[str, list[tuple[str, str | None]]] = {}  # by URL, for each rank: events, replay
+        for url, events, replay in (parse_events("--worker-events", value) for value in options.events):
+            self._configured.setdefault(url, []).append((events, replay))
         self._subscribers: dict[str, list[Subscriber]] = {}  # one for each data-parallel rank
         self._asking: dict[str, asyncio.Task] = {}
         self._sweeper: asyncio.Task | None = None
 
     def load_of(self, url: str) -> tuple[EngineLoad | None, float]:
-        """What the worker last said of its load, and how long ago in seconds."""
+        """The worker's last load report, None where there is none, and its age in seconds."""
         subscribers = self._subscribers.get(url)
         return (None, math.inf) if subscribers is None else (subscribers[0].load, subscribers[0].load_age_s)
 
-    def progress_of(self, url: str) -> Progress:
-        """How far the worker has come."""
+    def progress_of(self, url: str) -> WorkerProgress:
+        """The worker's present progress."""
         subscribers = self._subscribers.get(url)
         if subscribers is None:
-            return Progress()
+            return WorkerProgress()
         load = subscribers[0].load
-        return Progress(sum(one.counters["batches"] for one in subscribers), None if load is None else (
+        return WorkerProgress(sum(one.counters["batches"] for one in subscribers), None if load is None else (
             load.running, load.used_blocks, load.queued_prefill_tokens))
 
-    def came_up(self, worker: Worker) -> None:
-        """Subscribe to it, if it has events and nobody has yet."""
+    def subscribe(self, worker: RouterWorker) -> None:
+        """Subscribe to the worker's events if it has any. Does nothing where that was done before."""
         if worker.url in self._subscribers or worker.url in self._asking:
             return
-        if worker.url in self._told:
+        if worker.url in self._configured:
             self._subscribe(worker, self._block_size, [{"events": events, "replay": replay}
-                                                       for events, replay in self._told[worker.url]])
+                                                       for events, replay in self._configured[worker.url]])
         else:
-            task = asyncio.get_running_loop().create_task(self._ask(worker), name=f"events of {worker.url}")
+            task = asyncio.get_running_loop().create_task(self._ask(worker), name=f"{EVENTS_PATH} of {worker.url}")
             self._asking[worker.url] = task
-            task.add_done_callback(functools.partial(self._asked, worker.url))
+            task.add_done_callback(functools.partial(self._ask_ended, worker.url))
 
-    def left(self, worker: Worker) -> None:
-        """Forget it."""
+    def unsubscribe(self, worker: RouterWorker) -> None:
+        """End the worker's subscribers and forget what it holds."""
         if (asking := self._asking.pop(worker.url, None)) is not None:
             asking.cancel()
         subscribers = self._subscribers.pop(worker.url, None)
@@ -106,7 +106,7 @@ class Feeds:
         self._placer.forget(worker.url)
 
     async def close(self) -> None:
-        """End all."""
+        """End all subscribers and tasks."""
         tasks = [*self._asking.values(), *([self._sweeper] if self._sweeper is not None else [])]
         for task in tasks:
             task.cancel()
@@ -114,30 +114,30 @@ class Feeds:
                              return_exceptions=True)
         self._subscribers.clear()
 
-    def shown(self) -> dict[str, dict[str, object]]:
-        """For /workers."""
-        return {url: _shown(ranks) for url, ranks in self._subscribers.items()}
+    def as_json(self) -> dict[str, dict[str, object]]:
+        """The `events` entries of /workers, by worker URL."""
+        return {url: _ranks_as_json(ranks) for url, ranks in self._subscribers.items()}
 
-    def _asked(self, url: str, task: asyncio.Task) -> None:
+    def _ask_ended(self, url: str, task: asyncio.Task) -> None:
         if self._asking.get(url) is task:
             del self._asking[url]
         if not task.cancelled() and task.exception() is not None:
-            logger.error("%s stumbled; it is asked again when it has been away", task.get_name(),
-                         exc_info=task.exception())
+            logger.error("unexpected error while asking for %s; it is asked again when it comes up again",
+                         task.get_name(), exc_info=task.exception())
 
-    async def _ask(self, worker: Worker) -> None:
-        """Until it says, or says that it has none."""
+    async def _ask(self, worker: RouterWorker) -> None:
+        """Ask the worker where its events are, until it answers that or 404, and subscribe to them."""
         pause_s, longest_s = RETRY_S
         while not worker.leaving:
             try:
-                async with asyncio.timeout(ASK_S), self._session.get(worker.url + EVENTS_PATH,
-                                                                      headers=self._headers) as response:
+                async with asyncio.timeout(ASK_TIMEOUT_S), self._session.get(
+                        worker.url + EVENTS_PATH, headers=self._headers) as response:
                     if response.status == HTTPStatus.NOT_FOUND:
                         return
                     body = await response.content.read(MAX_ANSWER_BYTES)
                 if response.status == HTTPStatus.OK:
-                    told = msgspec.json.decode(body, type=_Events)
-                    self._subscribe(worker, told.block_size, [{"rank": rank} for rank in range(told.ranks)])
+                    answer = msgspec.json.decode(body, type=_EventsAnswer)
+                    self._subscribe(worker, answer.block_size, [{"rank": rank} for rank in range(answer.ranks)])
                     return
                 problem = str(response.status)
             except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
@@ -146,8 +146,8 @@ class Feeds:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    def _subscribe(self, worker: Worker, block_size: int | None, ranks: list[dict[str, Any]]) -> None:
-        """`ranks` says of each data-parallel rank where its events are."""
+    def _subscribe(self, worker: RouterWorker, block_size: int | None, ranks: list[dict[str, Any]]) -> None:
+        """`ranks` has, for each data-parallel rank, the `Subscriber` arguments that say where its events are."""
         family = self._placer.families.join(worker)
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="sweep")
@@ -162,20 +162,20 @@ class Feeds:
             subscriber.start()
 
     async def _sweep(self) -> None:
-        said = False
+        logged = False
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
                 for index in self._placer.families.indexes():
                     index.sweep()
-            except Exception:  # what is forgotten late costs memory, what is never forgotten costs all of it
-                if not said:
-                    logger.exception("the index could not be swept; it is tried again")
-                said = True
+            except Exception:  # go on: if nothing swept the index any more, its memory would grow without end
+                if not logged:
+                    logger.exception("unexpected error while sweeping an index; it is tried again, and logged once")
+                logged = True
 
 
-def _shown(ranks: list[Subscriber]) -> dict[str, object]:
-    """Of one worker: the sums of its ranks; its state is that of the rank of which least is known."""
+def _ranks_as_json(ranks: list[Subscriber]) -> dict[str, object]:
+    """One worker's entry: the sums over its ranks, and the state of the rank of which least is known."""
     counters, unread, states = Counter(), Counter(), list(SubscriberState)
     for one in ranks:
         counters += one.counters

@@ -7,9 +7,9 @@ import ssl
 
 import pytest
 
-from vllm_pd.router import upstream
-from vllm_pd.router.upstream import MAX_BUFFERED_BYTES, StreamBroken, TryFailed, Upstream
-from vllm_pd.router.workers import Failure
+from vllm_pd.router import worker_client
+from vllm_pd.router.worker_client import MAX_BUFFERED_BYTES, TryFailed, WorkerClient, WorkerResponseBroken
+from vllm_pd.router.workers import WorkerFailure
 
 BODY = b'{"choices": []}'
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\nX-A: 1\r\nX-A: 2\r\n\r\n" + BODY
@@ -41,7 +41,7 @@ async def answering(*answers, end=False, pause_s=0.0):
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    client = Upstream(1.0, ssl.create_default_context())
+    client = WorkerClient(1.0, ssl.create_default_context())
     try:
         yield client, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", came
     finally:
@@ -85,7 +85,7 @@ async def test_requests_side_by_side_have_connections_of_their_own():
 async def test_an_old_connection_is_not_used_again(monkeypatch):
     async with answering(SIZED) as (client, url, came):
         await get(client, url)
-        monkeypatch.setattr(upstream, "KEEP_ALIVE_S", 0.0)
+        monkeypatch.setattr(worker_client, "KEEP_ALIVE_S", 0.0)
         await get(client, url)
         assert len({port for port, _, _ in came}) == 2
 
@@ -116,7 +116,7 @@ async def test_nobody_there():
         pass
     with pytest.raises(TryFailed) as caught:
         await client.send(b"GET", url, b"/", [], b"")
-    assert caught.value.kind is Failure.CONNECT and not caught.value.stale
+    assert caught.value.kind is WorkerFailure.CONNECT and not caught.value.stale
 
 
 async def test_a_connection_that_ended_meanwhile_is_told_from_a_worker_that_hangs_up():
@@ -130,13 +130,13 @@ async def test_a_connection_that_ended_meanwhile_is_told_from_a_worker_that_hang
                 await asyncio.sleep(0.05)
                 idle.connection_lost(ConnectionResetError())
                 await send
-        assert caught.value.kind is Failure.BROKEN and caught.value.stale
+        assert caught.value.kind is WorkerFailure.BROKEN and caught.value.stale
 
 
 @pytest.mark.parametrize("when, stale", [("late", False), ("after a byte", False), ("at once", True)])
 async def test_b64_only_an_early_end_without_a_byte_says_nothing_of_the_worker(monkeypatch, when, stale):
     if when == "late":
-        monkeypatch.setattr(upstream, "STALE_S", 0.02)
+        monkeypatch.setattr(worker_client, "STALE_S", 0.02)
     async with answering(SIZED, b"HTTP" if when == "after a byte" else b"") as (client, url, _):
         await get(client, url)
         idle = next(iter(client._idle.values()))[0]
@@ -174,6 +174,6 @@ async def test_b81_whatever_comes_is_an_answer_or_an_error():
                 try:
                     await get(client, url)
                     ends["answer"] += 1
-                except (TryFailed, StreamBroken):
+                except (TryFailed, WorkerResponseBroken):
                     ends["error"] += 1
     assert min(ends.values()) > 20, ends

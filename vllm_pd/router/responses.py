@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router says by itself, in the form of vLLM's own errors, and which headers go through it."""
+"""Responses that the router itself writes, errors in the form of vLLM's own, and which headers it passes on."""
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,42 +9,42 @@ Headers = list[tuple[bytes, bytes]]
 
 HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
                         b"trailers", b"transfer-encoding", b"upgrade", b"proxy-connection"))
-_NOT_SENT_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-vllm-pd-explain"}
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-vllm-pd-explain"}
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A whole response."""
+class RouterResponse:
+    """A complete response: status, body, headers with names in lower case."""
     status: int
     body: bytes
     headers: Headers = field(default_factory=list)
 
     @classmethod
-    def of(cls, value: object, status: int = 200) -> "Answer":
-        """A JSON one."""
+    def of_json(cls, value: object, status: int = 200) -> "RouterResponse":
+        """A response with this value as its JSON body."""
         return cls(status, json.dumps(value).encode(), [(b"content-type", b"application/json")])
 
 
-def refusal(status: HTTPStatus, text: str, retry_after_s: float | None = None) -> Answer:
-    """An error as vLLM words its own."""
+def error_response(status: HTTPStatus, text: str, retry_after_s: float | None = None) -> RouterResponse:
+    """An error in the form of vLLM's own. `retry_after_s` adds a Retry-After header, of 1 second or more."""
     body = json.dumps({"object": "error", "message": text, "type": status.phrase, "param": None,
                        "code": status.value}).encode()
     headers: Headers = [(b"content-type", b"application/json")]
     if retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, round(retry_after_s))).encode()))
-    return Answer(status.value, body, headers)
+    return RouterResponse(status.value, body, headers)
 
 
-def broken_event(text: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> bytes:
-    """The event that ends a stream whose worker was lost, or which is cut for another reason. No `[DONE]` follows. It
-    begins with the end of whatever event the break has cut."""
+def error_event(text: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> bytes:
+    """The bytes of the error event that ends a broken stream. No `[DONE]` follows. They begin with an empty line,
+    because the stream may have stopped in the middle of an event."""
     error = {"object": "error", "message": text, "type": status.phrase, "param": None, "code": status.value}
     return b"\n\ndata: " + json.dumps({"error": error}).encode() + b"\n\n"
 
 
 def request_headers(headers: Iterable[tuple[bytes, bytes]], authorization: bytes | None = None) -> Headers:
-    """What goes on to a worker: all but what belongs to one connection; with another Authorization, where given."""
-    drop = _NOT_SENT_ON | _named_by_connection(headers)
+    """The headers to send to a worker: all except those of one connection. `authorization` replaces the client's."""
+    drop = _NOT_FORWARDED | _named_by_connection(headers)
     kept = [(name, value) for name, value in headers if name not in drop]
     if authorization is not None:
         kept = [(name, value) for name, value in kept if name != b"authorization"]
@@ -53,19 +53,19 @@ def request_headers(headers: Iterable[tuple[bytes, bytes]], authorization: bytes
 
 
 def response_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """What goes back to the client, names in lower case."""
+    """The headers to send back to the client, names in lower case: all except those of one connection."""
     lower = [(name.lower(), value) for name, value in headers]
     drop = HOP_BY_HOP | _named_by_connection(lower)
     return [(name, value) for name, value in lower if name not in drop]
 
 
 def find(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """The first value of a header, whose name is in lower case."""
+    """The first value of the header `name` (lower case), None where there is none."""
     return next((value for have, value in headers if have == name), None)
 
 
 def compact(value: Mapping[str, object]) -> bytes:
-    """JSON for a header: one line of ASCII."""
+    """JSON for use in a header: one line of ASCII."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 

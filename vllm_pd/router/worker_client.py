@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connections to the workers: one request out, one answer back, in the bytes in which it comes.
+"""The HTTP/1.1 client for workers: sends a request and returns the answer's bytes as they come.
 
-HTTP/1.1 straight upon the parser that uvicorn uses too: a general client costs more time per request than all of the
-rest of the router. It does no more than a proxy needs: no redirects, no cookies, no decompression, no proxies.
+It is written directly on httptools, the parser that uvicorn uses too, and does only what a proxy needs: no redirects,
+cookies, decompression or proxies. A general client would cost too much: with aiohttp in its place the router takes 35
+to 55 % more CPU for a plain request and adds 1.5 to 1.6 times as much time. In proportion it would then add a little
+more than twice what the fastest comparable router adds; the goal is at most twice (docs/router.md has the figures).
 
-Life of a connection: `request` gives a `Reply` -> the reply's end puts the connection among the idle ones, unless
-either side wants it closed -> taken again, or closed when it has been idle for `KEEP_ALIVE_S`. A reply that is closed
-before its end takes its connection with it, by which the worker learns that nobody waits for the rest.
+Life of a connection: `request` returns a `WorkerResponse`. At its end the connection becomes idle, unless either side
+wants it closed. An idle connection is used again, or closed after `KEEP_ALIVE_S`. A response that is closed before its
+end closes its connection, so that the worker stops generating.
 """
 import asyncio
 import collections
@@ -18,22 +20,22 @@ from typing import NamedTuple
 import httptools
 
 from vllm_pd.router import descriptors
-from vllm_pd.router.answers import Answer, Headers, find
-from vllm_pd.router.workers import Failure
+from vllm_pd.router.responses import Headers, RouterResponse, find
+from vllm_pd.router.workers import WorkerFailure
 
-KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM's server hangs up
-MAX_IDLE = 256  # connections to one worker
-MAX_BUFFERED_BYTES = 1 << 18  # that have come and nobody has fetched; then the worker has to wait
+KEEP_ALIVE_S = 4.0  # vLLM's server closes an idle connection after 5 s
+MAX_IDLE = 256  # idle connections to one worker
+MAX_BUFFERED_BYTES = 1 << 18  # received and not read yet; beyond, reading from the worker pauses
 MAX_HEAD_BYTES = 1 << 16
-STALE_S = 0.5  # from sending to the news that the connection had been closed before
+STALE_S = 0.5  # within this after sending, the end of an idle connection means that it was closed before
 
 
 class TryFailed(Exception):
-    """No answer came from this worker. `stale`: on a connection that had been used before and may have been closed
-    meanwhile, so that it says nothing about the worker. `answer`: what it said instead, where it said something.
-    `final`: the request is not to be tried elsewhere."""
+    """A try at a worker has failed before anything was sent to the client. `stale`: the worker had closed the idle
+    connection, which says nothing about the worker. `answer`: the worker's answer, where there is one that may go to
+    the client. `final`: the request must not be tried on another worker."""
 
-    def __init__(self, kind: Failure, detail: str, stale: bool = False, answer: Answer | None = None,
+    def __init__(self, kind: WorkerFailure, detail: str, stale: bool = False, answer: RouterResponse | None = None,
                  final: bool = False) -> None:
         super().__init__(detail)
         self.final = final
@@ -42,30 +44,30 @@ class TryFailed(Exception):
         self.answer = answer
 
 
-class StreamBroken(Exception):
-    """The answer ended before its end."""
+class WorkerResponseBroken(Exception):
+    """The worker's answer ended too early."""
 
 
 class Origin(NamedTuple):
-    """Where a worker is."""
+    """Where a worker listens."""
     host: str
     port: int
     tls: bool
     authority: bytes
-    prefix: bytes  # of its paths
+    prefix: bytes  # put before each path
 
     @classmethod
     @functools.lru_cache(8192)
     def of(cls, url: str) -> "Origin":
-        """Of a worker's base URL, which has been checked."""
+        """The origin of a worker's base URL, which `parse_worker` has checked."""
         parts = urllib.parse.urlsplit(url)
         return cls(parts.hostname, parts.port, parts.scheme == "https", parts.netloc.encode(), parts.path.encode())
 
 
-class Reply:
-    """An answer, from its head on. It must be read to its end or closed."""
+class WorkerResponse:
+    """A worker's answer. It must be read to its end or closed."""
 
-    def __init__(self, connection: "_Connection") -> None:
+    def __init__(self, connection: "_WorkerConnection") -> None:
         self.status = 0
         self.headers: Headers = []
         self._connection = connection
@@ -76,19 +78,19 @@ class Reply:
         self._waiter: asyncio.Future | None = None
 
     async def head(self) -> None:
-        """Wait for status and headers. Raises StreamBroken."""
+        """Wait until `status` and `headers` are there. Raises WorkerResponseBroken."""
         while not self.status:
             if self._error is not None:
-                raise StreamBroken(self._error)
+                raise WorkerResponseBroken(self._error)
             await self._wait()
 
     async def chunk(self) -> bytes:
-        """What has come since the last call, waited for; empty at the end. Raises StreamBroken."""
+        """Wait for further bytes of the body; empty at its end. Raises WorkerResponseBroken."""
         while not self._parts:
             if self._complete:
                 return b""
             if self._error is not None:
-                raise StreamBroken(self._error)
+                raise WorkerResponseBroken(self._error)
             await self._wait()
         parts, self._parts = self._parts, []
         if self._size > MAX_BUFFERED_BYTES:
@@ -98,32 +100,35 @@ class Reply:
 
     @property
     def framed(self) -> bool:
-        """Whether its end shows otherwise than by the end of the connection."""
+        """Whether its framing shows its end; otherwise the end of the connection does."""
         return _has_length(self.headers)
 
     def close(self) -> None:
-        """Hang up, unless the answer is complete: the worker then gives the request up."""
+        """Close the connection, unless the answer is complete: the worker then gives the request up."""
         if not self._complete:
             self._connection.abort()
 
-    # What the connection tells.
+    # Called by the connection.
 
     def began(self, status: int, headers: Headers) -> None:
+        """Status and headers have come."""
         self.status, self.headers = status, headers
         self._wake()
 
     def more(self, part: bytes) -> bool:
-        """Whether it is enough for now."""
+        """A part of the body has come. Returns whether reading must pause."""
         self._parts.append(part)
         self._size += len(part)
         self._wake()
         return self._size > MAX_BUFFERED_BYTES
 
     def ended(self) -> None:
+        """The body is complete."""
         self._complete = True
         self._wake()
 
     def broke(self, why: str) -> None:
+        """The answer ended too early."""
         self._error = why
         self._wake()
 
@@ -139,30 +144,30 @@ class Reply:
             self._waiter.set_result(None)
 
 
-class _Connection(asyncio.Protocol):
-    """One, with at most one request at a time. `idle` is where it goes in between."""
+class _WorkerConnection(asyncio.Protocol):
+    """One connection to a worker, with at most one request at a time. Between requests it is in `idle`."""
 
-    def __init__(self, owner: "Upstream", idle: "collections.deque[_Connection]") -> None:
+    def __init__(self, owner: "WorkerClient", idle: "collections.deque[_WorkerConnection]") -> None:
         self.idle_since_s = 0.0
         self._owner = owner
         self._idle = idle
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._reply: Reply | None = None
+        self._reply: WorkerResponse | None = None
         self._headers: Headers = []
         self._head_bytes = 0
         self._lost = False
-        self.silent = True  # since the last request
+        self.silent = True  # nothing has come since the last request
 
     @property
     def usable(self) -> bool:
-        """Whether a request may be sent."""
+        """Whether a request can be sent."""
         return not self._lost and not self._transport.is_closing()
 
-    def request(self, head: bytes, body: bytes) -> Reply:
-        """Send it; the reply belongs to the caller."""
-        self._reply = reply = Reply(self)
+    def request(self, head: bytes, body: bytes) -> WorkerResponse:
+        """Send a request: its head, then its body. The caller owns the response."""
+        self._reply = reply = WorkerResponse(self)
         self._headers = []
         self._head_bytes = 0
         self.silent = True
@@ -172,24 +177,26 @@ class _Connection(asyncio.Protocol):
         return reply
 
     def abort(self) -> None:
-        """End it, whatever is under way."""
+        """Close the connection at once."""
         self._lost = True
         if self._transport is not None:
             self._transport.abort()
 
     def resume(self) -> None:
-        """Read on."""
+        """Go on reading from the worker."""
         if self.usable:
             self._transport.resume_reading()
 
-    # asyncio
+    # Called by asyncio, see `asyncio.Protocol`.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
+        """The connection is there."""
         self._transport = transport
         self._owner.connections += 1
 
     def data_received(self, data: bytes) -> None:
-        if self._reply is None:  # nobody has asked
+        """Bytes have come: parse them."""
+        if self._reply is None:  # there was no request
             self.abort()
             return
         self.silent = False
@@ -199,6 +206,7 @@ class _Connection(asyncio.Protocol):
             self._break(f"not HTTP/1.1: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
+        """The connection has ended, which may be the end of an answer without framing."""
         self._lost = True
         self._owner.connections -= 1
         if self._reply is None:
@@ -212,30 +220,34 @@ class _Connection(asyncio.Protocol):
         else:
             self._break("the connection ended" if error is None else repr(error))
 
-    # httptools
+    # Called by httptools, see `httptools.HttpResponseParser`.
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """A header was parsed. Raises ValueError where all headers together are too long."""
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise ValueError("its headers are too long")
+            raise ValueError(f"the headers have more than {MAX_HEAD_BYTES} bytes")
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        """All headers were parsed."""
         status = self._parser.get_status_code()
-        if status < 200:  # not the answer yet
+        if status < 200:  # an interim response
             self._headers = []
         else:
             self._reply.began(status, self._headers)
 
     def on_body(self, part: bytes) -> None:
+        """A part of the body was parsed."""
         if self._reply.more(part) and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
+        """The answer is complete: keep the connection for another request, or close it."""
         if self._parser.get_status_code() < 200:
             return
         reply, self._reply = self._reply, None
-        keep = len(self._idle) < MAX_IDLE and self._owner.connections <= self._owner.most_connections
+        keep = len(self._idle) < MAX_IDLE and self._owner.connections <= self._owner.max_connections
         if self._parser.should_keep_alive() and self.usable and keep:
             self._transport.resume_reading()
             self.idle_since_s = self._loop.time()
@@ -251,23 +263,23 @@ class _Connection(asyncio.Protocol):
         self.abort()
 
 
-class Upstream:
-    """The client of all workers. Belongs to the router's event loop. `tls` says whose certificates are believed. Beyond
-    `most_connections` none is kept for later."""
+class WorkerClient:
+    """The client for all workers. `tls` is used for https workers. Above `max_connections` no connection is kept idle.
+    Belongs to the router's event loop."""
 
-    def __init__(self, connect_timeout_s: float, tls: ssl.SSLContext, most_connections: int = 1 << 16) -> None:
-        self.most_connections = most_connections
+    def __init__(self, connect_timeout_s: float, tls: ssl.SSLContext, max_connections: int = 1 << 16) -> None:
+        self.max_connections = max_connections
         self.connections = 0
         self._connect_timeout_s = connect_timeout_s
-        self._idle: dict[Origin, collections.deque[_Connection]] = {}
+        self._idle: dict[Origin, collections.deque[_WorkerConnection]] = {}
         self._tls = tls
 
     async def send(self, method: bytes, url: str, target: bytes, headers: Headers, body: bytes,
-                   fresh: bool = False) -> Reply:
-        """Send a request to the worker of this base URL, on a new connection where it is to be a `fresh` one, and wait
-        for the head of its answer. Raises TryFailed."""
+                   fresh: bool = False) -> WorkerResponse:
+        """Send a request to the worker at this base URL, and wait for the head of its answer. `fresh`: on a new
+        connection. Raises TryFailed."""
         origin = Origin.of(url)
-        connection = None if fresh else self._take(origin)
+        connection = None if fresh else self._take_idle(origin)
         reused = connection is not None
         if connection is None:
             connection = await self._connect(origin)
@@ -276,28 +288,28 @@ class Upstream:
         reply = connection.request(_head(method, origin, target, headers, body), body)
         try:
             await reply.head()
-        except StreamBroken as broken:
+        except WorkerResponseBroken as broken:
             stale = reused and connection.silent and now_s() < sent_s + STALE_S
-            raise TryFailed(Failure.BROKEN, str(broken), stale) from broken
+            raise TryFailed(WorkerFailure.BROKEN, str(broken), stale) from broken
         except asyncio.CancelledError:
             reply.close()
             raise
         return reply
 
     def forget(self, url: str) -> None:
-        """That worker is gone: close what is idle."""
+        """Close the idle connections to this base URL."""
         for connection in self._idle.pop(Origin.of(url), ()):
             connection.abort()
 
     def close(self) -> None:
-        """Hang up where nothing is under way."""
+        """Close all idle connections."""
         idle, self._idle = self._idle, {}
         for connections in idle.values():
             for connection in list(connections):
                 connection.abort()
 
-    def _take(self, origin: Origin) -> _Connection | None:
-        """The connection that was used last, of those that stand."""
+    def _take_idle(self, origin: Origin) -> _WorkerConnection | None:
+        """The usable idle connection that was used last; None where there is none."""
         idle = self._idle.get(origin)
         oldest_s = asyncio.get_running_loop().time() - KEEP_ALIVE_S
         while idle:
@@ -307,47 +319,47 @@ class Upstream:
             connection.abort()
         return None
 
-    async def _connect(self, origin: Origin) -> _Connection:
-        if self.connections >= self.most_connections:
+    async def _connect(self, origin: Origin) -> _WorkerConnection:
+        if self.connections >= self.max_connections:
             self._drop_idle()
         try:
             return await self._connect_once(origin)
         except OSError as error:
-            if not descriptors.are_short(error):
-                raise TryFailed(Failure.CONNECT, str(error)) from error
+            if not descriptors.is_shortage(error):
+                raise TryFailed(WorkerFailure.CONNECT, str(error)) from error
         self._drop_idle()
-        await asyncio.sleep(0)  # in which it is closed
+        await asyncio.sleep(0)  # asyncio needs two turns to close it
         await asyncio.sleep(0)
         try:
             return await self._connect_once(origin)
         except OSError as error:
-            kind = Failure.ROUTER if descriptors.are_short(error) else Failure.CONNECT
+            kind = WorkerFailure.ROUTER if descriptors.is_shortage(error) else WorkerFailure.CONNECT
             raise TryFailed(kind, str(error)) from error
 
-    async def _connect_once(self, origin: Origin) -> _Connection:
-        """Raises TryFailed where it takes too long, OSError where there is none."""
+    async def _connect_once(self, origin: Origin) -> _WorkerConnection:
+        """Raises TryFailed where it takes too long, OSError where it fails."""
         idle = self._idle.setdefault(origin, collections.deque())
         context = self._tls if origin.tls else None
         limit = asyncio.timeout(self._connect_timeout_s)
         try:
             async with limit:
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self, idle), origin.host, origin.port, ssl=context)
+                    lambda: _WorkerConnection(self, idle), origin.host, origin.port, ssl=context)
         except TimeoutError as error:
-            if not limit.expired():  # the kernel's own, an OSError
-                raise TryFailed(Failure.CONNECT, str(error)) from error
-            raise TryFailed(Failure.CONNECT, f"no connection in {self._connect_timeout_s:g} s") from None
+            if not limit.expired():  # the kernel's own timeout, an OSError
+                raise TryFailed(WorkerFailure.CONNECT, str(error)) from error
+            raise TryFailed(WorkerFailure.CONNECT, f"no connection in {self._connect_timeout_s:g} s") from None
         return connection
 
     def _drop_idle(self) -> None:
-        """Close one that nobody uses, of the worker that has most."""
+        """Close the oldest idle connection of the worker that has most of them."""
         idle = max(self._idle.values(), key=len, default=None)
         if idle:
             idle.popleft().abort()
 
 
 def _head(method: bytes, origin: Origin, target: bytes, headers: Headers, body: bytes) -> bytes:
-    """Everything before the body. Names and values come from a parser, so that none holds the end of a line."""
+    """The bytes before the body. Names and values come from a parser, so none contains the end of a line."""
     lines = [b"%b %b%b HTTP/1.1" % (method, origin.prefix, target), b"host: " + origin.authority]
     lines += [name + b": " + value for name, value in headers]
     if body or method == b"POST":
@@ -357,5 +369,5 @@ def _head(method: bytes, origin: Origin, target: bytes, headers: Headers, body: 
 
 
 def _has_length(headers: Headers) -> bool:
-    """Whether an answer's end shows, so that the end of its connection is not it."""
+    """Whether the headers say where the body ends; otherwise it ends with the connection."""
     return find(headers, b"content-length") is not None or find(headers, b"transfer-encoding") is not None

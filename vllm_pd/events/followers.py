@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a subscriber comes to be right, and stays right, about one engine. No clock of its own, no waiting.
+"""How a subscriber gets and keeps the correct state of one engine. The time is passed in; nothing waits.
 
-`SideFollower` has the engine's side socket: a snapshot first, then batches; another snapshot whenever a batch is
-missed, also the last one (a pulse names the number of the next), or the epoch changes.
+`SideFollower` uses the side socket of our own engines: a snapshot first, then batches of events. It requests another
+snapshot when the epoch changes or a batch is lost. A report names the number of the next batch, so it also notices the
+loss of the last batch.
 
-`ReplayFollower` has vLLM's own events only, as of a V1 engine. What the replay still holds is the start; a gap is
-filled from it. Now and then it is asked for the last batch again: a publisher that gives something else in its place is
-another one. Where the replay no longer reaches back far enough, or there is none, nothing that was known can be
-trusted, and only what follows counts: what is known is too little then for a time, never wrong.
+`ReplayFollower` uses only vLLM's own events, as of a V1 engine. It starts with the batches that the publisher's replay
+still holds, and fills gaps from it. Every `CHECK_S` it requests the last batch again: if the answer differs, the engine
+has restarted. Where the replay does not reach back far enough, or there is none, everything known is forgotten, and
+only later events count: the index then has too few blocks for a time, never wrong ones.
 """
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,65 +19,72 @@ from typing import Protocol
 import zmq
 
 from vllm_pd.events import messages as m
-from vllm_pd.events.formats import Reader, adapter_of
-from vllm_pd.events.stream import Stream
+from vllm_pd.events.formats import BatchReader, adapter_of
+from vllm_pd.events.stream import BatchStream
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import BadFrame
 
-SNAPSHOT_RETRY_S = 0.4  # without a part of the answer; twice as long each time
+SNAPSHOT_RETRY_S = 0.4  # without a part of a snapshot it is requested again; doubled each time
 SNAPSHOT_RETRY_MOST_S = 6.4
-BEHIND_S = 0.15  # a pulse may overtake the batches before it
-LOST_S = 2.0  # without a pulse
-HUNG_UP_S = 0.4  # after the engine's end of the line was closed
+BEHIND_S = 0.15  # a report may overtake the batches before it
+LOST_S = 2.0  # without a message the engine is lost
+HUNG_UP_S = 0.4  # the same, after the connection has ended
 REPLAY_TIMEOUT_S = 0.8
 CHECK_S = 0.5
 MESSAGES_A_TURN = 8  # a part of a snapshot takes about 0.4 ms
-END = b"\xff" * 8  # in place of a number
+END = b"\xff" * 8  # of a replay, in place of a number
 MAX_SNAPSHOT_BLOCKS = 50_000_000
 
 Blocks = Iterator[tuple[m.Hash, m.Hash | None, list[int], int | str | None]]
 
 
-class Lost(Exception):
-    """The engine is silent, or somebody else is where it was: it has to be found anew."""
+class EngineLost(Exception):
+    """The engine is silent, or another one has its address: the subscriber must look for it again."""
 
 
-class Target(Protocol):
-    """What a follower has the index do. It is carried out between two turns of the follower; clearing and a replacement
-    make what was to be applied before them void."""
+class FollowerTarget(Protocol):
+    """What a follower does to the index. The target carries it out between two turns of the follower. `clear` and
+    `replace` discard batches that are not applied yet."""
 
-    def apply(self, batches: list[m.EventBatch]) -> None: ...
+    def apply(self, batches: list[m.EventBatch]) -> None:
+        """Apply these batches, in this order."""
 
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Forget all blocks of the engine."""
 
-    def replace(self, blocks: Blocks, then: Callable[[], None]) -> None: ...
+    def replace(self, blocks: Blocks, then: Callable[[], None]) -> None:
+        """The engine holds exactly these blocks. Call `then` when the index has them."""
 
-    def told(self, pulse: m.Pulse) -> None: ...
+    def reported(self, report: m.EngineReport) -> None:
+        """The engine has sent this report."""
 
 
-class Follower(Protocol):
-    """One session with one life, or several, of an engine's publisher."""
+class EventFollower(Protocol):
+    """Follows one engine's publisher, through several lives of it where it restarts."""
 
-    more: bool  # whether the last turn has left something unread
+    more: bool  # whether the last turn left messages unread
 
     @property
-    def live(self) -> bool: ...
+    def live(self) -> bool:
+        """Whether the index has the engine's state, apart from messages under way."""
 
     @property
     def waits(self) -> bool:
-        """Whether something is due soon."""
+        """Whether a turn is due soon."""
 
-    def batch(self, now: float, frames: list[bytes]) -> None: ...
+    def batch(self, now: float, frames: list[bytes]) -> None:
+        """The subscription has given these frames. Raises BadFrame."""
 
-    def turn(self, now: float) -> None: ...
+    def turn(self, now: float) -> None:
+        """Read from the other socket, and do what is due."""
 
 
 class SideFollower:
-    """`socket` is a client of the side socket. `epoch` is what the engine's front end says; who has another life is
-    not that engine. None where nobody could say: then whoever is there is. After `behind_s` without the batches that a
-    pulse has told of they are taken to be lost."""
+    """`socket` is a client of the side socket. `epoch` is the one in the answer to GET /pd/events: an engine that
+    reports another life is not the right one. With None any engine is. Batches whose numbers a report implies are lost
+    after `behind_s`."""
 
-    def __init__(self, socket: zmq.Socket, target: Target, counters: Counter[str], now: float,
+    def __init__(self, socket: zmq.Socket, target: FollowerTarget, counters: Counter[str], now: float,
                  epoch: str | None = None, behind_s: float = BEHIND_S, unread: Counter[str] | None = None) -> None:
         self.epoch: str | None = None
         self.more = False
@@ -85,35 +93,38 @@ class SideFollower:
         self._socket = socket
         self._target = target
         self._counters = counters
-        self._stream = Stream(counters)
-        self._reader = Reader(unread if unread is not None else Counter())
+        self._stream = BatchStream(counters)
+        self._reader = BatchReader(unread if unread is not None else Counter())
         self._lost_at = now + LOST_S
         self._hung_up = False
         self._subscribe_at = now
-        self._told_seq = 0
+        self._reported_seq = 0  # the next number in the last report
         self._behind_since: float | None = None
-        self._number = 0
-        self._asked_at: float | None = None  # for a snapshot that is not complete yet
-        self._part_at = now
+        self._number = 0  # of the last snapshot request
+        self._asked_at: float | None = None  # when a snapshot was requested that is not complete yet
+        self._part_at = now  # when its last part came
         self._retry_s = SNAPSHOT_RETRY_S
         self._runs: list[m.BlockStored] = []
         self._received = 0
 
     @property
     def live(self) -> bool:
+        """See `EventFollower`."""
         return self._stream.next_seq is not None and self._asked_at is None
 
     @property
     def waits(self) -> bool:
+        """See `EventFollower`."""
         return not self.live or self._hung_up or self._stream.waits or self._behind_since is not None
 
     def batch(self, now: float, frames: list[bytes]) -> None:
-        """What the subscription gave."""
+        """See `EventFollower`."""
         seq, batch = self._reader.read(frames)
         self._target.apply(self._stream.offer(now, seq, batch, hash(frames[2])))
 
     def turn(self, now: float) -> None:
-        """Read from the side socket, and do what is due. Raises Lost where the engine is silent, or another one."""
+        """Read from the side socket, and do what is due. Raises EngineLost where the engine is silent or another
+        one."""
         for frames in self._read():
             try:
                 message = m.decode(frames)
@@ -123,25 +134,25 @@ class SideFollower:
                 continue
             self._lost_at = now + LOST_S
             self._hung_up = False
-            if isinstance(message, m.Pulse):
-                self._pulse(now, message)
-            elif isinstance(message, m.Snapshot):
-                self._part(now, message)
+            if isinstance(message, m.EngineReport):
+                self._on_report(now, message)
+            elif isinstance(message, m.SnapshotPart):
+                self._on_part(now, message)
         if now > self._lost_at:
-            raise Lost("no pulse comes any more")
+            raise EngineLost("its reports have stopped")
         if now >= self._subscribe_at:
             self._subscribe_at = now + m.SUBSCRIBE_S
             sockets.send(self._socket, m.encode(m.Subscribe()))
         self._catch_up(now)
 
     def hung_up(self, now: float) -> None:
-        """The connection has ended. It may come back, with this engine or another one, which knows nothing of us."""
+        """The connection has ended. ZeroMQ connects again, to this engine or to another one that does not know us."""
         self._hung_up = True
         self._lost_at = min(self._lost_at, now + HUNG_UP_S)
         self._subscribe_at = now
 
     def ask(self, now: float) -> None:
-        """For a snapshot: whatever is known is not to be relied on."""
+        """Request a snapshot, because what is known of the engine can't be trusted."""
         self._number += 1
         self._asked_at = self._part_at = now
         self._behind_since = None
@@ -151,7 +162,7 @@ class SideFollower:
         sockets.send(self._socket, m.encode(m.SnapshotRequest(self._number)))
 
     def _read(self) -> Iterator[list[bytes]]:
-        """As much as one turn may."""
+        """At most MESSAGES_A_TURN messages."""
         self.more = False
         for _ in range(MESSAGES_A_TURN):
             frames = sockets.receive(self._socket)
@@ -160,20 +171,20 @@ class SideFollower:
             yield frames
         self.more = True
 
-    def _pulse(self, now: float, pulse: m.Pulse) -> None:
-        if self._life is not None and m.life_of(pulse.epoch) != self._life:
+    def _on_report(self, now: float, report: m.EngineReport) -> None:
+        if self._life is not None and m.life_of(report.epoch) != self._life:
             self._counters["strangers" if self.epoch is None else "restarts"] += 1
-            raise Lost("another engine, or another life of it, is at its side socket")
-        self._told_seq = pulse.next_seq
-        if pulse.epoch != self.epoch:
+            raise EngineLost("another engine, or another life of this one, answers at its side socket")
+        self._reported_seq = report.next_seq
+        if report.epoch != self.epoch:
             if self.epoch is not None:
                 self._counters["restarts"] += 1
                 self._target.clear()
-            self.epoch = pulse.epoch
+            self.epoch = report.epoch
             self.ask(now)
-        self._target.told(pulse)
+        self._target.reported(report)
 
-    def _part(self, now: float, part: m.Snapshot) -> None:
+    def _on_part(self, now: float, part: m.SnapshotPart) -> None:
         if (self._asked_at is None or part.number != self._number or part.epoch != self.epoch
                 or part.first_block != self._received or part.total_blocks > MAX_SNAPSHOT_BLOCKS):
             self._counters["snapshot_parts_unused"] += 1
@@ -188,7 +199,7 @@ class SideFollower:
             self._target.replace(blocks_of(runs), lambda: self._complete(now, number, part.next_seq, asked_at))
 
     def _complete(self, now: float, number: int, next_seq: int, asked_at: float) -> None:
-        """The index holds the snapshot."""
+        """The index has the whole snapshot: go on with the batches after it."""
         if number == self._number and self._asked_at is not None:
             self._asked_at = None
             self._counters["snapshots"] += 1
@@ -202,7 +213,7 @@ class SideFollower:
                 self._retry_s = min(2 * self._retry_s, SNAPSHOT_RETRY_MOST_S)
                 self.ask(now)
             return
-        behind = self._stream.next_seq is not None and self._stream.next_seq < self._told_seq
+        behind = self._stream.next_seq is not None and self._stream.next_seq < self._reported_seq
         if not behind:
             self._behind_since = None
         elif self._behind_since is None:
@@ -212,67 +223,69 @@ class SideFollower:
             self.ask(now)
 
 
-class Purpose(Enum):
-    """Of a replay."""
-    BEGIN = "begin"  # all there is
-    FILL = "fill"  # what was missed
-    CHECK = "check"  # the last batch again, and what came after it
+class ReplayPurpose(Enum):
+    """What a replay is requested for."""
+    BEGIN = "begin"  # all batches that it holds
+    FILL = "fill"  # lost batches
+    CHECK = "check"  # the last batch again, and those after it
 
 
 @dataclass
-class _Replay:
-    """One request, and what has come of it."""
-    purpose: Purpose
+class _ReplayRequest:
+    """A request to the replay socket, and its answer so far."""
+    purpose: ReplayPurpose
     asked_at: float
     heard_at: float
-    batches: list[tuple[int, m.EventBatch, int]] = field(default_factory=list)  # number, batch, hash of its bytes
+    batches: list[tuple[int, m.EventBatch, int]] = field(default_factory=list)  # number, batch, hash of bytes
 
 
 class ReplayFollower:
     """`connect` makes a client of the replay socket; None where there is none. A request that is not answered in time
-    is given up with its socket, and with the second one in a row all that was known."""
+    is given up together with its socket. After two in a row, everything known of the engine is forgotten."""
 
-    def __init__(self, connect: Callable[[], zmq.Socket] | None, target: Target, counters: Counter[str],
+    def __init__(self, connect: Callable[[], zmq.Socket] | None, target: FollowerTarget, counters: Counter[str],
                  now: float, unread: Counter[str] | None = None) -> None:
         self.more = False
         self._connect = connect
         self._socket = connect() if connect is not None else None
         self._target = target
         self._counters = counters
-        self._stream = Stream(counters)
-        self._reader = Reader(unread if unread is not None else Counter())
-        self._replay: _Replay | None = None
+        self._stream = BatchStream(counters)
+        self._reader = BatchReader(unread if unread is not None else Counter())
+        self._replay: _ReplayRequest | None = None
         self._next_ask = now
         self._unanswered = 0  # in a row
         self._live = connect is None
 
     @property
     def live(self) -> bool:
+        """See `EventFollower`."""
         return self._live
 
     @property
     def waits(self) -> bool:
+        """See `EventFollower`."""
         return self._replay is not None or self._stream.waits
 
     def batch(self, now: float, frames: list[bytes]) -> None:
-        """What the subscription gave."""
+        """See `EventFollower`."""
         seq, batch = self._reader.read(frames)
         ready = self._stream.offer(now, seq, batch, hash(frames[2]))
         if ready:
-            self._next_ask = max(self._next_ask, now + CHECK_S / 2)  # it is there, and the same
+            self._next_ask = max(self._next_ask, now + CHECK_S / 2)  # the engine is there, and the same one
             self._target.apply(ready)
 
     def turn(self, now: float) -> None:
-        """Read the replay, and do what is due."""
+        """Read the answer of the replay, and do what is due."""
         if self._socket is None:
-            self._go_on_without(now)
+            self._turn_without_replay(now)
             return
         self.more = False
         for _ in range(MESSAGES_A_TURN):
             frames = sockets.receive(self._socket) if self._replay is not None else None
             if frames is None:
                 break
-            self._answer(now, frames)
+            self._on_replayed(now, frames)
         else:
             self.more = True
         stream = self._stream
@@ -281,18 +294,18 @@ class ReplayFollower:
                 self._give_up(now)
         elif stream.restarted:
             self._counters["restarts"] += 1
-            self._begin_anew(now)
+            self._start_again(now)
         elif stream.next_seq is not None and stream.missed(now):
             self._counters["gaps"] += 1
-            self._ask(now, Purpose.FILL, stream.next_seq)
+            self._ask(now, ReplayPurpose.FILL, stream.next_seq)
         elif now >= self._next_ask:
             if stream.next_seq is None:
-                self._ask(now, Purpose.BEGIN, 0)
+                self._ask(now, ReplayPurpose.BEGIN, 0)
             else:
-                self._ask(now, Purpose.CHECK, max(0, stream.next_seq - 1))
+                self._ask(now, ReplayPurpose.CHECK, max(0, stream.next_seq - 1))
 
     def close(self) -> None:
-        """The replay's socket is its own."""
+        """Close the replay socket, which belongs to this follower."""
         if self._socket is not None:
             self._socket.close()
 
@@ -308,27 +321,27 @@ class ReplayFollower:
             self._target.clear()
             self._stream.stop()
 
-    def _go_on_without(self, now: float) -> None:
+    def _turn_without_replay(self, now: float) -> None:
         if self._stream.restarted or self._stream.missed(now):
             self._counters["restarts" if self._stream.restarted else "gaps"] += 1
             self._target.clear()
             self._target.apply(self._stream.skip(now))
 
-    def _begin_anew(self, now: float) -> None:
-        """Nothing that was known can be trusted."""
+    def _start_again(self, now: float) -> None:
+        """Forget everything known, because it can't be trusted."""
         self._target.clear()
         self._stream.stop()
-        self._ask(now, Purpose.BEGIN, 0)
+        self._ask(now, ReplayPurpose.BEGIN, 0)
 
-    def _ask(self, now: float, purpose: Purpose, first: int) -> None:
-        self._replay = _Replay(purpose, now, now)
+    def _ask(self, now: float, purpose: ReplayPurpose, first: int) -> None:
+        self._replay = _ReplayRequest(purpose, now, now)
         self._next_ask = now + CHECK_S
         self._counters[f"replays_{purpose.value}"] += 1
         sockets.send(self._socket, b"", first.to_bytes(8, "big"))
 
-    def _answer(self, now: float, frames: list[bytes]) -> None:
+    def _on_replayed(self, now: float, frames: list[bytes]) -> None:
         replay = self._replay
-        if len(frames) == 4:  # since 0.27 with the topic
+        if len(frames) == 4:  # with the topic, since vLLM 0.27
             frames = [frames[0], *frames[2:]]
         if len(frames) == 3 and frames[1] == END:
             self._replay = None
@@ -344,25 +357,25 @@ class ReplayFollower:
         replay.heard_at = now
         replay.batches.append((seq, batch, hash(frames[2])))
 
-    def _complete(self, now: float, replay: _Replay) -> None:
+    def _complete(self, now: float, replay: _ReplayRequest) -> None:
         stream, batches = self._stream, replay.batches
-        if replay.purpose is Purpose.BEGIN:
+        if replay.purpose is ReplayPurpose.BEGIN:
             self._begin(now, replay)
             return
-        if replay.purpose is Purpose.CHECK and stream.next_seq:
+        if replay.purpose is ReplayPurpose.CHECK and stream.next_seq:
             same = bool(batches) and batches[0][2] == stream.content(batches[0][0])
             if not same:
                 self._counters["restarts"] += 1
-                self._begin_anew(now)
+                self._start_again(now)
                 return
         for seq, batch, content in batches:
             self._target.apply(stream.offer(now, seq, batch, content))
-        if replay.purpose is Purpose.FILL and stream.missed(now):  # the replay does not have it either
+        if replay.purpose is ReplayPurpose.FILL and stream.missed(now):  # the replay lacks them, too
             self._counters["replays_too_short"] += 1
-            self._begin_anew(now)
+            self._start_again(now)
 
-    def _begin(self, now: float, replay: _Replay) -> None:
-        """All that the replay holds, after the last gap in it."""
+    def _begin(self, now: float, replay: _ReplayRequest) -> None:
+        """Start with all batches of the replay that come after the last gap in it."""
         batches = replay.batches
         for index in range(len(batches) - 1, 0, -1):
             if batches[index][0] != batches[index - 1][0] + 1:
@@ -378,7 +391,7 @@ class ReplayFollower:
 
 
 def blocks_of(runs: list[m.BlockStored]) -> Blocks:
-    """Block by block: its hash, its predecessor's, its tokens, its adapter."""
+    """The single blocks of these runs: hash, parent's hash, token ids, adapter."""
     for run in runs:
         parent, size, adapter = run.parent_block_hash, run.block_size, adapter_of(run)
         for number, block_hash in enumerate(run.block_hashes):

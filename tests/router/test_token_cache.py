@@ -9,7 +9,7 @@ import threading
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from vllm_pd.router.pieces import SAMPLE_CHARS, SAMPLES, Pieces, parts_between_words
+from vllm_pd.router.token_cache import SAMPLE_CHARS, SAMPLES, TokenCache, can_cut_between_words
 
 PLAIN = (AddedToken("<|a|>", special=True, normalized=False), AddedToken("<|b|>", special=True, normalized=False))
 KINDS = {
@@ -59,7 +59,7 @@ def pieces_of(tokenizer, **more):
         asked.extend(texts)
         return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    return Pieces(tokenizer.get_added_tokens_decoder().values(), encode, **more), asked
+    return TokenCache(tokenizer.get_added_tokens_decoder().values(), encode, **more), asked
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +85,7 @@ def test_a_beginning_is_that_of_the_whole(build):
         asked.clear()
         known += draw.choice(["", "<|a|>yes, of course", "<|a|>ab<|b|>ab<|a|>"])
         text = known + "<|a|>" * draw.randint(1, 2) + " ".join(draw.choices(["ab", "a", "x", "é", "xab"], k=60))
-        begun = pieces.beginning(text, 12)
+        begun = pieces.partial(text, 12)
         whole = tokenizer.encode(text, add_special_tokens=False).ids
         assert list(begun.ids) == whole[:len(begun.ids)] and len(begun.ids) < len(whole), text
         assert sum(map(len, asked)) <= 24 + 25 + SAMPLES * (SAMPLE_CHARS + 1), "only that much is tokenised"
@@ -95,14 +95,14 @@ def test_a_beginning_is_that_of_the_whole(build):
 def test_a_beginning_is_not_worth_it_or_not_to_be_had():
     pieces, _ = pieces_of(made(PLAIN, *BUILDS["bytes"]))
     words = "ab " * 100
-    assert pieces.beginning(words, 76) is None, "what is left is too little"
-    assert pieces.beginning(words, 75) is not None
-    assert pieces.beginning("ab" * 200, 10) is None, "no place between words"
-    assert pieces.beginning("a. 1, " * 100, 10) is None
-    assert pieces.beginning("<|a|>a, b, c" * 100, 10) is None, "much of little pieces is done together"
-    assert pieces_of(made(PLAIN, *BUILDS["bytes"]))[0].beginning("ab " * 20 + "7" * 1000, 10).tokens > 700
+    assert pieces.partial(words, 76) is None, "what is left is too little"
+    assert pieces.partial(words, 75) is not None
+    assert pieces.partial("ab" * 200, 10) is None, "no place between words"
+    assert pieces.partial("a. 1, " * 100, 10) is None
+    assert pieces.partial("<|a|>a, b, c" * 100, 10) is None, "much of little pieces is done together"
+    assert pieces_of(made(PLAIN, *BUILDS["bytes"]))[0].partial("ab " * 20 + "7" * 1000, 10).tokens > 700
     pieces.ids(words)
-    assert pieces.beginning(words, 10) is None, "all is known"
+    assert pieces.partial(words, 10) is None, "all is known"
 
 
 @pytest.mark.parametrize("build, parts", [
@@ -110,7 +110,7 @@ def test_a_beginning_is_not_worth_it_or_not_to_be_had():
     ("spaces as letters, at the start", False), ("normalized", False)])
 def test_it_is_tried_whether_words_run_into_one_another(build, parts):
     tokenizer = made(PLAIN, *BUILDS[build])
-    assert parts_between_words(lambda texts: [tokenizer.encode(text).ids for text in texts]) is parts
+    assert can_cut_between_words(lambda texts: [tokenizer.encode(text).ids for text in texts]) is parts
 
 
 def test_only_what_is_new_is_tokenised():
@@ -135,7 +135,7 @@ def test_what_beginnings_use_is_kept_too():
     pieces.ids("<|a|>system<|b|>")
     for number in range(50):
         pieces.ids(f"<|a|>{number} 111111")
-        assert pieces.beginning(f"<|a|>system<|b|>{number}" + " ab" * 60, 12) is not None
+        assert pieces.partial(f"<|a|>system<|b|>{number}" + " ab" * 60, 12) is not None
     assert asked.count("<|a|>system") == 1
 
 
@@ -166,8 +166,8 @@ def test_chats_of_a_model_have_the_librarys_ids():
         from vllm_pd.router.tokenizer import Prompt, Tokenizer
         tokenizer = Tokenizer(sys.argv[1])
         said, asked = [], []
-        encode = tokenizer._pieces._encode
-        tokenizer._pieces._encode = lambda texts: asked.extend(texts) or encode(texts)
+        encode = tokenizer._cache._encode
+        tokenizer._cache._encode = lambda texts: asked.extend(texts) or encode(texts)
         for turn in range(5):
             said += [{"role": "user", "content": f"{turn} \u00e9 <|im_start|>? " * 20},
                      {"role": "assistant", "content": " \\n yes"}]
@@ -176,12 +176,12 @@ def test_chats_of_a_model_have_the_librarys_ids():
             assert list(tokenizer.tokens(Prompt(messages=said))) == library
         new = [*said, {"role": "user", "content": "Tell me at length of the capital of France and of its river. " * 9}]
         for prompt in (Prompt(messages=new), Prompt(prompt=new[-1]["content"])):
-            begun = tokenizer.beginning(prompt, 60)
+            begun = tokenizer.partial(prompt, 60)
             ids = list(tokenizer.tokens(prompt))
             assert 10 < len(begun.ids) < len(ids) and list(begun.ids) == ids[:len(begun.ids)]
             assert abs(begun.tokens - len(ids)) < 0.2 * len(ids)
         for prompt in (Prompt(prompt="a b"), Prompt(prompt=[1]), Prompt(prompt="a b " * 99, truncate_prompt_tokens=3)):
-            assert tokenizer.beginning(prompt, 60) is None
+            assert tokenizer.partial(prompt, 60) is None
         del asked[-2:]
         assert len(asked) == len(set(asked)) and sum(map(len, asked)) < 1.2 * len(whole), "each turn once"
     """
