@@ -23,8 +23,8 @@ import time
 
 import psutil
 
+from vllm_pd.bench.servers import HOST, Launch
 from vllm_pd.ports import take_free
-from vllm_pd.routerbench.processes import HOST, Launch
 
 PIECE = b"a" * 65536
 SILENT, INNOCENT, BREAKS = 1000, 30, 12

@@ -247,7 +247,7 @@ def handover(decode: Urls, prefill: Urls,
              seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
              output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None) -> None:
     """Measure what a remote prefill costs beside the prefill, the transfer and the first decode step."""
-    from vllm_pd.bench import HandoverBench, measure_handover
+    from vllm_pd.bench.handover import HandoverBench, measure_handover
     report = measure_handover(HandoverBench(decode=decode[0], prefill=tuple(prefill), requests=requests,
                                             prompt_tokens=prompt_tokens, max_tokens=max_tokens, warm_up=warm_up,
                                             seed=seed))
@@ -277,8 +277,8 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
     """Measure the step sync of data-parallel V1 engines, which this starts and ends; those of two trees in turns."""
     from rich.console import Console
 
-    from vllm_pd.dpbench import report
-    from vllm_pd.dpbench.measure import DpBench, measure, variants
+    from vllm_pd.bench.dp import report
+    from vllm_pd.bench.dp.measure import DpBench, measure, variants
     compared = variants(other, rim or ["shared-memory"], stop_every)
     bench = DpBench(tuple(model), tuple(size or [2]), compared, bursts, requests, rounds, seed)
     found = measure(bench, logs, typer.echo)
@@ -302,7 +302,7 @@ def dp_ranks(ranks: Annotated[list[int] | None, typer.Option(help="How many rank
     """Measure the step sync of many ranks, processes whose forward passes are but a barrier, which this starts."""
     from rich.console import Console
 
-    from vllm_pd.dpbench.ranks import RanksBench, measure, table
+    from vllm_pd.bench.dp.ranks import RanksBench, measure, table
     bench = RanksBench(tuple(ranks or [16, 64, 256]), rim, busy, requests, tokens, step_ms / 1000)
     found = measure(bench, typer.echo)
     Console(width=None).print(table(found))
@@ -339,11 +339,11 @@ def bench_router(
     """Measure what routers add to a request, ours and others', before dummy workers that this starts and ends."""
     from rich.console import Console
 
-    from vllm_pd.routerbench import report
-    from vllm_pd.routerbench.measure import RouterBench, measure, parse_cores
-    from vllm_pd.routerbench.processes import Launch
+    from vllm_pd.bench import router_report as report
+    from vllm_pd.bench.router import RouterBench, measure, parse_cores
+    from vllm_pd.bench.servers import Launch
     if hit_rate:
-        from vllm_pd.routerbench import hits
+        from vllm_pd.bench.simulation import hits
         hits.show(hits.HitBench.of(workers, seed), typer.echo, picture, output)
         return
     launches = [*map(Launch.ours, ours or ["vllm-pd="]), *map(Launch.parse, router or ())]
@@ -375,10 +375,10 @@ def policies(
         picture: Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.")] = None,
         output: Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")] = None) -> None:
     """Measure hit rate and TTFT of the router's policies before running engines, whose caches this empties."""
+    from vllm_pd.bench import policies as bench
+    from vllm_pd.bench.conversations import Chats
     from vllm_pd.errors import ConfigError
     from vllm_pd.router.policy import Policy
-    from vllm_pd.routerbench import policies as bench
-    from vllm_pd.routerbench.chats import Chats
     wrong = [name for name in policy or () if name not in set(Policy)]
     if wrong:
         raise ConfigError("--policy", wrong[0], f"write one of {', '.join(Policy)}")

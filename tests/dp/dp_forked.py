@@ -15,7 +15,7 @@ from pathlib import Path
 
 from _chaos.zygote import Zygote
 
-from vllm_pd.dpbench.group import environment
+from vllm_pd.bench.dp.group import environment
 
 ENDED = "ended"
 
@@ -83,7 +83,7 @@ class Forks:
 
 def drive(connection: Connection, arguments: list[str], log: str) -> None:
     """In the child: the driver of a group."""
-    from vllm_pd.dpbench import driver
+    from vllm_pd.bench.dp import driver
 
     pipes = _settle(connection, 2, log)
     sys.argv = ["driver", *map(str, pipes), *arguments]

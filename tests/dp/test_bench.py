@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_pd.dpbench import measure, report
-from vllm_pd.dpbench.probe import DUMMY, FORWARD
+from vllm_pd.bench.dp import measure, report
+from vllm_pd.bench.dp.probe import DUMMY, FORWARD
 from vllm_pd.errors import ConfigError
 
 STEP_S = 0.01

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_pd.dpbench import ranks
+from vllm_pd.bench.dp import ranks
 from vllm_pd.errors import ConfigError
 
 

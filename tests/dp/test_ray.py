@@ -10,7 +10,7 @@ import time
 import pytest
 from dp_loads import BOUND_S, END_S, MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
 
-from vllm_pd.dpbench.group import Group, GroupError
+from vllm_pd.bench.dp.group import Group, GroupError
 
 pytestmark = [
     pytest.mark.e2e,

@@ -13,17 +13,18 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from vllm_pd.bench import router as measure
+from vllm_pd.bench import router_report as report
+from vllm_pd.bench.dummy import ASK, Answer, Connection, Delays, Dummy, answer_text
+from vllm_pd.bench.dummy_events import MadeUpEvents
+from vllm_pd.bench.load import Line, LoadError, Shape, Timing, check, make_bodies, make_body, saturate
+from vllm_pd.bench.servers import Launch
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.routerbench import measure, report
-from vllm_pd.routerbench.events import MadeUpEvents
-from vllm_pd.routerbench.load import Line, LoadError, Shape, Timing, check, make_bodies, make_body, saturate
-from vllm_pd.routerbench.processes import Launch
-from vllm_pd.routerbench.worker import ASK, Answer, Connection, Delays, Dummy, answer_text
 
 SHAPES = [Shape(3, 8, stream, chat) for stream in (False, True) for chat in (False, True)]
-WORKER = f"{sys.executable} -m vllm_pd.routerbench.worker --port"
+WORKER = f"{sys.executable} -m vllm_pd.bench.dummy --port"
 
 
 @contextlib.asynccontextmanager

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
+from vllm_pd.bench import policies
+from vllm_pd.bench.conversations import Chats, Turn, hold, make
+from vllm_pd.bench.dummy import Connection, Dummy, answer_text
+from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.policy import Policy
-from vllm_pd.routerbench import policies
-from vllm_pd.routerbench.chats import Chats, Turn, hold, make
-from vllm_pd.routerbench.trace import Arrival
-from vllm_pd.routerbench.worker import Connection, Dummy, answer_text
 
 CHATS = Chats(conversations=6, conversations_per_s=200, system_prompts=2, system_words=20, turns=3, pause_s=0.01)
 
@@ -55,7 +55,7 @@ async def test_each_prompt_is_all_that_was_said():
 
 
 async def test_an_answer_without_usage_is_an_error(monkeypatch):
-    monkeypatch.setattr("vllm_pd.routerbench.worker.Answer._usage", lambda self: None)
+    monkeypatch.setattr("vllm_pd.bench.dummy.Answer._usage", lambda self: None)
     server = await asyncio.get_running_loop().create_server(lambda: Connection(Dummy()), "127.0.0.1", 0)
     async with server:
         with pytest.raises(PDError, match="without text or usage"):

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from tests.router.openai_talk import QUESTION, client, conversation
-from vllm_pd.routerbench.processes import Launch, Stage
-from vllm_pd.routerbench.worker import answer_text
+from vllm_pd.bench.dummy import answer_text
+from vllm_pd.bench.servers import Launch, Stage
 
 
 @dataclass

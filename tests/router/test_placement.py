@@ -7,9 +7,9 @@ from collections import OrderedDict
 import msgspec
 import pytest
 
+from vllm_pd.bench.simulation.placement import Runs, Search
+from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.routerbench.placement import Runs, Search
-from vllm_pd.routerbench.trace import Arrival, TraceConfig, make
 
 SMALL = TraceConfig(conversations=40, system_tokens=50, document_tokens=200, system_prompts=2, documents=2)
 

@@ -4,13 +4,13 @@
 import dataclasses
 import json
 
+import demo
 import pytest
+from _demo.questions import Case
+from _demo.report import Outcome, Report
 
 from tests.unit.fake_engine import FakeEngine
 from vllm_pd.client import Answer, Question
-from vllm_pd.demo import __main__ as demo
-from vllm_pd.demo.questions import Case
-from vllm_pd.demo.report import Outcome, Report
 from vllm_pd.metrics import STAGES
 
 ANSWER = Answer("<1><2>", (1, 2), "length", (600, 2), (0.5, 0.6))

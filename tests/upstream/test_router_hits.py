@@ -5,9 +5,9 @@ import json
 
 import msgspec
 
+from vllm_pd.bench.simulation import hits
+from vllm_pd.bench.simulation.trace import TraceConfig
 from vllm_pd.router.policy import PolicyConfig, choose
-from vllm_pd.routerbench import hits
-from vllm_pd.routerbench.trace import TraceConfig
 
 SMALL = hits.HitBench(seeds=(1,), pool_shares=(0.5, 1.2), trace=TraceConfig(
     conversations=50, conversations_per_s=0.7, system_tokens=150, document_tokens=600, longest_tokens=2500,

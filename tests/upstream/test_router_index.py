@@ -16,13 +16,13 @@ from aiohttp import web
 from vllm.core.block.prefix_caching_block import PrefixCachingBlock, PrefixCachingBlockAllocator
 
 from tests.unit.fake_events import BLOCK_SIZE, FakeEngine
+from vllm_pd.bench.simulation import hits
+from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
+from vllm_pd.bench.simulation.workers import Worker
 from vllm_pd.events.follow import adapter_of
 from vllm_pd.events.messages import BlockStored
 from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.routerbench import hits
-from vllm_pd.routerbench.engines import Worker
-from vllm_pd.routerbench.trace import Arrival, TraceConfig, make
 
 ENGINES = 3
 POOL_BLOCKS = 60

@@ -24,17 +24,16 @@ from typing import Any
 
 import aiohttp
 
+from vllm_pd.bench.conversations import Chats, Turn, hold, make, without_words
+from vllm_pd.bench.router import quantiles
+from vllm_pd.bench.servers import Say, Server, Stage
+from vllm_pd.bench.simulation import oracle
+from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.client import fetch, is_healthy, served_model
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
 from vllm_pd.scrape import scrape
-
-from . import oracle
-from .chats import Chats, Turn, hold, make, without_words
-from .measure import quantiles
-from .processes import Say, Server, Stage
-from .trace import Arrival
 
 KNOWN_TIMEOUT_S = 30.0
 UP, LIVE = "up", "live"  # as /workers says

@@ -15,7 +15,7 @@ import msgspec
 from vllm.core.block.interfaces import Block
 from vllm.core.block.prefix_caching_block import PrefixCachingBlockAllocator
 
-from vllm_pd.routerbench.trace import Arrival
+from vllm_pd.bench.simulation.trace import Arrival
 
 
 class Announcer:

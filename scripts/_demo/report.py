@@ -11,8 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from _demo.questions import Case
 from vllm_pd.client import Answer
-from vllm_pd.demo.questions import Case
 from vllm_pd.metrics import STAGES
 
 WHY = {

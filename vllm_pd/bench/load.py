@@ -17,9 +17,8 @@ from typing import Any
 import httptools
 import msgspec
 
+from vllm_pd.bench.dummy import answer_text
 from vllm_pd.errors import PDError
-
-from .worker import answer_text
 
 ANSWER_TIMEOUT_S = 60.0
 WORDS = ("river", "stone", "cloud", "paper", "light", "music", "seven", "green", "north", "table", "under", "again")

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 
-from .. import dp
-from ..dp.coordinator import THREAD
-from ..dp.interface import Decision, Settings
-from ..errors import ConfigError, PDError
-from .measure import RIMS
+from vllm_pd import dp
+from vllm_pd.bench.dp.measure import RIMS
+from vllm_pd.dp.coordinator import THREAD
+from vllm_pd.dp.interface import Decision, Settings
+from vllm_pd.errors import ConfigError, PDError
 
 WAIT_S = 300.0  # for whatever takes all ranks, on a machine with far fewer cores
 SETTINGS = Settings(timeout_s=60.0, join_s=WAIT_S)  # a rank may wait long for a core

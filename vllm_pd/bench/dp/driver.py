@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that owns the front end (`AsyncLLM`) of a data-parallel group and does what it is told over a pipe.
 
-    python -m vllm_pd.dpbench.driver READ_FD WRITE_FD ENGINE_ARGUMENTS_AS_JSON
+    python -m vllm_pd.bench.dp.driver READ_FD WRITE_FD ENGINE_ARGUMENTS_AS_JSON
 
 It runs in whatever vLLM its PYTHONPATH names, patched or not, and knows nothing of either's step sync. The other end is
-`vllm_pd.dpbench.group.Group`. Life: build the engine, send `{"ready": ...}`, then answer one JSON line with one JSON
+`vllm_pd.bench.dp.group.Group`. Life: build the engine, send `{"ready": ...}`, then answer one JSON line with one JSON
 line each, in any order, until the pipe is closed; the engine processes end with it. It may have several front ends, as
 several API servers are; `front` in a line says whose it is.
 """
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .cluster import cluster, find
+from vllm_pd.bench.dp.ray_cluster import cluster, find
 
 MAX_LINE_BYTES = 1 << 26
 

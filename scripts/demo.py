@@ -16,10 +16,11 @@ import sys
 import time
 from pathlib import Path
 
+from _demo.questions import Case, cases
+from _demo.report import Outcome, Report
+
 from vllm_pd.children import Child
 from vllm_pd.client import Answer, Question, RequestError, ask, is_healthy
-from vllm_pd.demo.questions import Case, cases
-from vllm_pd.demo.report import Outcome, Report
 from vllm_pd.errors import PDError
 from vllm_pd.fleet import HOST, SERVE, UpOptions, plan_fleet
 from vllm_pd.metrics import STAGES

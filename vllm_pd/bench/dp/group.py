@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ..errors import PDError
-from ..ports import take_free_run
+from vllm_pd.errors import PDError
+from vllm_pd.ports import take_free_run
 
-PROBE = "vllm_pd.dpbench.probe.StepProbe"
+PROBE = "vllm_pd.bench.dp.probe.StepProbe"
 # What each engine of a group is started with, as fields of AsyncEngineArgs.
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32,
           "skip_tokenizer_init": True, "disable_log_stats": True, "worker_extension_cls": PROBE}  # fmt: skip
@@ -28,7 +28,7 @@ Start = Callable[[list[str], tuple[int, int], Path | None], Any]  # gives `pid`,
 
 def environment(tree: Path | None) -> dict[str, str]:
     """What a process needs to run engines on this machine: the vLLM of `tree` (None: the one that is imported here)."""
-    own = Path(__file__).parents[2]
+    own = Path(__file__).parents[3]
     path = [str(tree), str(own)] if tree else [str(own), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"VLLM_USE_V1": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1",
                          "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
@@ -39,8 +39,8 @@ def environment(tree: Path | None) -> dict[str, str]:
 def _popen(env: dict[str, str], arguments: list[str], pipes: tuple[int, int], log: Path | None) -> subprocess.Popen:
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("ab")) if log else None
-        return subprocess.Popen([sys.executable, "-m", "vllm_pd.dpbench.driver", *map(str, pipes), *arguments], env=env,
-                                pass_fds=pipes, stdout=output, stderr=output, start_new_session=True)  # fmt: skip
+        return subprocess.Popen([sys.executable, "-m", "vllm_pd.bench.dp.driver", *map(str, pipes), *arguments],
+                                env=env, pass_fds=pipes, stdout=output, stderr=output, start_new_session=True)
 
 
 class GroupError(PDError):

@@ -17,8 +17,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.routerbench.trace import Arrival
 
 WHOLE, END = 0.6, 0.2  # how often a move is of a conversation, of its end; else of one request
 

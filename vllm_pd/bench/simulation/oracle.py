@@ -12,8 +12,8 @@ when the next request comes, and blocks that running requests hold on to.
 import heapq
 from collections.abc import Sequence
 
+from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.routerbench.trace import Arrival
 
 
 def bound(trace: Sequence[Arrival], block_size: int, pool_blocks: int | None) -> float:

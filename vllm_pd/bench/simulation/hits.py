@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_pd.bench.simulation import oracle
+from vllm_pd.bench.simulation.placement import Search
+from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
+from vllm_pd.bench.simulation.workers import SimLoad, Speed, Worker
 from vllm_pd.errors import ConfigError
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Candidate, Choice, Policy, PolicyConfig, Reason, Request, choose
-from vllm_pd.routerbench import oracle
-from vllm_pd.routerbench.engines import SimLoad, Speed, Worker
-from vllm_pd.routerbench.placement import Search
-from vllm_pd.routerbench.trace import Arrival, TraceConfig, make
 
 if TYPE_CHECKING:
     from rich.table import Table

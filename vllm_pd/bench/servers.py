@@ -14,12 +14,11 @@ from typing import Any
 
 import psutil
 
+from vllm_pd.bench.load import Line, LoadError, Shape, make_body
 from vllm_pd.children import Child
 from vllm_pd.client import is_healthy
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.ports import take_free
-
-from .load import Line, LoadError, Shape, make_body
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 5.0
@@ -121,7 +120,7 @@ class Stage:
         started = []
         for number in range(count):
             port = take_free(HOST)
-            command = [sys.executable, "-m", "vllm_pd.routerbench.worker", "--host", HOST, "--port", str(port),
+            command = [sys.executable, "-m", "vllm_pd.bench.dummy", "--host", HOST, "--port", str(port),
                        "--block-size", str(block_size)]
             started.append(self._start(f"worker{number}", port, command, self._worker_cores))
         for server in started:

@@ -32,10 +32,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..dp.experts import has_experts
-from ..errors import ConfigError
-from .group import Group
-from .probe import DUMMY
+from vllm_pd.bench.dp.group import Group
+from vllm_pd.bench.dp.probe import DUMMY
+from vllm_pd.dp.experts import has_experts
+from vllm_pd.errors import ConfigError
 
 LEAST_BURSTS = 3
 BURST_TOKENS = (2, 65)  # evenly over two of upstream's stop intervals, so that its ends meet them anywhere

@@ -7,7 +7,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from .probe import FORWARD
+from vllm_pd.bench.dp.probe import FORWARD
 
 COLOURS = {True: "tab:blue", False: "tab:orange"}
 

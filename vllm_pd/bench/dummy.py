@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that only pretends: `python -m vllm_pd.routerbench.worker --port 8100`.
+"""An engine that only pretends: `python -m vllm_pd.bench.dummy --port 8100`.
 
 It speaks as much of the OpenAI API as a router needs, answers every prompt with ` t0 t1 t2 ...` up to `max_tokens`,
 as a stream or in one piece, and takes as long for the first and for each further token as it is told to. A client can
@@ -23,10 +23,9 @@ import httptools
 import msgspec
 import uvloop
 
+from vllm_pd.bench.dummy_events import MadeUpEvents
 from vllm_pd.errors import ConfigError
 from vllm_pd.events import notice
-
-from .events import MadeUpEvents
 
 MAX_BODY_BYTES = 64 << 20
 MAX_TOKENS = 100_000

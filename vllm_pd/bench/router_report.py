@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from .measure import DIRECT
+from vllm_pd.bench.router import DIRECT
 
 PHASES = (("alone", "plain"), ("alone", "stream"), ("paced", "stream"), ("busy", "plain"), ("busy", "stream"))
 LINEAR_MS = 1.0  # of a picture's axis that goes far; beyond that it is logarithmic

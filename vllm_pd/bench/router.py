@@ -29,11 +29,10 @@ from typing import Any
 import msgspec
 import uvloop
 
+from vllm_pd.bench.dummy import Delays
+from vllm_pd.bench.load import Line, LoadError, Shape, Slice, Timing, make_bodies, saturate
+from vllm_pd.bench.servers import HOST, Launch, Say, Server, Stage
 from vllm_pd.errors import ConfigError, PDError
-
-from .load import Line, LoadError, Shape, Slice, Timing, make_bodies, saturate
-from .processes import HOST, Launch, Say, Server, Stage
-from .worker import Delays
 
 DIRECT = "no router"
 GRID = 100  # quantiles that the report keeps of each distribution
