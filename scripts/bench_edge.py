@@ -23,14 +23,14 @@ import time
 
 import psutil
 
-from vllm_pd.bench.servers import HOST, Launch
+from vllm_pd.bench.servers import HOST, RouterCommand
 from vllm_pd.ports import take_free
 
 PIECE = b"a" * 65536
 SILENT, INNOCENT, BREAKS = 1000, 30, 12
 
 
-class Worker:
+class BreakingWorker:
     """Answers everything with one token; breaks the stream of a prompt that says so."""
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class Worker:
         writer.transport.abort()
 
 
-class Router:
+class WatchedRouter:
     """A router's process, and what is measured of it."""
 
-    def __init__(self, launch: Launch, worker: Worker, log: object) -> None:
+    def __init__(self, launch: RouterCommand, worker: BreakingWorker, log: object) -> None:
         self.port = take_free(HOST)
         command = launch.arguments(self.port, [f"http://{HOST}:{worker.port}"])
         self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -135,7 +135,7 @@ class Router:
         self._process.wait()
 
 
-async def header(router: Router, megabytes: int) -> str:
+async def header(router: WatchedRouter, megabytes: int) -> str:
     sent = 0
     async with router.watched():
         reader, writer = await asyncio.open_connection(HOST, router.port)
@@ -152,7 +152,7 @@ async def header(router: Router, megabytes: int) -> str:
     return f"took {sent / 1e6:.1f} MB; {router.shown()}"
 
 
-async def silent(router: Router, silent_s: float) -> str:
+async def silent(router: WatchedRouter, silent_s: float) -> str:
     async with router.watched():
         began_s, ends = time.monotonic(), []
 
@@ -171,7 +171,7 @@ async def silent(router: Router, silent_s: float) -> str:
     return f"{len(ends)} of {SILENT} closed in {silent_s:g} s, {held}; {router.shown()}"
 
 
-async def broken(router: Router, _: float) -> str:
+async def broken(router: WatchedRouter, _: float) -> str:
     for _ in range(BREAKS):
         await router.ask("/v1/completions", {"model": "dummy", "prompt": "break", "stream": True})
     found = []
@@ -191,11 +191,11 @@ async def main() -> None:
     asked = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1], ) * 2)
     cases = {"header": (header, asked.megabytes), "silent": (silent, asked.silent_s), "broken": (broken, 0)}
-    for launch in (*map(Launch.ours, asked.ours), *map(Launch.parse, asked.router)):
+    for launch in (*map(RouterCommand.ours, asked.ours), *map(RouterCommand.parse, asked.router)):
         for case in asked.case or cases:
-            worker = Worker()
+            worker = BreakingWorker()
             await worker.start()
-            router = Router(launch, worker, subprocess.DEVNULL)
+            router = WatchedRouter(launch, worker, subprocess.DEVNULL)
             try:
                 await router.ready()
                 run, value = cases[case]

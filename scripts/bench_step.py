@@ -21,8 +21,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from _bench_step.pairs import Pair, Verdict, judge
-from _bench_step.worker import Load
+from _bench_step.pairs import StepPair, StepVerdict, judge
+from _bench_step.worker import StepLoad
 from _series.errors import Refusal
 from _upstream_tests import trees
 from _wheel import cache, process
@@ -31,10 +31,10 @@ WORKER = Path(__file__).resolve().parent / "_bench_step" / "worker.py"
 STEPS = {"engine": 8, "scheduler": 400}  # of a round: short, so that a pair meets the same neighbours on the machine
 
 
-class Worker:
+class StepWorker:
     """A process that times steps on one tree."""
 
-    def __init__(self, tree: Path, load: Load, core: int, log: Path) -> None:
+    def __init__(self, tree: Path, load: StepLoad, core: int, log: Path) -> None:
         settings = {
             "VLLM_USE_V1": "0",
             "OMP_NUM_THREADS": "1",
@@ -78,18 +78,18 @@ class Worker:
         self.process.communicate()
 
 
-def measure(kind: str, a: Path, b: Path, args: argparse.Namespace) -> Verdict:
-    load = Load(kind, str(args.model), args.batch, args.prompt_tokens, args.context_tokens, 16, args.prefix_caching)
-    pairs: list[Pair] = []
+def measure(kind: str, a: Path, b: Path, args: argparse.Namespace) -> StepVerdict:
+    load = StepLoad(kind, str(args.model), args.batch, args.prompt_tokens, args.context_tokens, 16, args.prefix_caching)
+    pairs: list[StepPair] = []
     for number in range(args.processes):
-        workers: list[Worker] = []
+        workers: list[StepWorker] = []
         try:
             for tree in (a, b) if number % 2 == 0 else (b, a):
-                workers.append(Worker(tree, load, args.core, args.out / "workers.log"))
+                workers.append(StepWorker(tree, load, args.core, args.out / "workers.log"))
             ours = dict(zip("ab" if number % 2 == 0 else "ba", workers, strict=True))
             for turn in range(args.rounds):
                 said = {side: ours[side].steps(STEPS[kind]) for side in ("ab" if turn % 2 == 0 else "ba")}
-                pairs.append(Pair.of(number, said["a"], said["b"]))
+                pairs.append(StepPair.of(number, said["a"], said["b"]))
         finally:
             for worker in workers:
                 worker.close()
@@ -101,7 +101,7 @@ def measure(kind: str, a: Path, b: Path, args: argparse.Namespace) -> Verdict:
     return judge(kind, pairs)
 
 
-def show(verdict: Verdict, goal: float, null: bool) -> None:
+def show(verdict: StepVerdict, goal: float, null: bool) -> None:
     print(
         f"{verdict.kind:10} {verdict.step_a_s * 1e6:9.1f} us unpatched {verdict.step_b_s * 1e6:9.1f} us "
         f"{'unpatched again' if null else 'patched'}   ratio {verdict.cpu_ratio:.4f} "

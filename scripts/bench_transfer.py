@@ -50,7 +50,7 @@ ORDERS = ("rising", "falling", "scattered")
 
 
 @dataclass(frozen=True)
-class Shape:
+class CacheShape:
     """A cache: as much of a model as a transfer can see."""
     layers: int
     kv_heads: int
@@ -109,7 +109,7 @@ class Row:
         return self.bytes / milliseconds / 1e6
 
 
-def receive(pipe: Connection, shape: Shape) -> None:
+def receive(pipe: Connection, shape: CacheShape) -> None:
     """The other process: sends its metadata, then the moment of each notice until the pipe closes."""
     torch.set_num_threads(1)
     caches = shape.caches()
@@ -186,7 +186,7 @@ def block_ids(order: str, count: int, num_blocks: int, seed: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def sender(shape: Shape) -> Iterator[Meeting]:
+def sender(shape: CacheShape) -> Iterator[Meeting]:
     """Our end, when a first write has gone through."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -205,7 +205,7 @@ def sender(shape: Shape) -> Iterator[Meeting]:
     process.join(10)
 
 
-def bench(shape: Shape, token_counts: list[int], rounds: int) -> tuple[list[Row], float]:
+def bench(shape: CacheShape, token_counts: list[int], rounds: int) -> tuple[list[Row], float]:
     """All cases of one block size, and the milliseconds that the first write of all took."""
     with sender(shape) as meeting:
         transport, pipe = meeting.transport, meeting.pipe
@@ -218,7 +218,7 @@ def bench(shape: Shape, token_counts: list[int], rounds: int) -> tuple[list[Row]
     return rows, meeting.first_ms
 
 
-def _case(shape: Shape, tokens: int, order: str, rounds: int, transport: NixlTransport, raw: Raw,
+def _case(shape: CacheShape, tokens: int, order: str, rounds: int, transport: NixlTransport, raw: Raw,
           pipe: Connection) -> Row:
     count = -(-tokens // shape.block_size)
     numel = 2 * shape.layers * count * shape.block_size * shape.kv_heads * HEAD_SIZE
@@ -243,7 +243,7 @@ def _case(shape: Shape, tokens: int, order: str, rounds: int, transport: NixlTra
                ours_over_raw=round(statistics.median(ratios), 3))
 
 
-def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool) -> Ends:
+def ends(shape: CacheShape, wire_s: float, pass_s: float, passes: int, threaded: bool) -> Ends:
     """What becomes of one write per pass, and what its transfers cost beside it."""
     with sender(shape) as meeting:
         pipe = meeting.pipe
@@ -325,14 +325,14 @@ def main() -> None:
     first_ms: dict[int, float] = {}
     for block_size in options.block_size:
         blocks = 2 * -(-max(options.tokens) // block_size)
-        shape = Shape(options.layers, options.kv_heads, block_size, blocks)
+        shape = CacheShape(options.layers, options.kv_heads, block_size, blocks)
         found, first_ms[block_size] = bench(shape, options.tokens, options.rounds)
         rows += found
     report(rows)
     print("first write to a peer, connection included: " + ", ".join(f"{ms:.1f} ms" for ms in first_ms.values()))
     found_ends: list[Ends] = []
     if options.wire_ms is not None:
-        shape = Shape(options.layers, options.kv_heads, options.block_size[0], 8)
+        shape = CacheShape(options.layers, options.kv_heads, options.block_size[0], 8)
         found_ends = [ends(shape, options.wire_ms / 1e3, options.pass_ms / 1e3, options.passes, threaded)
                       for threaded in (False, True)]
         report_ends(found_ends)

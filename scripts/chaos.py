@@ -23,9 +23,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _chaos.fleet import BrokerKind, Lost
+from _chaos.fleet import BrokerKind, ProcessLost
 from _chaos.page import page
-from _chaos.session import Settings, chaos
+from _chaos.session import ChaosSettings, chaos
 
 from vllm_pd.errors import ConfigError
 
@@ -33,7 +33,7 @@ LONG = ("counters", "settings", "at_rest", "at_rest_after_calm")  # in the JSON 
 
 
 def main() -> int:
-    defaults = Settings()
+    defaults = ChaosSettings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.environ.get("VLLM_PD_TINY_MODEL"), help="folder; the tiny random model")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000, help="default: from the clock")
@@ -58,12 +58,12 @@ def main() -> int:
     if not arguments["model"]:
         parser.error("--model is missing, and VLLM_PD_TINY_MODEL is not set: source scripts/env.sh first")
     try:
-        settings = Settings(proxy=not arguments.pop("no_proxy"), **arguments)
+        settings = ChaosSettings(proxy=not arguments.pop("no_proxy"), **arguments)
     except ConfigError as error:
         parser.error(str(error))
     try:
         result = chaos(settings, print_line)
-    except (Lost, TimeoutError) as error:
+    except (ProcessLost, TimeoutError) as error:
         print(f"FAILED with seed {settings.seed}: {error}", file=sys.stderr)
         return 1
     if folder is not None:
@@ -79,9 +79,9 @@ def main() -> int:
     return 1 if result.faults else 0
 
 
-def told_command(settings: Settings) -> str:
+def told_command(settings: ChaosSettings) -> str:
     """What repeats this run, but for the model, the folder and what the machine makes of it."""
-    changed = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(Settings)
+    changed = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(ChaosSettings)
                if field.type is not bool and field.name != "model" and getattr(settings, field.name) != field.default]
     words = [f"--{name.replace('_', '-')} {value}" for name, value in changed]
     words += ["--no-proxy"] * (not settings.proxy) + ["--keys"] * settings.keys

@@ -46,7 +46,7 @@ def environment_key() -> str:
     return cache.key(sys.version, *sorted(installed))
 
 
-class Plan:
+class ComparisonRun:
     """The trees in place, ready to be run: made once for all lists."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ class Plan:
         if kept.is_file() and not self.args.fresh:
             say(f"unpatched {wanted.name}: results of an earlier run, {kept}")
             return {
-                test: results.Result(results.Outcome(outcome), *rest)
+                test: results.UpstreamResult(results.UpstreamOutcome(outcome), *rest)
                 for test, (outcome, *rest) in json.loads(kept.read_text()).items()
             }
         found = runner.run(self.site(UNPATCHED), wanted, say)
@@ -160,7 +160,7 @@ def main() -> int:
             wanted = [narrow for narrow in (one.narrowed(args.only) for one in wanted) if narrow.arguments]
         if not wanted:
             raise Refusal(f"no test of the list is within {', '.join(args.only)}")
-        found = Plan(args).compare(wanted)
+        found = ComparisonRun(args).compare(wanted)
     except runner.RunDied as died:
         print(f"compare_upstream: {died}", file=sys.stderr)
         return 1 if died.tree == PATCHED else 2

@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from _demo.questions import Case, cases
-from _demo.report import Outcome, Report
+from _demo.questions import DemoCase, cases
+from _demo.report import DemoOutcome, DemoReport
 
 from vllm_pd.children import Child
 from vllm_pd.client import Answer, Question, RequestError, ask, is_healthy
@@ -39,7 +39,7 @@ MUST_BE_ZERO = ("vllm:pd_parked_blocks", "vllm:pd_quarantined_blocks", "vllm:pd_
                 "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc")
 
 
-class Journal:
+class ServerLog:
     """Where the servers' lines go: into a file, those of `up` itself to the terminal as well."""
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class Journal:
 class PDOff:
     """The same wheel without PD: one engine of the same kind (V0), on all cores. Ended when its block is left."""
 
-    def __init__(self, model: str, cores: list[int], journal: Journal) -> None:
+    def __init__(self, model: str, cores: list[int], journal: ServerLog) -> None:
         port = take_free(HOST)
         self.url = f"http://{HOST}:{port}"
         env = {"VLLM_USE_V1": "0", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -105,7 +105,7 @@ def main() -> int:
         parser.error("there is no model: enter the environment (. scripts/env.sh) or write --model")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     arguments.output.mkdir(parents=True, exist_ok=True)
-    journal = Journal(arguments.output / "servers.log")
+    journal = ServerLog(arguments.output / "servers.log")
     try:
         report = run(arguments.model, journal)
     except KeyboardInterrupt:
@@ -122,7 +122,7 @@ def main() -> int:
     return 0 if report.good else 1
 
 
-def run(model: str, journal: Journal) -> Report:
+def run(model: str, journal: ServerLog) -> DemoReport:
     """The whole demonstration; every server has ended when it returns or raises."""
     begin = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
@@ -146,17 +146,17 @@ def run(model: str, journal: Journal) -> Report:
             outcomes.append(hand_over(case, decode, reference))
             print(outcomes[-1].line(), flush=True)
         leaks = left_over({"decode": decode, "prefill": prefill})
-    return Report(outcomes, leaks, started_s, time.monotonic() - begin)
+    return DemoReport(outcomes, leaks, started_s, time.monotonic() - begin)
 
 
-def hand_over(case: Case, url: str, reference: Answer) -> Outcome:
+def hand_over(case: DemoCase, url: str, reference: Answer) -> DemoOutcome:
     """Asks the decode engine and reads from its counters what it did about it."""
     before = scrape(url)
     answer = ask(url, NAME, case.question)
     added = scrape_after_request(url, before).since(before)
     made = [key for key, count in added.by("vllm:pd_decisions_total", "decision", "reason").items() if count]
     ended = [outcome for (outcome, ), count in added.by("vllm:pd_attempts_total", "outcome").items() if count]
-    return Outcome(case, answer, reference, decisions=made, ends=ended,
+    return DemoOutcome(case, answer, reference, decisions=made, ends=ended,
                    stages_s={stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES},
                    transfer_bytes=int(added.value("vllm:pd_transfer_bytes_total")))
 

@@ -341,12 +341,12 @@ def bench_router(
 
     from vllm_pd.bench import router_report as report
     from vllm_pd.bench.router import RouterBench, measure, parse_cores
-    from vllm_pd.bench.servers import Launch
+    from vllm_pd.bench.servers import RouterCommand
     if hit_rate:
         from vllm_pd.bench.simulation import hits
         hits.show(hits.HitBench.of(workers, seed), typer.echo, picture, output)
         return
-    launches = [*map(Launch.ours, ours or ["vllm-pd="]), *map(Launch.parse, router or ())]
+    launches = [*map(RouterCommand.ours, ours or ["vllm-pd="]), *map(RouterCommand.parse, router or ())]
     found = measure(RouterBench(tuple(launches), 2 if workers is None else workers, requests, tokens, prompt_tokens,
                                 clients, streams, slice_s, rounds, block_size=block_size, seed=seed,
                                 load_cores=parse_cores("--load-cores", load_cores),
@@ -376,13 +376,13 @@ def policies(
         output: Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")] = None) -> None:
     """Measure hit rate and TTFT of the router's policies before running engines, whose caches this empties."""
     from vllm_pd.bench import policies as bench
-    from vllm_pd.bench.conversations import Chats
+    from vllm_pd.bench.conversations import ConversationShape
     from vllm_pd.errors import ConfigError
     from vllm_pd.router.policy import Policy
     wrong = [name for name in policy or () if name not in set(Policy)]
     if wrong:
         raise ConfigError("--policy", wrong[0], f"write one of {', '.join(Policy)}")
-    chats = Chats(conversations=conversations, conversations_per_s=conversations_per_s, turns=turns,
+    chats = ConversationShape(conversations=conversations, conversations_per_s=conversations_per_s, turns=turns,
                   system_prompts=system_prompts, system_words=system_words, seed=seed)
     chosen = tuple(map(Policy, policy)) if policy else bench.DEFAULT
     found = bench.measure(bench.PolicyBench(tuple(worker), tokenizer, chosen, rounds, chats), log, typer.echo)

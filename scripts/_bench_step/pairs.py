@@ -14,7 +14,7 @@ RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Pair:
+class StepPair:
     """One round on both trees; medians per step."""
 
     process: int
@@ -25,7 +25,7 @@ class Pair:
     same_decisions: bool
 
     @classmethod
-    def of(cls, process: int, a: dict, b: dict) -> "Pair":
+    def of(cls, process: int, a: dict, b: dict) -> "StepPair":
         """From two workers' answers."""
         wall, cpu = ([statistics.median(one[clock]) for one in (a, b)] for clock in ("wall_s", "cpu_s"))
         return cls(process, *wall, *cpu, a["digest"] == b["digest"])
@@ -40,7 +40,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """Of one kind of step. Ratios are B over A; `low` and `high` bound the CPU ratio with 95 % confidence."""
 
     kind: str
@@ -62,7 +62,7 @@ class Verdict:
         return asdict(self)
 
 
-def judge(kind: str, pairs: list[Pair], seed: int = 0) -> Verdict:
+def judge(kind: str, pairs: list[StepPair], seed: int = 0) -> StepVerdict:
     """The verdict of at least one pair."""
     low, high = interval(
         [
@@ -71,7 +71,7 @@ def judge(kind: str, pairs: list[Pair], seed: int = 0) -> Verdict:
         ],
         seed,
     )
-    return Verdict(
+    return StepVerdict(
         kind,
         len(pairs),
         step_a_s=statistics.median(pair.cpu_a_s for pair in pairs),

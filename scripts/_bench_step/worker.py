@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process that imports vLLM from its PYTHONPATH and times steps when it is told to.
 
-Its argument is a JSON object with the fields of `Load`. Once ready it writes one JSON line; then each line with a
+Its argument is a JSON object with the fields of `StepLoad`. Once ready it writes one JSON line; then each line with a
 number of steps on its stdin is answered by one with the seconds that each step took, on the wall and on the CPU, and
 a digest of what the steps decided. It ends with its stdin. Whatever vLLM prints goes to stderr.
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """`kind`: "engine" (LLMEngine.step) or "scheduler" (Scheduler.schedule with nobody executing)."""
 
     kind: str
@@ -39,7 +39,7 @@ class Load:
 class EngineSteps:
     """LLMEngine.step on a full decode batch."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: StepLoad) -> None:
         from vllm import EngineArgs, LLMEngine, SamplingParams
 
         self.load, self.length, self.admitted = load, 0, 0
@@ -80,7 +80,7 @@ class EngineSteps:
 class SchedulerSteps:
     """Scheduler.schedule, with tokens appended as an engine would."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: StepLoad) -> None:
         from vllm.config import CacheConfig, SchedulerConfig
         from vllm.core.scheduler import Scheduler
 
@@ -158,7 +158,7 @@ def timed(steps: "EngineSteps | SchedulerSteps", count: int) -> dict:
 def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    load = Load(**json.loads(sys.argv[1]))
+    load = StepLoad(**json.loads(sys.argv[1]))
     steps = {"engine": EngineSteps, "scheduler": SchedulerSteps}[load.kind](load)
     timed(steps, min(30, load.context_tokens - load.prompt_tokens - 1))  # warm
     import vllm

@@ -27,7 +27,7 @@ SPARED_AFTER = 1 / 3  # of the run: from then on the first P and the first D are
 
 
 @dataclass
-class Struck:
+class GivenBlow:
     """A blow that was given. `pause_s` is how long a stopped process stands still, or how long the broker is away."""
     number: int
     blow: Blow
@@ -40,7 +40,7 @@ class Struck:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedBlow:
     """A blow to be given `offset_s` into its episode, to the `pick`-th (of 1) of those that are eligible."""
     blow: Blow
     offset_s: float
@@ -50,7 +50,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlannedRequest:
     """A request that comes `offset_s` into its episode to the `pick`-th decode engine; `abort_s` later it goes."""
     number: int
     offset_s: float
@@ -61,8 +61,8 @@ class Ask:
 @dataclass(frozen=True)
 class Episode:
     """A burst of requests with at most one blow in it."""
-    asks: Sequence[Ask]
-    blow: Planned | None
+    asks: Sequence[PlannedRequest]
+    blow: PlannedBlow | None
 
 
 def plan(seed: int, requests: int, episodes: int, abort_share: float, lease_s: float, ttl_s: float,
@@ -73,7 +73,7 @@ def plan(seed: int, requests: int, episodes: int, abort_share: float, lease_s: f
     result = []
     for index in range(episodes):
         share = requests * (index + 1) // episodes - requests * index // episodes
-        asks = [Ask(next(numbers), draw.uniform(0, BURST_S), draw.random(),
+        asks = [PlannedRequest(next(numbers), draw.uniform(0, BURST_S), draw.random(),
                     draw.uniform(0, 0.6) if draw.random() < abort_share else None) for _ in range(share)]
         [blow] = draw.choices(list(WEIGHTS), WEIGHTS.values())
         if not blow.is_kill:
@@ -83,6 +83,7 @@ def plan(seed: int, requests: int, episodes: int, abort_share: float, lease_s: f
             pause_s = draw.uniform(0.2, 2 * ttl_s) if blow is Blow.KILL_BROKER else 0.0
             if blow is Blow.KILL_BROKER and draw.random() < LONG_ABSENCES and episodes >= LONG_RUN:
                 pause_s = LONG_ABSENCE_S
-        planned = Planned(blow, draw.uniform(0.1, BURST_S), draw.random(), pause_s, index >= SPARED_AFTER * episodes)
+        planned = PlannedBlow(blow, draw.uniform(0.1, BURST_S), draw.random(), pause_s,
+                              index >= SPARED_AFTER * episodes)
         result.append(Episode(asks, None if calm else planned))
     return result

@@ -37,14 +37,14 @@ def serve(pipe: Connection, model: str, role: str | None, pd: dict, llm: dict, a
         llm = {**llm, "kv_transfer_config": KVTransferConfig(kv_connector="PDConnector", kv_role=role,
                                                              kv_connector_extra_config=pd)}
     engine = LLMEngine.from_engine_args(EngineArgs(model, **llm))
-    served = Served(engine, pipe)
+    served = EngineUnderTest(engine, pipe)
     pipe.send_bytes(json.dumps({"ready": {"incarnation": served.incarnation, "base": served.stats()}}).encode())
     served.run()
     if engine.disagg is not None:
         engine.disagg.close()
 
 
-class Served:
+class EngineUnderTest:
     """Owns the engine. A method named `op_NAME` carries out the command with that op."""
 
     def __init__(self, engine, pipe: Connection) -> None:

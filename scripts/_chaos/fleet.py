@@ -31,7 +31,7 @@ class BrokerKind(StrEnum):
     NATS = "nats"
 
 
-class Health(Enum):
+class SlotHealth(Enum):
     """What is known of a slot's process."""
     STARTING = "starting"
     UP = "up"
@@ -39,18 +39,18 @@ class Health(Enum):
     DEAD = "dead"
 
 
-class Lost(AssertionError):
+class ProcessLost(AssertionError):
     """A process that should be there is not."""
 
 
 @dataclass
-class Slot:
+class EngineSlot:
     """One engine's place. `life` counts the processes that were in it; `base` is what the present one began with."""
     name: str
     role: Role | None
     cores: list[int]
     life: int = 0
-    health: Health = Health.DEAD
+    health: SlotHealth = SlotHealth.DEAD
     pid: int = 0
     pipe: Connection | None = None
     incarnation: str = ""
@@ -97,15 +97,15 @@ class BrokerSlot:
         self._pipe.close()
 
 
-class Fleet:
+class ChaosFleet:
     """Everything that runs. `on_message(slot, kind, value)` gets what engines say, `on_death(slot)` an end that
     nobody asked for."""
 
     def __init__(self, env: Mapping[str, str], model: str, seed: int, pd: dict, llm: dict, cores: list[int],
                  through_proxy: bool, broker: BrokerKind, guarded: bool, async_output: bool) -> None:
         self.zygote = Zygote(env)
-        self.slots: dict[str, Slot] = {}
-        self.on_message: Callable[[Slot, str, object], None] = lambda *_: None
+        self.slots: dict[str, EngineSlot] = {}
+        self.on_message: Callable[[EngineSlot, str, object], None] = lambda *_: None
         self._model, self._llm, self._cores, self._async_output = model, llm, cores, async_output
         self._selector = selectors.DefaultSelector()
         self._replies: dict[str, object] = {}
@@ -120,59 +120,59 @@ class Fleet:
             url = self._ask_proxy(None)["address"]
         self._pd = {**pd, "broker": url, **({"keys": str(keys)} if keys is not None else {})}
 
-    def add(self, name: str, role: Role | None, core: int) -> Slot:
+    def add(self, name: str, role: Role | None, core: int) -> EngineSlot:
         """A slot with its first engine, which is starting."""
-        slot = self.slots[name] = Slot(name, role, [self._cores[core % len(self._cores)]])
+        slot = self.slots[name] = EngineSlot(name, role, [self._cores[core % len(self._cores)]])
         self.start(slot)
         return slot
 
-    def start(self, slot: Slot) -> None:
+    def start(self, slot: EngineSlot) -> None:
         """A new engine in a slot whose last one is dead."""
         slot.life += 1
-        slot.health, slot.began_at = Health.STARTING, time.monotonic()
+        slot.health, slot.began_at = SlotHealth.STARTING, time.monotonic()
         limits = {} if slot.role is Role.PREFILL else {"max_local_prefill_tokens": self._pd["max_local_prefill_tokens"]}
         slot.pid, slot.pipe = self.zygote.fork("_chaos.engine:serve", slot.cores, model=self._model,
                                                role=slot.role and slot.role.value, pd={**self._pd, **limits},
                                                llm=self._llm, async_output=self._async_output)
         self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
 
-    def kill(self, slot: Slot) -> None:
+    def kill(self, slot: EngineSlot) -> None:
         """SIGKILL, also where it stands still. What it has said before is heard."""
         os.kill(slot.pid, signal.SIGKILL)
-        slot.health = Health.DEAD
+        slot.health = SlotHealth.DEAD
         self._hear(slot, until_end=True)
 
-    def stop(self, slot: Slot) -> None:
+    def stop(self, slot: EngineSlot) -> None:
         """SIGSTOP."""
         os.kill(slot.pid, signal.SIGSTOP)
-        slot.health = Health.STOPPED
+        slot.health = SlotHealth.STOPPED
 
-    def go_on(self, slot: Slot) -> None:
+    def go_on(self, slot: EngineSlot) -> None:
         """SIGCONT; nothing where it was killed meanwhile."""
-        if slot.health is Health.STOPPED:
+        if slot.health is SlotHealth.STOPPED:
             os.kill(slot.pid, signal.SIGCONT)
-            slot.health = Health.UP
+            slot.health = SlotHealth.UP
 
-    def retire(self, slot: Slot) -> None:
+    def retire(self, slot: EngineSlot) -> None:
         """Let an engine end by itself, and forget its slot."""
         self.tell(slot, "stop")
         self._forget_pipe(slot)
         del self.slots[slot.name]
 
-    def tell(self, slot: Slot, op: str, **arguments: object) -> None:
+    def tell(self, slot: EngineSlot, op: str, **arguments: object) -> None:
         """A command without an answer."""
         try:
             slot.pipe.send_bytes(json.dumps({"op": op, **arguments}).encode())
         except OSError as error:
-            raise Lost(f"{slot.name} (pid {slot.pid}) has ended: {error}") from error
+            raise ProcessLost(f"{slot.name} (pid {slot.pid}) has ended: {error}") from error
 
-    def ask(self, slot: Slot, op: str) -> dict:
+    def ask(self, slot: EngineSlot, op: str) -> dict:
         """A command's answer."""
         self.tell(slot, op)
         deadline = time.monotonic() + ANSWER_S
         while slot.name not in self._replies:
             if time.monotonic() > deadline:
-                raise Lost(f"{slot.name} (pid {slot.pid}) gives no answer to {op} in {ANSWER_S:g} s")
+                raise ProcessLost(f"{slot.name} (pid {slot.pid}) gives no answer to {op} in {ANSWER_S:g} s")
             self.pump(1.0)
         return self._replies.pop(slot.name)
 
@@ -195,28 +195,28 @@ class Fleet:
         if command is not None:
             self._proxy.send_bytes(json.dumps(command).encode())
         if not self._proxy.poll(ANSWER_S):
-            raise Lost("the proxy gives no answer")
+            raise ProcessLost("the proxy gives no answer")
         return json.loads(self._proxy.recv_bytes())
 
-    def _hear(self, slot: Slot, until_end: bool = False) -> None:
+    def _hear(self, slot: EngineSlot, until_end: bool = False) -> None:
         pipe = slot.pipe
         try:
             while pipe is slot.pipe and pipe.poll(ANSWER_S if until_end else 0):
                 [(kind, value)] = json.loads(pipe.recv_bytes()).items()
                 if kind == "ready":
                     slot.incarnation, slot.base = value["incarnation"], value["base"]
-                    if slot.health is Health.STARTING:
-                        slot.health = Health.UP
+                    if slot.health is SlotHealth.STARTING:
+                        slot.health = SlotHealth.UP
                 if kind == "reply":
                     self._replies[slot.name] = value
                 else:
                     self.on_message(slot, kind, value)
         except (EOFError, OSError):
             self._forget_pipe(slot)
-            if slot.health is not Health.DEAD:
-                raise Lost(f"{slot.name} (pid {slot.pid}) has ended by itself") from None
+            if slot.health is not SlotHealth.DEAD:
+                raise ProcessLost(f"{slot.name} (pid {slot.pid}) has ended by itself") from None
 
-    def _forget_pipe(self, slot: Slot) -> None:
+    def _forget_pipe(self, slot: EngineSlot) -> None:
         self._selector.unregister(slot.pipe)
         slot.pipe.close()
 

@@ -11,7 +11,7 @@ SURPLUS = 1.15  # prompts that are drawn for each that is asked: some have no sa
 SAFE_MARGIN = 1e-3  # between the first and the second choice, in log-probability: float32 sums differ by 1e-5
 
 
-class End(Enum):
+class RequestEnd(Enum):
     """What became of a request, in the client's eyes."""
     OPEN = "open"
     ANSWERED = "answered"
@@ -19,14 +19,14 @@ class End(Enum):
 
 
 @dataclass
-class Request:
+class ChaosRequest:
     """One client's request. `place` is the slot that has it; `tries` counts the decode engines that it was put to: a
     client asks again where the engine that it talked to is gone."""
     number: int
     token_ids: list[int]
     max_tokens: int
     expected: list[int]
-    end: End = End.OPEN
+    end: RequestEnd = RequestEnd.OPEN
     place: str = ""
     tries: int = 0
     asked_at: float = 0.0

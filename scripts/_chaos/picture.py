@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from _chaos.blows import Blow
-from _chaos.record import Record
+from _chaos.record import RunRecord
 
 COLOURS = {Blow.KILL_P: "tab:red", Blow.KILL_D: "black", Blow.KILL_BROKER: "tab:purple", Blow.STOP_P: "tab:orange",
            Blow.STOP_D: "dimgray", Blow.STOP_BROKER: "violet"}
 STEP_S = 0.5
 
 
-def draw(record: Record, path: Path, title: str) -> None:
+def draw(record: RunRecord, path: Path, title: str) -> None:
     """Write the PNG. Gauges are summed over all engines that can speak; one that stands still keeps its last word."""
     import matplotlib
     matplotlib.use("Agg")
@@ -45,7 +45,7 @@ def draw(record: Record, path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def _series(record: Record) -> dict[str, list[int]]:
+def _series(record: RunRecord) -> dict[str, list[int]]:
     """Each gauge on a grid of STEP_S, summed over the engines. A killed engine counts until its successor speaks."""
     names = ("free", "parked", "quarantined", "sending", "in_flight")
     samples = sorted(record.samples, key=lambda sample: sample.time)

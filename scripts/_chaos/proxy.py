@@ -26,7 +26,7 @@ MORE, LONG, COMMAND = 1, 2, 4
 Change = Callable[[bytes], Awaitable[bytes]]
 
 
-class Faults(msgspec.Struct, frozen=True):
+class MessageFaults(msgspec.Struct, frozen=True):
     """Probabilities per message, and the longest delay."""
     lost: float = 0.0
     doubled: float = 0.0
@@ -34,11 +34,11 @@ class Faults(msgspec.Struct, frozen=True):
     delay_s: float = 0.5
 
 
-class Proxy:
+class FaultProxy:
     """All listeners and connections. Used in one event loop."""
 
     def __init__(self, seed: int) -> None:
-        self.faults = Faults()
+        self.faults = MessageFaults()
         self.counters: collections.Counter[str] = collections.Counter()
         self._random = random.Random(f"proxy {seed}")
         self._servers: dict[str, asyncio.Server] = {}
@@ -164,13 +164,13 @@ def serve(pipe: Connection, broker: str, seed: int) -> None:
 
 
 async def _serve(pipe: Connection, broker: str, seed: int) -> None:
-    proxy = Proxy(seed)
+    proxy = FaultProxy(seed)
     pipe.send_bytes(json.dumps({"address": await proxy.stand_before_broker(broker)}).encode())
     ended = asyncio.Event()
 
     def on_command() -> None:
         try:
-            proxy.faults = msgspec.convert(json.loads(pipe.recv_bytes())["faults"], Faults)
+            proxy.faults = msgspec.convert(json.loads(pipe.recv_bytes())["faults"], MessageFaults)
             pipe.send_bytes(json.dumps({"counters": proxy.counters}).encode())
         except (EOFError, OSError):
             ended.set()

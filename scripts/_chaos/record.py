@@ -2,12 +2,12 @@
 """What is seen in a run."""
 from dataclasses import dataclass, field
 
-from _chaos.blows import Struck
-from _chaos.load import Request
+from _chaos.blows import GivenBlow
+from _chaos.load import ChaosRequest
 
 
 @dataclass
-class Sample:
+class GaugeSample:
     """One look at one engine."""
     place: str
     time: float
@@ -15,21 +15,21 @@ class Sample:
 
 
 @dataclass
-class Fallback:
+class SeenFallback:
     """An attempt that ended without the KV, and the blow to its prefill engine that made it."""
     request: int
     reason: str
     time: float
-    cause: Struck | None
+    cause: GivenBlow | None
 
 
 @dataclass
-class Record:
+class RunRecord:
     """What was seen in one run."""
-    requests: dict[int, Request] = field(default_factory=dict)
-    struck: list[Struck] = field(default_factory=list)
-    fallbacks: list[Fallback] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    requests: dict[int, ChaosRequest] = field(default_factory=dict)
+    struck: list[GivenBlow] = field(default_factory=list)
+    fallbacks: list[SeenFallback] = field(default_factory=list)
+    samples: list[GaugeSample] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)  # how long each engine took to come up
     counters: dict[str, float] = field(default_factory=dict)  # of engines that are dead by now, as last told
     began_at: float = 0.0

@@ -4,8 +4,8 @@ import collections
 from collections.abc import Iterable
 
 from _chaos.blows import Blow
-from _chaos.load import End, Request
-from _chaos.record import Record
+from _chaos.load import ChaosRequest, RequestEnd
+from _chaos.record import RunRecord
 from _chaos.rest import Rest
 
 PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
@@ -20,7 +20,7 @@ def spread(values: Iterable[float], scale: float = 1.0) -> dict[str, float]:
     return result
 
 
-def judge(calm: Record, chaos: Record, rest: Rest, growth: dict) -> dict:
+def judge(calm: RunRecord, chaos: RunRecord, rest: Rest, growth: dict) -> dict:
     """The figures of a run. Times are in seconds, ITL in milliseconds."""
     requests = list(chaos.requests.values())
     blows = collections.Counter(struck.blow.value for struck in chaos.struck)
@@ -31,16 +31,17 @@ def judge(calm: Record, chaos: Record, rest: Rest, growth: dict) -> dict:
         "kills": sum(struck.blow.is_kill for struck in chaos.struck),
         "stops": sum(not struck.blow.is_kill for struck in chaos.struck),
         "blows_by_kind": dict(blows),
-        "wrong_answers": sum(request.end is End.ANSWERED and not request.right for request in requests),
-        "wrong_requests": [request.number for request in requests if request.end is End.ANSWERED and not request.right],
-        "unfinished": sum(request.end is End.OPEN for request in requests),
-        "unfinished_requests": [request.number for request in requests if request.end is End.OPEN],
+        "wrong_answers": sum(request.end is RequestEnd.ANSWERED and not request.right for request in requests),
+        "wrong_requests": [request.number for request in requests
+                           if request.end is RequestEnd.ANSWERED and not request.right],
+        "unfinished": sum(request.end is RequestEnd.OPEN for request in requests),
+        "unfinished_requests": [request.number for request in requests if request.end is RequestEnd.OPEN],
         "leaked_blocks": rest.leaked_blocks,
         "not_at_rest": rest.left,
         "grown_since_calm": growth,
         "lost_with_their_d": sum(request.tries > 1 for request in requests),
         "lost_with_their_d_answered_right_elsewhere": sum(
-            request.tries > 1 and request.end is End.ANSWERED and request.right for request in requests),
+            request.tries > 1 and request.end is RequestEnd.ANSWERED and request.right for request in requests),
         "felt_a_blow": sum(bool(request.hit_by) for request in requests),
         "fell_back": sum(bool(request.fallbacks) for request in requests),
         "fallbacks_by_reason": _count(fallback.reason for fallback in chaos.fallbacks),
@@ -59,8 +60,8 @@ def judge(calm: Record, chaos: Record, rest: Rest, growth: dict) -> dict:
         "counters": _sum(chaos.counters.values()),
         "took_s": round(chaos.ended_at - chaos.began_at, 1),
         "calm": {"requests": len(calm.requests), "fallbacks": _count(f.reason for f in calm.fallbacks),
-                 "wrong_answers": sum(r.end is End.ANSWERED and not r.right for r in calm.requests.values()),
-                 "unfinished": sum(r.end is End.OPEN for r in calm.requests.values())},
+                 "wrong_answers": sum(r.end is RequestEnd.ANSWERED and not r.right for r in calm.requests.values()),
+                 "unfinished": sum(r.end is RequestEnd.OPEN for r in calm.requests.values())},
     }
 
 
@@ -76,28 +77,28 @@ def faults(figures: dict) -> list[str]:
     return found
 
 
-def _unaffected(request: Request) -> bool:
-    return request.end is End.ANSWERED and not request.hit_by and not request.fallbacks
+def _unaffected(request: ChaosRequest) -> bool:
+    return request.end is RequestEnd.ANSWERED and not request.hit_by and not request.fallbacks
 
 
-def _gaps(requests: Iterable[Request]) -> Iterable[float]:
+def _gaps(requests: Iterable[ChaosRequest]) -> Iterable[float]:
     for request in requests:
         times = request.token_times
         yield from (later - earlier for earlier, later in zip(times, times[1:], strict=False))
 
 
-def _durations(requests: Iterable[Request]) -> Iterable[float]:
-    return (request.ended_at - request.asked_at for request in requests if request.end is End.ANSWERED)
+def _durations(requests: Iterable[ChaosRequest]) -> Iterable[float]:
+    return (request.ended_at - request.asked_at for request in requests if request.end is RequestEnd.ANSWERED)
 
 
-def _from_blow_to_end(record: Record, kinds: set[Blow]) -> list[float]:
+def _from_blow_to_end(record: RunRecord, kinds: set[Blow]) -> list[float]:
     """From a blow to the end of each request that felt it. A broker's blow is felt by nobody in particular."""
     return [round(request.ended_at - struck.at, 3) for struck in record.struck if struck.blow in kinds
-            for request in map(record.requests.get, struck.felt_by) if request.end is End.ANSWERED
+            for request in map(record.requests.get, struck.felt_by) if request.end is RequestEnd.ANSWERED
             and request.ended_at > struck.at]
 
 
-def _from_blow_to_fallback(record: Record, kind: Blow, reason: str) -> list[float]:
+def _from_blow_to_fallback(record: RunRecord, kind: Blow, reason: str) -> list[float]:
     """From a blow to a P to the moment at which D's step loop has the fallback of an attempt that P held."""
     return [fallback.time - fallback.cause.at for fallback in record.fallbacks
             if fallback.cause is not None and fallback.cause.blow is kind and fallback.reason == reason]

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from _chaos.fleet import Fleet, Slot
+from _chaos.fleet import ChaosFleet, EngineSlot
 
 EXACT = ("unfinished", "waiting", "running", "swapped", "remote_prefilling", "prefill_sending", "quarantined",
          "block_tables", "free_blocks", "references", "tracked", "split_requests", "open_attempts", "held_blocks",
@@ -27,7 +27,7 @@ class Rest:
                    for name, (found, should) in counts.items() if name == "free_blocks")
 
 
-def come_to_rest(fleet: Fleet) -> Rest:
+def come_to_rest(fleet: ChaosFleet) -> Rest:
     """Wait until each count of each engine is what it was when the engine began; say which are not."""
     deadline = time.monotonic() + REST_S
     while True:
@@ -38,7 +38,7 @@ def come_to_rest(fleet: Fleet) -> Rest:
         _go_on(fleet)
 
 
-def come_to_rest_as(fleet: Fleet, before: Rest) -> tuple[Rest, dict[str, dict[str, tuple[int, int]]]]:
+def come_to_rest_as(fleet: ChaosFleet, before: Rest) -> tuple[Rest, dict[str, dict[str, tuple[int, int]]]]:
     """At rest, and what has `grown` since `before`. What a dead peer had is given back a little after its last word."""
     deadline = time.monotonic() + REST_S
     while True:
@@ -49,17 +49,17 @@ def come_to_rest_as(fleet: Fleet, before: Rest) -> tuple[Rest, dict[str, dict[st
         _go_on(fleet)
 
 
-def _go_on(fleet: Fleet) -> None:
+def _go_on(fleet: ChaosFleet) -> None:
     until = time.monotonic() + 0.5
     while time.monotonic() < until:
         fleet.pump(until - time.monotonic())
 
 
-def _differences(slot: Slot, stats: dict[str, int]) -> dict[str, tuple[int, int]]:
+def _differences(slot: EngineSlot, stats: dict[str, int]) -> dict[str, tuple[int, int]]:
     return {name: (stats[name], slot.base[name]) for name in EXACT if name in stats and stats[name] != slot.base[name]}
 
 
-def grown(fleet: Fleet, before: Rest, after: Rest) -> dict[str, dict[str, tuple[int, int]]]:
+def grown(fleet: ChaosFleet, before: Rest, after: Rest) -> dict[str, dict[str, tuple[int, int]]]:
     """What is more than after the calm run, on the engine of the same role that had most then: engine -> count ->
     (is, was). Memory is compared within one life, for a young engine has less than its predecessor had."""
     result: dict[str, dict[str, tuple[int, int]]] = {}

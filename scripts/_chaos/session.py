@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _chaos import blows, report
-from _chaos.fleet import BrokerKind, Fleet, Health, Slot
-from _chaos.load import SURPLUS, Request, draw_prompts, safe
+from _chaos.fleet import BrokerKind, ChaosFleet, EngineSlot, SlotHealth
+from _chaos.load import SURPLUS, ChaosRequest, draw_prompts, safe
 from _chaos.picture import draw
-from _chaos.record import Record
+from _chaos.record import RunRecord
 from _chaos.rest import Rest, come_to_rest, come_to_rest_as
-from _chaos.run import Run
+from _chaos.run import ChaosRun
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 
@@ -28,7 +28,7 @@ PD = {"heartbeat_s": 0.4, "ttl_s": 2.0, "claim_retry_s": 0.5, "lease_s": 2.0, "a
 
 
 @dataclass(frozen=True)
-class Settings:
+class ChaosSettings:
     """What a run is to be like."""
     model: str = ""
     seed: int = 0
@@ -53,11 +53,11 @@ class Settings:
 
 
 @dataclass
-class Result:
+class ChaosResult:
     """`figures` is JSON; `faults` says what was not as promised."""
     figures: dict
     faults: list[str]
-    record: Record
+    record: RunRecord
 
     def draw(self, path: Path) -> None:
         """The picture over time."""
@@ -67,8 +67,8 @@ class Result:
              f"leaked (seed {figures['settings']['seed']})")
 
 
-def chaos(settings: Settings, say: Callable[[str], None]) -> Result:
-    """The whole run. Raises `Lost` where an engine ends that nobody killed."""
+def chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosResult:
+    """The whole run. Raises `ProcessLost` where an engine ends that nobody killed."""
     began = time.monotonic()
     with fleet_of(settings) as fleet:
         mono = fleet.add("mono", None, 0)
@@ -84,12 +84,12 @@ def chaos(settings: Settings, say: Callable[[str], None]) -> Result:
                 fleet.add(f"{letter}{number + 1}", role, 0 if role is Role.DECODE else 1)
         await_up(fleet, list(fleet.slots.values()))
         warm_up(fleet, requests[:warm // 2], say)
-        calm = Run(fleet, requests[warm:warm + calm_requests], say)
+        calm = ChaosRun(fleet, requests[warm:warm + calm_requests], say)
         bounds = (settings.aborts, 2.0, 2.0)
         calm.carry_out(blows.plan(settings.seed, calm_requests, settings.calm_episodes, *bounds, warm, calm=True))
         before = come_to_rest(fleet)
         say(f"calm: {calm_requests} requests in {calm.record.ended_at - calm.record.began_at:.0f} s; now the blows")
-        wild = Run(fleet, requests[warm + calm_requests:], say)
+        wild = ChaosRun(fleet, requests[warm + calm_requests:], say)
         fleet.faults(lost=settings.lost, doubled=settings.doubled, delayed=settings.delayed, delay_s=settings.delay_s)
         wild.carry_out(blows.plan(settings.seed, settings.requests, settings.episodes, settings.aborts, PD["lease_s"],
                                   PD["ttl_s"], warm + calm_requests))
@@ -100,7 +100,7 @@ def chaos(settings: Settings, say: Callable[[str], None]) -> Result:
         told = {**dataclasses.asdict(settings), "model": Path(settings.model).name, "pd": PD, "llm": LLM}
         figures |= {"messages": messages, "at_rest": after.stats, "at_rest_after_calm": before.stats, "settings": told}
     say(f"done after {time.monotonic() - began:.0f} s")
-    return Result(figures, report.faults(figures) + unrested(before), wild.record)
+    return ChaosResult(figures, report.faults(figures) + unrested(before), wild.record)
 
 
 def unrested(rest: Rest) -> list[str]:
@@ -109,12 +109,12 @@ def unrested(rest: Rest) -> list[str]:
 
 
 @contextlib.contextmanager
-def fleet_of(settings: Settings) -> Iterator[Fleet]:
+def fleet_of(settings: ChaosSettings) -> Iterator[ChaosFleet]:
     """A broker and a proxy, no engines yet; all is ended with the block."""
     env = {**os.environ, "VLLM_USE_V1": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
            "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TQDM_DISABLE": "1"}
-    fleet = Fleet(env, settings.model, settings.seed, PD, LLM, sorted(os.sched_getaffinity(0)), settings.proxy,
+    fleet = ChaosFleet(env, settings.model, settings.seed, PD, LLM, sorted(os.sched_getaffinity(0)), settings.proxy,
                   settings.broker, settings.keys, settings.async_output)
     try:
         yield fleet
@@ -122,16 +122,17 @@ def fleet_of(settings: Settings) -> Iterator[Fleet]:
         fleet.close()
 
 
-def await_up(fleet: Fleet, slots: list[Slot]) -> None:
+def await_up(fleet: ChaosFleet, slots: list[EngineSlot]) -> None:
     """Until all of these are there. Raises TimeoutError."""
     deadline = time.monotonic() + START_S
-    while any(slot.health is not Health.UP for slot in slots):
+    while any(slot.health is not SlotHealth.UP for slot in slots):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not up after {START_S:g} s: {[s.name for s in slots if s.health is not Health.UP]}")
+            late = [slot.name for slot in slots if slot.health is not SlotHealth.UP]
+            raise TimeoutError(f"not up after {START_S:g} s: {late}")
         fleet.pump(1.0)
 
 
-def expect(fleet: Fleet, mono: Slot, seed: int, count: int) -> list[Request]:
+def expect(fleet: ChaosFleet, mono: EngineSlot, seed: int, count: int) -> list[ChaosRequest]:
     """So many requests with the answers of one engine. Prompts whose answer hangs on a rounding are left out."""
     prompts = draw_prompts(seed, int(SURPLUS * count) + 20, LLM["max_model_len"])
     ends: dict[int, dict] = {}
@@ -149,13 +150,13 @@ def expect(fleet: Fleet, mono: Slot, seed: int, count: int) -> list[Request]:
     good = [n for n, (_, wanted) in enumerate(prompts) if safe(ends[n], wanted)]
     if len(good) < count:
         raise ValueError(f"only {len(good)} of {len(prompts)} prompts have an answer that no rounding changes")
-    return [Request(number, *prompts[n], ends[n]["tokens"]) for number, n in enumerate(good[:count])]
+    return [ChaosRequest(number, *prompts[n], ends[n]["tokens"]) for number, n in enumerate(good[:count])]
 
 
-def warm_up(fleet: Fleet, requests: list[Request], say: Callable[[str], None]) -> None:
+def warm_up(fleet: ChaosFleet, requests: list[ChaosRequest], say: Callable[[str], None]) -> None:
     """Some requests to each decode engine in turn: everybody has met everybody afterwards."""
     per_engine = len(requests) // sum(slot.role is not Role.PREFILL for slot in fleet.slots.values())
-    run = Run(fleet, requests, say)
-    asks = [blows.Ask(request.number, 0.0, index // per_engine / (len(requests) // per_engine), None)
+    run = ChaosRun(fleet, requests, say)
+    asks = [blows.PlannedRequest(request.number, 0.0, index // per_engine / (len(requests) // per_engine), None)
             for index, request in enumerate(requests)]
     run.carry_out([blows.Episode(asks, None)])

@@ -22,7 +22,7 @@ ENDS = ("and nobody asked why.", "although it was raining.", "before the train l
 
 
 @dataclass(frozen=True)
-class Case:
+class DemoCase:
     """A question, and whether its prompt is meant to be prefilled remotely."""
     name: str
     question: Question
@@ -33,7 +33,7 @@ class Case:
         return ("chat" if self.question.chat else "completion") + (", streamed" if self.question.stream else "")
 
 
-def cases(url: str, model: str) -> list[Case]:
+def cases(url: str, model: str) -> list[DemoCase]:
     """All questions, in the order in which they are asked. `url` is a server with the model, for its tokenizer."""
 
     def text(tokens: int, seed: int) -> str:
@@ -49,18 +49,18 @@ def cases(url: str, model: str) -> list[Case]:
 
     again = "\n\nThe whole story in one sentence:"
     return [
-        Case("a line", completion("The capital of France is the city of Paris, and the capital of Italy is the city "
-                                  "of", stream=False), remote=False),
-        Case("a short chat", chat("What is the capital of France? Answer in one sentence."), remote=False),
-        Case("a paragraph", completion(text(250, seed=1)), remote=False),
-        Case("a page, as a chat", chat(text(450, seed=2) + "\n\nWho is mentioned first?", stream=False),
+        DemoCase("a line", completion("The capital of France is the city of Paris, and the capital of Italy is the "
+                                      "city of", stream=False), remote=False),
+        DemoCase("a short chat", chat("What is the capital of France? Answer in one sentence."), remote=False),
+        DemoCase("a paragraph", completion(text(250, seed=1)), remote=False),
+        DemoCase("a page, as a chat", chat(text(450, seed=2) + "\n\nWho is mentioned first?", stream=False),
              remote=True),
-        Case("a page", completion(text(500, seed=3)), remote=True),
-        Case("two pages, as a chat", chat(text(600, seed=4) + "\n\nWhat happened at the bridge?"), remote=True),
-        Case("two pages", completion(middle, stream=False), remote=True),
-        Case("two pages, known by now", completion(middle + again), remote=False),
-        Case("a chapter", completion(long), remote=True),
-        Case("a chapter, known by now", completion(long + again), remote=False),
+        DemoCase("a page", completion(text(500, seed=3)), remote=True),
+        DemoCase("two pages, as a chat", chat(text(600, seed=4) + "\n\nWhat happened at the bridge?"), remote=True),
+        DemoCase("two pages", completion(middle, stream=False), remote=True),
+        DemoCase("two pages, known by now", completion(middle + again), remote=False),
+        DemoCase("a chapter", completion(long), remote=True),
+        DemoCase("a chapter, known by now", completion(long + again), remote=False),
     ]
 
 

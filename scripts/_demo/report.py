@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from _demo.questions import Case
+from _demo.questions import DemoCase
 from vllm_pd.client import Answer
 from vllm_pd.metrics import STAGES
 
@@ -25,10 +25,10 @@ STAGE_TEXT = {"queue": "queue", "claim": "claim", "prefill": "prefill on P", "tr
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoOutcome:
     """One question, its answer with PD on and off, and what the decode engine counted for it: its decisions as
     (decision, reason), the ends of its attempts, the stages of its hand-over."""
-    case: Case
+    case: DemoCase
     answer: Answer
     reference: Answer
     decisions: list[tuple[str, ...]]
@@ -63,9 +63,9 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Report:
+class DemoReport:
     """The end of a demonstration. `leaks` are the gauges that did not go back to 0."""
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[DemoOutcome]
     leaks: Sequence[str]
     started_s: float
     total_s: float
@@ -80,7 +80,7 @@ class Report:
         return not self.faults
 
     @property
-    def remote(self) -> list[Outcome]:
+    def remote(self) -> list[DemoOutcome]:
         return [outcome for outcome in self.outcomes if outcome.remote]
 
     @property
@@ -177,6 +177,6 @@ class Report:
         return table
 
 
-def _rate(outcome: Outcome) -> str:
+def _rate(outcome: DemoOutcome) -> str:
     seconds = outcome.stages_s["transfer"]
     return f"{outcome.transfer_bytes / seconds / 1e9:.2f}" if seconds else ""

@@ -13,7 +13,7 @@ from _series.errors import Refusal
 from .lists import within
 
 
-class Outcome(enum.Enum):
+class UpstreamOutcome(enum.Enum):
     """Best first: where a test has several (its teardown failed as well), the last of them counts."""
 
     PASSED = "passed"
@@ -22,25 +22,29 @@ class Outcome(enum.Enum):
     ERROR = "error"
 
 
-_WORST = list(Outcome)
-_CHILDREN = {"skipped": Outcome.SKIPPED, "failure": Outcome.FAILED, "error": Outcome.ERROR}
+_WORST = list(UpstreamOutcome)
+_CHILDREN = {"skipped": UpstreamOutcome.SKIPPED, "failure": UpstreamOutcome.FAILED, "error": UpstreamOutcome.ERROR}
 
 
 @dataclass(frozen=True)
-class Result:
+class UpstreamResult:
     """One test. `message` is the first lines of why it did not pass, `unsteady` that it failed first and then passed
     alone."""
 
-    outcome: Outcome
+    outcome: UpstreamOutcome
     message: str = ""
     unsteady: bool = False
 
     @property
     def passed(self) -> bool:
-        return self.outcome is Outcome.PASSED
+        return self.outcome is UpstreamOutcome.PASSED
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome in (UpstreamOutcome.FAILED, UpstreamOutcome.ERROR)
 
 
-Results = Mapping[str, Result]  # by pytest node id
+Results = Mapping[str, UpstreamResult]  # by pytest node id
 
 
 def node_id(case: ElementTree.Element) -> str:
@@ -55,16 +59,16 @@ def node_id(case: ElementTree.Element) -> str:
     return "::".join(part for part in (file, *classes.split("."), name) if part)
 
 
-def read_junit(path: Path) -> dict[str, Result]:
+def read_junit(path: Path) -> dict[str, UpstreamResult]:
     """Refusal if the file is not there or is cut off: the run died."""
     try:
         cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError) as error:
         raise Refusal(f"{path}: no junit results: {error}") from error
-    found: dict[str, Result] = {}
+    found: dict[str, UpstreamResult] = {}
     for case in cases:
-        told = [Result(_CHILDREN[child.tag], first_lines(child)) for child in case if child.tag in _CHILDREN]
-        worst = max([*told, Result(Outcome.PASSED)], key=lambda result: _WORST.index(result.outcome))
+        told = [UpstreamResult(_CHILDREN[child.tag], first_lines(child)) for child in case if child.tag in _CHILDREN]
+        worst = max([*told, UpstreamResult(UpstreamOutcome.PASSED)], key=lambda result: _WORST.index(result.outcome))
         test = node_id(case)
         if test not in found or _WORST.index(worst.outcome) > _WORST.index(found[test].outcome):
             found[test] = worst
@@ -76,20 +80,21 @@ def first_lines(child: ElementTree.Element, max_chars: int = 500) -> str:
     return (child.get("message") or (child.text or "")[-max_chars:]).strip()[:max_chars]
 
 
-def merged(first: Results, again: Results) -> dict[str, Result]:
+def merged(first: Results, again: Results) -> dict[str, UpstreamResult]:
     """`first`, where a test that passed when it ran again counts as passed, and is marked."""
     second = {test: result for test, result in again.items() if result.passed and not first.get(test, result).passed}
-    return {**first, **{test: Result(Outcome.PASSED, first[test].message, unsteady=True) for test in second}}
+    passed = {test: UpstreamResult(UpstreamOutcome.PASSED, first[test].message, unsteady=True) for test in second}
+    return {**first, **passed}
 
 
 def unpassed(results: Results) -> list[str]:
     """Tests worth running again, in order: failed ones, not skipped ones."""
-    return [test for test, result in results.items() if result.outcome in (Outcome.FAILED, Outcome.ERROR)]
+    return [test for test, result in results.items() if result.failed]
 
 
 def counts(results: Results) -> dict[str, int]:
     tally = Counter(result.outcome for result in results.values())
-    return {outcome.value: tally[outcome] for outcome in Outcome}
+    return {outcome.value: tally[outcome] for outcome in UpstreamOutcome}
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def compare(list_name: str, before: Results, after: Results, must_mend: Iterable
     if not any(result.passed for result in before.values()):
         raise Refusal(f"list {list_name}: no test passes on the unpatched tree; there is nothing to compare with")
     passed_before = {test for test, result in before.items() if result.passed}
-    failing = {test: result for test, result in after.items() if result.outcome in (Outcome.FAILED, Outcome.ERROR)}
+    failing = {test: result for test, result in after.items() if result.failed}
     return Comparison(
         list_name,
         counts(before),

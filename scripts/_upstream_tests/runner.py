@@ -52,7 +52,7 @@ class Site:
     run_limit_s: float = 3600.0
 
 
-def run(site: Site, wanted: TestList, say: Callable[[str], None]) -> dict[str, results.Result]:
+def run(site: Site, wanted: TestList, say: Callable[[str], None]) -> dict[str, results.UpstreamResult]:
     """Results of all tests of the list. RunDied if there are none to be had."""
     first = once(site, wanted.arguments, wanted, "", say)
     again = results.unpassed(first)
@@ -67,7 +67,7 @@ def run(site: Site, wanted: TestList, say: Callable[[str], None]) -> dict[str, r
 
 def once(
     site: Site, arguments: tuple[str, ...], wanted: TestList, suffix: str, say: Callable[[str], None]
-) -> dict[str, results.Result]:
+) -> dict[str, results.UpstreamResult]:
     stem = site.out / f"{site.name}-{wanted.name}{suffix}"
     junit, log = stem.with_suffix(".xml"), stem.with_suffix(".log")
     junit.unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def follow(
     command: list[str], env: dict[str, str], site: Site, log: Path, say: Callable[[str], None]
 ) -> tuple[str, int]:
     """Run pytest, log what it says, report progress; the test named last, and the exit status (negative: a signal)."""
-    progress, began_s, told = Progress(), time.monotonic(), 0
+    progress, began_s, told = PytestProgress(), time.monotonic(), 0
     with open(log, "w") as sink, open(log, errors="replace") as tail:
         process = subprocess.Popen(
             command,
@@ -127,7 +127,7 @@ def follow(
     return progress.last, process.returncode
 
 
-class Progress:
+class PytestProgress:
     """What a growing log of ``pytest -v`` tells."""
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ def bench(tmp_path, monkeypatch) -> measure.DpBench:
     monkeypatch.setattr(measure, "_silence", lambda groups: [{"idle_cpu_percent": 1.0, "idle_front_cpu_percent": 0.0}
                                                             for _ in groups])  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"]}))
-    compared = (measure.Variant("waves"), measure.Variant("ours"))
+    compared = (measure.DpVariant("waves"), measure.DpVariant("ours"))
     return measure.DpBench((tmp_path, ), (2, ), compared, bursts=6, requests=4, rounds=3)
 
 
@@ -72,7 +72,7 @@ def test_the_trees_take_turns_and_get_the_same(bench):
     """Each is first in every other burst and round; figures are of what the group has shown."""
     turns: list[str] = []
     groups = [Played("waves", turns, drain=20, sent=7), Played("ours", turns, drain=1, sent=2)]
-    waves, ours = measure.measure_groups(bench, [measure.Turns(group) for group in groups])
+    waves, ours = measure.measure_groups(bench, [measure.MeasuredGroup(group) for group in groups])
     after_warm_up = turns[2:]
     assert after_warm_up[:4] == ["waves", "ours", "ours", "waves"] and len(after_warm_up) == 2 * (6 + 3)
     real = [each["passes_per_load"] - each["dummies_per_load"] for each in (waves, ours)]
@@ -94,7 +94,7 @@ def test_the_report_has_a_column_for_each_group(bench, tmp_path):
     """And says when groups of one model gave different tokens."""
     groups = [Played("waves", [], 20, 7), Played("ours", [], 1, 2)]
     about = {"model": "m", "experts": False, "size": 2}
-    figures = measure.measure_groups(bench, [measure.Turns(group) for group in groups])
+    figures = measure.measure_groups(bench, [measure.MeasuredGroup(group) for group in groups])
     entries = [about | {"tree": group.name} | each for group, each in zip(groups, figures, strict=True)]
     assert measure.same_tokens(entries)
     assert not measure.same_tokens([*entries, entries[0] | {"tokens_digest": "0"}])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.openai_talk import QUESTION, client, conversation
 from vllm_pd.bench.dummy import answer_text
-from vllm_pd.bench.servers import Launch, Stage
+from vllm_pd.bench.servers import RouterCommand, Servers
 
 
 @dataclass
@@ -21,9 +21,9 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with Stage((), (), io.StringIO()) as stage:
+    with Servers((), (), io.StringIO()) as stage:
         workers = stage.workers(1, block_size=0)
-        router = stage.router(Launch.ours("router=--tokenizer none"), workers)
+        router = stage.router(RouterCommand.ours("router=--tokenizer none"), workers)
         yield Pair(router.url, workers[0].url)
 
 

@@ -4,7 +4,7 @@
 import pytest
 
 from tests.unit.fake_engine import FakeEngine
-from vllm_pd.bench.handover import HandoverBench, Sample, measure_handover, report, spread
+from vllm_pd.bench.handover import HandoverBench, HandoverSample, measure_handover, report, spread
 from vllm_pd.client import Question, RequestError, ask
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.scrape import parse
@@ -17,8 +17,8 @@ def bench(engine: FakeEngine, **changes) -> HandoverBench:
 
 def test_control_plane_is_what_parking_takes_beside_prefill_and_transfer():
     stages_s = {"queue": 0.001, "claim": 0.002, "prefill": 0.2, "transfer": 0.03, "first_step": 0.04}
-    samples = [Sample(0.3, stages_s, 0.236, 3e6, (0.04, 0.05, 0.06), 0.012),
-               Sample(0.31, stages_s | {"first_step": 0.05}, 0.236, 3e6, (0.05, ), 0.012)]
+    samples = [HandoverSample(0.3, stages_s, 0.236, 3e6, (0.04, 0.05, 0.06), 0.012),
+               HandoverSample(0.31, stages_s | {"first_step": 0.05}, 0.236, 3e6, (0.05, ), 0.012)]
     found = report(HandoverBench("d", ("p", )), samples, {})
     assert found["control_plane_ms"]["max"] == pytest.approx(236 - 200 - 30)
     assert found["overhead_ms"]["min"] == pytest.approx(300 - 200 - 30 - 40)

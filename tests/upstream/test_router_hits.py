@@ -40,5 +40,5 @@ def test_a_run_is_its_seeds():
     assert hits.simulate(trace, fleet, warm, 1) != hits.simulate(trace, fleet, warm, 2)
     placed: list[int] = []
     first = hits.simulate(trace, fleet, warm, 1, placed)
-    again = hits.simulate(trace, fleet, hits.Placement(placed), 7)
+    again = hits.simulate(trace, fleet, hits.FixedPlacement(placed), 7)
     assert msgspec.structs.replace(again, reasons=first.reasons) == first, "the same placement has the same hits"

@@ -24,7 +24,7 @@ CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
 @dataclass(frozen=True)
-class Chats:
+class ConversationShape:
     """The shape of the trace. Lengths in words, about two tokens each; times in seconds."""
     conversations: int = 20
     conversations_per_s: float = 0.5
@@ -49,7 +49,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ConversationTurn:
     """One request and what came of it. Times since the trace began, and since the request."""
     conversation: int
     turn: int
@@ -62,7 +62,7 @@ class Turn:
     messages: tuple[tuple[str, str], ...] = field(repr=False)  # (role, content), the answer last
 
 
-def make(chats: Chats) -> list[Conversation]:
+def make(chats: ConversationShape) -> list[Conversation]:
     """The conversations in the order in which they begin."""
     draw = random.Random(chats.seed)
     systems = [_words(draw, chats.system_words) for _ in range(chats.system_prompts)]
@@ -82,9 +82,10 @@ def _words(draw: random.Random, count: int) -> str:
                     for _ in range(count))
 
 
-async def hold(url: str, model: str, chats: Chats, conversations: Sequence[Conversation]) -> list[Turn]:
+async def hold(url: str, model: str, chats: ConversationShape,
+               conversations: Sequence[Conversation]) -> list[ConversationTurn]:
     """All of them, each at its time, through the router at `url`. Raises PDError when an answer does not come."""
-    turns: list[Turn] = []
+    turns: list[ConversationTurn] = []
     timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         began = time.perf_counter()
@@ -115,8 +116,8 @@ async def hold(url: str, model: str, chats: Chats, conversations: Sequence[Conve
     return sorted(turns, key=lambda turn: turn.at_s)
 
 
-async def _ask(session: aiohttp.ClientSession, model: str, chats: Chats, conversation: int, number: int,
-               said: Sequence[tuple[str, str]], began: float) -> Turn:
+async def _ask(session: aiohttp.ClientSession, model: str, chats: ConversationShape, conversation: int, number: int,
+               said: Sequence[tuple[str, str]], began: float) -> ConversationTurn:
     body = {"model": model, "messages": [{"role": role, "content": content} for role, content in said],
             "max_tokens": chats.answer_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
             "stream_options": {"include_usage": True}}
@@ -142,11 +143,11 @@ async def _ask(session: aiohttp.ClientSession, model: str, chats: Chats, convers
         worker = reply.headers.get("x-vllm-pd-worker", "")
     if usage is None or not text:
         raise PDError(f"conversation {conversation}, turn {number}: an answer without text or usage")
-    return Turn(conversation, number, sent - began, ttft_s, total_s, usage["prompt_tokens"],
+    return ConversationTurn(conversation, number, sent - began, ttft_s, total_s, usage["prompt_tokens"],
                 usage["completion_tokens"], worker, (*said, ("assistant", text)))
 
 
-def without_words(turn: Turn) -> dict[str, Any]:
+def without_words(turn: ConversationTurn) -> dict[str, Any]:
     """For JSON: all but what was said."""
     found = asdict(turn)
     del found["messages"]

@@ -6,9 +6,9 @@ as a stream or in one piece, and takes as long for the first and for each furthe
 therefore tell from the text alone whether a token was lost, doubled or moved on the way. It is written for little CPU
 time per request, straight upon an HTTP parser, because it shares the machine with what is measured.
 
-Life of a connection: `Connection` parses requests one after another; each is answered by a task of its own, which is
-cancelled (and counted so) when the client goes. `POST /dummy` changes the delays, `GET /dummy` shows the counts. With
-`--block-size` it also publishes KV events, as many as an engine would (`events.MadeUpEvents`).
+Life of a connection: `DummyConnection` parses requests one after another; each is answered by a task of its own, which
+is cancelled (and counted so) when the client goes. `POST /dummy` changes the delays, `GET /dummy` shows the counts.
+With `--block-size` it also publishes KV events, as many as an engine would (`events.MadeUpEvents`).
 """
 
 import argparse
@@ -35,7 +35,7 @@ STREAM_HEAD = (b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf
                b"Transfer-Encoding: chunked\r\n\r\n")
 
 
-class Delays(msgspec.Struct):
+class DummyDelays(msgspec.Struct):
     """How long the first token takes, and each further one, in seconds."""
     first_s: float = 0.0
     gap_s: float = 0.0
@@ -45,7 +45,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class Ask(msgspec.Struct):
+class DummyRequest(msgspec.Struct):
     """The part of a completion's or chat's request that changes the answer."""
     prompt: Any = ""
     messages: list[dict[str, Any]] = []
@@ -67,8 +67,8 @@ class Ask(msgspec.Struct):
         return max(1, sum(map(len, said if isinstance(said, list) else [said])) // CHARS_PER_TOKEN)
 
 
-ASK = msgspec.json.Decoder(Ask)
-DELAYS = msgspec.json.Decoder(Delays)
+ASK = msgspec.json.Decoder(DummyRequest)
+DELAYS = msgspec.json.Decoder(DummyDelays)
 
 
 def answer_text(tokens: int) -> str:
@@ -77,10 +77,10 @@ def answer_text(tokens: int) -> str:
 
 
 @dataclass
-class Dummy:
+class DummyEngine:
     """What all connections of one worker share."""
     model: str = "dummy"
-    delays: Delays = field(default_factory=Delays)
+    delays: DummyDelays = field(default_factory=DummyDelays)
     events: MadeUpEvents | None = None
     requests: int = 0
     answered: int = 0
@@ -107,10 +107,10 @@ class Dummy:
         return None
 
 
-class Answer:
+class DummyAnswer:
     """The parts of one answer as bytes of JSON."""
 
-    def __init__(self, dummy: Dummy, ask: Ask, chat: bool, request_id: str) -> None:
+    def __init__(self, dummy: DummyEngine, ask: DummyRequest, chat: bool, request_id: str) -> None:
         self._ask, self._chat, self._model = ask, chat, dummy.model
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id or next(dummy.numbers)}"
         self._created = int(time.time())
@@ -144,10 +144,10 @@ class Answer:
                                     "choices": choices, **({} if usage is None else {"usage": usage})})
 
 
-class Connection(asyncio.Protocol):
+class DummyConnection(asyncio.Protocol):
     """One client's connection. httptools calls the `on_...` methods."""
 
-    def __init__(self, dummy: Dummy) -> None:
+    def __init__(self, dummy: DummyEngine) -> None:
         self._dummy = dummy
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
@@ -217,13 +217,13 @@ class Connection(asyncio.Protocol):
             return
         self._dummy.requests += 1
         self._dummy.open += 1
-        answer = Answer(self._dummy, ask, path.startswith("/v1/chat"), self._request_id)
+        answer = DummyAnswer(self._dummy, ask, path.startswith("/v1/chat"), self._request_id)
         if self._dummy.events is not None:
             self._dummy.events.answered(ask.prompt_tokens + ask.tokens)
         self._task = asyncio.get_running_loop().create_task(self._answer(ask, answer))
         self._task.add_done_callback(self._answered)
 
-    async def _answer(self, ask: Ask, answer: Answer) -> None:
+    async def _answer(self, ask: DummyRequest, answer: DummyAnswer) -> None:
         delays = self._dummy.delays
         if not ask.stream:
             await _pause(delays.first_s + delays.gap_s * (ask.tokens - 1))
@@ -270,13 +270,13 @@ async def _pause(delay_s: float) -> None:
         await asyncio.sleep(delay_s)
 
 
-async def serve(dummy: Dummy, host: str, port: int) -> None:
+async def serve(dummy: DummyEngine, host: str, port: int) -> None:
     """Runs until SIGTERM or SIGINT. Raises OSError where the port is taken."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, over.set)
-    server = await loop.create_server(lambda: Connection(dummy), host, port, backlog=1024)
+    server = await loop.create_server(lambda: DummyConnection(dummy), host, port, backlog=1024)
     async with server:
         await over.wait()
 
@@ -296,7 +296,7 @@ def main() -> None:
         if not 0 <= value < float("inf"):
             raise ConfigError(key, value, "write seconds, 0 or more")
     events = MadeUpEvents(options.block_size) if options.block_size else None
-    dummy = Dummy(options.model, Delays(options.first_s, options.gap_s), events)
+    dummy = DummyEngine(options.model, DummyDelays(options.first_s, options.gap_s), events)
     try:
         uvloop.run(serve(dummy, options.host, options.port))
     finally:

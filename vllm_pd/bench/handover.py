@@ -65,7 +65,7 @@ class HandoverBench:
 
 
 @dataclass(frozen=True)
-class Sample:
+class HandoverSample:
     """One measured request. `stages_s` are the decode engine's figures for it, by stage; so is `parked_s`."""
     ttft_s: float
     stages_s: dict[str, float]
@@ -93,7 +93,7 @@ def measure_handover(bench: HandoverBench) -> dict[str, Any]:
     bench.check()
     model = served_model(bench.decode)
     prompts = random.Random(bench.seed)
-    samples: list[Sample] = []
+    samples: list[HandoverSample] = []
     local: dict[str, int] = {}
     before = scrape(bench.decode)
     for number in range(-bench.warm_up, bench.requests):
@@ -125,15 +125,15 @@ def went_remote(added: Snapshot) -> bool:
             and added.value("vllm:pd_attempts_total", outcome="done") == 1)
 
 
-def sample_of(answer: Answer, added: Snapshot, front_end_s: float) -> Sample:
+def sample_of(answer: Answer, added: Snapshot, front_end_s: float) -> HandoverSample:
     """The sample of one request from its answer, what it has added to the decode engine's figures, and what the
     front end took of the short one that followed."""
     stages_s = {stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES}
-    return Sample(answer.ttft_s, stages_s, added.value("vllm:pd_parked_seconds_sum"),
+    return HandoverSample(answer.ttft_s, stages_s, added.value("vllm:pd_parked_seconds_sum"),
                   added.value("vllm:pd_transfer_bytes_total"), tuple(answer.gaps_s), front_end_s)
 
 
-def report(bench: HandoverBench, samples: Sequence[Sample], local: dict[str, int]) -> dict[str, Any]:
+def report(bench: HandoverBench, samples: Sequence[HandoverSample], local: dict[str, int]) -> dict[str, Any]:
     """All figures in milliseconds; `local` are the requests that were not prefilled remotely, by reason."""
     transfer_s = sum(sample.stages_s["transfer"] for sample in samples)
     moved = sum(sample.transfer_bytes for sample in samples)

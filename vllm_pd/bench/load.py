@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load generator: requests over connections that stay open, each answer checked to the letter and timed.
 
-A `Line` is one connection to one target and carries one request at a time. It times the first byte of the answer's
-body and its end, both from just before the request is written, and then compares the text with what a dummy says
-(`worker.answer_text`): what comes back cut, doubled or mixed up is an error, not a fast answer.
+A `LoadConnection` is one connection to one target and carries one request at a time. It times the first byte of the
+answer's body and its end, both from just before the request is written, and then compares the text with what a dummy
+says (`worker.answer_text`): what comes back cut, doubled or mixed up is an error, not a fast answer.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class LoadError(PDError):
 
 
 @dataclass(frozen=True)
-class Shape:
+class RequestShape:
     """What a request asks for. `prompt_tokens` is reckoned, the prompt being English words."""
     tokens: int
     prompt_tokens: int
@@ -45,13 +45,13 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Timing:
+class RequestTiming:
     """One answer. A stream's `first_s` is its first event's; otherwise the first byte's of the body."""
     first_s: float
     total_s: float
 
 
-def make_bodies(shape: Shape, model: str, draw: random.Random) -> Iterator[bytes]:
+def make_bodies(shape: RequestShape, model: str, draw: random.Random) -> Iterator[bytes]:
     """Requests without end. Each prompt begins with a number of its own, so that nobody has seen it before."""
     drawn = [make_body(shape, model, draw, _NUMBER).split(_NUMBER.encode()) for _ in range(DRAWN)]
     for number in itertools.count():
@@ -59,7 +59,7 @@ def make_bodies(shape: Shape, model: str, draw: random.Random) -> Iterator[bytes
         yield b"%b%d%b" % (before, number, after)
 
 
-def make_body(shape: Shape, model: str, draw: random.Random, first: str = "") -> bytes:
+def make_body(shape: RequestShape, model: str, draw: random.Random, first: str = "") -> bytes:
     """The JSON of one request; `first` is what its prompt begins with."""
     words = draw.choices(WORDS, k=max(1, int(shape.prompt_tokens * WORDS_PER_TOKEN)))
     prompt = " ".join([first, *words] if first else words)
@@ -68,7 +68,7 @@ def make_body(shape: Shape, model: str, draw: random.Random, first: str = "") ->
                                 "stream": shape.stream})
 
 
-class Line(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """One connection that asks. Owned by one task; `close` it at the end."""
 
     def __init__(self) -> None:
@@ -79,14 +79,14 @@ class Line(asyncio.Protocol):
         self._body: list[bytes] = []
 
     @classmethod
-    async def open(cls, host: str, port: int) -> "Line":
+    async def open(cls, host: str, port: int) -> "LoadConnection":
         """Raises OSError where nobody listens."""
         return (await asyncio.get_running_loop().create_connection(cls, host, port))[1]
 
     def close(self) -> None:
         self._transport.close()
 
-    async def ask(self, shape: Shape, body: bytes, name: str = "") -> Timing:
+    async def ask(self, shape: RequestShape, body: bytes, name: str = "") -> RequestTiming:
         """Sends one request, with `name` as its X-Request-Id. Raises LoadError unless the whole answer has come."""
         if self._transport.is_closing():
             raise LoadError("the connection was closed between two requests")
@@ -108,7 +108,7 @@ class Line(asyncio.Protocol):
         if status != 200:
             raise LoadError(f"status {status}: {answer[:200]!r}")
         check(shape, answer)
-        return Timing(self._first - self._began, ended - self._began)
+        return RequestTiming(self._first - self._began, ended - self._began)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -135,7 +135,7 @@ class Line(asyncio.Protocol):
             self._over.set_result(time.perf_counter())
 
 
-def check(shape: Shape, answer: bytes) -> None:
+def check(shape: RequestShape, answer: bytes) -> None:
     """Raises LoadError unless `answer` is the whole body that a dummy gives to a request of this shape."""
     try:
         text = "".join(map(_said, _stream_parts(answer) if shape.stream else [msgspec.json.decode(answer)]))
@@ -161,9 +161,9 @@ def _said(part: dict[str, Any]) -> str:
 
 
 @dataclass
-class Slice:
+class LoadSlice:
     """What one target did in one slice of time under a closed loop."""
-    timings: list[Timing]
+    timings: list[RequestTiming]
     errors: list[str]
     took_s: float
 
@@ -172,18 +172,18 @@ class Slice:
         return len(self.timings) / self.took_s
 
 
-async def saturate(targets: Sequence[tuple[str, int]], shape: Shape, bodies: Iterator[bytes], concurrency: int,
-                   for_s: float, pause_s: float = 0.0, draw: random.Random | None = None) -> Slice:
+async def saturate(targets: Sequence[tuple[str, int]], shape: RequestShape, bodies: Iterator[bytes], concurrency: int,
+                   for_s: float, pause_s: float = 0.0, draw: random.Random | None = None) -> LoadSlice:
     """`concurrency` lines, spread over `targets`, each asking again when it has its answer, for `for_s` seconds and at
     least once. Before each request a line rests for up to `pause_s`, drawn from `draw`, so that the lines do not walk
     in step. An error ends its line's part."""
     draw = draw or random.Random(0)
-    lines = [await Line.open(*targets[number % len(targets)]) for number in range(concurrency)]
-    timings: list[Timing] = []
+    lines = [await LoadConnection.open(*targets[number % len(targets)]) for number in range(concurrency)]
+    timings: list[RequestTiming] = []
     errors: list[str] = []
     began = time.perf_counter()
 
-    async def keep_asking(number: int, line: Line) -> None:
+    async def keep_asking(number: int, line: LoadConnection) -> None:
         turn = 0
         while not turn or time.perf_counter() - began < for_s:
             if pause_s:
@@ -197,7 +197,7 @@ async def saturate(targets: Sequence[tuple[str, int]], shape: Shape, bodies: Ite
 
     try:
         await asyncio.gather(*(keep_asking(number, line) for number, line in enumerate(lines)))
-        return Slice(timings, errors, time.perf_counter() - began)
+        return LoadSlice(timings, errors, time.perf_counter() - began)
     finally:
         for line in lines:
             line.close()

@@ -24,9 +24,9 @@ from typing import Any
 
 import aiohttp
 
-from vllm_pd.bench.conversations import Chats, Turn, hold, make, without_words
+from vllm_pd.bench.conversations import ConversationShape, ConversationTurn, hold, make, without_words
 from vllm_pd.bench.router import quantiles
-from vllm_pd.bench.servers import Say, Server, Stage
+from vllm_pd.bench.servers import Say, Server, Servers
 from vllm_pd.bench.simulation import oracle
 from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.client import fetch, is_healthy, served_model
@@ -48,7 +48,7 @@ class PolicyBench:
     tokenizer: str
     policies: tuple[Policy, ...] = DEFAULT
     rounds: int = 1
-    chats: Chats = Chats()
+    chats: ConversationShape = ConversationShape()
     settle_s: float = 1.0
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ def measure(bench: PolicyBench, log: Path, say: Say = print) -> dict[str, Any]:
     with log.open("w") as output:
         for number in range(bench.rounds):
             for policy in draw.sample(bench.policies, len(bench.policies)):
-                with Stage((), (), output) as stage:
+                with Servers((), (), output) as stage:
                     tokenizer = bench.tokenizer if policy is Policy.KV else NO_TOKENIZER
                     router = stage.ours(policy.value, bench.workers,
                                         ["--policy", policy.value, "--tokenizer", tokenizer])
@@ -106,8 +106,8 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _run(policy: Policy, number: int, turns: Sequence[Turn], computed_blocks: int, pools: dict[str, int],
-         tokenize: Callable[[Turn], Arrival]) -> dict[str, Any]:
+def _run(policy: Policy, number: int, turns: Sequence[ConversationTurn], computed_blocks: int, pools: dict[str, int],
+         tokenize: Callable[[ConversationTurn], Arrival]) -> dict[str, Any]:
     size = pools["block_size"]
     prompt = sum(turn.prompt_tokens for turn in turns)
     filled = sum(answer_blocks(turn, size) for turn in turns)
@@ -120,7 +120,7 @@ def _run(policy: Policy, number: int, turns: Sequence[Turn], computed_blocks: in
             **pools, "turns": [without_words(turn) for turn in turns]}
 
 
-def answer_blocks(turn: Turn, size: int) -> int:
+def answer_blocks(turn: ConversationTurn, size: int) -> int:
     """How many blocks an answer fills. Its last token is never computed."""
     return (turn.prompt_tokens + turn.answer_tokens - 1) // size - turn.prompt_tokens // size
 
@@ -166,12 +166,12 @@ def _pools(urls: Sequence[str]) -> dict[str, int]:
     return {"block_size": int(sizes.pop()), "pool_blocks": sum(int(blocks) for labels in found for _, blocks in labels)}
 
 
-def _tokenizer(name: str) -> Callable[[Turn], Arrival]:
+def _tokenizer(name: str) -> Callable[[ConversationTurn], Arrival]:
     """What turns a request into the oracle's form."""
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(name)
 
-    def tokenize(turn: Turn) -> Arrival:
+    def tokenize(turn: ConversationTurn) -> Arrival:
         said = [{"role": role, "content": content} for role, content in turn.messages]
         prompt = tokenizer.apply_chat_template(said[:-1], add_generation_prompt=True)
         answer = tokenizer(said[-1]["content"], add_special_tokens=False).input_ids

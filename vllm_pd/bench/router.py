@@ -29,9 +29,9 @@ from typing import Any
 import msgspec
 import uvloop
 
-from vllm_pd.bench.dummy import Delays
-from vllm_pd.bench.load import Line, LoadError, Shape, Slice, Timing, make_bodies, saturate
-from vllm_pd.bench.servers import HOST, Launch, Say, Server, Stage
+from vllm_pd.bench.dummy import DummyDelays
+from vllm_pd.bench.load import LoadConnection, LoadError, LoadSlice, RequestShape, RequestTiming, make_bodies, saturate
+from vllm_pd.bench.servers import HOST, RouterCommand, Say, Server, Servers
 from vllm_pd.errors import ConfigError, PDError
 
 DIRECT = "no router"
@@ -42,7 +42,7 @@ SHOWN_ERRORS = 5
 @dataclass(frozen=True)
 class RouterBench:
     """The command line of `vllm-pd bench router`."""
-    routers: tuple[Launch, ...]
+    routers: tuple[RouterCommand, ...]
     workers: int = 2
     requests: int = 500
     tokens: int = 16
@@ -84,7 +84,7 @@ def parse_cores(key: str, text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Target:
+class MeasuredTarget:
     """Where requests go: the addresses of a router, or of all workers."""
     name: str
     addresses: tuple[tuple[str, int], ...]
@@ -92,17 +92,17 @@ class Target:
 
 
 @dataclass
-class Tally:
+class PhaseFigures:
     """Everything that one target has shown of one kind of request in one phase."""
     target: str
     phase: str
     kind: str
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[RequestTiming] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
 
-    def add(self, slice_: Slice, cpu_s: float) -> None:
+    def add(self, slice_: LoadSlice, cpu_s: float) -> None:
         self.timings += slice_.timings
         self.errors += slice_.errors
         self.rates.append(slice_.requests_per_s)
@@ -113,19 +113,19 @@ def measure(bench: RouterBench, log: Path | None, say: Say = print) -> dict[str,
     """Runs it all. The report, ready for JSON. Raises PDError when a router does not start."""
     bench.check()
     before = os.sched_getaffinity(0)
-    with (log or Path(os.devnull)).open("w") as output, Stage(bench.load_cores, bench.router_cores, output) as stage:
+    with (log or Path(os.devnull)).open("w") as output, Servers(bench.load_cores, bench.router_cores, output) as stage:
         workers = stage.workers(bench.workers, bench.block_size)
-        targets = [Target(DIRECT, tuple((HOST, worker.port) for worker in workers))]
+        targets = [MeasuredTarget(DIRECT, tuple((HOST, worker.port) for worker in workers))]
         for launch in bench.routers:
             server = stage.router(launch, workers)
-            targets.append(Target(launch.name, ((HOST, server.port), ), server))
+            targets.append(MeasuredTarget(launch.name, ((HOST, server.port), ), server))
             say(f"{launch.name}: pid {server.child.pid}, {' '.join(launch.arguments(server.port, ['...']))}")
         if bench.load_cores:
             os.sched_setaffinity(0, bench.load_cores)
         gc.collect()
         gc.disable()
         try:
-            tallies = uvloop.run(_Run(bench, targets, say).phases())
+            tallies = uvloop.run(_RouterPhases(bench, targets, say).phases())
         finally:
             gc.enable()
             os.sched_setaffinity(0, before)
@@ -133,31 +133,31 @@ def measure(bench: RouterBench, log: Path | None, say: Say = print) -> dict[str,
     return report(bench, tallies, memory)
 
 
-class _Run:
+class _RouterPhases:
     """The phases of one measurement, all in one event loop."""
 
-    def __init__(self, bench: RouterBench, targets: Sequence[Target], say: Say) -> None:
+    def __init__(self, bench: RouterBench, targets: Sequence[MeasuredTarget], say: Say) -> None:
         self._bench, self._targets, self._say = bench, targets, say
         self._draw = random.Random(bench.seed)
-        shape = Shape(bench.tokens, bench.prompt_tokens)
-        self._kinds = {"plain": shape, "stream": Shape(bench.tokens, bench.prompt_tokens, stream=True)}
+        shape = RequestShape(bench.tokens, bench.prompt_tokens)
+        self._kinds = {"plain": shape, "stream": RequestShape(bench.tokens, bench.prompt_tokens, stream=True)}
         self._bodies = {kind: make_bodies(shape, "dummy", self._draw) for kind, shape in self._kinds.items()}
 
-    async def phases(self) -> list[Tally]:
+    async def phases(self) -> list[PhaseFigures]:
         bench, tallies = self._bench, []
         for kind in self._kinds:
             tallies += await self._alone(kind)
-        await self._set_delays(Delays(bench.first_s, bench.gap_s))
+        await self._set_delays(DummyDelays(bench.first_s, bench.gap_s))
         tallies += await self._slices("paced", "stream", bench.streams, bench.first_s + bench.gap_s * bench.tokens)
-        await self._set_delays(Delays())
+        await self._set_delays(DummyDelays())
         for kind in self._kinds:
             tallies += await self._slices("busy", kind, bench.clients)
         return tallies
 
-    async def _alone(self, kind: str) -> list[Tally]:
+    async def _alone(self, kind: str) -> list[PhaseFigures]:
         shape, bodies = self._kinds[kind], self._bodies[kind]
-        tallies = {target.name: Tally(target.name, "alone", kind) for target in self._targets}
-        lines = {target.name: await Line.open(*target.addresses[0]) for target in self._targets}
+        tallies = {target.name: PhaseFigures(target.name, "alone", kind) for target in self._targets}
+        lines = {target.name: await LoadConnection.open(*target.addresses[0]) for target in self._targets}
         warm_up = max(10, self._bench.requests // 10)
         for number in range(-warm_up, self._bench.requests):
             for target in self._draw.sample(self._targets, len(self._targets)):
@@ -168,14 +168,14 @@ class _Run:
                 except LoadError as error:
                     tallies[target.name].errors.append(str(error))
                     lines[target.name].close()
-                    lines[target.name] = await Line.open(*target.addresses[0])
+                    lines[target.name] = await LoadConnection.open(*target.addresses[0])
         for line in lines.values():
             line.close()
         self._say(f"alone, {kind}: done")
         return list(tallies.values())
 
-    async def _slices(self, phase: str, kind: str, clients: int, pause_s: float = 0.0) -> list[Tally]:
-        tallies = {target.name: Tally(target.name, phase, kind) for target in self._targets}
+    async def _slices(self, phase: str, kind: str, clients: int, pause_s: float = 0.0) -> list[PhaseFigures]:
+        tallies = {target.name: PhaseFigures(target.name, phase, kind) for target in self._targets}
         for number in range(-1, self._bench.rounds):  # the first one warms up
             for target in self._draw.sample(self._targets, len(self._targets)):
                 before_s = target.server.cpu_s() if target.server else 0.0
@@ -190,7 +190,7 @@ class _Run:
         self._say(f"{phase}, {kind}: done")
         return list(tallies.values())
 
-    async def _set_delays(self, delays: Delays) -> None:
+    async def _set_delays(self, delays: DummyDelays) -> None:
         for host, port in self._targets[0].addresses:
             await _post(host, port, "/dummy", msgspec.json.encode(delays))
 
@@ -206,7 +206,7 @@ async def _post(host: str, port: int, path: str, body: bytes) -> None:
         raise PDError(f"a worker does not take its delays: {reply[:200]!r}")
 
 
-def report(bench: RouterBench, tallies: Sequence[Tally], memory: dict[str, int]) -> dict[str, Any]:
+def report(bench: RouterBench, tallies: Sequence[PhaseFigures], memory: dict[str, int]) -> dict[str, Any]:
     """One entry for each target, phase and kind; times in milliseconds. `added_grid_ms` are evenly spaced quantiles
     of what is added until the end of the answer, for the picture."""
     bare = {(tally.phase, tally.kind): tally for tally in tallies if tally.target == DIRECT}
@@ -217,7 +217,7 @@ def report(bench: RouterBench, tallies: Sequence[Tally], memory: dict[str, int])
             "entries": [_entry(tally, bare[tally.phase, tally.kind]) for tally in tallies]}
 
 
-def _entry(tally: Tally, bare: Tally) -> dict[str, Any]:
+def _entry(tally: PhaseFigures, bare: PhaseFigures) -> dict[str, Any]:
     found: dict[str, Any] = {"router": tally.target, "phase": tally.phase, "kind": tally.kind,
                              "requests": len(tally.timings), "errors": len(tally.errors),
                              "first_errors": tally.errors[:SHOWN_ERRORS]}

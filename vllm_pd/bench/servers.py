@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from vllm_pd.bench.load import Line, LoadError, Shape, make_body
+from vllm_pd.bench.load import LoadConnection, LoadError, RequestShape, make_body
 from vllm_pd.children import Child
 from vllm_pd.client import is_healthy
 from vllm_pd.errors import ConfigError, PDError
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Launch:
+class RouterCommand:
     """How a router is started: a name for the report, and a command line with places to fill in.
 
     `{port}`: where it shall listen; `{free}`: a free port, another one each time; `{workers}` as a whole argument: the
@@ -37,7 +37,7 @@ class Launch:
     command: str
 
     @classmethod
-    def parse(cls, text: str) -> "Launch":
+    def parse(cls, text: str) -> "RouterCommand":
         """Of `NAME=COMMAND`. Raises ConfigError naming `--router`."""
         name, equals, command = text.partition("=")
         if not equals or not name or "{port}" not in command or "{worker" not in command:
@@ -45,7 +45,7 @@ class Launch:
         return cls(name, command)
 
     @classmethod
-    def ours(cls, text: str) -> "Launch":
+    def ours(cls, text: str) -> "RouterCommand":
         """Of `NAME=ARGS`: our own router with these arguments. Raises ConfigError naming `--ours`."""
         name, equals, arguments = text.partition("=")
         if not equals or not name:
@@ -95,7 +95,7 @@ class Server:
         return sum(process.memory_info().rss for process in (own, *own.children(recursive=True)))
 
 
-class Stage:
+class Servers:
     """Everything that one run starts. Use it as a context: at its end every process has ended."""
 
     def __init__(self, worker_cores: Sequence[int], router_cores: Sequence[int], log: Any) -> None:
@@ -103,7 +103,7 @@ class Stage:
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._children: list[Child] = []
 
-    def __enter__(self) -> "Stage":
+    def __enter__(self) -> "Servers":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,7 +127,7 @@ class Stage:
             self._await(server, lambda server: is_healthy(server.url))
         return started
 
-    def router(self, launch: Launch, workers: Sequence[Server]) -> Server:
+    def router(self, launch: RouterCommand, workers: Sequence[Server]) -> Server:
         """Starts a router and waits until an answer of a worker has come through it. Raises PDError when none does."""
         port = take_free(HOST)
         server = self._start(launch.name, port, launch.arguments(port, [worker.url for worker in workers]),
@@ -138,7 +138,7 @@ class Stage:
     def ours(self, name: str, workers: Sequence[str], arguments: Sequence[str]) -> Server:
         """Starts our router before running engines (URLs) and waits until it is healthy. Raises PDError."""
         port = take_free(HOST)
-        command = [*Launch.ours(f"{name}=").arguments(port, workers), *arguments]
+        command = [*RouterCommand.ours(f"{name}=").arguments(port, workers), *arguments]
         server = self._start(name, port, command, self._router_cores)
         self._await(server, lambda server: is_healthy(server.url))
         return server
@@ -162,7 +162,7 @@ class Stage:
 
 
 def _routes(server: Server) -> bool:
-    shape = Shape(tokens=2, prompt_tokens=8)
+    shape = RequestShape(tokens=2, prompt_tokens=8)
     try:
         asyncio.run(_ask_once(server.port, shape, make_body(shape, "dummy", random.Random(0))))
     except (OSError, LoadError):
@@ -170,8 +170,8 @@ def _routes(server: Server) -> bool:
     return True
 
 
-async def _ask_once(port: int, shape: Shape, body: bytes) -> None:
-    line = await Line.open(HOST, port)
+async def _ask_once(port: int, shape: RequestShape, body: bytes) -> None:
+    line = await LoadConnection.open(HOST, port)
     try:
         await line.ask(shape, body)
     finally:

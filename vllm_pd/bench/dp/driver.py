@@ -87,7 +87,8 @@ async def chosen(engine: Any, ask: dict) -> dict:
 
 async def finished(engine: Any, ask: dict) -> list[int]:
     """How many requests of this front end each rank has finished. Wants `disable_log_stats=False`."""
-    return [next(tally for tally in tallies if isinstance(tally, Tally)).finished for tallies in engine.stat_loggers]
+    return [next(each for each in loggers if isinstance(each, FinishedCounter)).finished
+            for loggers in engine.stat_loggers]
 
 
 def stop_every(steps: int) -> None:
@@ -105,7 +106,7 @@ def stop_every(steps: int) -> None:
     DPEngineCoreProc._has_global_unfinished_reqs = has_global_unfinished_reqs
 
 
-class Tally:
+class FinishedCounter:
     """Counts what one rank has finished, in the place of one of vLLM's statistics loggers."""
 
     def __init__(self, config: Any, engine_index: int = 0) -> None:
@@ -130,7 +131,7 @@ def _close(descriptors: list[int]) -> None:
         os.close(descriptors.pop())
 
 
-class Fronts:
+class FrontEnds:
     """`front_ends` front ends, one unless more are asked for, and the engines behind them.
 
     The engines are forked from this process, so that each need not import everything again: upstream's CPU platform
@@ -160,7 +161,7 @@ class Fronts:
         os.register_at_fork(after_in_child=functools.partial(_close, list(pipes)))
         clients: list = [{}] if front_ends == 1 else self._launched(config, not quiet, front_ends)
         self.engines = [AsyncLLM.from_vllm_config(config, disable_log_requests=True, disable_log_stats=quiet,
-                                                  stat_loggers=None if quiet else [Tally], **client)
+                                                  stat_loggers=None if quiet else [FinishedCounter], **client)
                         for client in clients]  # fmt: skip
         if front_ends == 1:
             self._managed = self.engines[0].engine_core.resources.engine_manager
@@ -200,7 +201,7 @@ async def serve(read_fd: int, write_fd: int, arguments: dict) -> None:
     def answer(message: dict) -> None:
         answers.write(json.dumps(message) + "\n")
 
-    fronts = Fronts(arguments, (read_fd, write_fd))
+    fronts = FrontEnds(arguments, (read_fd, write_fd))
     answer({"ready": fronts.pids})
 
     async def carry_out(ask: dict) -> None:

@@ -50,7 +50,7 @@ RIMS = {"shared-memory": True, "network": False}
 
 
 @dataclass(frozen=True)
-class Variant:
+class DpVariant:
     """One column: the vLLM in the folder `tree` (None: the imported one), and what its groups are started with."""
     name: str
     tree: Path | None = None
@@ -62,7 +62,7 @@ class DpBench:
     """The command line of `vllm-pd bench dp`."""
     models: tuple[Path, ...]
     sizes: tuple[int, ...]
-    variants: tuple[Variant, ...]
+    variants: tuple[DpVariant, ...]
     bursts: int = 30
     requests: int = 60
     rounds: int = 5
@@ -83,17 +83,17 @@ class DpBench:
                 raise ConfigError("--other", str(tree), "write a folder that holds `vllm/`")
 
 
-def variants(other: Path | None, rims: Sequence[str], stop_every: int) -> tuple[Variant, ...]:
+def variants(other: Path | None, rims: Sequence[str], stop_every: int) -> tuple[DpVariant, ...]:
     """`other` as it is, and with that interval if it is not 0; and the imported vLLM on each of these rims. Raises
     ConfigError."""
     if stop_every and other is None:
         raise ConfigError("--stop-every", stop_every, "it is for a tree with waves: name that by --other")
-    found = [Variant("other", other)] if other else []
-    found += [Variant(f"other, every {stop_every}", other, {"stop_every": stop_every})] if stop_every else []
+    found = [DpVariant("other", other)] if other else []
+    found += [DpVariant(f"other, every {stop_every}", other, {"stop_every": stop_every})] if stop_every else []
     for rim in rims:
         if rim not in RIMS:
             raise ConfigError("--rim", rim, f"write one of {', '.join(RIMS)}")
-        found.append(Variant(rim, None, {"additional_config": {"dp_sync": {"shared_memory": RIMS[rim]}}}))
+        found.append(DpVariant(rim, None, {"additional_config": {"dp_sync": {"shared_memory": RIMS[rim]}}}))
     return tuple(found)
 
 
@@ -112,7 +112,7 @@ def measure(bench: DpBench, logs: Path, say: Any = print) -> dict[str, Any]:
                           for each in bench.variants]  # fmt: skip
                 for group in groups:
                     stack.callback(group.close)
-                figures = measure_groups(bench, [Turns(group.ready()) for group in groups])
+                figures = measure_groups(bench, [MeasuredGroup(group.ready()) for group in groups])
             entries += [about | {"tree": variant.name} | each
                         for variant, each in zip(bench.variants, figures, strict=True)]  # fmt: skip
             say(f"{model.name} x {size}: {time.monotonic() - began:.0f} s")
@@ -126,7 +126,7 @@ def same_tokens(entries: Sequence[dict]) -> bool:
                for model in {entry["model"] for entry in entries})  # fmt: skip
 
 
-class Turns:
+class MeasuredGroup:
     """One group and what its turns have shown. Times in seconds."""
 
     def __init__(self, group: Group) -> None:
@@ -220,7 +220,7 @@ def prompt_of(draw: random.Random, tokens: int) -> list[int]:
     return [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(tokens)]
 
 
-def measure_groups(bench: DpBench, all_turns: Sequence[Turns]) -> list[dict[str, Any]]:
+def measure_groups(bench: DpBench, all_turns: Sequence[MeasuredGroup]) -> list[dict[str, Any]]:
     """All figures of groups that are ready and of one size, in turns."""
     draw = random.Random(bench.seed)
     size = all_turns[0].group.size
@@ -255,7 +255,7 @@ def trailing_dummies(probe: dict) -> int:
     return sum(1 for _ in itertools.takewhile(lambda step: step[2] == DUMMY, reversed(probe["steps"])))
 
 
-def _rotated(all_turns: Sequence[Turns], number: int) -> list[Turns]:
+def _rotated(all_turns: Sequence[MeasuredGroup], number: int) -> list[MeasuredGroup]:
     first = number % len(all_turns)
     return [*all_turns[first:], *all_turns[:first]]
 

@@ -55,7 +55,7 @@ class RanksBench:
             raise ConfigError("--busy", self.busy, f"there are but {min(self.sizes)} ranks")
 
 
-class Tally(NamedTuple):
+class RankCounters(NamedTuple):
     """What one rank has done so far. `messages`: those of its process, so of rank 0 the coordinator's, too. CPU times
     are in seconds, 0 where there is no coordinator."""
     forwards: int
@@ -109,7 +109,7 @@ def _measure(bench: RanksBench, size: int) -> dict[str, Any]:
         began = time.monotonic()
         _ask(ours, "work")
         wall_s = time.monotonic() - began
-        done = [Tally(*(now - then for now, then in zip(*pair, strict=True)))
+        done = [RankCounters(*(now - then for now, then in zip(*pair, strict=True)))
                 for pair in zip(_ask(ours, "tally"), before, strict=True)]  # fmt: skip
         _ask(ours, "leave")
     finally:
@@ -193,10 +193,10 @@ def _run_rank(bench: RanksBench, rank: int, barrier: Barrier, pipes: list[tuple[
                 pipe.send("done")
 
 
-def _tally(member: dp.Member) -> Tally:
+def _tally(member: dp.Member) -> RankCounters:
     counters = member.counters
     coordinators = [thread.native_id for thread in threading.enumerate() if thread.name == THREAD]
-    return Tally(counters.forwards, counters.dummies, counters.asks, member.messages,
+    return RankCounters(counters.forwards, counters.dummies, counters.asks, member.messages,
                  sum(_cpu_s(thread) for thread in coordinators), time.process_time())  # fmt: skip
 
 

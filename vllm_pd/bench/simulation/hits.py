@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_pd.bench.simulation import oracle
-from vllm_pd.bench.simulation.placement import Search
+from vllm_pd.bench.simulation.placement import PlacementSearch
 from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
-from vllm_pd.bench.simulation.workers import SimLoad, Speed, Worker
+from vllm_pd.bench.simulation.workers import SimLoad, SimSpeed, SimWorker
 from vllm_pd.errors import ConfigError
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Candidate, Choice, Policy, PolicyConfig, Reason, Request, choose
@@ -41,7 +41,7 @@ class FleetConfig(msgspec.Struct, frozen=True):
     workers: int = 4
     worker_blocks: int = 4096
     block_size: int = 16
-    speed: Speed = Speed()
+    speed: SimSpeed = SimSpeed()
     event_delay_s: float = 0.01
     load_period_s: float = 0.1
 
@@ -70,7 +70,7 @@ class HitBench(msgspec.Struct, frozen=True):
         return cls(seeds=(seed, seed + 1, seed + 2), fleet=FleetConfig(workers=workers))
 
 
-class Result(msgspec.Struct, frozen=True):
+class HitFigures(msgspec.Struct, frozen=True):
     """Of one run. Shares are of 1. `spread` is the most computed prompt tokens on one worker over the mean."""
     hit_share: float
     mean_ttft_s: float
@@ -79,7 +79,7 @@ class Result(msgspec.Struct, frozen=True):
     reasons: dict[str, int]
 
 
-class Placement:
+class FixedPlacement:
     """Decides as it was decided before: `workers` has the number of a worker for each request of the trace."""
 
     def __init__(self, workers: Sequence[int]) -> None:
@@ -92,21 +92,21 @@ class Placement:
 
 
 def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed: int = 0,
-             placed: list[int] | None = None) -> Result:
+             placed: list[int] | None = None) -> HitFigures:
     """Route the trace. What is drawn comes from `seed`. To `placed` the number of each request's worker is added."""
     rng = random.Random(seed)
     index = PrefixIndex(fleet.block_size)
     news: list[tuple[float, int, tuple]] = []  # heap: when it arrives, number, event
     numbers = iter(range(1 << 62))
 
-    def stored(worker: Worker, hashes: list[int], parent: int | None, token_ids: list[int], at_s: float) -> None:
+    def stored(worker: SimWorker, hashes: list[int], parent: int | None, token_ids: list[int], at_s: float) -> None:
         event = (worker.name, hashes, parent, token_ids, fleet.block_size)
         heapq.heappush(news, (at_s + fleet.event_delay_s, next(numbers), event))
 
-    def removed(worker: Worker, hashes: list[int], at_s: float) -> None:
+    def removed(worker: SimWorker, hashes: list[int], at_s: float) -> None:
         heapq.heappush(news, (at_s + fleet.event_delay_s, next(numbers), (worker.name, hashes)))
 
-    workers = {name: Worker(name, fleet.worker_blocks, fleet.block_size, fleet.speed, stored, removed)
+    workers = {name: SimWorker(name, fleet.worker_blocks, fleet.block_size, fleet.speed, stored, removed)
                for name in (f"w{number}" for number in range(fleet.workers))}
     names_of = list(workers)
     loads: dict[str, SimLoad] = {name: worker.load() for name, worker in workers.items()}
@@ -142,14 +142,14 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed:
     return summary(list(workers.values()), reasons)
 
 
-def summary(workers: Sequence[Worker], reasons: dict[str, int]) -> Result:
+def summary(workers: Sequence[SimWorker], reasons: dict[str, int]) -> HitFigures:
     """Of workers that have done everything."""
     runs = [run for worker in workers for run in worker.done]
     hit = sum(run.hit_tokens for run in runs)
     asked = sum(len(run.arrival.prompt) for run in runs)
     ttfts = sorted(run.first_token_s - run.arrival.at_s for run in runs)
     computed = [sum(len(run.arrival.prompt) - run.hit_tokens for run in worker.done) for worker in workers]
-    return Result(hit / asked, statistics.fmean(ttfts), ttfts[int(0.99 * len(ttfts))],
+    return HitFigures(hit / asked, statistics.fmean(ttfts), ttfts[int(0.99 * len(ttfts))],
                   max(computed) / max(1.0, statistics.fmean(computed)),
                   {str(reason): count for reason, count in reasons.items() if count})
 
@@ -180,8 +180,8 @@ def measure(bench: HitBench, say: Callable[[str], None] = print) -> dict[str, An
             for policy in POLICIES:
                 results[policy.value] = simulate(trace, fleet, _by(bench.policy, policy), seed,
                                                  placed if policy is Policy.KV else None)
-            search = Search(trace, size, fleet.worker_blocks, placed, fleet.workers, seed)
-            results[PLACED] = simulate(trace, fleet, Placement(search.best(bench.moves)), seed)
+            search = PlacementSearch(trace, size, fleet.worker_blocks, placed, fleet.workers, seed)
+            results[PLACED] = simulate(trace, fleet, FixedPlacement(search.best(bench.moves)), seed)
             say(f"seed {seed}, {fleet.workers} x {fleet.worker_blocks} blocks: bound {bound:.3f}, "
                 + ", ".join(f"{name} {result.hit_share:.3f}" for name, result in results.items()))
             runs.append({"seed": seed, "pool_share": share, "worker_blocks": fleet.worker_blocks, "bound": bound,

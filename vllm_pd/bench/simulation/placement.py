@@ -24,7 +24,7 @@ WHOLE, END = 0.6, 0.2  # how often a move is of a conversation, of its end; else
 
 
 @dataclass(frozen=True)
-class Runs:
+class BlockRuns:
     """A trace as runs of blocks that are used together whenever they are used. `lengths`: of each in blocks;
     `prompts`: of each request those of its prompt; `backwards`: those of prompt and answer, the last one first."""
     lengths: list[int]
@@ -32,7 +32,7 @@ class Runs:
     backwards: list[list[int]]
 
     @classmethod
-    def of(cls, trace: Sequence[Arrival], block_size: int) -> "Runs":
+    def of(cls, trace: Sequence[Arrival], block_size: int) -> "BlockRuns":
         """Of a trace, for workers with blocks of that size."""
         namer = PrefixIndex(block_size)
         chains = [namer.hashes(arrival.prompt + arrival.answer[:-1]) for arrival in trace]
@@ -89,13 +89,13 @@ class Runs:
         return hits
 
 
-class Search:
+class PlacementSearch:
     """For the best placement of a trace on workers with so many blocks each. `start` has the number of a worker for
     each request; `heat_blocks`: how many hits a move may lose at first, once in e times."""
 
     def __init__(self, trace: Sequence[Arrival], block_size: int, worker_blocks: int, start: Sequence[int],
                  workers: int, seed: int, heat_blocks: float = 10.0) -> None:
-        self._runs = Runs.of(trace, block_size)
+        self._runs = BlockRuns.of(trace, block_size)
         self._worker_blocks = worker_blocks
         self._placed = list(start)
         self._heat_blocks = heat_blocks

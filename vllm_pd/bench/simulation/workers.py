@@ -18,7 +18,7 @@ from vllm.core.block.prefix_caching_block import PrefixCachingBlockAllocator
 from vllm_pd.bench.simulation.trace import Arrival
 
 
-class Announcer:
+class SimEvents:
     """Makes events of whole chains out of what the allocator tells: `stored(hashes, parent, token_ids)` and
     `removed(hashes)`. (An engine has `vllm_pd.events.sink` there, which waits for its steps and its other thread.)"""
 
@@ -63,14 +63,14 @@ class SimLoad(msgspec.Struct, frozen=True):
     total_blocks: int
 
 
-class Speed(msgspec.Struct, frozen=True):
+class SimSpeed(msgspec.Struct, frozen=True):
     """How fast a worker is."""
     prefill_tokens_per_s: float = 8000.0
     decode_s_per_token: float = 0.02
 
 
 @dataclass
-class Run:
+class SimRun:
     """One request on its worker."""
     arrival: Arrival
     hit_tokens: int = 0
@@ -80,23 +80,23 @@ class Run:
     reserved_blocks: int = 0
 
 
-class Worker:
+class SimWorker:
     """See the module. Times in seconds of the simulation; `advance` must be called with times that do not decrease.
     `stored(worker, hashes, parent, token_ids, at_s)` and `removed(worker, hashes, at_s)` are its events."""
 
-    def __init__(self, name: str, blocks: int, block_size: int, speed: Speed, stored: Callable, removed: Callable):
+    def __init__(self, name: str, blocks: int, block_size: int, speed: SimSpeed, stored: Callable, removed: Callable):
         self.name = name
         self.speed = speed
-        self.done: list[Run] = []
+        self.done: list[SimRun] = []
         self._block_size = block_size
         self._now_s = 0.0
-        self._waiting: deque[Run] = deque()
-        self._prefilling: Run | None = None
-        self._decoding: list[tuple[float, int, Run]] = []  # heap: end, number, run
+        self._waiting: deque[SimRun] = deque()
+        self._prefilling: SimRun | None = None
+        self._decoding: list[tuple[float, int, SimRun]] = []  # heap: end, number, run
         self._count = 0
         self._reserved_blocks = 0
         self.allocator = PrefixCachingBlockAllocator(blocks, block_size)
-        self.allocator.event_sink = Announcer(lambda *what: stored(self, *what, self._now_s),
+        self.allocator.event_sink = SimEvents(lambda *what: stored(self, *what, self._now_s),
                                               lambda hashes: removed(self, hashes, self._now_s))
 
     def submit(self, arrival: Arrival, at_s: float) -> None:
@@ -104,7 +104,7 @@ class Worker:
         if self._blocks_of(arrival) > self.allocator.get_num_total_blocks():
             raise ValueError(f"{len(arrival.prompt)} prompt tokens don't fit {self.name}")
         self.advance(at_s)
-        self._waiting.append(Run(arrival))
+        self._waiting.append(SimRun(arrival))
         self._begin()
 
     def advance(self, until_s: float) -> None:
@@ -172,7 +172,7 @@ class Worker:
         heapq.heappush(self._decoding, (self._now_s + len(run.arrival.answer) * self.speed.decode_s_per_token,
                                         self._count, run))
 
-    def _end(self, run: Run) -> None:
+    def _end(self, run: SimRun) -> None:
         self._reserved_blocks -= run.reserved_blocks
         text = run.arrival.prompt + run.arrival.answer[:-1]
         for start in range(len(run.blocks) * self._block_size, len(text) - self._block_size + 1, self._block_size):
