@@ -344,7 +344,12 @@ def bench_router(
     from vllm_pd.bench.servers import RouterCommand
     if hit_rate:
         from vllm_pd.bench.simulation import hits
-        hits.show(hits.HitBench.of(workers, seed), typer.echo, picture, output)
+        found = hits.measure(hits.HitBench.of(workers, seed), typer.echo)
+        Console(width=120).print(hits.table(found))
+        if picture is not None:
+            hits.picture(found, picture)
+        if output is not None:
+            output.write_text(json.dumps(found) + "\n")
         return
     launches = [*map(RouterCommand.ours, ours or ["vllm-pd="]), *map(RouterCommand.parse, router or ())]
     found = measure(RouterBench(tuple(launches), 2 if workers is None else workers, requests, tokens, prompt_tokens,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that owns the front end (`AsyncLLM`) of a data-parallel group and does what it is told over a pipe.
+"""A process that owns the front end (`AsyncLLM`) of a data-parallel group and obeys commands from a pipe.
 
     python -m vllm_pd.bench.dp.driver READ_FD WRITE_FD ENGINE_ARGUMENTS_AS_JSON
 
-It runs in whatever vLLM its PYTHONPATH names, patched or not, and knows nothing of either's step sync. The other end is
-`vllm_pd.bench.dp.group.Group`. Life: build the engine, send `{"ready": ...}`, then answer one JSON line with one JSON
-line each, in any order, until the pipe is closed; the engine processes end with it. It may have several front ends, as
-several API servers are; `front` in a line says whose it is.
+It runs in whatever vLLM its PYTHONPATH names, patched or not, and knows nothing of the step sync of either. At the
+other end of the pipe is `group.Group`. It builds the engine and sends `{"ready": ...}`. Then it answers each line of
+JSON with one, in any order, until the pipe is closed; the engine processes end with it. It may have several front ends,
+as there are several API servers; `front` in a line names one.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ MAX_LINE_BYTES = 1 << 26
 
 
 async def generate(engine: Any, ask: dict) -> dict:
-    """One request: its tokens, and when (CLOCK_MONOTONIC, seconds) it was sent, gave some, gave the first, and ended.
-    """
+    """Sends one request. Its `tokens`, and CLOCK_MONOTONIC seconds: when it was `sent`, the `times` at which tokens
+    came, the `first` of them, and when it `ended`."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.lora.request import LoRARequest
@@ -47,12 +47,12 @@ async def generate(engine: Any, ask: dict) -> dict:
             await engine.abort(ask["request"])
             break
     return {"tokens": tokens, "sent": sent, "times": times, "first": times[0] if times else None,
-            "ended": time.monotonic()}  # fmt: skip
+            "ended": time.monotonic()}
 
 
 async def call(engine: Any, ask: dict) -> list:
-    """What the engine core of each of `ranks` says to a utility call; waited for no longer than `patience_s`, if given.
-    """
+    """The answers of the engine cores of `ranks` to a utility call. Raises TimeoutError after `patience_s`, if
+    given."""
     client = engine.engine_core
     ranks = [rank.to_bytes(2, "little") for rank in ask["ranks"]]
     numbers = vars(client).get("call_numbers")  # of a front end of several ranks, in a tree that has the step sync
@@ -60,18 +60,18 @@ async def call(engine: Any, ask: dict) -> list:
     number = next(numbers) << 16 if together else 0
     calls = [client._call_utility_async(ask["method"], *ask["args"], engine=rank,
                                         **{"call_id": number | index} if together else {})
-             for index, rank in enumerate(ranks)]  # fmt: skip
+             for index, rank in enumerate(ranks)]
     return await asyncio.wait_for(asyncio.gather(*calls), ask.get("patience_s"))
 
 
 async def health(engine: Any, ask: dict) -> bool:
-    """As /health has it: an error where an engine is dead."""
+    """As /health does: raises where an engine is dead."""
     await engine.check_health()
     return True
 
 
 async def in_flight(engine: Any, ask: dict) -> list[str]:
-    """The requests that this front end believes to be at some engine."""
+    """The requests that this front end takes to be at some engine."""
     return sorted(engine.engine_core.reqs_in_flight)
 
 
@@ -92,7 +92,7 @@ async def finished(engine: Any, ask: dict) -> list[int]:
 
 
 def stop_every(steps: int) -> None:
-    """In a tree with waves: look for the end of a wave at its first step and then at every `steps`-th, instead of at
+    """In a tree with waves: looks for the end of a wave at its first step and then at every `steps`-th, instead of at
     every 32nd. For engines that are forked later."""
     from vllm.config import ParallelConfig
     from vllm.v1.engine.core import DPEngineCoreProc
@@ -107,7 +107,7 @@ def stop_every(steps: int) -> None:
 
 
 class FinishedCounter:
-    """Counts what one rank has finished, in the place of one of vLLM's statistics loggers."""
+    """Counts the requests that one rank has finished, in place of one of vLLM's statistics loggers."""
 
     def __init__(self, config: Any, engine_index: int = 0) -> None:
         self.finished = 0
@@ -116,10 +116,10 @@ class FinishedCounter:
         self.finished += len(iteration_stats.finished_requests) if iteration_stats else 0
 
     def log(self) -> None:
-        """Nothing to say."""
+        """Part of the interface; logs nothing."""
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Part of the interface; logs nothing."""
 
 
 ASKS = {"generate": generate, "call": call, "health": health, "counts": counts, "in_flight": in_flight,
@@ -132,11 +132,10 @@ def _close(descriptors: list[int]) -> None:
 
 
 class FrontEnds:
-    """`front_ends` front ends, one unless more are asked for, and the engines behind them.
+    """The front ends, `front_ends` in the arguments or one, and the engines behind them.
 
-    The engines are forked from this process, so that each need not import everything again: upstream's CPU platform
-    would have every one begin from nothing, and another process look at the model's class. No thread of torch's has
-    run here yet.
+    The engines are forked from this process, so that they need not import everything again: upstream's CPU platform
+    would spawn each, and another process to inspect the model's class. No thread of torch runs here yet.
     """
 
     def __init__(self, arguments: dict, pipes: tuple[int, int]) -> None:
@@ -153,21 +152,23 @@ class FrontEnds:
         if steps := arguments.pop("stop_every", 0):
             stop_every(steps)
         config = AsyncEngineArgs(**arguments).create_engine_config()
-        # Upstream's own choice is one that the kernel may give to any connection before the ranks listen there.
+        # The kernel could give upstream's own choice to any connection before the ranks listen there.
         config.parallel_config.data_parallel_master_port = meet_at
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(["all"] * config.parallel_config.world_size)
-        # Else the other end would take an engine that lives on for this process. Not again in what an engine forks.
+        # Else the other end would not see that this process has ended while an engine lives on.
         os.register_at_fork(after_in_child=functools.partial(_close, list(pipes)))
         clients: list = [{}] if front_ends == 1 else self._launched(config, not quiet, front_ends)
         self.engines = [AsyncLLM.from_vllm_config(config, disable_log_requests=True, disable_log_stats=quiet,
                                                   stat_loggers=None if quiet else [FinishedCounter], **client)
-                        for client in clients]  # fmt: skip
+                        for client in clients]
         if front_ends == 1:
             self._managed = self.engines[0].engine_core.resources.engine_manager
 
     def _launched(self, config: Any, log_stats: bool, front_ends: int) -> list[dict]:
-        """Start engines and coordinator as `vllm serve --api-server-count` does. What makes a client of each."""
+        """Starts engines and coordinator as `vllm serve --api-server-count` does. The client arguments of each front
+        end.
+        """
         from vllm.v1.engine.utils import launch_core_engines
         from vllm.v1.executor.abstract import Executor
 
@@ -180,10 +181,11 @@ class FrontEnds:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the engine processes, by name; none where they are Ray's."""
+        """The engine processes by name; none where they are Ray's."""
         return {process.name: process.pid for process in vars(self._managed).get("processes", [])}
 
     def close(self) -> None:
+        """Ends all front ends and engines."""
         for engine in self.engines:
             engine.shutdown()
         if len(self.engines) > 1:
@@ -192,10 +194,10 @@ class FrontEnds:
 
 
 async def serve(read_fd: int, write_fd: int, arguments: dict) -> None:
-    """Do what is asked until nobody can ask any more."""
+    """Answers commands until the pipe is closed."""
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb"))  # fmt: skip
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb"))
     answers = os.fdopen(write_fd, "w", buffering=1)
 
     def answer(message: dict) -> None:
@@ -208,7 +210,7 @@ async def serve(read_fd: int, write_fd: int, arguments: dict) -> None:
         try:
             engine = fronts.engines[ask.get("front", 0)]
             answer({"id": ask["id"], "result": await ASKS[ask["ask"]](engine, ask)})
-        except Exception as error:  # whatever the engine says goes to the one who asked
+        except Exception as error:  # any error of the engine is the answer
             answer({"id": ask["id"], "error": f"{type(error).__name__}: {error}"})
 
     running = set()

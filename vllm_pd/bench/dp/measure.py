@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd bench dp`: what the step sync of data-parallel ranks costs, on this tree and on another one, in one run.
 
-For each model and size the groups of all trees are there at once and get the same requests in the same order, taking
-turns, whose first is another one each time, so that what else the machine does hits all alike:
+For each model and size the groups of all trees run at the same time and get the same requests in the same order. They
+take turns, and another one is first each time, so that whatever else the machine does hits all alike:
 
-1. bursts: one request at a time at rank 0 of an idle group, whose end is waited for. Lengths are drawn evenly from
-   BURST_TOKENS; every third one ends by a stop token instead. A *drain dummy* is a pass that is a dummy on all ranks,
-   after the last that was not; the *wake-up* is the time from the request being handed to the front end to the start
-   of an idle peer's first forward pass.
-2. load: rounds of requests on all ranks at once, of unequal length, four of ten on rank 0. Forward passes, and
-   collectives and messages beside theirs, are counted by the ranks themselves (`probe.StepProbe`), and given for one
-   round, the same work for all groups.
-3. unbalanced: the last rank decodes one request, alone, and then again while rank 0 does nothing but prefill long
-   prompts, one after another, each of which a short request at the last rank comes with. ITL of the one that decodes,
-   TTFT of the others.
+1. bursts: one request at a time at rank 0 of an idle group, until the group is idle again. Lengths are drawn evenly
+from
+   BURST_TOKENS; every third request ends by a stop token instead. A *drain dummy* is a pass that is a dummy on all
+   ranks, after the last that was not. The *wake-up* is the time from the request being handed to the front end to the
+   start of an idle peer's first forward pass.
+2. load: rounds of requests on all ranks at once, of unequal length, four of ten on rank 0. The ranks themselves count
+   forward passes, and collectives and messages beside theirs (`probe.StepProbe`). The figures are for one round, which
+   is the same work for all groups.
+3. unbalanced: the last rank decodes one request, first alone, then while rank 0 only prefills long prompts, one after
+   another; with each of them a short request comes to the last rank. ITL of the request that decodes, TTFT of the
+   others.
 4. silence: CPU time of the idle processes, of all groups over the same seconds.
 
-After each turn the group gets the time that upstream may still run dummies for before another's turn begins.
+After each turn the group gets as much time as upstream may still run dummies, before the turn of another begins.
 """
 
 import contextlib
@@ -32,8 +33,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_pd.bench.checks import require_at_least
 from vllm_pd.bench.dp.group import Group
 from vllm_pd.bench.dp.probe import DUMMY
+from vllm_pd.bench.report import MS, ShowLine, summary
 from vllm_pd.dp.experts import has_experts
 from vllm_pd.errors import ConfigError
 
@@ -43,15 +46,15 @@ LONGEST_DRAIN_STEPS = 48  # upstream's 32 and a half more
 LEAST_SETTLE_S = 0.3
 SILENCE_S = 5.0
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999
-LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS, DECODED_TOKENS = 1000, 16, 60  # of what is unbalanced
+LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS, DECODED_TOKENS = 1000, 16, 60  # of the unbalanced phase
 ROOM = {"max_model_len": 4096, "max_num_batched_tokens": 2048}  # a long prompt is prefilled in one step
-LEAST_P99 = 100  # samples
-RIMS = {"shared-memory": True, "network": False}
+LEAST_P99 = 100  # samples; of fewer the 99th percentile is the largest
+BACKENDS = {"shared-memory": True, "network": False}  # whether ranks use shared memory
 
 
 @dataclass(frozen=True)
 class DpVariant:
-    """One column: the vLLM in the folder `tree` (None: the imported one), and what its groups are started with."""
+    """One column: the vLLM in the folder `tree` (None: the imported one), and the engine arguments of its groups."""
     name: str
     tree: Path | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -70,11 +73,8 @@ class DpBench:
 
     def check(self) -> None:
         """Raises ConfigError for what can't be measured."""
-        least_of = [("--bursts", self.bursts, LEAST_BURSTS), ("--requests", self.requests, 1),
-                    ("--rounds", self.rounds, 1), *(("--size", size, 2) for size in self.sizes)]  # fmt: skip
-        for key, value, least in least_of:
-            if value < least:
-                raise ConfigError(key, value, f"write at least {least}")
+        require_at_least([("--bursts", self.bursts, LEAST_BURSTS), ("--requests", self.requests, 1),
+                          ("--rounds", self.rounds, 1), *(("--size", size, 2) for size in self.sizes)])
         for model in self.models:
             if not (model / "config.json").is_file():
                 raise ConfigError("--model", str(model), "there is no config.json: write the folder of a model")
@@ -83,22 +83,29 @@ class DpBench:
                 raise ConfigError("--other", str(tree), "write a folder that holds `vllm/`")
 
 
-def variants(other: Path | None, rims: Sequence[str], stop_every: int) -> tuple[DpVariant, ...]:
-    """`other` as it is, and with that interval if it is not 0; and the imported vLLM on each of these rims. Raises
-    ConfigError."""
+def variants(other: Path | None, backends: Sequence[str], stop_every: int) -> tuple[DpVariant, ...]:
+    """The vLLM in `other`, if given; the same with a stop interval of `stop_every` steps, if not 0; the imported vLLM
+    with each of `backends`. Raises ConfigError."""
     if stop_every and other is None:
         raise ConfigError("--stop-every", stop_every, "it is for a tree with waves: name that by --other")
     found = [DpVariant("other", other)] if other else []
     found += [DpVariant(f"other, every {stop_every}", other, {"stop_every": stop_every})] if stop_every else []
-    for rim in rims:
-        if rim not in RIMS:
-            raise ConfigError("--rim", rim, f"write one of {', '.join(RIMS)}")
-        found.append(DpVariant(rim, None, {"additional_config": {"dp_sync": {"shared_memory": RIMS[rim]}}}))
+    for backend in backends:
+        sync = {"shared_memory": BACKENDS[checked_backend(backend)]}
+        found.append(DpVariant(backend, None, {"additional_config": {"dp_sync": sync}}))
     return tuple(found)
 
 
-def measure(bench: DpBench, logs: Path, say: Any = print) -> dict[str, Any]:
-    """Run it all. The report, ready for JSON; `steps` in each entry is the picture's: one drain, rank by rank."""
+def checked_backend(name: str) -> str:
+    """The name. Raises ConfigError unless it is one of BACKENDS."""
+    if name not in BACKENDS:
+        raise ConfigError("--rim", name, f"write one of {', '.join(BACKENDS)}")
+    return name
+
+
+def measure(bench: DpBench, logs: Path, show: ShowLine = print) -> dict[str, Any]:
+    """Runs it all; the engines' output goes to files in the folder `logs`. The report, ready for JSON; `steps` in each
+    entry is for the picture: the passes of one drain, rank by rank."""
     bench.check()
     entries = []
     for model in bench.models:
@@ -109,25 +116,25 @@ def measure(bench: DpBench, logs: Path, say: Any = print) -> dict[str, Any]:
             with contextlib.ExitStack() as stack:
                 groups = [Group(model, size, each.tree, logs / f"{model.name}-{size}-{each.name}.log",
                                 enable_expert_parallel=experts, **ROOM | each.arguments)
-                          for each in bench.variants]  # fmt: skip
+                          for each in bench.variants]
                 for group in groups:
                     stack.callback(group.close)
                 figures = measure_groups(bench, [MeasuredGroup(group.ready()) for group in groups])
             entries += [about | {"tree": variant.name} | each
-                        for variant, each in zip(bench.variants, figures, strict=True)]  # fmt: skip
-            say(f"{model.name} x {size}: {time.monotonic() - began:.0f} s")
+                        for variant, each in zip(bench.variants, figures, strict=True)]
+            show(f"{model.name} x {size}: {time.monotonic() - began:.0f} s")
     return {"settings": {"bursts": bench.bursts, "requests": bench.requests, "rounds": bench.rounds,
-                         "seed": bench.seed}, "entries": entries, "same_tokens": same_tokens(entries)}  # fmt: skip
+                         "seed": bench.seed}, "entries": entries, "same_tokens": same_tokens(entries)}
 
 
 def same_tokens(entries: Sequence[dict]) -> bool:
     """Whether every group of a model, of whatever size and tree, gave the same tokens."""
     return all(len({entry["tokens_digest"] for entry in entries if entry["model"] == model}) == 1
-               for model in {entry["model"] for entry in entries})  # fmt: skip
+               for model in {entry["model"] for entry in entries})
 
 
 class MeasuredGroup:
-    """One group and what its turns have shown. Times in seconds."""
+    """One group and the results of its turns. Times in seconds."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -142,7 +149,7 @@ class MeasuredGroup:
         self.digest = 0
 
     def warm_up(self, prompt: list[int]) -> list[int]:
-        """Learn how long a drain may take. The tokens that follow `prompt`, as many as any burst has."""
+        """Measures how long a drain may take. The tokens that follow `prompt`, as many as any burst has."""
         size = self.group.size
         self.group.tokens([self.group.generate(prompt, rank=rank, max_tokens=4) for rank in range(size)])
         self.group.start_probe()
@@ -154,6 +161,8 @@ class MeasuredGroup:
         return answer
 
     def burst(self, prompt: list[int], params: dict, early: bool) -> None:
+        """One request at rank 0, whose sampling parameters are `params`, and the drain after it. `early`: whether it is
+        to end by a stop token."""
         self.group.start_probe()
         result = self.group.generate(prompt, rank=0, **params).result(60)
         time.sleep(self.settle_s)
@@ -166,27 +175,28 @@ class MeasuredGroup:
         self.digest = zlib.crc32(str(result["tokens"]).encode(), self.digest)
         if early and len(result["tokens"]) < 16 or not self.picture:
             self.picture = [[(step[0] - result["sent"], step[1] - result["sent"], step[2]) for step in probe["steps"]]
-                            for probe in probes]  # fmt: skip
+                            for probe in probes]
 
     def load(self, asked: Sequence[tuple[list[int], int, int]]) -> None:
-        """asked: prompt, rank and length of each request."""
+        """One round. `asked`: prompt, rank and length of each request."""
         self.group.start_probe()
         began = time.monotonic()
         tokens = self.group.tokens([self.group.generate(each, rank=rank, max_tokens=most)
-                                    for each, rank, most in asked])  # fmt: skip
+                                    for each, rank, most in asked])
         self.tokens_per_s.append(sum(map(len, tokens)) / (time.monotonic() - began))
         time.sleep(self.settle_s)
         self.load_probes.append(self.group.take_probe())
         self.digest = zlib.crc32(str(tokens).encode(), self.digest)
 
     def unbalanced(self, asked: list[int], seed: int) -> None:
-        """`asked`: what the last rank decodes. The prompts beside it are drawn anew, and alike for every group."""
+        """One round. `asked`: the prompt of the request that the last rank decodes. Those beside it are drawn from
+        `seed`, so they are the same for every group."""
         draw, last = random.Random(seed), self.group.size - 1
         answers = [self.group.generate(asked, rank=last, max_tokens=DECODED_TOKENS).result(120)]
         decoding = self.group.generate(asked, rank=last, max_tokens=DECODED_TOKENS)
         while not decoding.done() or not self.beside_s[LONG_PROMPT_TOKENS]:
             beside = {tokens: self.group.generate(prompt_of(draw, tokens), rank=rank, max_tokens=1)
-                      for tokens, rank in ((LONG_PROMPT_TOKENS, 0), (SHORT_PROMPT_TOKENS, last))}  # fmt: skip
+                      for tokens, rank in ((LONG_PROMPT_TOKENS, 0), (SHORT_PROMPT_TOKENS, last))}
             for tokens, request in beside.items():
                 self.beside_s[tokens].append(request.result(120)["first"] - request.result()["sent"])
         answers.append(decoding.result(120))
@@ -196,10 +206,11 @@ class MeasuredGroup:
         time.sleep(self.settle_s)
 
     def figures(self) -> dict[str, Any]:
+        """All results, for the report."""
         rounds = len(self.load_probes)
         kinds = [step[2] for probes in self.load_probes for probe in probes for step in probe["steps"]]
         counted = {key: sum(probe[key] for probes in self.load_probes for probe in probes) / rounds
-                   for key in ("collectives", "messages")}  # fmt: skip
+                   for key in ("collectives", "messages")}
         return {
             "drain_dummies": spread(self.dummies[False] + self.dummies[True], 1),
             "drain_dummies_by_length": spread(self.dummies[False], 1),
@@ -213,15 +224,16 @@ class MeasuredGroup:
             "messages_per_load": counted["messages"], "itl_alone_ms": spread(self.itls_s[False]),
             "itl_beside_ms": spread(self.itls_s[True]), "ttft_beside_ms": spread(self.beside_s[SHORT_PROMPT_TOKENS]),
             "ttft_long_ms": spread(self.beside_s[LONG_PROMPT_TOKENS]), "steps": self.picture,
-            "tokens_digest": f"{self.digest:08x}"}  # fmt: skip
+            "tokens_digest": f"{self.digest:08x}"}
 
 
 def prompt_of(draw: random.Random, tokens: int) -> list[int]:
+    """Random token ids."""
     return [draw.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(tokens)]
 
 
 def measure_groups(bench: DpBench, all_turns: Sequence[MeasuredGroup]) -> list[dict[str, Any]]:
-    """All figures of groups that are ready and of one size, in turns."""
+    """All figures of groups that are ready and of one size, measured in turns."""
     draw = random.Random(bench.seed)
     size = all_turns[0].group.size
     asked = prompt_of(draw, 24)
@@ -230,11 +242,11 @@ def measure_groups(bench: DpBench, all_turns: Sequence[MeasuredGroup]) -> list[d
     for number in range(bench.bursts):
         early = number % 3 == 2
         params = ({"max_tokens": 100, "stop_token_ids": [draw.choice(stops)]} if early
-                  else {"max_tokens": draw.randint(*BURST_TOKENS)})  # fmt: skip
+                  else {"max_tokens": draw.randint(*BURST_TOKENS)})
         for turns in _rotated(all_turns, number):
             turns.burst(asked, params, early)
     load = [(prompt_of(draw, draw.choice([4, 30, 90])), 0 if number % 10 < 4 else number % size,
-             draw.choice([4, 16, 48])) for number in range(bench.requests)]  # fmt: skip
+             draw.choice([4, 16, 48])) for number in range(bench.requests)]
     for number in range(bench.rounds):
         for turns in _rotated(all_turns, number):
             turns.load(load)
@@ -242,11 +254,12 @@ def measure_groups(bench: DpBench, all_turns: Sequence[MeasuredGroup]) -> list[d
             turns.unbalanced(asked, bench.seed + number)
     idle = _silence([turns.group for turns in all_turns])
     return [turns.figures() | silent | {"tokens_per_s_ratio": _ratio(turns.tokens_per_s, all_turns[0].tokens_per_s)}
-            for turns, silent in zip(all_turns, idle, strict=True)]  # fmt: skip
+            for turns, silent in zip(all_turns, idle, strict=True)]
 
 
 def _ratio(rates: Sequence[float], to: Sequence[float]) -> float:
-    """Of two groups' rounds, each to the one beside it: what else the machine did in these seconds falls out."""
+    """The median ratio of two groups' rounds, each to the one next to it in time, so that other work of the machine in
+    those seconds cancels out."""
     return statistics.median(rate / base for rate, base in zip(rates, to, strict=True))
 
 
@@ -271,13 +284,13 @@ def _silence(groups: Sequence[Group]) -> list[dict[str, float]]:
     before = used()
     time.sleep(SILENCE_S)
     percents = [[[100 * (now - then) / SILENCE_S for now, then in zip(*pair, strict=True)]
-                 for pair in zip(*kinds, strict=True)] for kinds in zip(used(), before, strict=True)]  # fmt: skip
+                 for pair in zip(*kinds, strict=True)] for kinds in zip(used(), before, strict=True)]
     return [{"idle_cpu_percent": max(own), "idle_front_cpu_percent": sum(rest)}
-            for own, rest in zip(*percents, strict=True)]  # fmt: skip
+            for own, rest in zip(*percents, strict=True)]
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of a session, which are a group's: its front end begins one."""
+    """The processes of a session. Each group is one, because its front end begins one."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ends meanwhile
@@ -287,16 +300,16 @@ def _session(leader: int) -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU time of a process, of all its threads that still run."""
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
+    """CPU seconds of the threads of a process that still run."""
+    return sum(map(thread_cpu_s, Path(f"/proc/{pid}/task").iterdir()))
 
 
-def spread(values: Sequence[float], factor: float = 1000.0) -> dict[str, float]:
-    """How many there are, mean, median, largest, and of LEAST_P99 and more the 99th percentile; seconds become
-    milliseconds by the default factor."""
-    ordered = sorted(values)
-    found = {"samples": len(ordered), "mean": factor * statistics.mean(ordered),
-             "p50": factor * statistics.median(ordered), "max": factor * ordered[-1]}  # fmt: skip
-    if len(ordered) >= LEAST_P99:
-        found["p99"] = factor * ordered[int(0.99 * len(ordered))]
-    return found
+def thread_cpu_s(task: Path) -> float:
+    """CPU seconds of a thread, by its folder /proc/PID/task/TID."""
+    return int((task / "schedstat").read_text().split()[0]) / 1e9
+
+
+def spread(values: Sequence[float], scale: float = MS) -> dict[str, float]:
+    """How many values there are, mean, median and largest, and of LEAST_P99 and more the 99th percentile."""
+    figures = "mean p50 max p99" if len(values) >= LEAST_P99 else "mean p50 max"
+    return {"samples": len(values), **summary(values, figures, scale)}

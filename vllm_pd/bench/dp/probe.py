@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank's engine process does, counted from inside: vLLM's `worker_extension_cls`, the same on any tree.
+"""Counts from inside what one rank's engine process does: a `worker_extension_cls` of vLLM, the same on any tree.
 
-Its methods become methods of the worker, which lives in the engine's own process, and are called by `collective_rpc`
-between two steps. Nothing is wrapped before `probe_start`.
+Its methods become methods of the worker, which lives in the engine's process. `collective_rpc` calls them between two
+steps. Nothing is wrapped before `probe_start`.
 """
 
 import gc
@@ -17,20 +17,22 @@ class StepProbe:
     """Lists each forward pass as (start, end, kind, tokens), in CLOCK_MONOTONIC seconds; counts what DP sends."""
 
     def probe_start(self) -> None:
-        """Begin, or begin anew, with empty lists."""
+        """Starts counting, again with empty lists where it has counted already."""
         if vars(self).get("_probe") is None:
             _wrap(self)
         self._probe = {"steps": [], "collectives": 0, "messages": 0, "cpu": _cpu_s()}
         self._probe_messages = _messages(self)
 
     def probe_take(self) -> dict:
-        """What has happened since `probe_start`; goes on counting."""
+        """What has happened since `probe_start`: `steps`, `collectives`, `messages`, `cpu` seconds, `pid`. Goes on
+        counting.
+        """
         counted = _messages(self) - self._probe_messages
         return {**self._probe, "messages": self._probe["messages"] + counted, "cpu": _cpu_s() - self._probe["cpu"],
-                "pid": os.getpid()}  # fmt: skip
+                "pid": os.getpid()}
 
     def probe_collective(self) -> int:
-        """How many ranks there are, by a collective of this call's own over them."""
+        """The number of ranks, by a collective over them."""
         import torch
         from vllm.distributed.parallel_state import get_dp_group
         ones = torch.ones(1)
@@ -51,7 +53,7 @@ def _messages(worker: Any) -> int:
 
 
 def _wrap(worker: Any) -> None:
-    """Put a note-taker around the two calls of this worker that run a forward pass, and around DP's own messages."""
+    """Wraps the two calls of this worker that run a forward pass, and DP's own messages, to count them."""
     run, dummy = worker.execute_model, worker.execute_dummy_batch
     worker._probe_engine = _engine(worker)
 
@@ -73,13 +75,13 @@ def _wrap(worker: Any) -> None:
 
 
 def _engine(worker: Any) -> Any:
-    """The DPEngineCoreProc in this process, which no worker knows of. None in a group of one."""
+    """The DPEngineCoreProc in this process, to which the worker has no reference. None in a group of one."""
     from vllm.v1.engine.core import DPEngineCoreProc
     return next((each for each in gc.get_objects() if isinstance(each, DPEngineCoreProc)), None)
 
 
 def _count_waves(worker: Any) -> None:
-    """Count the stop collective, and the wave messages that come to and go from this rank, of a tree that has them."""
+    """Counts the stop collectives, and the wave messages to and from this rank, in a tree that has them."""
     from vllm.config import ParallelConfig
     from vllm.v1.engine import EngineCoreRequestType
 
@@ -87,10 +89,10 @@ def _count_waves(worker: Any) -> None:
         def call(*args: Any) -> Any:
             worker._probe[key] += bool(counts(*args))
             return function(*args)
-        return call  # fmt: skip
+        return call
 
     ParallelConfig.has_unfinished_dp = staticmethod(
-        counting("collectives", ParallelConfig.has_unfinished_dp, lambda *_: True))  # fmt: skip
+        counting("collectives", ParallelConfig.has_unfinished_dp, lambda *_: True))
     engine, start = worker._probe_engine, vars(EngineCoreRequestType)["_member_map_"].get("START_DP_WAVE")
     if engine is None or start is None:
         return

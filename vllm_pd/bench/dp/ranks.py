@@ -1,33 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd bench dp-ranks`: the step sync of groups larger than this machine has room for engines.
+"""`vllm-pd bench dp-ranks`: the step sync of groups with more ranks than this machine could run engines.
 
-Each rank is a process with a real member of the group in it, and an engine loop whose forward pass is a barrier of all
-ranks followed by a pause of `step_s`. Nothing else is simulated: the messages, who sends them, and the CPU time of the
+Each rank is a process with a real member of the group, and an engine loop whose forward pass is a barrier of all ranks
+followed by a pause of `step_s`. Nothing else is simulated: the messages, their senders, and the CPU time of the
 coordinator's thread are real. The first `busy` ranks serve requests of `tokens` passes each, one after another, and
 begin together; the others run the dummy passes that those need.
 """
+
 import itertools
 import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.table import Table
 
 from vllm_pd import dp
-from vllm_pd.bench.dp.measure import RIMS
+from vllm_pd.bench.checks import require_at_least
+from vllm_pd.bench.dp.measure import BACKENDS, checked_backend, thread_cpu_s
+from vllm_pd.bench.report import ShowLine, side_by_side
 from vllm_pd.dp.coordinator import THREAD
 from vllm_pd.dp.interface import Decision, Settings
 from vllm_pd.errors import ConfigError, PDError
 
-WAIT_S = 300.0  # for whatever takes all ranks, on a machine with far fewer cores
+WAIT_S = 300.0  # for all ranks, on a machine with far fewer cores
 SETTINGS = Settings(timeout_s=60.0, join_s=WAIT_S)  # a rank may wait long for a core
 _FORK = multiprocessing.get_context("fork")
 
@@ -36,7 +37,7 @@ _FORK = multiprocessing.get_context("fork")
 class RanksBench:
     """The command line of `vllm-pd bench dp-ranks`."""
     sizes: tuple[int, ...]
-    rim: str = "network"
+    backend: str = "network"
     busy: int = 1
     requests: int = 5
     tokens: int = 40
@@ -44,20 +45,16 @@ class RanksBench:
 
     def check(self) -> None:
         """Raises ConfigError for what can't be measured."""
-        if self.rim not in RIMS:
-            raise ConfigError("--rim", self.rim, f"write one of {', '.join(RIMS)}")
-        least_of = [("--requests", self.requests, 1), ("--tokens", self.tokens, 1), ("--busy", self.busy, 1),
-                    ("--step-ms", 1000 * self.step_s, 0), *(("--ranks", size, 2) for size in self.sizes)]  # fmt: skip
-        for key, value, least in least_of:
-            if value < least:
-                raise ConfigError(key, value, f"write at least {least}")
+        checked_backend(self.backend)
+        require_at_least([("--requests", self.requests, 1), ("--tokens", self.tokens, 1), ("--busy", self.busy, 1),
+                          ("--step-ms", 1000 * self.step_s, 0), *(("--ranks", size, 2) for size in self.sizes)])
         if self.busy > min(self.sizes):
             raise ConfigError("--busy", self.busy, f"there are but {min(self.sizes)} ranks")
 
 
 class RankCounters(NamedTuple):
-    """What one rank has done so far. `messages`: those of its process, so of rank 0 the coordinator's, too. CPU times
-    are in seconds, 0 where there is no coordinator."""
+    """What one rank has done so far. `messages`: those of its process, so rank 0's are also the coordinator's. CPU
+    times are in seconds, 0 where there is no coordinator."""
     forwards: int
     dummies: int
     asks: int
@@ -66,13 +63,13 @@ class RankCounters(NamedTuple):
     cpu_s: float
 
 
-def measure(bench: RanksBench, say: Callable[[str], Any] = print) -> list[dict[str, Any]]:
-    """One entry for each size."""
+def measure(bench: RanksBench, show: ShowLine = print) -> list[dict[str, Any]]:
+    """Runs it all. One entry for each size, ready for JSON. Raises PDError where a rank hangs."""
     bench.check()
     entries = []
     for size in bench.sizes:
         entries.append(_measure(bench, size))
-        say(f"{size} ranks: {entries[-1]['wall_s']:.1f} s")
+        show(f"{size} ranks: {entries[-1]['wall_s']:.1f} s")
     return entries
 
 
@@ -87,13 +84,8 @@ def table(entries: list[dict[str, Any]]) -> Table:
         ("CPU of the coordinator, us a pass", lambda e: f"{1e6 * e['coordinator_cpu_s'] / e['forwards']:.0f}"),
         ("... its share of a core, %", lambda e: f"{100 * e['coordinator_cpu_s'] / e['wall_s']:.1f}"),
         ("CPU of all ranks, us a pass", lambda e: f"{1e6 * e['cpu_s'] / e['forwards']:.0f}"),
-    ]  # fmt: skip
-    shown = Table("", box=box.SIMPLE)
-    for entry in entries:
-        shown.add_column(f"{entry['ranks']} ranks", justify="right")
-    for text, figure in lines:
-        shown.add_row(text, *(figure(entry) for entry in entries))
-    return shown
+    ]
+    return side_by_side([f"{entry['ranks']} ranks" for entry in entries], entries, lines)
 
 
 def _measure(bench: RanksBench, size: int) -> dict[str, Any]:
@@ -110,7 +102,7 @@ def _measure(bench: RanksBench, size: int) -> dict[str, Any]:
         _ask(ours, "work")
         wall_s = time.monotonic() - began
         done = [RankCounters(*(now - then for now, then in zip(*pair, strict=True)))
-                for pair in zip(_ask(ours, "tally"), before, strict=True)]  # fmt: skip
+                for pair in zip(_ask(ours, "tally"), before, strict=True)]
         _ask(ours, "leave")
     finally:
         for process in ranks:
@@ -119,14 +111,14 @@ def _measure(bench: RanksBench, size: int) -> dict[str, Any]:
         for pipe in itertools.chain.from_iterable(pipes):
             pipe.close()
     assert len({each.forwards for each in done}) == 1
-    return {"ranks": size, "rim": bench.rim, "busy": bench.busy, "step_s": bench.step_s, "wall_s": wall_s,
+    return {"ranks": size, "rim": bench.backend, "busy": bench.busy, "step_s": bench.step_s, "wall_s": wall_s,
             "forwards": done[0].forwards} | {
                 key: sum(getattr(each, key) for each in done)
-                for key in ("dummies", "asks", "messages", "coordinator_cpu_s", "cpu_s")}  # fmt: skip
+                for key in ("dummies", "asks", "messages", "coordinator_cpu_s", "cpu_s")}
 
 
 def _gather(pipes: list[Connection]) -> list[Any]:
-    """What every rank says, in order; first, as often as they ask for it, an all-gather of byte strings among them."""
+    """The answer of every rank, in order. Until then it performs each all-gather of byte strings that they ask for."""
     while True:
         until = time.monotonic() + WAIT_S
         for rank, pipe in enumerate(pipes):
@@ -139,14 +131,14 @@ def _gather(pipes: list[Connection]) -> list[Any]:
             pipe.send(answers)
 
 
-def _ask(pipes: list[Connection], word: str) -> list[Any]:
+def _ask(pipes: list[Connection], command: str) -> list[Any]:
     for pipe in pipes:
-        pipe.send(word)
+        pipe.send(command)
     return _gather(pipes)
 
 
 def _run_rank(bench: RanksBench, rank: int, barrier: Barrier, pipes: list[tuple[Connection, Connection]]) -> None:
-    """In a process of its own."""
+    """The process of a rank. Its commands are `work`, `tally` and `leave`."""
     pipe = pipes[rank][1]
     for each in itertools.chain.from_iterable(pipes):
         if each is not pipe:
@@ -166,20 +158,20 @@ def _run_rank(bench: RanksBench, rank: int, barrier: Barrier, pipes: list[tuple[
         time.sleep(bench.step_s)
 
     member = dp.join(rank, barrier.parties, "127.0.0.1", wake=lambda: inbox.put(""), exchange=exchange,
-                     settings=SETTINGS, shared_memory=RIMS[bench.rim])  # fmt: skip
+                     settings=SETTINGS, shared_memory=BACKENDS[bench.backend])
     threading.Thread(target=listen, daemon=True).start()
     pipe.send("met")
     left = 0  # forward passes of this rank's own requests
     while True:
         while not inbox.empty() or not left and not member.due:
-            word = inbox.get()
-            if word == "work":
+            command = inbox.get()
+            if command == "work":
                 left = bench.requests * bench.tokens if rank < bench.busy else 0
-            elif word == "leave":
+            elif command == "leave":
                 member.leave()
-            if word == "tally":
+            if command == "tally":
                 pipe.send(_tally(member))
-            elif word and not left:
+            elif command and not left:
                 pipe.send("done")
         decision = member.before_step(left > 0, (left - 1) % bench.tokens + 1 if left else None)
         if decision is Decision.END:
@@ -197,8 +189,5 @@ def _tally(member: dp.Member) -> RankCounters:
     counters = member.counters
     coordinators = [thread.native_id for thread in threading.enumerate() if thread.name == THREAD]
     return RankCounters(counters.forwards, counters.dummies, counters.asks, member.messages,
-                 sum(_cpu_s(thread) for thread in coordinators), time.process_time())  # fmt: skip
-
-
-def _cpu_s(thread: int) -> float:
-    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+                        sum(thread_cpu_s(Path(f"/proc/self/task/{thread}")) for thread in coordinators),
+                        time.process_time())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster for one group, on this machine alone, that vLLM takes for one with GPUs.
+"""A Ray cluster for one group, on this machine only, that has GPUs in vLLM's eyes.
 
-Ray may be in a folder of its own, named by VLLM_PD_RAY, so that no other process pays for importing it: vLLM does so
-wherever it finds it.
+Ray may be in a folder of its own, named by VLLM_PD_RAY, because vLLM imports it wherever it finds it, and that takes
+time.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ STORE_BYTES = 80 << 20  # nothing is put there; Ray refuses less
 
 
 def find() -> None:
-    """Let this process, and Ray's own, import Ray. Before vLLM is imported."""
+    """Makes Ray importable in this process and in Ray's own. To be called before vLLM is imported."""
     folder = os.environ.get("VLLM_PD_RAY")
     if folder:
         sys.path.append(folder)
@@ -26,18 +26,18 @@ def find() -> None:
 
 @contextlib.contextmanager
 def cluster(ranks: int) -> Iterator[None]:
-    """Begin it with room for `ranks` actors; at the end they are gone with all that Ray has written."""
-    # The first: vLLM's actors take away what Ray says of GPUs, which it no longer does by itself where there are none.
+    """A cluster with room for `ranks` actors. At the end they are gone, with all files that Ray has written."""
+    # vLLM's actors delete the variable in which Ray names their GPUs; without GPUs Ray sets it only with the first one.
     os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1", "RAY_USAGE_STATS_ENABLED": "0",
-                   "RAY_AUTH_MODE": "disabled"}  # fmt: skip
+                   "RAY_AUTH_MODE": "disabled"}
     import ray
     import ray.util.state
 
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short, for there are sockets in it
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a short path, because it holds sockets
     try:
         ray.init(num_gpus=ranks, num_cpus=2 * ranks, include_dashboard=False, object_store_memory=STORE_BYTES,
-                 _temp_dir=folder)  # fmt: skip
-        # vLLM asks Ray's dashboard for the nodes, a server with a dozen requirements of its own.
+                 _temp_dir=folder)
+        # vLLM asks Ray's dashboard for the nodes, a server with a dozen dependencies of its own.
         ray.util.state.list_nodes = lambda: [
             SimpleNamespace(node_id=node["NodeID"], node_ip=node["NodeManagerAddress"]) for node in ray.nodes()
         ]

@@ -4,10 +4,10 @@
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from vllm_pd.bench.dp.probe import FORWARD
+from vllm_pd.bench.report import MS, side_by_side
 
 COLOURS = {True: "tab:blue", False: "tab:orange"}
 
@@ -27,7 +27,7 @@ def table(report: dict[str, Any]) -> Table:
         ("... collectives beside the passes' own, a rank", lambda e: f"{e['collectives_per_load']:.1f}"),
         ("... messages, all ranks", lambda e: f"{e['messages_per_load']:.0f}"),
         ("tokens/s under load, median of the rounds", lambda e: f"{e['tokens_per_s']:.0f}"),
-        ("... least and most", lambda e: "{:.0f} .. {:.0f}".format(*_ends(e["tokens_per_s_rounds"]))),
+        ("... least and most", lambda e: f"{min(e['tokens_per_s_rounds']):.0f} .. {max(e['tokens_per_s_rounds']):.0f}"),
         ("... to the first tree's, median of the pairs", lambda e: f"{e['tokens_per_s_ratio']:.2f}"),
         ("ITL while no other rank works, ms", lambda e: _spread(e["itl_alone_ms"])),
         ("ITL beside a rank that prefills, ms", lambda e: _spread(e["itl_beside_ms"])),
@@ -36,46 +36,35 @@ def table(report: dict[str, Any]) -> Table:
         ("CPU of an idle engine, % of a core", lambda e: f"{e['idle_cpu_percent']:.1f}"),
         ("CPU of its idle front end and coordinator", lambda e: f"{e['idle_front_cpu_percent']:.1f}"),
     ]
-    shown = Table(box=box.SIMPLE)
-    shown.add_column("")
-    for entry in entries:
-        shown.add_column(f"{entry['model']} x {entry['size']}\n{entry['tree']}", justify="right")
-    for text, figure in lines:
-        shown.add_row(text, *(figure(entry) for entry in entries))
-    return shown
+    return side_by_side([f"{entry['model']} x {entry['size']}\n{entry['tree']}" for entry in entries], entries, lines)
 
 
 def picture(report: dict[str, Any], path: Path) -> None:
     """Each rank's forward passes over time, around the end of one request: real ones and dummies."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     entries = report["entries"]
-    figure, axes = pyplot.subplots(len(entries), 1, figsize=(10, 1.0 + 1.3 * len(entries)), squeeze=False, sharex=True)
+    figure = Figure(figsize=(10, 1.0 + 1.3 * len(entries)), layout="tight")
+    axes = figure.subplots(len(entries), 1, squeeze=False, sharex=True)
     for axis, entry in zip(axes[:, 0], entries, strict=True):
         for rank, steps in enumerate(entry["steps"]):
             for real in (True, False):
-                bars = [(1000 * began, max(1000 * (ended - began), 0.3)) for began, ended, kind in steps
-                        if (kind == FORWARD) is real]  # fmt: skip
+                bars = [(MS * began, max(MS * (ended - began), 0.3)) for began, ended, kind in steps
+                        if (kind == FORWARD) is real]
                 axis.broken_barh(bars, (rank - 0.35, 0.7), facecolors=COLOURS[real], edgecolor="white", linewidth=0.4)
         axis.set_yticks(range(entry["size"]), [f"rank {rank}" for rank in range(entry["size"])], fontsize=7)
         axis.set_title(f"{entry['model']}, {entry['size']} ranks, {entry['tree']}", fontsize=8, loc="left")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[real]) for real in (True, False)]
+    handles = [Patch(color=COLOURS[real]) for real in (True, False)]
     figure.legend(handles, ["forward pass", "dummy pass"], loc="upper right", fontsize=8)
     axes[-1, 0].set_xlabel("ms after a request that ends early was sent to rank 0 of an idle group")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def _spread(spread: dict[str, float] | None) -> str:
-    """Of few samples the largest, of many also the 99th percentile."""
+    """Median and largest, and the 99th percentile where there is one."""
     if spread is None:
         return "-"
     keys = [key for key in ("p50", "p99", "max") if key in spread]
     return " ".join(f"{key} {spread[key]:.1f}" for key in keys)
 
-
-def _ends(values: list[float]) -> tuple[float, float]:
-    return min(values), max(values)

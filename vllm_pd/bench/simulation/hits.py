@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix hits that each policy gets out of a trace, against what any could get.
+"""The prefix hits that each routing policy gets out of a trace, against what any could get.
 
-The router's own index and policy, over the workers of `engines`: their events reach the index a moment late, their load
-is told as seldom as engines tell it, and the router counts on what it has just sent. Beside the policies stand three
-things that no router can have: `oracle.bound`; *one pool*, a single worker that is as large and as fast as all
-together, with the allocator's own eviction; and the best *placement* over the workers that a search finds which knows
-the whole trace. The first says what a trace allows at all, the others what is left of it with the engines' eviction.
+The router's own index and policy decide over simulated `workers`: events reach the index with a delay, loads are
+reported as seldom as engines report them, and the router counts on what it has just sent. Beside the policies stand
+three results that no router can have: `oracle.bound`, which is what a trace allows at all; *one pool*, a single worker
+as large and as fast as all together, with the allocator's own eviction; and the best *placement* that a search finds
+which knows the whole trace.
 """
 import functools
 import heapq
-import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from rich.table import Table
 
+from vllm_pd.bench import report
+from vllm_pd.bench.report import ShowLine
 from vllm_pd.bench.simulation import oracle
 from vllm_pd.bench.simulation.placement import PlacementSearch
 from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
@@ -26,10 +28,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Candidate, Choice, Policy, PolicyConfig, Reason, Request, choose
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-EXPECT_S = 5.0  # how long the router counts on what it sent
+EXPECT_S = 5.0  # how long the router counts on what it has sent
 POOL = "one pool"
 PLACED = "offline placement"
 Decide = Callable[[Request, Sequence[Candidate], random.Random], Choice | None]
@@ -37,7 +36,7 @@ POLICIES = (Policy.KV, Policy.CONSISTENT_HASH, Policy.LEAST_LOAD, Policy.ROUND_R
 
 
 class FleetConfig(msgspec.Struct, frozen=True):
-    """The workers and what lies between them and the router."""
+    """The workers, and how late the router learns about them."""
     workers: int = 4
     worker_blocks: int = 4096
     block_size: int = 16
@@ -46,14 +45,14 @@ class FleetConfig(msgspec.Struct, frozen=True):
     load_period_s: float = 0.1
 
     def pooled(self) -> "FleetConfig":
-        """One worker as large and as fast as all of these."""
+        """One worker as large and as fast as all of these together."""
         speed = msgspec.structs.replace(self.speed, prefill_tokens_per_s=self.speed.prefill_tokens_per_s * self.workers)
         return msgspec.structs.replace(self, workers=1, worker_blocks=self.workers * self.worker_blocks, speed=speed)
 
 
 class HitBench(msgspec.Struct, frozen=True):
-    """What is measured: each policy, on a trace for each seed, with each size of cache. The sizes are all workers'
-    blocks together, as shares of the different blocks that the trace makes."""
+    """What is measured: each policy, on a trace for each seed, with each size of cache. A size is all workers' blocks
+    together as a share of the distinct blocks of the trace."""
     seeds: tuple[int, ...] = (0, 1, 2)
     pool_shares: tuple[float, ...] = (0.25, 0.5, 1.0)
     trace: TraceConfig = TraceConfig(conversations=300)
@@ -63,7 +62,7 @@ class HitBench(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, workers: int | None, seed: int) -> "HitBench":
-        """With so many workers, and three seeds from `seed` on."""
+        """With so many workers (None: the default), and three seeds from `seed` on."""
         workers = FleetConfig().workers if workers is None else workers
         if workers < 1:
             raise ConfigError("--workers", workers, "give 1 or more")
@@ -71,7 +70,8 @@ class HitBench(msgspec.Struct, frozen=True):
 
 
 class HitFigures(msgspec.Struct, frozen=True):
-    """Of one run. Shares are of 1. `spread` is the most computed prompt tokens on one worker over the mean."""
+    """The figures of one run. Shares are of 1. `spread`: the most prompt tokens that one worker computed, over the mean
+    of all workers."""
     hit_share: float
     mean_ttft_s: float
     p99_ttft_s: float
@@ -80,7 +80,7 @@ class HitFigures(msgspec.Struct, frozen=True):
 
 
 class FixedPlacement:
-    """Decides as it was decided before: `workers` has the number of a worker for each request of the trace."""
+    """Decides from a list: `workers` has the number of a worker for each request of the trace."""
 
     def __init__(self, workers: Sequence[int]) -> None:
         self.workers = workers
@@ -93,18 +93,19 @@ class FixedPlacement:
 
 def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed: int = 0,
              placed: list[int] | None = None) -> HitFigures:
-    """Route the trace. What is drawn comes from `seed`. To `placed` the number of each request's worker is added."""
+    """Routes the trace. What is drawn comes from `seed`. The number of each request's worker is appended to
+    `placed`."""
     rng = random.Random(seed)
     index = PrefixIndex(fleet.block_size)
-    news: list[tuple[float, int, tuple]] = []  # heap: when it arrives, number, event
+    in_flight: list[tuple[float, int, tuple]] = []  # heap: when it arrives, number, event
     numbers = iter(range(1 << 62))
 
     def stored(worker: SimWorker, hashes: list[int], parent: int | None, token_ids: list[int], at_s: float) -> None:
         event = (worker.name, hashes, parent, token_ids, fleet.block_size)
-        heapq.heappush(news, (at_s + fleet.event_delay_s, next(numbers), event))
+        heapq.heappush(in_flight, (at_s + fleet.event_delay_s, next(numbers), event))
 
     def removed(worker: SimWorker, hashes: list[int], at_s: float) -> None:
-        heapq.heappush(news, (at_s + fleet.event_delay_s, next(numbers), (worker.name, hashes)))
+        heapq.heappush(in_flight, (at_s + fleet.event_delay_s, next(numbers), (worker.name, hashes)))
 
     workers = {name: SimWorker(name, fleet.worker_blocks, fleet.block_size, fleet.speed, stored, removed)
                for name in (f"w{number}" for number in range(fleet.workers))}
@@ -112,18 +113,18 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed:
     loads: dict[str, SimLoad] = {name: worker.load() for name, worker in workers.items()}
     sent = dict.fromkeys(workers, 0)
     reasons = dict.fromkeys(Reason, 0)
-    told_s = 0.0
+    reported_s = 0.0
     for turn, arrival in enumerate(trace):
-        while told_s + fleet.load_period_s <= arrival.at_s:
-            told_s += fleet.load_period_s
-            if arrival.at_s - told_s < fleet.load_period_s:  # only the last word before a request matters
+        while reported_s + fleet.load_period_s <= arrival.at_s:
+            reported_s += fleet.load_period_s
+            if arrival.at_s - reported_s < fleet.load_period_s:  # only the last report before a request matters
                 for name, worker in workers.items():
-                    worker.advance(told_s)
+                    worker.advance(reported_s)
                     loads[name], sent[name] = worker.load(), 0
         for worker in workers.values():
             worker.advance(arrival.at_s)
-        while news and news[0][0] <= arrival.at_s:
-            event = heapq.heappop(news)[2]
+        while in_flight and in_flight[0][0] <= arrival.at_s:
+            event = heapq.heappop(in_flight)[2]
             (index.stored if len(event) > 2 else index.removed)(*event)
         names = index.hashes(arrival.prompt)
         overlaps = index.matches(names, arrival.at_s)
@@ -139,34 +140,23 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed:
         workers[choice.worker].submit(arrival, arrival.at_s)
     for worker in workers.values():
         worker.advance(float("inf"))
-    return summary(list(workers.values()), reasons)
+    return figures_of(list(workers.values()), reasons)
 
 
-def summary(workers: Sequence[SimWorker], reasons: dict[str, int]) -> HitFigures:
-    """Of workers that have done everything."""
+def figures_of(workers: Sequence[SimWorker], reasons: dict[str, int]) -> HitFigures:
+    """The figures of workers that have finished everything."""
     runs = [run for worker in workers for run in worker.done]
     hit = sum(run.hit_tokens for run in runs)
     asked = sum(len(run.arrival.prompt) for run in runs)
-    ttfts = sorted(run.first_token_s - run.arrival.at_s for run in runs)
+    ttft_s = report.summary((run.first_token_s - run.arrival.at_s for run in runs), "mean p99")
     computed = [sum(len(run.arrival.prompt) - run.hit_tokens for run in worker.done) for worker in workers]
-    return HitFigures(hit / asked, statistics.fmean(ttfts), ttfts[int(0.99 * len(ttfts))],
-                  max(computed) / max(1.0, statistics.fmean(computed)),
-                  {str(reason): count for reason, count in reasons.items() if count})
+    return HitFigures(hit / asked, ttft_s["mean"], ttft_s["p99"],
+                      max(computed) / max(1.0, statistics.fmean(computed)),
+                      {str(reason): count for reason, count in reasons.items() if count})
 
 
-def show(bench: HitBench, say: Callable[[str], None], drawn: Path | None, written: Path | None) -> None:
-    """Measure, print, draw and write."""
-    from rich.console import Console
-    report = measure(bench, say)
-    Console(width=120).print(table(report))
-    if drawn is not None:
-        picture(report, drawn)
-    if written is not None:
-        written.write_text(json.dumps(report) + "\n")
-
-
-def measure(bench: HitBench, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """A line said for each run; the report as plain data."""
+def measure(bench: HitBench, show: ShowLine = print) -> dict[str, Any]:
+    """Runs it all, showing a line for each run. The report, ready for JSON."""
     runs = []
     for seed in bench.seeds:
         trace = make(msgspec.structs.replace(bench.trace, seed=seed))
@@ -182,8 +172,8 @@ def measure(bench: HitBench, say: Callable[[str], None] = print) -> dict[str, An
                                                  placed if policy is Policy.KV else None)
             search = PlacementSearch(trace, size, fleet.worker_blocks, placed, fleet.workers, seed)
             results[PLACED] = simulate(trace, fleet, FixedPlacement(search.best(bench.moves)), seed)
-            say(f"seed {seed}, {fleet.workers} x {fleet.worker_blocks} blocks: bound {bound:.3f}, "
-                + ", ".join(f"{name} {result.hit_share:.3f}" for name, result in results.items()))
+            show(f"seed {seed}, {fleet.workers} x {fleet.worker_blocks} blocks: bound {bound:.3f}, "
+                 + ", ".join(f"{name} {result.hit_share:.3f}" for name, result in results.items()))
             runs.append({"seed": seed, "pool_share": share, "worker_blocks": fleet.worker_blocks, "bound": bound,
                          "requests": len(trace), "footprint_blocks": footprint,
                          "results": {name: msgspec.to_builtins(result) for name, result in results.items()}})
@@ -196,7 +186,7 @@ def _by(config: PolicyConfig, policy: Policy) -> Decide:
 
 
 def _over_seeds(share: float, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds; of the shares of what no router can have, the lowest and the highest too."""
+    """Means over the seeds; of the ratios to what no router can have also the lowest and the highest."""
     names = runs[0]["results"]
     policies = {}
     for name in names:
@@ -212,34 +202,30 @@ def _over_seeds(share: float, runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"pool_share": share, "bound": statistics.fmean(run["bound"] for run in runs), "policies": policies}
 
 
-def table(report: dict[str, Any]) -> "Table":
+def table(found: dict[str, Any]) -> Table:
     """The means over the seeds."""
-    from rich import box
-    from rich.table import Table
-    shown = Table(box=box.SIMPLE)
-    for column in ("cache", "policy", "hits", "of the bound", "of one pool", "of the placement", "TTFT mean / p99, s",
-                   "most computed"):
-        shown.add_column(column, no_wrap=True, justify="left" if column == "policy" else "right")
-    for part in report["summary"]:
-        shown.add_row(f"{part['pool_share']:.0%}", "bound", f"{part['bound']:.1%}")
-        for name, each in part["policies"].items():
-            shown.add_row("", name, *(f"{each[key]:.1%}" for key in ("hit_share", "of_bound", "of_pool", "of_placed")),
-                          f"{each['mean_ttft_s']:.3f} / {each['p99_ttft_s']:.3f}", f"{each['spread']:.2f}")
-    return shown
+    rows: list[list[str]] = []
+    for part in found["summary"]:
+        rows.append([f"{part['pool_share']:.0%}", "bound", f"{part['bound']:.1%}"])
+        rows += [["", name, *(f"{each[key]:.1%}" for key in ("hit_share", "of_bound", "of_pool", "of_placed")),
+                  f"{each['mean_ttft_s']:.3f} / {each['p99_ttft_s']:.3f}", f"{each['spread']:.2f}"]
+                 for name, each in part["policies"].items()]
+    return report.table(["cache", "policy", "hits", "of the bound", "of one pool", "of the placement",
+                         "TTFT mean / p99, s", "most computed"], rows, text=1)
 
 
-def picture(report: dict[str, Any], path: Path) -> None:
+def picture(found: dict[str, Any], path: Path) -> None:
     """Hits and the time to the first token over the size of the cache."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    parts = report["summary"]
+    from matplotlib.figure import Figure
+
+    parts = found["summary"]
     sizes = [part["pool_share"] * 100 for part in parts]
-    figure, (hits, waits) = pyplot.subplots(1, 2, figsize=(10, 4))
+    figure = Figure(figsize=(10, 4), layout="tight")
+    hits, waits = figure.subplots(1, 2)
     hits.plot(sizes, [part["bound"] * 100 for part in parts], "k--", label="bound (clairvoyant pool)")
     for name in parts[0]["policies"]:
         style = {"color": {POOL: "0.5", PLACED: "0.0"}[name], "linestyle": ":"} if name in (POOL, PLACED) else {}
-        for axis, key, factor in ((hits, "hit_share", 100), (waits, "mean_ttft_s", 1000)):
+        for axis, key, factor in ((hits, "hit_share", 100), (waits, "mean_ttft_s", report.MS)):
             axis.plot(sizes, [part["policies"][name][key] * factor for part in parts], marker="o", label=name, **style)
     hits.set_ylabel("prompt tokens that hit, %")
     hits.set_ylim(0, 100)
@@ -249,6 +235,4 @@ def picture(report: dict[str, Any], path: Path) -> None:
     for axis in (hits, waits):
         axis.set_xlabel("blocks of all workers, % of the trace's")
         axis.grid(alpha=0.3)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no router could beat: the prefix hits that a trace allows at all, reckoned offline.
+"""The prefix hits that a trace allows at all, computed offline: no router can beat this bound.
 
-The **bound** pools the blocks of all workers into one cache, knows every later request, keeps what it likes, evicts
-what is needed last, has each block the moment its request arrives, and may hit a block whose predecessors are gone.
-Each use of a block after an earlier one is an interval in which it must be kept; the bound is the greatest number of
-such intervals of which no more than the pool's size overlap anywhere, which evicting what is needed last attains (the
-classic interval argument). Routing over real workers is worse for four reasons, none of which the bound knows:
-prefixes that several workers must hold, caches that evict what was used least recently, blocks that are not there yet
-when the next request comes, and blocks that running requests hold on to.
+It pools the blocks of all workers into one cache, knows every later request, keeps what it likes, evicts what is needed
+last, has each block the moment its request arrives, and may hit a block whose predecessors are gone. Each use of a
+block after an earlier one is an interval in which the block must be kept. The bound is the greatest number of such
+intervals of which no more than the pool's size overlap anywhere; evicting what is needed last attains it (the classic
+interval argument). Routing over real workers is worse for four reasons that the bound leaves out: prefixes that several
+workers must hold, caches that evict what was used least recently, blocks that are not computed yet when the next
+request comes, and blocks that running requests hold.
 """
 import heapq
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from vllm_pd.router.index import PrefixIndex
 
 
 def bound(trace: Sequence[Arrival], block_size: int, pool_blocks: int | None) -> float:
-    """The share of the trace's prompt tokens that a clairvoyant pool of so many blocks would hit; None: no limit."""
+    """The share of the trace's prompt tokens that a clairvoyant pool of `pool_blocks` (None: any number) would hit."""
     namer = PrefixIndex(block_size)
     uses = []  # per request: the prompt's blocks, and how many its answer adds to them
     for arrival in trace:
@@ -48,6 +48,6 @@ def bound(trace: Sequence[Arrival], block_size: int, pool_blocks: int | None) ->
 
 
 def footprint_blocks(trace: Sequence[Arrival], block_size: int) -> int:
-    """How many different blocks the trace makes in all."""
+    """The number of distinct blocks of a trace."""
     namer = PrefixIndex(block_size)
     return len({name for arrival in trace for name in namer.hashes(arrival.prompt + arrival.answer[:-1])})

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where requests would have to go by one who knows the whole trace, and can choose nothing but the worker.
+"""A search for the best placement of requests on workers, by one who knows the whole trace and chooses only the worker.
 
 `oracle.bound` may keep in its cache what it likes; engines keep what was used last, each in a cache of its own. This is
-an oracle for those: it looks for the placement that hits most, by trial. From the placement that a policy made, one
-conversation at a time, or its end, or one of its requests, is moved to another worker; what hits more is kept, and what
-hits less too at first, less and less likely (simulated annealing). A trial takes a millisecond, for it reckons with
-least recently used caches without time: nobody waits, what a request computes is there at once. How much the placement
+the counterpart for those. The search starts from the placement that a policy made and moves a conversation, or the end
+of one, or one request, to another worker. It keeps what hits more, and also what hits less at first, with a probability
+that falls (simulated annealing). A move is tried in a millisecond, because it is computed with caches that evict the
+least recently used and know no time: nobody waits, and what a request computes is there at once. How much the placement
 that was found really hits, the simulation says, with the engines' own allocators.
 
-It is no bound, for a longer search finds a little more. And it is nothing that a router could do: it minds no load, and
-knows which conversation goes on, and which text comes again.
+It is no bound, because a longer search finds a little more. And it is nothing that a router could do: it ignores load,
+and knows which conversation goes on and which text comes again.
 """
 import math
 import random
@@ -25,15 +25,16 @@ WHOLE, END = 0.6, 0.2  # how often a move is of a conversation, of its end; else
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """A trace as runs of blocks that are used together whenever they are used. `lengths`: of each in blocks;
-    `prompts`: of each request those of its prompt; `backwards`: those of prompt and answer, the last one first."""
+    """A trace as runs of blocks, a run being blocks that are always used together. `lengths`: of each run, in blocks.
+    `prompts`: for each request the runs of its prompt. `backwards`: those of its prompt and answer, the last one
+    first."""
     lengths: list[int]
     prompts: list[list[int]]
     backwards: list[list[int]]
 
     @classmethod
     def of(cls, trace: Sequence[Arrival], block_size: int) -> "BlockRuns":
-        """Of a trace, for workers with blocks of that size."""
+        """The runs of a trace for workers with blocks of `block_size` tokens."""
         namer = PrefixIndex(block_size)
         chains = [namer.hashes(arrival.prompt + arrival.answer[:-1]) for arrival in trace]
         users: dict[int, list[int]] = defaultdict(list)
@@ -63,8 +64,8 @@ class BlockRuns:
         return cls(lengths, prompts, backwards)
 
     def hits(self, requests: Sequence[int], cache_blocks: int) -> int:
-        """The prompt blocks of these requests, in this order, that a cache of so many blocks hits, which gives up what
-        was used least recently and of that the end first, as the engines' does."""
+        """How many prompt blocks of these requests, in this order, are hits in a cache of `cache_blocks`, which evicts
+        what was used least recently, and of that the end first, as the engines' does."""
         lengths = self.lengths
         held: OrderedDict[int, int] = OrderedDict()  # run -> how many blocks of it, from its start
         used = hits = 0
@@ -90,8 +91,8 @@ class BlockRuns:
 
 
 class PlacementSearch:
-    """For the best placement of a trace on workers with so many blocks each. `start` has the number of a worker for
-    each request; `heat_blocks`: how many hits a move may lose at first, once in e times."""
+    """The search on workers with `worker_blocks` each. `start` has the number of a worker for each request;
+    `heat_blocks`: how many hits a move may lose at first, once in e times."""
 
     def __init__(self, trace: Sequence[Arrival], block_size: int, worker_blocks: int, start: Sequence[int],
                  workers: int, seed: int, heat_blocks: float = 10.0) -> None:
@@ -109,11 +110,11 @@ class PlacementSearch:
 
     @property
     def hits(self) -> int:
-        """Of the present placement, in blocks."""
+        """The hits of the present placement, in blocks."""
         return sum(self._hits)
 
     def best(self, moves: int) -> list[int]:
-        """The best placement that so many moves come upon, the start among them: a worker's number for each request."""
+        """The best placement that is found in `moves` moves, the start included: a worker's number for each request."""
         best, best_hits = list(self._placed), self.hits
         for number in range(moves):
             self._try(self._heat_blocks * (1 - number / moves))

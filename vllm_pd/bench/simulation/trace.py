@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A seeded trace of prompts that share prefixes the way chats do.
+"""A seeded trace of prompts that share prefixes as chats do.
 
-Conversations arrive at random. Each begins with one of a few system prompts (the popular ones far more often), some go
-on with one of a number of long documents that others ask about too, and then turns follow: a question, an answer, a
-pause, and the next prompt is all that was said so far and the next question. Arrival times are part of the trace and
-do not depend on how fast anything is served, so that every policy and every bound sees the same requests in the same
-order.
+Conversations arrive at random. Each begins with one of a few system prompts (the popular ones far more often). Some go
+on with one of a number of long documents that others ask about too. Then turns follow: a question, an answer, a pause,
+and the next prompt is the whole conversation so far and the next question. Arrival times are part of the trace and do
+not depend on how fast it is served, so that every policy and every bound sees the same requests in the same order.
 """
 import math
 import random
@@ -16,7 +15,7 @@ VOCABULARY = 128_000
 
 
 class TraceConfig(msgspec.Struct, frozen=True):
-    """The shape of the trace. Lengths in tokens; `*_sigma` belongs to a log-normal around the median before it."""
+    """The shape of the trace. Lengths in tokens; `*_sigma` is that of a log-normal around the median before it."""
     seed: int = 0
     conversations: int = 500
     conversations_per_s: float = 1.5
@@ -33,13 +32,13 @@ class TraceConfig(msgspec.Struct, frozen=True):
     question_sigma: float = 0.8
     answer_tokens: int = 150
     answer_sigma: float = 0.6
-    answer_s_per_token: float = 0.03  # how long one takes to read what is answered, the making of it included
+    answer_s_per_token: float = 0.03  # to generate and read the answer
     pause_s: float = 20.0  # mean of an exponential, after reading
     longest_tokens: int = 16_000
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request: when it comes, what it asks, what will be answered. `conversation` is the key of its session."""
+    """One request: when it comes, its prompt, its answer, as token ids. `conversation` is the key of its session."""
     at_s: float
     conversation: int
     turn: int

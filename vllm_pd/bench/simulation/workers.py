@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers for the hit-rate bench: V0's real block allocator, with its real eviction, under a made-up clock.
+"""Simulated workers: V0's real block allocator, with its real eviction, under a simulated clock.
 
-A worker prefills one prompt at a time, first come first served, as fast as it is told, and decodes all it has at a
-fixed pace. A prompt begins when the blocks for it and for its whole answer are free; what is cached by then is its hit.
-Blocks become hits for others when the prefill is over, those of the answer when the answer is. All else is the
-allocator's: which block is found, shared, kept, evicted.
+A worker prefills one prompt at a time, first come first served, at its configured speed, and decodes all its requests
+at a fixed pace. A prompt begins when the blocks for it and for its whole answer are free; what is cached by then is its
+hit. Its blocks become hits for others when the prefill is over, those of the answer when the answer is. Everything else
+is the allocator's decision: which block is found, shared, kept, evicted.
 """
 import heapq
 from collections import deque
@@ -19,8 +19,8 @@ from vllm_pd.bench.simulation.trace import Arrival
 
 
 class SimEvents:
-    """Makes events of whole chains out of what the allocator tells: `stored(hashes, parent, token_ids)` and
-    `removed(hashes)`. (An engine has `vllm_pd.events.sink` there, which waits for its steps and its other thread.)"""
+    """Turns the allocator's calls into events of whole chains: `stored(hashes, parent, token_ids)` and
+    `removed(hashes)`. (An engine has `vllm_pd.events.sink` here, which waits for its steps and its other thread.)"""
 
     def __init__(self, stored: Callable[[list[int], int | None, list[int]], None],
                  removed: Callable[[list[int]], None]):
@@ -29,11 +29,11 @@ class SimEvents:
         self._registered: dict[int, Block] = {}  # by block id, until it is computed
 
     def registered(self, block: Block) -> None:
-        """The allocator's word: a block is full."""
+        """Called by the allocator when a block is full."""
         self._registered[block.block_id] = block
 
     def computed(self, block_ids: set[int]) -> None:
-        """The allocator's word: the data of these is there."""
+        """Called by the allocator when the data of these blocks is there."""
         chains: list[list[Block]] = []
         for block_id in [known for known in self._registered if known in block_ids]:
             block = self._registered.pop(block_id)
@@ -47,16 +47,16 @@ class SimEvents:
                          [token for block in chain for token in block.token_ids])
 
     def removed(self, content_hash: int, block_id: int) -> None:
-        """The allocator's word: one is evicted."""
+        """Called by the allocator when a block is evicted."""
         if self._registered.pop(block_id, None) is None:
             self._removed([content_hash])
 
     def cleared(self) -> None:
-        """The allocator's word; the simulation never resets one."""
+        """Called by the allocator when it is reset, which never happens here."""
 
 
 class SimLoad(msgspec.Struct, frozen=True):
-    """What a worker says of itself; the names are those of the engines' load messages."""
+    """The load of a worker. The names are those of the engines' load messages."""
     remote_prefilling: int
     queued_prefill_tokens: int
     used_blocks: int
@@ -81,8 +81,8 @@ class SimRun:
 
 
 class SimWorker:
-    """See the module. Times in seconds of the simulation; `advance` must be called with times that do not decrease.
-    `stored(worker, hashes, parent, token_ids, at_s)` and `removed(worker, hashes, at_s)` are its events."""
+    """One worker. Times are simulated seconds, and those given to `advance` must not decrease. Its events are the calls
+    `stored(worker, hashes, parent, token_ids, at_s)` and `removed(worker, hashes, at_s)`."""
 
     def __init__(self, name: str, blocks: int, block_size: int, speed: SimSpeed, stored: Callable, removed: Callable):
         self.name = name
@@ -100,7 +100,7 @@ class SimWorker:
                                               lambda hashes: removed(self, hashes, self._now_s))
 
     def submit(self, arrival: Arrival, at_s: float) -> None:
-        """A request arrives. ValueError if it never fits."""
+        """Takes a request. Raises ValueError if it can never fit."""
         if self._blocks_of(arrival) > self.allocator.get_num_total_blocks():
             raise ValueError(f"{len(arrival.prompt)} prompt tokens don't fit {self.name}")
         self.advance(at_s)
@@ -108,7 +108,7 @@ class SimWorker:
         self._begin()
 
     def advance(self, until_s: float) -> None:
-        """All that ends until then ends."""
+        """Simulates until `until_s`."""
         while (next_s := self.next_s()) is not None and next_s <= until_s:
             self._now_s = max(self._now_s, next_s)
             if self._prefilling is not None and self._prefilling.first_token_s <= next_s:
@@ -119,14 +119,14 @@ class SimWorker:
         self._now_s = max(self._now_s, until_s)
 
     def next_s(self) -> float | None:
-        """When the next thing ends; None if nothing runs."""
+        """When the next prefill or decode ends; None if nothing runs."""
         times = [self._decoding[0][0]] if self._decoding else []
         if self._prefilling is not None:
             times.append(self._prefilling.first_token_s)
         return min(times, default=None)
 
     def load(self) -> SimLoad:
-        """As of now. What is being prefilled counts in full until it is done, as in an engine without chunks."""
+        """The load now. A prompt in prefill counts in full until it is done, as in an engine without chunks."""
         queued = sum(len(run.arrival.prompt) for run in self._waiting)
         if self._prefilling is not None:
             queued += len(self._prefilling.arrival.prompt) - self._prefilling.hit_tokens
@@ -134,7 +134,7 @@ class SimWorker:
         return SimLoad(0, queued, total - self.allocator.get_num_free_blocks() + self._reserved_blocks, total)
 
     def table(self) -> set[int]:
-        """The allocator's own hashes of the blocks that it holds and has computed."""
+        """The allocator's hashes of the blocks that it holds and that are computed."""
         return {content_hash for content_hash, block_id in self.allocator._cached_blocks.items()
                 if self.allocator.block_is_computed(block_id)}
 
