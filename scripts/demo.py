@@ -1,32 +1,34 @@
+#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/demo.sh`: a real model answers, its prompts computed by one engine and continued by another.
+"""`scripts/demo.sh`: a real model answers; one engine computes its prompts and another one continues them.
 
-Life: the same wheel with PD off, a decode engine and a prefill engine are started together. The questions go to the
-first, which is then ended, and to the decode engine, one at a time, so that what its counters gain is that question's.
-Every answer must equal the one with PD off token by token, every question must be prefilled where it should be, and in
-the end nothing may be left over; anything else is a failure.
+The same wheel with PD off, a decode engine and a prefill engine are started together. The questions go to the first,
+which is then ended, and to the decode engine, one at a time, so that what its counters gain belongs to that question.
+Every answer must equal the one with PD off token by token, every question must be prefilled where it should be, and
+nothing may be left over in the end; anything else is a failure.
 """
 
 import argparse
 import json
 import os
-import queue
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 from _demo.questions import DemoCase, cases
 from _demo.report import DemoOutcome, DemoReport
 
-from vllm_pd.children import Child
-from vllm_pd.client import Answer, Question, RequestError, ask, is_healthy
+from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask
+from vllm_pd.bench.servers import Server, Servers, log_to
+from vllm_pd.children import Say
 from vllm_pd.errors import PDError
 from vllm_pd.fleet import HOST, SERVE, UpOptions, plan_fleet
 from vllm_pd.metrics import STAGES
 from vllm_pd.ports import take_free, take_free_run
-from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
-from vllm_pd.up import Fleet, StartError
+from vllm_pd.scrape import scrape, scrape_after_request
+from vllm_pd.up import Fleet
 
 NAME = "demo"
 MAX_LOCAL_PREFILL_TOKENS = 400
@@ -39,60 +41,27 @@ MUST_BE_ZERO = ("vllm:pd_parked_blocks", "vllm:pd_quarantined_blocks", "vllm:pd_
                 "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc")
 
 
-class ServerLog:
-    """Where the servers' lines go: into a file, those of `up` itself to the terminal as well."""
+def lines_to(file: TextIO) -> Say:
+    """What writes the servers' lines into a file, and those of `up` to the terminal as well."""
+    write = log_to(file)
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
-
-    def say(self, name: str, line: str) -> None:
-        self._file.write(f"[{name}] {line}\n")
-        self._file.flush()
+    def say(name: str, line: str) -> None:
+        write(name, line)
         if name == "up":
             print(f"  {line}", flush=True)
 
-    def close(self) -> None:
-        self._file.close()
+    return say
 
 
-class PDOff:
-    """The same wheel without PD: one engine of the same kind (V0), on all cores. Ended when its block is left."""
-
-    def __init__(self, model: str, cores: list[int], journal: ServerLog) -> None:
-        port = take_free(HOST)
-        self.url = f"http://{HOST}:{port}"
-        env = {"VLLM_USE_V1": "0", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-               "OMP_NUM_THREADS": str(len(cores)),
-               "OMP_WAIT_POLICY": "passive",  # threads that spin for each other crawl where cores are shared
-               "VLLM_ENGINE_ITERATION_TIMEOUT_S": str(int(START_TIMEOUT_S))}
-        # Not in the front end's process: its engine runs steps on threads that are all bound to the first core.
-        self._child = Child("PD off", [*SERVE, model, "--host", HOST, "--port", str(port), *SERVE_ARGS], env=env,
-                            say=journal.say)
-
-    def __enter__(self) -> "PDOff":
-        self._child.start(queue.SimpleQueue())
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.end()
-
-    def await_healthy(self) -> None:
-        """Raises StartError where it ends first or takes too long."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not is_healthy(self.url):
-            if not self._child.alive or time.monotonic() > deadline:
-                raise StartError("the server with PD off did not start:\n" + "\n".join(self._child.last_lines()))
-            time.sleep(0.2)
-
-    def stop(self) -> None:
-        """Asks it to end; it has its time until the block is left."""
-        self._child.stop()
-
-    def end(self) -> None:
-        """Bounded; again does no harm."""
-        self._child.stop()
-        self._child.wait(time.monotonic() + STOP_TIMEOUT_S)
-        self._child.kill()
+def start_pd_off(servers: Servers, model: str, cores: list[int]) -> Server:
+    """Starts the same wheel without PD: one engine of the same kind (V0), on all cores."""
+    port = take_free(HOST)
+    env = {"VLLM_USE_V1": "0", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+           "OMP_NUM_THREADS": str(len(cores)),
+           "OMP_WAIT_POLICY": "passive",  # threads that spin for each other are slow where cores are shared
+           "VLLM_ENGINE_ITERATION_TIMEOUT_S": str(int(START_TIMEOUT_S))}
+    # Not in the front end's process: there the threads of its steps would all be bound to the first core.
+    return servers.start("PD off", port, [*SERVE, model, "--host", HOST, "--port", str(port), *SERVE_ARGS], env=env)
 
 
 def main() -> int:
@@ -105,16 +74,15 @@ def main() -> int:
         parser.error("there is no model: enter the environment (. scripts/env.sh) or write --model")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     arguments.output.mkdir(parents=True, exist_ok=True)
-    journal = ServerLog(arguments.output / "servers.log")
+    log = arguments.output / "servers.log"
     try:
-        report = run(arguments.model, journal)
+        with log.open("w", buffering=1) as file:
+            report = run(arguments.model, lines_to(file))
     except KeyboardInterrupt:
         return 130
-    except (PDError, RequestError, OSError) as error:
-        print(f"demo: {error}\ndemo: the servers' lines are in {arguments.output / 'servers.log'}", file=sys.stderr)
+    except (PDError, OSError) as error:
+        print(f"demo: {error}\ndemo: the servers' lines are in {log}", file=sys.stderr)
         return 1
-    finally:
-        journal.close()
     report.show()
     (arguments.output / "demo.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
     report.plot(arguments.output / "demo.png")
@@ -122,7 +90,7 @@ def main() -> int:
     return 0 if report.good else 1
 
 
-def run(model: str, journal: ServerLog) -> DemoReport:
+def run(model: str, say: Say) -> DemoReport:
     """The whole demonstration; every server has ended when it returns or raises."""
     begin = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
@@ -131,43 +99,45 @@ def run(model: str, journal: ServerLog) -> DemoReport:
                       cores)
     decode, prefill = (engine.url for engine in plan.engines)
     print(f"starting the same wheel with PD off on {len(cores)} cores, and", flush=True)
-    fleet = Fleet(plan, timeout_s=START_TIMEOUT_S, stop_timeout_s=STOP_TIMEOUT_S, say=journal.say)
-    with PDOff(model, cores, journal) as off, fleet:
-        off.await_healthy()
-        started_s = time.monotonic() - begin
-        questions = cases(off.url, NAME)
-        print(f"all healthy after {started_s:.0f} s; asking PD off {len(questions)} questions ...", flush=True)
-        references = [ask(off.url, NAME, case.question) for case in questions]
-        off.stop()
-        print(f"asking the decode engine the same; up to {MAX_LOCAL_PREFILL_TOKENS} new prompt tokens it prefills "
-              "itself\n", flush=True)
-        outcomes = []
-        for case, reference in zip(questions, references, strict=True):
-            outcomes.append(hand_over(case, decode, reference))
-            print(outcomes[-1].line(), flush=True)
-        leaks = left_over({"decode": decode, "prefill": prefill})
+    fleet = Fleet(plan, timeout_s=START_TIMEOUT_S, stop_timeout_s=STOP_TIMEOUT_S, say=say)
+    with Servers(say, STOP_TIMEOUT_S) as servers:
+        off = start_pd_off(servers, model, cores)
+        with fleet:
+            servers.await_ready(off, timeout_s=START_TIMEOUT_S)
+            started_s = time.monotonic() - begin
+            questions = cases(off.url, NAME)
+            print(f"all healthy after {started_s:.0f} s; asking PD off {len(questions)} questions ...", flush=True)
+            references = [ask(off.url, NAME, case.request) for case in questions]
+            off.child.stop()
+            print(f"asking the decode engine the same; up to {MAX_LOCAL_PREFILL_TOKENS} new prompt tokens it prefills "
+                  "itself\n", flush=True)
+            outcomes = []
+            for case, reference in zip(questions, references, strict=True):
+                outcomes.append(hand_over(case, decode, reference))
+                print(outcomes[-1].line(), flush=True)
+            leaks = left_over({"decode": decode, "prefill": prefill})
     return DemoReport(outcomes, leaks, started_s, time.monotonic() - begin)
 
 
-def hand_over(case: DemoCase, url: str, reference: Answer) -> DemoOutcome:
-    """Asks the decode engine and reads from its counters what it did about it."""
+def hand_over(case: DemoCase, url: str, reference: GenerationAnswer) -> DemoOutcome:
+    """Asks the decode engine, and reads from its counters what it did."""
     before = scrape(url)
-    answer = ask(url, NAME, case.question)
+    answer = ask(url, NAME, case.request)
     added = scrape_after_request(url, before).since(before)
     made = [key for key, count in added.by("vllm:pd_decisions_total", "decision", "reason").items() if count]
     ended = [outcome for (outcome, ), count in added.by("vllm:pd_attempts_total", "outcome").items() if count]
     return DemoOutcome(case, answer, reference, decisions=made, ends=ended,
-                   stages_s={stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES},
-                   transfer_bytes=int(added.value("vllm:pd_transfer_bytes_total")))
+                       stages_s={stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES},
+                       transfer_bytes=int(added.value("vllm:pd_transfer_bytes_total")))
 
 
 def left_over(urls: dict[str, str]) -> list[str]:
-    """What is not as it was at the start: one line for each gauge of each engine. Empty where nothing leaks.
+    """One line for each gauge of each engine that is not back at 0. Empty where nothing leaks.
 
-    An engine updates its gauges in a step, so each is asked one last short question first.
+    An engine updates its gauges in a step, so each gets one last short question first.
     """
     for url in urls.values():
-        ask(url, NAME, Question("The end.", max_tokens=2))
+        ask(url, NAME, GenerationRequest("The end.", max_tokens=2))
     deadline = time.monotonic() + SETTLE_S
     while (leaks := leaks_now(urls)) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -176,7 +146,7 @@ def left_over(urls: dict[str, str]) -> list[str]:
 
 def leaks_now(urls: dict[str, str]) -> list[str]:
     """The gauges that are not zero at this moment."""
-    pages: dict[str, Snapshot] = {name: scrape(url) for name, url in urls.items()}
+    pages = {name: scrape(url) for name, url in urls.items()}
     return [f"{name} engine: {gauge} is {page.value(gauge):g}, not 0"
             for name, page in pages.items() for gauge in MUST_BE_ZERO if page.value(gauge) != 0]
 

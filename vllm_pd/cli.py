@@ -247,10 +247,9 @@ def handover(decode: Urls, prefill: Urls,
              seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
              output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None) -> None:
     """Measure what a remote prefill costs beside the prefill, the transfer and the first decode step."""
-    from vllm_pd.bench.handover import HandoverBench, measure_handover
-    report = measure_handover(HandoverBench(decode=decode[0], prefill=tuple(prefill), requests=requests,
-                                            prompt_tokens=prompt_tokens, max_tokens=max_tokens, warm_up=warm_up,
-                                            seed=seed))
+    from vllm_pd.bench.handover import HandoverBench, measure
+    report = measure(HandoverBench(decode=decode[0], prefill=tuple(prefill), requests=requests,
+                                   prompt_tokens=prompt_tokens, max_tokens=max_tokens, warm_up=warm_up, seed=seed))
     text = json.dumps(report, indent=2)
     typer.echo(text)
     if output is not None:
@@ -340,7 +339,8 @@ def bench_router(
     from rich.console import Console
 
     from vllm_pd.bench import router_report as report
-    from vllm_pd.bench.router import RouterBench, measure, parse_cores
+    from vllm_pd.bench.checks import parse_cores
+    from vllm_pd.bench.router import RouterBench, measure
     from vllm_pd.bench.servers import RouterCommand
     if hit_rate:
         from vllm_pd.bench.simulation import hits

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo asks: completions and chats, streamed and not, from a line to a small book.
+"""The questions of the demo: completions and chats, streamed and not, from one line to a chapter.
 
-The texts are made up of plain sentences from a seeded generator, cut to length by the server's own tokenizer, so that a
-question is the same wherever the demo runs.
+The texts are plain sentences from a seeded generator, cut to length by the server's own tokenizer, so that a question
+is the same wherever the demo runs.
 """
 
 import random
 from dataclasses import dataclass
 
-from vllm_pd.client import Question, detokenize, tokenize
+from vllm_pd.bench.connection import call
+from vllm_pd.bench.load import GenerationRequest
 
 ANSWER_TOKENS = 8
 PLACES = ("the harbour", "the old mill", "the station", "the market", "the library", "the bridge", "the orchard",
@@ -23,14 +24,15 @@ ENDS = ("and nobody asked why.", "although it was raining.", "before the train l
 
 @dataclass(frozen=True)
 class DemoCase:
-    """A question, and whether its prompt is meant to be prefilled remotely."""
+    """A question, and whether its prompt should be prefilled remotely."""
     name: str
-    question: Question
+    request: GenerationRequest
     remote: bool
 
     @property
     def manner(self) -> str:
-        return ("chat" if self.question.chat else "completion") + (", streamed" if self.question.stream else "")
+        """How it is asked, in words."""
+        return ("chat" if self.request.chat else "completion") + (", streamed" if self.request.stream else "")
 
 
 def cases(url: str, model: str) -> list[DemoCase]:
@@ -41,11 +43,11 @@ def cases(url: str, model: str) -> list[DemoCase]:
 
     middle, long = text(700, seed=5), text(3980, seed=6)
 
-    def completion(text: str, stream: bool = True) -> Question:
-        return Question(text, ANSWER_TOKENS, stream=stream)
+    def completion(text: str, stream: bool = True) -> GenerationRequest:
+        return GenerationRequest(text, ANSWER_TOKENS, stream=stream)
 
-    def chat(text: str, stream: bool = True) -> Question:
-        return Question([{"role": "user", "content": text}], ANSWER_TOKENS, chat=True, stream=stream)
+    def chat(text: str, stream: bool = True) -> GenerationRequest:
+        return GenerationRequest([{"role": "user", "content": text}], ANSWER_TOKENS, chat=True, stream=stream)
 
     again = "\n\nThe whole story in one sentence:"
     return [
@@ -73,4 +75,5 @@ def _text(url: str, model: str, tokens: int, seed: int) -> str:
         return f"On day {chance.randint(1, 999)} {deed}, {chance.choice(ENDS)}"
 
     ample = " ".join(sentence() for _ in range(tokens // 10))
-    return detokenize(url, model, tokenize(url, model, ample)[:tokens])
+    token_ids = call(url, "POST", "/tokenize", {"model": model, "prompt": ample})["tokens"]
+    return call(url, "POST", "/detokenize", {"model": model, "tokens": token_ids[:tokens]})["prompt"]

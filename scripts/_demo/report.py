@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo found: a line for each question, a table of times, a verdict, JSON and a picture."""
+"""The results of the demo: a line for each question, tables of times, a verdict, JSON and a picture."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from _demo.questions import DemoCase
-from vllm_pd.client import Answer
+from vllm_pd.bench.load import GenerationAnswer
+from vllm_pd.bench.report import MS, table
 from vllm_pd.metrics import STAGES
 
 WHY = {
@@ -26,11 +26,11 @@ STAGE_TEXT = {"queue": "queue", "claim": "claim", "prefill": "prefill on P", "tr
 
 @dataclass(frozen=True)
 class DemoOutcome:
-    """One question, its answer with PD on and off, and what the decode engine counted for it: its decisions as
-    (decision, reason), the ends of its attempts, the stages of its hand-over."""
+    """One question, its answers with PD on and off, and what the decode engine counted for it: decisions as (decision,
+    reason), the ends of its attempts, the stages of its hand-over."""
     case: DemoCase
-    answer: Answer
-    reference: Answer
+    answer: GenerationAnswer
+    reference: GenerationAnswer
     decisions: list[tuple[str, ...]]
     ends: list[str]
     stages_s: dict[str, float]
@@ -40,10 +40,14 @@ class DemoOutcome:
     def remote(self) -> bool:
         return self.ends == ["done"] and [decision for decision, _ in self.decisions] == ["remote"]
 
+    @property
+    def same(self) -> bool:
+        return self.answer.same_as(self.reference)
+
     def faults(self) -> list[str]:
         """What is wrong with it; empty where all is well."""
         faults = []
-        if not self.answer.same_as(self.reference):
+        if not self.same:
             faults.append(f"another answer than with PD off: {self.answer.text!r} {list(self.answer.token_ids)} "
                           f"instead of {self.reference.text!r} {list(self.reference.token_ids)}")
         if len(self.decisions) != 1:
@@ -57,14 +61,23 @@ class DemoOutcome:
         """Who prefilled, why, and whether the answer is right."""
         who = "prefill engine" if self.remote else "decode engine"
         why = ", ".join(WHY.get(reason, reason) for _, reason in self.decisions) or "unknown"
-        verdict = "same tokens" if self.answer.same_as(self.reference) else "DIFFERENT"
         return (f"  {self.case.name:<25} {self.case.manner:<21} {self.answer.usage[0]:>5} tokens   "
-                f"prefilled by the {who:<14} ({why})   {verdict}")
+                f"prefilled by the {who:<14} ({why})   {'same tokens' if self.same else 'DIFFERENT'}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Its figures, times in seconds."""
+        streamed = self.case.request.stream
+        return {"name": self.case.name, "manner": self.case.manner, "prompt_tokens": self.answer.usage[0],
+                "remote": self.remote, "decisions": self.decisions, "attempts": self.ends, "same": self.same,
+                "text": self.answer.text, "token_ids": self.answer.token_ids,
+                "ttft_s": self.answer.ttft_s if streamed else None,
+                "ttft_off_s": self.reference.ttft_s if streamed else None,
+                "stages_s": self.stages_s if self.remote else None, "transfer_bytes": self.transfer_bytes}
 
 
 @dataclass(frozen=True)
 class DemoReport:
-    """The end of a demonstration. `leaks` are the gauges that did not go back to 0."""
+    """All results. `leaks` are the gauges that did not go back to 0."""
     outcomes: Sequence[DemoOutcome]
     leaks: Sequence[str]
     started_s: float
@@ -84,9 +97,12 @@ class DemoReport:
         return [outcome for outcome in self.outcomes if outcome.remote]
 
     @property
+    def streamed(self) -> list[DemoOutcome]:
+        return [outcome for outcome in self.outcomes if outcome.case.request.stream]
+
+    @property
     def transfer_gb_per_s(self) -> float | None:
-        seconds = sum(outcome.stages_s["transfer"] for outcome in self.remote)
-        return sum(outcome.transfer_bytes for outcome in self.remote) / seconds / 1e9 if seconds else None
+        return _gb_per_s(self.remote)
 
     def show(self) -> None:
         """Prints tables and verdict."""
@@ -96,40 +112,28 @@ class DemoReport:
         console.print(self._handovers())
         for fault in self.faults:
             console.print(f"FAULT  {fault}", markup=False, soft_wrap=True)
-        same = sum(outcome.answer.same_as(outcome.reference) for outcome in self.outcomes)
-        console.print(f"{same} of {len(self.outcomes)} answers are token by token those with PD off; "
-                      f"{len(self.remote)} prompts were prefilled remotely; "
+        console.print(f"{sum(outcome.same for outcome in self.outcomes)} of {len(self.outcomes)} answers are token by "
+                      f"token those with PD off; {len(self.remote)} prompts were prefilled remotely; "
                       f"{'nothing is' if not self.leaks else 'SOMETHING IS'} left over; {self.total_s:.0f} s in all.",
                       soft_wrap=True)
 
     def as_json(self) -> dict[str, Any]:
         """All figures, times in seconds."""
-        return {
-            "good": self.good, "faults": self.faults, "started_s": self.started_s, "total_s": self.total_s,
-            "transfer_gb_per_s": self.transfer_gb_per_s,
-            "questions": [{
-                "name": o.case.name, "manner": o.case.manner, "prompt_tokens": o.answer.usage[0], "remote": o.remote,
-                "decisions": o.decisions, "attempts": o.ends, "same": o.answer.same_as(o.reference),
-                "text": o.answer.text, "token_ids": o.answer.token_ids,
-                "ttft_s": o.answer.ttft_s if o.case.question.stream else None,
-                "ttft_off_s": o.reference.ttft_s if o.case.question.stream else None,
-                "stages_s": o.stages_s if o.remote else None, "transfer_bytes": o.transfer_bytes,
-            } for o in self.outcomes],
-        }
+        return {"good": self.good, "faults": self.faults, "started_s": self.started_s, "total_s": self.total_s,
+                "transfer_gb_per_s": self.transfer_gb_per_s,
+                "questions": [outcome.as_json() for outcome in self.outcomes]}
 
     def plot(self, path: Path) -> None:
-        """A picture: time to first token with PD on and off, and where it goes in a hand-over."""
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-        figure, (first, stages) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
-        streamed = [outcome for outcome in self.outcomes if outcome.case.question.stream]
-        places = range(len(streamed))
-        colours = ["tab:orange" if outcome.remote else "tab:blue" for outcome in streamed]
-        first.barh([place - 0.2 for place in places], [o.answer.ttft_s for o in streamed], 0.4, color=colours)
-        first.barh([place + 0.2 for place in places], [o.reference.ttft_s for o in streamed], 0.4, color="lightgrey")
-        first.set_yticks(places, [f"{o.case.name} ({o.answer.usage[0]})" for o in streamed])
-        first.invert_yaxis()
+        """A picture: time to first token with PD on and off, and the stages of each hand-over."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(12, 5), layout="constrained")
+        first, stages = figure.subplots(1, 2)
+        places = range(len(self.streamed))
+        colours = ["tab:orange" if outcome.remote else "tab:blue" for outcome in self.streamed]
+        first.barh([place - 0.2 for place in places], [o.answer.ttft_s for o in self.streamed], 0.4, color=colours)
+        first.barh([place + 0.2 for place in places], [o.reference.ttft_s for o in self.streamed], 0.4,
+                   color="lightgrey")
         first.set(title="Time to first token: remote (orange), local (blue), PD off (grey)", xlabel="seconds",
                   xscale="log")
         left = [0.0] * len(self.remote)
@@ -137,46 +141,39 @@ class DemoReport:
             widths = [outcome.stages_s[stage] for outcome in self.remote]
             stages.barh(range(len(widths)), widths, left=left, label=STAGE_TEXT[stage])
             left = [start + width for start, width in zip(left, widths, strict=True)]
-        stages.set_yticks(range(len(self.remote)), [f"{o.case.name} ({o.answer.usage[0]})" for o in self.remote])
-        stages.invert_yaxis()
         stages.set(title="The hand-over by stage", xlabel="seconds")
         if self.remote:
             stages.legend()
+        for axis, shown in ((first, self.streamed), (stages, self.remote)):
+            axis.set_yticks(range(len(shown)), [f"{o.case.name} ({o.answer.usage[0]})" for o in shown])
+            axis.invert_yaxis()
         figure.savefig(path, dpi=120)
-        pyplot.close(figure)
 
     def _first_tokens(self) -> Table:
-        table = Table(title="Time to first token, streamed answers (PD off: one engine on all cores)", box=box.SIMPLE)
-        for name, side in (("question", "left"), ("prompt tokens", "right"), ("remote", "right"), ("local", "right"),
-                           ("PD off", "right")):
-            table.add_column(name, justify=side)
-        for outcome in self.outcomes:
-            if outcome.case.question.stream:
-                own = f"{outcome.answer.ttft_s:.3f} s"
-                table.add_row(outcome.case.name, str(outcome.answer.usage[0]), own if outcome.remote else "",
-                              "" if outcome.remote else own, f"{outcome.reference.ttft_s:.3f} s")
-        return table
+        rows = []
+        for outcome in self.streamed:
+            own = f"{outcome.answer.ttft_s:.3f} s"
+            rows.append((outcome.case.name, str(outcome.answer.usage[0]), own if outcome.remote else "",
+                         "" if outcome.remote else own, f"{outcome.reference.ttft_s:.3f} s"))
+        return table(["question", "prompt tokens", "remote", "local", "PD off"], rows,
+                     "Time to first token, streamed answers (PD off: one engine on all cores)")
 
     def _handovers(self) -> Table:
-        table = Table(title="The hand-over by stage", box=box.SIMPLE)
-        table.add_column("question", no_wrap=True)
-        for stage in STAGES:
-            table.add_column(STAGE_TEXT[stage], justify="right")
-        table.add_column("MB", justify="right")
-        table.add_column("GB/s", justify="right")
-        for outcome in self.remote:
-            table.add_row(outcome.case.name, *(f"{1e3 * outcome.stages_s[stage]:.1f} ms" for stage in STAGES),
-                          f"{outcome.transfer_bytes / 1e6:.1f}", _rate(outcome))
+        def row(name: str, stages_s: dict[str, float], outcomes: Sequence[DemoOutcome]) -> list[str]:
+            rate = _gb_per_s(outcomes)
+            return [name, *(f"{MS * stages_s[stage]:.1f} ms" for stage in STAGES),
+                    f"{sum(o.transfer_bytes for o in outcomes) / 1e6:.1f}", "" if rate is None else f"{rate:.2f}"]
+
+        shown = table(["question", *map(STAGE_TEXT.get, STAGES), "MB", "GB/s"],
+                      [row(o.case.name, o.stages_s, [o]) for o in self.remote], "The hand-over by stage")
         if self.remote:
-            table.add_section()
-            medians = (statistics.median(o.stages_s[stage] for o in self.remote) for stage in STAGES)
-            speed = self.transfer_gb_per_s
-            table.add_row("median, sum", *(f"{1e3 * median:.1f} ms" for median in medians),
-                          f"{sum(o.transfer_bytes for o in self.remote) / 1e6:.1f}",
-                          f"{speed:.2f}" if speed is not None else "")
-        return table
+            shown.add_section()
+            medians = {stage: statistics.median(o.stages_s[stage] for o in self.remote) for stage in STAGES}
+            shown.add_row(*row("median, sum", medians, self.remote))
+        return shown
 
 
-def _rate(outcome: DemoOutcome) -> str:
-    seconds = outcome.stages_s["transfer"]
-    return f"{outcome.transfer_bytes / seconds / 1e9:.2f}" if seconds else ""
+def _gb_per_s(outcomes: Sequence[DemoOutcome]) -> float | None:
+    """Bytes by seconds of these transfers; None where there are none."""
+    seconds = sum(outcome.stages_s["transfer"] for outcome in outcomes)
+    return sum(outcome.transfer_bytes for outcome in outcomes) / seconds / 1e9 if seconds else None

@@ -59,7 +59,7 @@ async def test_an_answer_without_usage_is_an_error(monkeypatch):
     monkeypatch.setattr("vllm_pd.bench.dummy.DummyAnswer._usage", lambda self: None)
     server = await asyncio.get_running_loop().create_server(lambda: DummyConnection(DummyEngine()), "127.0.0.1", 0)
     async with server:
-        with pytest.raises(PDError, match="without text or usage"):
+        with pytest.raises(PDError, match="without usage"):
             await hold(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "dummy", CHATS, make(CHATS))
 
 
@@ -85,7 +85,7 @@ def test_hits_are_the_blocks_that_were_not_computed(tmp_path):
 
     runs = [run(Policy.KV, 4 + 1, turn(0, 8, answer=5), turn(1, 8), turn(2, 8, worker="b")),
             run(Policy.ROUND_ROBIN, 5, turn(0, 8), turn(1, 8, worker="b"), turn(2, 8))]
-    found = policies.summary(runs)
+    found = policies.by_policy(runs)
     assert runs[0]["workers"] == {"a": 2, "b": 1}
     assert found["kv"]["hit_rate"] == pytest.approx(8 / 24) and found["kv"]["bound"] == pytest.approx(8 / 24)
     assert found["round-robin"]["of_bound"] == pytest.approx(0.5)

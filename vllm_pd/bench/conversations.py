@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations with real engines through a router: who says what and when, and what each answer has cost.
+"""Conversations with real engines through a router: what their users say and when, and how each request went.
 
-A conversation begins at its time with one of a few system prompts, the popular ones more often. Each further prompt is
-all that was said so far, the engine's own answers included, and the next question; it comes a drawn pause after the
-answer. Everything that is drawn is drawn beforehand, from a seed.
+A conversation starts at its time with one of a few system prompts, the popular ones more often. Each further prompt is
+the whole conversation so far, with the engine's own answers, and the next question. It comes a random pause after the
+answer. Everything random is drawn from a seed before the first request.
 """
 
 import asyncio
-import math
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import aiohttp
-import msgspec
-
+from vllm_pd.bench.connection import LoadConnection, LoadError
+from vllm_pd.bench.load import GenerationRequest, generate
 from vllm_pd.errors import PDError
 
 ANSWER_TIMEOUT_S = 180.0
@@ -25,12 +23,12 @@ CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 
 @dataclass(frozen=True)
 class ConversationShape:
-    """The shape of the trace. Lengths in words, about two tokens each; times in seconds."""
+    """The shape of the load. Lengths in words, about two tokens each; times in seconds."""
     conversations: int = 20
     conversations_per_s: float = 0.5
     system_prompts: int = 6
     system_words: int = 140
-    popularity: float = 1.0  # exponent of the Zipf law by which they are chosen
+    popularity: float = 1.0  # exponent of the Zipf law by which system prompts are chosen
     turns: int = 3
     question_words: int = 12
     answer_tokens: int = 12
@@ -40,7 +38,7 @@ class ConversationShape:
 
 @dataclass(frozen=True)
 class Conversation:
-    """All that its user says."""
+    """All that its user says. `at_s`: seconds from the beginning of the load to that of the conversation."""
     number: int
     at_s: float
     system: str
@@ -50,7 +48,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ConversationTurn:
-    """One request and what came of it. Times since the trace began, and since the request."""
+    """One request and its answer. `at_s` in seconds since the load began, the other times since the request was
+    sent."""
     conversation: int
     turn: int
     at_s: float
@@ -61,94 +60,76 @@ class ConversationTurn:
     worker: str
     messages: tuple[tuple[str, str], ...] = field(repr=False)  # (role, content), the answer last
 
+    def figures(self) -> dict[str, Any]:
+        """For JSON: all but the messages."""
+        found = asdict(self)
+        del found["messages"]
+        return found
 
-def make(chats: ConversationShape) -> list[Conversation]:
+
+def make(shape: ConversationShape) -> list[Conversation]:
     """The conversations in the order in which they begin."""
-    draw = random.Random(chats.seed)
-    systems = [_words(draw, chats.system_words) for _ in range(chats.system_prompts)]
-    weights = [1 / rank**chats.popularity for rank in range(1, len(systems) + 1)]
+    draw = random.Random(shape.seed)
+    systems = [_words(draw, shape.system_words) for _ in range(shape.system_prompts)]
+    weights = [1 / rank**shape.popularity for rank in range(1, len(systems) + 1)]
     at_s, found = 0.0, []
-    for number in range(chats.conversations):
+    for number in range(shape.conversations):
         found.append(Conversation(number, at_s, draw.choices(systems, weights)[0],
-                                  tuple(_words(draw, chats.question_words) for _ in range(chats.turns)),
-                                  tuple(draw.expovariate(1 / chats.pause_s) for _ in range(chats.turns))))
-        at_s += draw.expovariate(chats.conversations_per_s)
+                                  tuple(_words(draw, shape.question_words) for _ in range(shape.turns)),
+                                  tuple(draw.expovariate(1 / shape.pause_s) for _ in range(shape.turns))))
+        at_s += draw.expovariate(shape.conversations_per_s)
     return found
 
 
 def _words(draw: random.Random, count: int) -> str:
-    """Words that nobody has said before, so that equal beginnings are meant to be equal."""
+    """Made-up words, so that prompts have equal beginnings only where they are meant to."""
     return " ".join("".join(draw.choice(letters) for letters in (CONSONANTS, VOWELS) * draw.choice((1, 2)))
                     for _ in range(count))
 
 
-async def hold(url: str, model: str, chats: ConversationShape,
+async def hold(url: str, model: str, shape: ConversationShape,
                conversations: Sequence[Conversation]) -> list[ConversationTurn]:
-    """All of them, each at its time, through the router at `url`. Raises PDError when an answer does not come."""
+    """Holds all conversations, each at its time, through the router at `url`. The turns in the order in which they were
+    sent. Raises PDError when an answer does not come."""
     turns: list[ConversationTurn] = []
-    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        began = time.perf_counter()
+    began_s = time.perf_counter()
 
-        async def talk(conversation: Conversation) -> None:
-            await asyncio.sleep(max(0.0, conversation.at_s - (time.perf_counter() - began)))
-            said = [("system", conversation.system)]
-            for number, (question, pause_s) in enumerate(zip(conversation.questions, conversation.pauses_s,
-                                                             strict=True)):
-                if number:
-                    await asyncio.sleep(pause_s)
-                said.append(("user", question))
-                turn = await _ask(session, model, chats, conversation.number, number, said, began)
-                said = list(turn.messages)
-                turns.append(turn)
+    async def talk(conversation: Conversation) -> None:
+        await asyncio.sleep(max(0.0, conversation.at_s - (time.perf_counter() - began_s)))
+        said = [("system", conversation.system)]
+        for number, (question, pause_s) in enumerate(zip(conversation.questions, conversation.pauses_s, strict=True)):
+            if number:
+                await asyncio.sleep(pause_s)
+            said.append(("user", question))
+            turn = await _take_turn(url, model, shape, conversation.number, number, said, began_s)
+            said = list(turn.messages)
+            turns.append(turn)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for conversation in conversations:
-                    group.create_task(talk(conversation))
-        except* (aiohttp.ClientError, TimeoutError, PDError) as failed:
-            first = failed.exceptions[0]
-            problem = f"the conversations can't go on: {first or repr(first)}"
-        else:
-            problem = ""
-    if problem:
-        raise PDError(problem)
-    return sorted(turns, key=lambda turn: turn.at_s)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for conversation in conversations:
+                group.create_task(talk(conversation))
+    except* (OSError, LoadError) as failed:
+        problem = f"the conversations can't go on: {failed.exceptions[0]}"
+    else:
+        return sorted(turns, key=lambda turn: turn.at_s)
+    raise PDError(problem)
 
 
-async def _ask(session: aiohttp.ClientSession, model: str, chats: ConversationShape, conversation: int, number: int,
-               said: Sequence[tuple[str, str]], began: float) -> ConversationTurn:
-    body = {"model": model, "messages": [{"role": role, "content": content} for role, content in said],
-            "max_tokens": chats.answer_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True}}
-    sent = time.perf_counter()
-    text, usage, ttft_s = "", None, math.nan
+async def _take_turn(url: str, model: str, shape: ConversationShape, conversation: int, number: int,
+                     said: Sequence[tuple[str, str]], began_s: float) -> ConversationTurn:
+    request = GenerationRequest([{"role": role, "content": content} for role, content in said], shape.answer_tokens,
+                                chat=True, stream=True, ignore_eos=True, token_ids=False)
     headers = {"X-Session-Id": f"conversation-{conversation}", "X-Vllm-Pd-Explain": "1"}
-    async with session.post("/v1/chat/completions", json=body, headers=headers) as reply:
-        if reply.status != 200:
-            raise PDError(f"conversation {conversation}, turn {number}: {reply.status} {(await reply.text())[:300]}")
-        async for line in reply.content:
-            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
-                continue
-            part = msgspec.json.decode(line.removeprefix(b"data: "))
-            if "error" in part:
-                raise PDError(f"conversation {conversation}, turn {number}: {part['error']}")
-            usage = part.get("usage") or usage
-            for choice in part["choices"]:
-                content = choice["delta"].get("content") or ""
-                if content and not text:
-                    ttft_s = time.perf_counter() - sent
-                text += content
-        total_s = time.perf_counter() - sent
-        worker = reply.headers.get("x-vllm-pd-worker", "")
-    if usage is None or not text:
-        raise PDError(f"conversation {conversation}, turn {number}: an answer without text or usage")
-    return ConversationTurn(conversation, number, sent - began, ttft_s, total_s, usage["prompt_tokens"],
-                usage["completion_tokens"], worker, (*said, ("assistant", text)))
-
-
-def without_words(turn: ConversationTurn) -> dict[str, Any]:
-    """For JSON: all but what was said."""
-    found = asdict(turn)
-    del found["messages"]
-    return found
+    sent_s = time.perf_counter()
+    connection = await LoadConnection.open(url)
+    try:
+        answer = await generate(connection, model, request, headers, sent_s, ANSWER_TIMEOUT_S)
+        if not answer.usage[1]:
+            raise LoadError("an answer without usage")
+    except LoadError as error:
+        raise LoadError(f"conversation {conversation}, turn {number}: {error}") from None
+    finally:
+        connection.close()
+    return ConversationTurn(conversation, number, sent_s - began_s, answer.ttft_s, answer.total_s, *answer.usage,
+                            answer.headers.get("x-vllm-pd-worker", ""), (*said, ("assistant", answer.text)))

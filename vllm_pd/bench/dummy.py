@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that only pretends: `python -m vllm_pd.bench.dummy --port 8100`.
+"""A dummy engine, for measuring routers: `python -m vllm_pd.bench.dummy --port 8100`.
 
-It speaks as much of the OpenAI API as a router needs, answers every prompt with ` t0 t1 t2 ...` up to `max_tokens`,
-as a stream or in one piece, and takes as long for the first and for each further token as it is told to. A client can
-therefore tell from the text alone whether a token was lost, doubled or moved on the way. It is written for little CPU
-time per request, straight upon an HTTP parser, because it shares the machine with what is measured.
+It speaks as much of the OpenAI API as a router needs, answers every prompt with ` t0 t1 t2 ...` up to `max_tokens`, as
+a stream or in one piece, and takes as long for the first and for each further token as it is told to. So a client can
+tell from the text alone whether a token was lost, doubled or moved. It is written for little CPU time per request,
+directly on an HTTP parser, because it shares the machine with what is measured.
 
-Life of a connection: `DummyConnection` parses requests one after another; each is answered by a task of its own, which
-is cancelled (and counted so) when the client goes. `POST /dummy` changes the delays, `GET /dummy` shows the counts.
-With `--block-size` it also publishes KV events, as many as an engine would (`events.MadeUpEvents`).
+A `DummyConnection` parses requests one after another. Each is answered by a task of its own, which is cancelled, and
+counted as such, when the client goes. `POST /dummy` changes the delays, `GET /dummy` shows the counts. With
+`--block-size` it also publishes as many KV events as an engine would (`dummy_events.MadeUpEvents`).
 """
 
 import argparse
@@ -29,7 +29,7 @@ from vllm_pd.events import notice
 
 MAX_BODY_BYTES = 64 << 20
 MAX_TOKENS = 100_000
-CHARS_PER_TOKEN = 4  # what a prompt's usage is reckoned with
+CHARS_PER_TOKEN = 4  # for the usage of a prompt
 
 STREAM_HEAD = (b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
                b"Transfer-Encoding: chunked\r\n\r\n")
@@ -46,7 +46,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class DummyRequest(msgspec.Struct):
-    """The part of a completion's or chat's request that changes the answer."""
+    """What of a request for a completion or a chat changes the answer."""
     prompt: Any = ""
     messages: list[dict[str, Any]] = []
     max_tokens: int | None = None
@@ -67,7 +67,7 @@ class DummyRequest(msgspec.Struct):
         return max(1, sum(map(len, said if isinstance(said, list) else [said])) // CHARS_PER_TOKEN)
 
 
-ASK = msgspec.json.Decoder(DummyRequest)
+REQUEST = msgspec.json.Decoder(DummyRequest)
 DELAYS = msgspec.json.Decoder(DummyDelays)
 
 
@@ -78,7 +78,7 @@ def answer_text(tokens: int) -> str:
 
 @dataclass
 class DummyEngine:
-    """What all connections of one worker share."""
+    """What all connections of one dummy share: settings and counts."""
     model: str = "dummy"
     delays: DummyDelays = field(default_factory=DummyDelays)
     events: MadeUpEvents | None = None
@@ -89,7 +89,7 @@ class DummyEngine:
     numbers: itertools.count = field(default_factory=itertools.count)
 
     def page(self, path: str) -> Any | None:
-        """The JSON of a GET, None for a path that is not there."""
+        """What a GET of `path` is answered with, to be encoded as JSON; None for a path that is not there."""
         if path in ("/health", "/ping"):
             return {}
         if path == "/health_generate":
@@ -108,35 +108,36 @@ class DummyEngine:
 
 
 class DummyAnswer:
-    """The parts of one answer as bytes of JSON."""
+    """One answer, as bytes of JSON."""
 
-    def __init__(self, dummy: DummyEngine, ask: DummyRequest, chat: bool, request_id: str) -> None:
-        self._ask, self._chat, self._model = ask, chat, dummy.model
+    def __init__(self, dummy: DummyEngine, request: DummyRequest, chat: bool, request_id: str) -> None:
+        self._request, self._chat, self._model = request, chat, dummy.model
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id or next(dummy.numbers)}"
         self._created = int(time.time())
 
     def whole(self) -> bytes:
-        text = answer_text(self._ask.tokens)
+        """The answer in one piece."""
+        text = answer_text(self._request.tokens)
         said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         return self._part("chat.completion" if self._chat else "text_completion",
                           [{"index": 0, **said, "logprobs": None, "finish_reason": "length"}], self._usage())
 
     def events(self) -> list[bytes]:
-        """The server-sent events: one for each token (the last says why it ended), usage where it was asked for."""
+        """The answer as server-sent events: one for each token (the last has the finish reason), usage if asked for."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         parts = []
-        for number in range(self._ask.tokens):
+        for number in range(self._request.tokens):
             text = f" t{number}"
-            reason = "length" if number == self._ask.tokens - 1 else None
+            reason = "length" if number == self._request.tokens - 1 else None
             role = {} if number else {"role": "assistant"}
             said = {"delta": {**role, "content": text}} if self._chat else {"text": text}
             parts.append(self._part(kind, [{"index": 0, **said, "logprobs": None, "finish_reason": reason}]))
-        if self._ask.stream_options is not None and self._ask.stream_options.include_usage:
+        if self._request.stream_options is not None and self._request.stream_options.include_usage:
             parts.append(self._part(kind, [], self._usage()))
         return [b"data: %b\n\n" % part for part in (*parts, b"[DONE]")]
 
     def _usage(self) -> dict[str, int]:
-        prompt, answer = self._ask.prompt_tokens, self._ask.tokens
+        prompt, answer = self._request.prompt_tokens, self._request.tokens
         return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
     def _part(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
@@ -186,7 +187,7 @@ class DummyConnection(asyncio.Protocol):
             self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if self._task is not None:  # a client that does not wait for its answer: no router does that
+        if self._task is not None:  # a request before the last answer has ended: no router does that
             self._transport.close()
             return
         self._keep = self._parser.should_keep_alive()
@@ -211,28 +212,28 @@ class DummyConnection(asyncio.Protocol):
 
     def _generate(self, path: str, body: bytes) -> None:
         try:
-            ask = ASK.decode(body)
+            request = REQUEST.decode(body)
         except msgspec.MsgspecError as error:
             self._refuse(error)
             return
         self._dummy.requests += 1
         self._dummy.open += 1
-        answer = DummyAnswer(self._dummy, ask, path.startswith("/v1/chat"), self._request_id)
+        answer = DummyAnswer(self._dummy, request, path.startswith("/v1/chat"), self._request_id)
         if self._dummy.events is not None:
-            self._dummy.events.answered(ask.prompt_tokens + ask.tokens)
-        self._task = asyncio.get_running_loop().create_task(self._answer(ask, answer))
+            self._dummy.events.answered(request.prompt_tokens + request.tokens)
+        self._task = asyncio.get_running_loop().create_task(self._answer(request, answer))
         self._task.add_done_callback(self._answered)
 
-    async def _answer(self, ask: DummyRequest, answer: DummyAnswer) -> None:
+    async def _answer(self, request: DummyRequest, answer: DummyAnswer) -> None:
         delays = self._dummy.delays
-        if not ask.stream:
-            await _pause(delays.first_s + delays.gap_s * (ask.tokens - 1))
+        if not request.stream:
+            await _pause(delays.first_s + delays.gap_s * (request.tokens - 1))
             self._reply(answer.whole())
             return
         write = self._transport.write
         write(STREAM_HEAD)
         for number, event in enumerate(answer.events()):
-            if number < ask.tokens:
+            if number < request.tokens:
                 await _pause(delays.gap_s if number else delays.first_s)
             write(b"%x\r\n%b\r\n" % (len(event), event))
         write(b"0\r\n\r\n")
@@ -259,7 +260,7 @@ class DummyConnection(asyncio.Protocol):
         self._end()
 
     def _end(self) -> None:
-        """The whole answer is written: from here on the next request may come."""
+        """After the whole answer is written, the next request may come."""
         self._task = None
         if not self._keep:
             self._transport.close()
@@ -271,7 +272,7 @@ async def _pause(delay_s: float) -> None:
 
 
 async def serve(dummy: DummyEngine, host: str, port: int) -> None:
-    """Runs until SIGTERM or SIGINT. Raises OSError where the port is taken."""
+    """Serves until SIGTERM or SIGINT. Raises OSError where the port is taken."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -282,7 +283,7 @@ async def serve(dummy: DummyEngine, host: str, port: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="An engine that only pretends, for measuring routers.")
+    parser = argparse.ArgumentParser(description="A dummy engine, for measuring routers.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="dummy", help="the name it serves")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV events of a worker that has no KV: as many as an engine would send, so that a router has the work of them.
+"""KV events of a dummy engine, which has no KV cache: as many as an engine would send, so that a router has that work.
 
-A dummy has no tokenizer, so the tokens are made up; no prompt ever hits. What is meant to be real is the number of
-blocks that each request stores, and, once the pool is full, the number that it evicts.
+A dummy has no tokenizer, so the tokens are made up, and no prompt is ever a hit. Real are the number of blocks that
+each request stores and, once the pool is full, the number that it evicts.
 """
 
 import collections
@@ -15,11 +15,11 @@ import zmq
 from vllm_pd.events import messages as m
 from vllm_pd.events.notice import EventsNotice
 
-QUEUED_BATCHES = 10_000  # what is sent to nobody, or to one who does not read, is dropped
+QUEUED_BATCHES = 10_000  # more is dropped, as is all that no subscriber wants
 
 
 class MadeUpEvents:
-    """The publisher of one worker; never waits. `close` it."""
+    """The publisher of one dummy. It never waits. Its owner closes it."""
 
     def __init__(self, block_size: int, pool_blocks: int = 4096) -> None:
         self._block_size, self._pool_blocks = block_size, pool_blocks
@@ -34,11 +34,11 @@ class MadeUpEvents:
         self._socket.bind("tcp://127.0.0.1:*")
 
     def notice(self) -> EventsNotice:
-        """Where they are, for `GET /pd/events`."""
+        """The answer to `GET /pd/events`: where the events are published."""
         return EventsNotice(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), self._block_size)
 
     def answered(self, tokens: int) -> None:
-        """A request with so many tokens, prompt and answer, has filled its blocks."""
+        """Publishes the blocks that a request with so many tokens, prompt and answer, has filled and evicted."""
         count = min(tokens // self._block_size, self._pool_blocks)
         if not count:
             return
@@ -54,7 +54,7 @@ class MadeUpEvents:
         try:
             self._socket.send_multipart([b"", next(self._batches).to_bytes(8, "big"), batch], zmq.NOBLOCK, copy=True)
         except zmq.Again:
-            return  # the next one's number tells the reader
+            return  # a subscriber sees the gap in the numbers
 
     def close(self) -> None:
         self._socket.close()

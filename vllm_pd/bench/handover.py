@@ -1,45 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd bench handover`: what a remote prefill costs beside the work that has to be done anyway.
+"""`vllm-pd bench handover`: what a remote prefill costs beside the prefill, the transfer and the first decode step.
 
-One request at a time goes to a decode engine, each with a prompt of its own, so that nothing waits for anything else
-and no prefix is found. Around each, the decode engine's /metrics are read; with one request in between, the
-differences of the stages' sums are that request's own stages. Then, per request,
+One request at a time goes to a decode engine, each with a new prompt, so that no request waits for another and no
+prefix is found. The decode engine's /metrics are read before and after each request; the differences of the stages'
+sums are the stages of that request. For each request
 
     control plane = parked - prefill - transfer
     overhead      = TTFT   - prefill - transfer - first step
 
-Parked is the decode engine's own figure: from the moment at which the request would have been prefilled here until the
-scheduler has taken it back. Prefill and transfer are the prefill engine's, as it reports them. So the control plane
-holds the queue, the claim, the wake-ups of every process on the way, the notices and the commit of the blocks.
+*Parked* is the decode engine's figure: from the moment at which it would have prefilled the request itself until the
+scheduler has the request back. *Prefill* and *transfer* are the prefill engine's figures. So the control plane is the
+queue, the claim, the wake-ups of all processes on the way, the notices, and the commit of the blocks.
 
-TTFT is the client's: from before it connects until the first token's part of the stream is read. The first step is this
-request's own, for steps differ by more than what is measured here. So the overhead holds, beside the control plane, the
-HTTP server, the admission and the detokeniser: what any request takes, disaggregation or not. To show that nothing else
-hides there a request with a prompt of a few tokens, which stays local, follows each measured one, and
+*TTFT* is the client's figure, from before it connects until it has the first token. The *first step* is that of the
+same request, because steps differ by more than what is measured here. So the overhead also holds what every request
+needs, with disaggregation or without: HTTP server, admission, detokeniser. To show that it holds nothing else, each
+measured request is followed by a short one, which stays local, and these two should be equal:
 
-    outside = TTFT - parked - first step       front end = TTFT of the short one - its prefill (the engine's figure)
+    outside   = TTFT - parked - first step
+    front end = TTFT of the short request - its prefill (the engine's figure)
 
-should be the same.
-
-Fencing costs a round trip between the engines, for the claim, and nothing else on this path: its share of the TTFT is
-reported too.
+Fencing costs one round trip between the engines, for the claim. Its share of the TTFT is reported.
 """
 
-import math
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_pd.client import Answer, Question, ask, is_healthy, served_model
-from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.bench.checks import require_at_least, require_healthy
+from vllm_pd.bench.connection import served_model
+from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask
+from vllm_pd.bench.report import MS, summary
+from vllm_pd.errors import PDError
 from vllm_pd.metrics import STAGES
 from vllm_pd.scrape import Snapshot, scrape, scrape_after_request
 
 FORMULA = "control plane = parked - prefill - transfer; overhead = TTFT (client) - prefill - transfer - first step"
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999
 SHORT_TOKENS = 4
+FIGURES = "p50 p99 mean min max"
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,22 @@ class HandoverBench:
 
     def check(self) -> None:
         """Raises ConfigError for numbers that measure nothing, and for engines that do not answer."""
-        for key, value, least in (("--requests", self.requests, 1), ("--prompt-tokens", self.prompt_tokens, 2),
-                                  ("--max-tokens", self.max_tokens, 3), ("--warm-up", self.warm_up, 0)):
-            if value < least:
-                raise ConfigError(key, value, f"write at least {least}")
-        for key, url in (("--decode", self.decode), *(("--prefill", url) for url in self.prefill)):
-            if not is_healthy(url):
-                raise ConfigError(key, url, "no healthy engine answers there: start it, or write its URL")
+        require_at_least([("--requests", self.requests, 1), ("--prompt-tokens", self.prompt_tokens, 2),
+                          ("--max-tokens", self.max_tokens, 3), ("--warm-up", self.warm_up, 0)])
+        require_healthy("--decode", [self.decode])
+        require_healthy("--prefill", self.prefill)
 
 
 @dataclass(frozen=True)
 class HandoverSample:
-    """One measured request. `stages_s` are the decode engine's figures for it, by stage; so is `parked_s`."""
+    """One measured request. `stages_s` (by stage) and `parked_s` are the decode engine's figures for it. `front_end_s`
+    is what the front end took of the short request that followed it."""
     ttft_s: float
     stages_s: dict[str, float]
     parked_s: float
     transfer_bytes: float
     gaps_s: tuple[float, ...]
-    front_end_s: float = 0.0  # of the short request that followed
+    front_end_s: float = 0.0
 
     @property
     def control_plane_s(self) -> float:
@@ -80,15 +79,21 @@ class HandoverSample:
 
     @property
     def outside_s(self) -> float:
-        """Before it was parked and after its first token."""
+        """What passed before the request was parked and after its first step."""
         return self.ttft_s - self.parked_s - self.stages_s["first_step"]
 
     @property
     def overhead_s(self) -> float:
         return self.outside_s + self.control_plane_s
 
+    def figures_ms(self) -> dict[str, float]:
+        """Its figures by name, the stages among them."""
+        named = {name: getattr(self, f"{name}_s")
+                 for name in ("ttft", "overhead", "parked", "control_plane", "outside", "front_end")}
+        return {name: MS * value_s for name, value_s in (named | self.stages_s).items()}
 
-def measure_handover(bench: HandoverBench) -> dict[str, Any]:
+
+def measure(bench: HandoverBench) -> dict[str, Any]:
     """Runs the benchmark and returns its report, ready for JSON. Raises PDError when no request went remote."""
     bench.check()
     model = served_model(bench.decode)
@@ -98,9 +103,9 @@ def measure_handover(bench: HandoverBench) -> dict[str, Any]:
     before = scrape(bench.decode)
     for number in range(-bench.warm_up, bench.requests):
         prompt = [prompts.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(bench.prompt_tokens)]
-        answer = ask(bench.decode, model, Question(prompt, bench.max_tokens, stream=True, ignore_eos=True))
+        answer = ask(bench.decode, model, GenerationRequest(prompt, bench.max_tokens, stream=True, ignore_eos=True))
         after = scrape_after_request(bench.decode, before)
-        short = ask(bench.decode, model, Question(prompt[:SHORT_TOKENS], 1, stream=True, ignore_eos=True))
+        short = ask(bench.decode, model, GenerationRequest(prompt[:SHORT_TOKENS], 1, stream=True, ignore_eos=True))
         last = scrape_after_request(bench.decode, after)
         front_end_s = short.ttft_s - last.since(after).value("vllm:request_prefill_time_seconds_sum")
         if number >= 0:
@@ -125,47 +130,33 @@ def went_remote(added: Snapshot) -> bool:
             and added.value("vllm:pd_attempts_total", outcome="done") == 1)
 
 
-def sample_of(answer: Answer, added: Snapshot, front_end_s: float) -> HandoverSample:
-    """The sample of one request from its answer, what it has added to the decode engine's figures, and what the
-    front end took of the short one that followed."""
+def sample_of(answer: GenerationAnswer, added: Snapshot, front_end_s: float) -> HandoverSample:
+    """The sample of one request, from its answer and what it has added to the decode engine's figures."""
     stages_s = {stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES}
     return HandoverSample(answer.ttft_s, stages_s, added.value("vllm:pd_parked_seconds_sum"),
-                  added.value("vllm:pd_transfer_bytes_total"), tuple(answer.gaps_s), front_end_s)
+                          added.value("vllm:pd_transfer_bytes_total"), tuple(answer.gaps_s), front_end_s)
 
 
 def report(bench: HandoverBench, samples: Sequence[HandoverSample], local: dict[str, int]) -> dict[str, Any]:
     """All figures in milliseconds; `local` are the requests that were not prefilled remotely, by reason."""
     transfer_s = sum(sample.stages_s["transfer"] for sample in samples)
     moved = sum(sample.transfer_bytes for sample in samples)
+    of_each = [sample.figures_ms() for sample in samples]
+
+    def spread(name: str) -> dict[str, float]:
+        return summary((figures[name] for figures in of_each), FIGURES)
+
     return {
         "formula": FORMULA,
         "settings": asdict(bench),
         "measured": len(samples),
         "local": local,
-        "control_plane_ms": spread([sample.control_plane_s for sample in samples]),
-        "overhead_ms": spread([sample.overhead_s for sample in samples]),
-        "outside_ms": spread([sample.outside_s for sample in samples]),
-        "front_end_ms": spread([sample.front_end_s for sample in samples]),
+        **{f"{name}_ms": spread(name) for name in ("control_plane", "overhead", "outside", "front_end")},
         "fencing_share_of_ttft": statistics.median(sample.stages_s["claim"] / sample.ttft_s for sample in samples),
-        "ttft_ms": spread([sample.ttft_s for sample in samples]),
-        "decode_step_ms": spread([gap for sample in samples for gap in sample.gaps_s]),
-        "stages_ms": {stage: spread([sample.stages_s[stage] for sample in samples]) for stage in STAGES},
+        "ttft_ms": spread("ttft"),
+        "decode_step_ms": summary((gap for sample in samples for gap in sample.gaps_s), FIGURES, MS),
+        "stages_ms": {stage: spread(stage) for stage in STAGES},
         "transfer_bytes": moved,
         "transfer_gb_per_s": moved / transfer_s / 1e9 if transfer_s else None,
-        "samples_ms": [{"ttft": 1e3 * s.ttft_s, "overhead": 1e3 * s.overhead_s, "parked": 1e3 * s.parked_s,
-                        "control_plane": 1e3 * s.control_plane_s, "outside": 1e3 * s.outside_s,
-                        "front_end": 1e3 * s.front_end_s,
-                        **{stage: 1e3 * s.stages_s[stage] for stage in STAGES}} for s in samples],
+        "samples_ms": of_each,
     }
-
-
-def spread(values_s: Sequence[float]) -> dict[str, float]:
-    """Median, 99th percentile (nearest rank), mean and extremes, in milliseconds."""
-    ordered = sorted(values_s)
-
-    def percentile(share: float) -> float:
-        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-    figures = {"p50": percentile(0.5), "p99": percentile(0.99), "mean": statistics.fmean(ordered), "min": ordered[0],
-               "max": ordered[-1]}
-    return {name: round(1e3 * value, 3) for name, value in figures.items()}

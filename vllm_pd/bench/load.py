@@ -1,163 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load generator: requests over connections that stay open, each answer checked to the letter and timed.
+"""The load generator of every benchmark: generation requests of the OpenAI API, one by one or in a closed loop.
 
-A `LoadConnection` is one connection to one target and carries one request at a time. It times the first byte of the
-answer's body and its end, both from just before the request is written, and then compares the text with what a dummy
-says (`worker.answer_text`): what comes back cut, doubled or mixed up is an error, not a fast answer.
+`generate` sends one over a `LoadConnection`, and `ask` one from outside an event loop; the answer has the arrival of
+every token. `closed_loop` keeps a number of clients busy. For any other arrival process, start `generate` at the times
+that the process gives, as `conversations` does.
 """
 
 import asyncio
 import itertools
+import json
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import httptools
-import msgspec
+from vllm_pd.bench.connection import ANSWER_TIMEOUT_S, HttpAnswer, LoadConnection, LoadError
 
-from vllm_pd.bench.dummy import answer_text
-from vllm_pd.errors import PDError
-
-ANSWER_TIMEOUT_S = 60.0
-WORDS = ("river", "stone", "cloud", "paper", "light", "music", "seven", "green", "north", "table", "under", "again")
-WORDS_PER_TOKEN = 0.75
-DRAWN = 256  # texts that follow the numbers
-_NUMBER = "#number#"
-
-
-class LoadError(PDError):
-    """An answer that did not come, or was not what the worker has said."""
+TOKEN_ID = "token_id:"
 
 
 @dataclass(frozen=True)
-class RequestShape:
-    """What a request asks for. `prompt_tokens` is reckoned, the prompt being English words."""
-    tokens: int
-    prompt_tokens: int
+class GenerationRequest:
+    """A greedy request for tokens. `prompt` is a text or a list of token ids for completions, a list of messages for
+    chats. With `token_ids` the answer has the exact tokens, because two answers of the same text may still be different
+    tokens; they are asked for as log-probabilities, which cost the engine time."""
+    prompt: Any
+    max_tokens: int
+    chat: bool = False
     stream: bool = False
-    chat: bool = True
+    ignore_eos: bool = False
+    token_ids: bool = True
 
     @property
     def path(self) -> str:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
+    def body(self, model: str) -> dict[str, Any]:
+        """The request, to be encoded as JSON. A stream ends with usage."""
+        body: dict[str, Any] = {"model": model, "max_tokens": self.max_tokens, "temperature": 0,
+                                "ignore_eos": self.ignore_eos, "stream": self.stream,
+                                "messages" if self.chat else "prompt": self.prompt}
+        if self.token_ids:
+            body["return_tokens_as_token_ids"] = True
+            body |= {"logprobs": True, "top_logprobs": 1} if self.chat else {"logprobs": 1}
+        if self.stream:
+            body["stream_options"] = {"include_usage": True}
+        return body
+
+
+@dataclass(frozen=True)
+class GenerationAnswer:
+    """What came back. `arrivals_s` are the seconds since the request began at which parts with tokens came: `ttft_s` is
+    the first of them. An answer that was not streamed has one arrival, its end. `usage`: tokens of the prompt, and of
+    the answer; (0, 0) where the server has not told."""
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    usage: tuple[int, int]
+    arrivals_s: tuple[float, ...]
+    total_s: float = 0.0
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals_s[0]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """The inter-token latencies of a streamed answer."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.arrivals_s)]
+
+    def same_as(self, other: "GenerationAnswer") -> bool:
+        """Whether a user could not tell the two apart, times aside."""
+        return ((self.text, self.token_ids, self.finish_reason, self.usage)
+                == (other.text, other.token_ids, other.finish_reason, other.usage))
+
+
+async def generate(connection: LoadConnection, model: str, request: GenerationRequest,
+                   headers: Mapping[str, str] | None = None, began_s: float | None = None,
+                   timeout_s: float = ANSWER_TIMEOUT_S) -> GenerationAnswer:
+    """Sends one generation request. `began_s` (perf_counter): when it began, if that was before it is written. Raises
+    LoadError, also where the server answers with an error or without a token."""
+    body = json.dumps(request.body(model)).encode()
+    answer = await connection.exchange("POST", request.path, body, headers, timeout_s)
+    try:
+        return _read(request, answer.required(), answer.began_s if began_s is None else began_s)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise LoadError(f"not an answer ({error!r}): {answer.body[:200]!r}") from error
+
+
+def _read(request: GenerationRequest, answer: HttpAnswer, began_s: float) -> GenerationAnswer:
+    """What an answer says. Raises LoadError, or any error of access where it is none."""
+    text, token_ids, arrivals_s, finish_reason, usage = "", [], [], None, (0, 0)
+    parts, arrivals = (answer.parts(), answer.arrivals()) if request.stream else ([answer.json()], [answer.ended_s])
+    for part, arrived_s in zip(parts, arrivals, strict=True):
+        if "error" in part:
+            raise LoadError(f"{request.path}: {part['error']}")
+        if part.get("usage"):
+            usage = (part["usage"]["prompt_tokens"], part["usage"]["completion_tokens"])
+        for choice in part["choices"]:
+            new_text, new_ids = _content(choice, request)
+            text += new_text
+            token_ids += new_ids
+            finish_reason = choice.get("finish_reason") or finish_reason
+            if new_ids if request.token_ids else new_text:
+                arrivals_s.append(arrived_s - began_s)
+    if not arrivals_s:
+        raise LoadError(f"{request.path}: an answer without a token")
+    return GenerationAnswer(text, tuple(token_ids), finish_reason, usage, tuple(arrivals_s), answer.ended_s - began_s,
+                            answer.headers)
+
+
+def _content(choice: dict[str, Any], request: GenerationRequest) -> tuple[str, list[int]]:
+    """Text and token ids that a part of an answer adds."""
+    logprobs = choice.get("logprobs") or {}
+    if request.chat:
+        said = choice["delta"] if request.stream else choice["message"]
+        text, tokens = said.get("content") or "", [entry["token"] for entry in logprobs.get("content") or ()]
+    else:
+        text, tokens = choice["text"], logprobs.get("tokens") or ()
+    return text, [int(token.removeprefix(TOKEN_ID)) for token in tokens] if request.token_ids else []
+
+
+def ask(url: str, model: str, request: GenerationRequest, timeout_s: float = ANSWER_TIMEOUT_S) -> GenerationAnswer:
+    """Sends one generation request to the server at `url`, over a connection of its own that counts as part of it.
+    Raises LoadError, or OSError when nobody listens. Not for use in an event loop."""
+    async def once() -> GenerationAnswer:
+        began_s = time.perf_counter()
+        connection = await LoadConnection.open(url)
+        try:
+            return await generate(connection, model, request, began_s=began_s, timeout_s=timeout_s)
+        finally:
+            connection.close()
+
+    return asyncio.run(once())
+
 
 @dataclass(frozen=True)
 class RequestTiming:
-    """One answer. A stream's `first_s` is its first event's; otherwise the first byte's of the body."""
+    """One answer, in seconds since its request was written: the first piece of its body, and its end."""
     first_s: float
     total_s: float
-
-
-def make_bodies(shape: RequestShape, model: str, draw: random.Random) -> Iterator[bytes]:
-    """Requests without end. Each prompt begins with a number of its own, so that nobody has seen it before."""
-    drawn = [make_body(shape, model, draw, _NUMBER).split(_NUMBER.encode()) for _ in range(DRAWN)]
-    for number in itertools.count():
-        before, after = drawn[number % DRAWN]
-        yield b"%b%d%b" % (before, number, after)
-
-
-def make_body(shape: RequestShape, model: str, draw: random.Random, first: str = "") -> bytes:
-    """The JSON of one request; `first` is what its prompt begins with."""
-    words = draw.choices(WORDS, k=max(1, int(shape.prompt_tokens * WORDS_PER_TOKEN)))
-    prompt = " ".join([first, *words] if first else words)
-    asked = {"messages": [{"role": "user", "content": prompt}]} if shape.chat else {"prompt": prompt}
-    return msgspec.json.encode({"model": model, **asked, "max_tokens": shape.tokens, "temperature": 0,
-                                "stream": shape.stream})
-
-
-class LoadConnection(asyncio.Protocol):
-    """One connection that asks. Owned by one task; `close` it at the end."""
-
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = None
-        self._over: asyncio.Future | None = None
-        self._began = self._first = 0.0
-        self._body: list[bytes] = []
-
-    @classmethod
-    async def open(cls, host: str, port: int) -> "LoadConnection":
-        """Raises OSError where nobody listens."""
-        return (await asyncio.get_running_loop().create_connection(cls, host, port))[1]
-
-    def close(self) -> None:
-        self._transport.close()
-
-    async def ask(self, shape: RequestShape, body: bytes, name: str = "") -> RequestTiming:
-        """Sends one request, with `name` as its X-Request-Id. Raises LoadError unless the whole answer has come."""
-        if self._transport.is_closing():
-            raise LoadError("the connection was closed between two requests")
-        self._parser = httptools.HttpResponseParser(self)
-        self._over = asyncio.get_running_loop().create_future()
-        self._body, self._first = [], 0.0
-        head = (f"POST {shape.path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-                f"X-Request-Id: {name}\r\nContent-Length: {len(body)}\r\n\r\n")
-        data = head.encode() + body
-        self._began = time.perf_counter()
-        self._transport.write(data)
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                ended = await self._over
-        except TimeoutError:
-            self.close()
-            raise LoadError(f"no end of an answer after {ANSWER_TIMEOUT_S:.0f} s") from None
-        status, answer = self._parser.get_status_code(), b"".join(self._body)
-        if status != 200:
-            raise LoadError(f"status {status}: {answer[:200]!r}")
-        check(shape, answer)
-        return RequestTiming(self._first - self._began, ended - self._began)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._over is not None and not self._over.done():
-            self._over.set_exception(LoadError(f"the connection ended before the answer did ({error})"))
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if not self._over.done():
-                self._over.set_exception(LoadError(f"not an HTTP answer: {error}"))
-            self.close()
-
-    def on_body(self, body: bytes) -> None:
-        if not self._body:
-            self._first = time.perf_counter()
-        self._body.append(body)
-
-    def on_message_complete(self) -> None:
-        if not self._over.done():
-            self._over.set_result(time.perf_counter())
-
-
-def check(shape: RequestShape, answer: bytes) -> None:
-    """Raises LoadError unless `answer` is the whole body that a dummy gives to a request of this shape."""
-    try:
-        text = "".join(map(_said, _stream_parts(answer) if shape.stream else [msgspec.json.decode(answer)]))
-    except (msgspec.MsgspecError, KeyError, IndexError, TypeError) as error:
-        raise LoadError(f"not an answer ({error!r}): {answer[:200]!r}") from error
-    if text != answer_text(shape.tokens):
-        raise LoadError(f"{shape.tokens} tokens were asked for, the text is {text[:100]!r} ... {text[-30:]!r}")
-
-
-def _stream_parts(answer: bytes) -> list[Any]:
-    *events, done, rest = [b"", *answer.split(b"\n\n")]
-    if done != b"data: [DONE]" or rest:
-        raise LoadError(f"a stream that ends with {answer[-80:]!r}")
-    return [msgspec.json.decode(event.removeprefix(b"data: ")) for event in events[1:]]
-
-
-def _said(part: dict[str, Any]) -> str:
-    choice = part["choices"][0]
-    for key in ("delta", "message"):
-        if key in choice:
-            return choice[key].get("content") or ""
-    return choice["text"]
 
 
 @dataclass
@@ -172,32 +156,34 @@ class LoadSlice:
         return len(self.timings) / self.took_s
 
 
-async def saturate(targets: Sequence[tuple[str, int]], shape: RequestShape, bodies: Iterator[bytes], concurrency: int,
-                   for_s: float, pause_s: float = 0.0, draw: random.Random | None = None) -> LoadSlice:
-    """`concurrency` lines, spread over `targets`, each asking again when it has its answer, for `for_s` seconds and at
-    least once. Before each request a line rests for up to `pause_s`, drawn from `draw`, so that the lines do not walk
-    in step. An error ends its line's part."""
+async def closed_loop(urls: Sequence[str], send: Callable[[LoadConnection, str], Awaitable[RequestTiming]],
+                      clients: int, for_s: float, pause_s: float = 0.0, draw: random.Random | None = None) -> LoadSlice:
+    """`clients` clients, spread over the servers at `urls`, each with a connection of its own, each sending again when
+    it has its answer, for `for_s` seconds and at least once.
+
+    `send` gets the connection and the request's name, and may raise LoadError, which ends this client's part. Before
+    each request a client rests for up to `pause_s`, drawn from `draw`, so that clients do not walk in step."""
     draw = draw or random.Random(0)
-    lines = [await LoadConnection.open(*targets[number % len(targets)]) for number in range(concurrency)]
-    timings: list[RequestTiming] = []
-    errors: list[str] = []
+    connections = [await LoadConnection.open(urls[number % len(urls)]) for number in range(clients)]
+    found = LoadSlice([], [], 0.0)
     began = time.perf_counter()
 
-    async def keep_asking(number: int, line: LoadConnection) -> None:
+    async def keep_sending(number: int, connection: LoadConnection) -> None:
         turn = 0
         while not turn or time.perf_counter() - began < for_s:
             if pause_s:
                 await asyncio.sleep(draw.uniform(0, pause_s))
             try:
-                timings.append(await line.ask(shape, next(bodies), f"bench-{number}-{turn}"))
+                found.timings.append(await send(connection, f"bench-{number}-{turn}"))
             except LoadError as error:
-                errors.append(str(error))
+                found.errors.append(str(error))
                 return
             turn += 1
 
     try:
-        await asyncio.gather(*(keep_asking(number, line) for number, line in enumerate(lines)))
-        return LoadSlice(timings, errors, time.perf_counter() - began)
+        await asyncio.gather(*(keep_sending(number, connection) for number, connection in enumerate(connections)))
+        found.took_s = time.perf_counter() - began
+        return found
     finally:
-        for line in lines:
-            line.close()
+        for connection in connections:
+            connection.close()

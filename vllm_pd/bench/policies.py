@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd bench policies`: what the router's policies make of the same conversations with running engines.
+"""`vllm-pd bench policies`: hit rate and TTFT of the router's policies, from the same conversations with running
+engines.
 
 In each round every policy has its turn, in an order drawn anew: a router is started before the same engines, the
-engines forget their prefix caches, the router is awaited until it knows them, and then the conversations are held
-through it (`chats`). What was hit follows from what was not: engines announce each block that they compute, once, so
+engines empty their prefix caches, the router is awaited until it knows them, and then the conversations are held
+through it. Hits follow from what was computed, because an engine announces each block that it computes once:
 
     hits = full blocks of the prompts - (blocks announced - blocks that the answers have filled)
 
-and the hit rate is the tokens of these blocks by the tokens of the prompts. Beside it stands the bound, which no
-placement could beat (`oracle.bound`), for the prompts of that very turn and the pools of all engines together.
+The hit rate is the tokens of these blocks by the tokens of the prompts. Beside it stands `oracle.bound`, which no
+placement could beat, for the prompts of that turn and the pools of all engines together.
 """
 
 import asyncio
-import json
 import math
 import random
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,14 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from vllm_pd.bench.conversations import ConversationShape, ConversationTurn, hold, make, without_words
-from vllm_pd.bench.router import quantiles
-from vllm_pd.bench.servers import Say, Server, Servers
+from vllm_pd.bench.checks import require_at_least, require_healthy
+from vllm_pd.bench.connection import LoadError, call, served_model
+from vllm_pd.bench.conversations import ConversationShape, ConversationTurn, hold, make
+from vllm_pd.bench.report import MS, ShowLine, summary
+from vllm_pd.bench.servers import RouterCommand, Server, Servers, log_to
 from vllm_pd.bench.simulation import oracle
 from vllm_pd.bench.simulation.trace import Arrival
-from vllm_pd.client import fetch, is_healthy, served_model
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
@@ -39,11 +39,12 @@ KNOWN_TIMEOUT_S = 30.0
 UP, LIVE = "up", "live"  # as /workers says
 INFORMED = (Policy.KV, Policy.LEAST_LOAD)
 DEFAULT = (Policy.KV, Policy.ROUND_ROBIN, Policy.LEAST_LOAD)
+FIGURES = "p50 p90 p99 mean"
 
 
 @dataclass(frozen=True)
 class PolicyBench:
-    """The command line of `vllm-pd bench policies`."""
+    """The command line of `vllm-pd bench policies`. `settle_s`: a pause in which events in flight arrive."""
     workers: tuple[str, ...]
     tokenizer: str
     policies: tuple[Policy, ...] = DEFAULT
@@ -53,19 +54,15 @@ class PolicyBench:
 
     def check(self) -> None:
         """Raises ConfigError for numbers that measure nothing, and for engines that do not answer."""
-        for key, value, least in (("--worker", len(self.workers), 2), ("--rounds", self.rounds, 1),
-                                  ("--conversations", self.chats.conversations, 1), ("--turns", self.chats.turns, 1),
-                                  ("--policy", len(self.policies), 1)):
-            if value < least:
-                raise ConfigError(key, value, f"write at least {least}")
+        require_at_least([("--worker", len(self.workers), 2), ("--rounds", self.rounds, 1),
+                          ("--conversations", self.chats.conversations, 1), ("--turns", self.chats.turns, 1),
+                          ("--policy", len(self.policies), 1)])
         if not 0 < self.chats.conversations_per_s < math.inf:
             raise ConfigError("--conversations-per-s", self.chats.conversations_per_s, "write a number above 0")
-        for url in self.workers:
-            if not is_healthy(url):
-                raise ConfigError("--worker", url, "no healthy engine answers there: start it, or write its URL")
+        require_healthy("--worker", self.workers)
 
 
-def measure(bench: PolicyBench, log: Path, say: Say = print) -> dict[str, Any]:
+def measure(bench: PolicyBench, log: Path, show: ShowLine = print) -> dict[str, Any]:
     """Runs it all. The report, ready for JSON. Raises PDError for an engine that can't be measured."""
     bench.check()
     model = served_model(bench.workers[0])
@@ -76,33 +73,35 @@ def measure(bench: PolicyBench, log: Path, say: Say = print) -> dict[str, Any]:
     with log.open("w") as output:
         for number in range(bench.rounds):
             for policy in draw.sample(bench.policies, len(bench.policies)):
-                with Servers((), (), output) as stage:
-                    tokenizer = bench.tokenizer if policy is Policy.KV else NO_TOKENIZER
-                    router = stage.ours(policy.value, bench.workers,
-                                        ["--policy", policy.value, "--tokenizer", tokenizer])
-                    asyncio.run(_forget(bench, policy, router))
+                tokenizer = shlex.quote(bench.tokenizer) if policy is Policy.KV else NO_TOKENIZER
+                command = RouterCommand.ours(f"{policy.value}=--policy {policy.value} --tokenizer {tokenizer}")
+                with Servers(log_to(output)) as servers:
+                    router = servers.router(command, bench.workers, Server.is_healthy)
+                    _empty_caches(bench)
+                    _await_known(bench, policy, router)
                     before = _computed_blocks(bench.workers)
                     turns = asyncio.run(hold(router.url, model, bench.chats, conversations))
                     time.sleep(bench.settle_s)
                     computed = _computed_blocks(bench.workers) - before
-                    events = [worker["events"] for worker in json.loads(fetch(router.url, "/workers")[1])["workers"]]
+                    events = [worker["events"] for worker in call(router.url, "GET", "/workers")["workers"]]
                 runs.append(_run(policy, number, turns, computed, pools, tokenize) | {"events": events})
-                say("{policy}, round {round}: {hit_rate:.1%} of the prompt tokens were hits, bound {bound:.1%}, TTFT "
-                    "p50 {ttft_ms[p50]:.0f} ms".format(**runs[-1]))
+                show("{policy}, round {round}: {hit_rate:.1%} of the prompt tokens were hits, bound {bound:.1%}, TTFT "
+                     "p50 {ttft_ms[p50]:.0f} ms".format(**runs[-1]))
     settings = {**asdict(bench), "policies": [policy.value for policy in bench.policies],
                 "tokenizer": Path(bench.tokenizer).name}
-    return {"settings": settings, "policies": summary(runs), "runs": runs}
+    return {"settings": settings, "policies": by_policy(runs), "runs": runs}
 
 
-def summary(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def by_policy(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By policy, over its rounds: hit rate, its share of the bound, TTFT."""
     found = {}
     for policy in dict.fromkeys(run["policy"] for run in runs):
         own = [run for run in runs if run["policy"] == policy]
         rate = sum(run["hit_tokens"] for run in own) / sum(run["prompt_tokens"] for run in own)
         bound = statistics.fmean(run["bound"] for run in own)
+        ttfts_s = (turn["ttft_s"] for run in own for turn in run["turns"])
         found[policy] = {"hit_rate": rate, "bound": bound, "of_bound": rate / bound if bound else None,
-                         "ttft_ms": quantiles([turn["ttft_s"] for run in own for turn in run["turns"]])}
+                         "ttft_ms": summary(ttfts_s, FIGURES, MS)}
     return found
 
 
@@ -115,9 +114,9 @@ def _run(policy: Policy, number: int, turns: Sequence[ConversationTurn], compute
     return {"policy": policy.value, "round": number, "prompt_tokens": prompt, "computed_blocks": computed_blocks,
             "hit_tokens": hits * size, "hit_rate": hits * size / prompt,
             "bound": oracle.bound([tokenize(turn) for turn in turns], size, pools["pool_blocks"]),
-            "ttft_ms": quantiles([turn.ttft_s for turn in turns]),
+            "ttft_ms": summary((turn.ttft_s for turn in turns), FIGURES, MS),
             "workers": {url: sum(turn.worker == url for turn in turns) for url in {turn.worker for turn in turns}},
-            **pools, "turns": [without_words(turn) for turn in turns]}
+            **pools, "turns": [turn.figures() for turn in turns]}
 
 
 def answer_blocks(turn: ConversationTurn, size: int) -> int:
@@ -133,28 +132,29 @@ def _computed_blocks(urls: Sequence[str]) -> int:
     return int(sum(page.value("vllm:pd_events_total", kind="stored_blocks") for page in pages))
 
 
-async def _forget(bench: PolicyBench, policy: Policy, router: Server) -> None:
-    """Empty the engines' caches, and wait until the router knows what its policy needs to know of each of them."""
+def _empty_caches(bench: PolicyBench) -> None:
+    """Empties the prefix caches of the engines."""
+    for url in bench.workers:
+        try:
+            call(url, "POST", "/reset_prefix_cache")
+        except LoadError as error:
+            raise PDError(f"{error}; start the engines with VLLM_SERVER_DEV_MODE=1") from None
+    time.sleep(bench.settle_s)
+
+
+def _await_known(bench: PolicyBench, policy: Policy, router: Server) -> None:
+    """Waits until the router knows of each engine what its policy needs to know."""
     deadline = time.monotonic() + KNOWN_TIMEOUT_S
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session:
-        for url in bench.workers:
-            async with session.post(f"{url}/reset_prefix_cache") as reply:
-                if reply.status != 200:
-                    raise PDError(f"{url}/reset_prefix_cache: {reply.status}; start the engines with "
-                                  "VLLM_SERVER_DEV_MODE=1")
-        await asyncio.sleep(bench.settle_s)
-        while True:
-            async with session.get(f"{router.url}/workers") as reply:
-                known = await reply.json()
-            workers = known["workers"]
-            able = [worker for worker in workers if worker["state"] == UP and (
-                policy not in INFORMED or (worker["events"] or {}).get("state") == LIVE)]
-            if len(able) == len(bench.workers) and (policy is not Policy.KV or known["tokenizer"] == "ok"):
-                return
-            if time.monotonic() > deadline:
-                raise PDError(f"the router of {policy} does not know all engines: {known}; are they started with "
-                              "--kv-events-config?")
-            await asyncio.sleep(0.2)
+    while True:
+        known = call(router.url, "GET", "/workers")
+        able = [worker for worker in known["workers"] if worker["state"] == UP and (
+            policy not in INFORMED or (worker["events"] or {}).get("state") == LIVE)]
+        if len(able) == len(bench.workers) and (policy is not Policy.KV or known["tokenizer"] == "ok"):
+            return
+        if time.monotonic() > deadline:
+            raise PDError(f"the router of {policy} does not know all engines: {known}; are they started with "
+                          "--kv-events-config?")
+        time.sleep(0.2)
 
 
 def _pools(urls: Sequence[str]) -> dict[str, int]:
@@ -182,20 +182,17 @@ def _tokenizer(name: str) -> Callable[[ConversationTurn], Arrival]:
 
 def picture(report: dict[str, Any], path: Path) -> None:
     """Hit rates beside the bound, and the distributions of TTFT."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, (rates, times) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    figure = Figure(figsize=(10, 3.6), layout="tight")
+    rates, times = figure.subplots(1, 2)
     for place, (policy, found) in enumerate(report["policies"].items()):
         bar = rates.barh(place, 100 * found["hit_rate"], color=f"C{place}")
         rates.bar_label(bar, [f"{found['hit_rate']:.1%}"], padding=2, fontsize=8)
         rates.plot([100 * found["bound"]] * 2, [place - 0.4, place + 0.4], color="black",
                    label=None if place else "bound")
-        ordered = sorted(1e3 * turn["ttft_s"] for run in report["runs"] if run["policy"] == policy
-                         for turn in run["turns"])
-        times.plot(ordered, [(rank + 1) / len(ordered) for rank in range(len(ordered))], color=f"C{place}",
-                   label=policy)
+        ttfts_ms = [MS * turn["ttft_s"] for run in report["runs"] if run["policy"] == policy for turn in run["turns"]]
+        times.ecdf(ttfts_ms, color=f"C{place}", label=policy)
     rates.set_yticks(range(len(report["policies"])), report["policies"])
     rates.set_xlim(0, 100)
     rates.set_xlabel("prompt tokens that were hits, %")
@@ -204,6 +201,4 @@ def picture(report: dict[str, Any], path: Path) -> None:
     times.set_ylabel("share of the requests")
     times.legend(fontsize=8)
     times.grid(alpha=0.3)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of `vllm-pd bench router`: dummy workers and the routers in front of them, started, awaited, ended."""
+"""The launcher of every benchmark: engines, dummy engines and routers as processes that are started, awaited and ended.
+
+A whole fleet of disaggregated engines is `vllm_pd.up.Fleet`; this is for servers beside or instead of it.
+"""
 
 import asyncio
 import queue
@@ -7,15 +10,16 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import psutil
 
-from vllm_pd.bench.load import LoadConnection, LoadError, RequestShape, make_body
-from vllm_pd.children import Child
+from vllm_pd.bench.connection import LoadConnection, LoadError
+from vllm_pd.bench.dummy_client import RequestShape
+from vllm_pd.children import Child, Say
 from vllm_pd.client import is_healthy
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.ports import take_free
@@ -23,7 +27,6 @@ from vllm_pd.ports import take_free
 HOST = "127.0.0.1"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 5.0
 OURS = f"{shlex.quote(sys.executable)} -m vllm_pd.cli router --host {HOST} --port {{port}} --worker={{worker}}"
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class RouterCommand:
         return " ".join(Path(word).name if word.startswith("/") else word for word in shlex.split(self.command))
 
     def arguments(self, port: int, workers: Sequence[str]) -> list[str]:
-        """The command line for a router at `port` before `workers` (base URLs)."""
+        """The command line for a router at `port` in front of `workers` (base URLs)."""
         found = []
         for word in shlex.split(self.command):
             word = word.replace("{port}", str(port))
@@ -74,7 +77,7 @@ class RouterCommand:
 
 @dataclass(frozen=True)
 class Server:
-    """A process that listens."""
+    """A process that listens at `url`."""
     name: str
     port: int
     child: Child
@@ -83,23 +86,47 @@ class Server:
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
+    def is_healthy(self) -> bool:
+        """Whether it answers /health with success."""
+        return is_healthy(self.url)
+
+    def routes(self) -> bool:
+        """Whether the answer of a dummy engine comes through this router."""
+        shape = RequestShape(tokens=2, prompt_tokens=8)
+
+        async def send() -> None:
+            connection = await LoadConnection.open(self.url)
+            try:
+                await shape.send(connection, next(shape.bodies(random.Random(0))))
+            finally:
+                connection.close()
+
+        try:
+            asyncio.run(send())
+        except (OSError, LoadError):
+            return False
+        return True
+
     def cpu_s(self) -> float:
-        """CPU time that the process and its children have used."""
-        own = psutil.Process(self.child.pid)
-        used = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+        """CPU seconds that the process and its children have used."""
+        used = [process.cpu_times() for process in self._processes()]
         return sum(times.user + times.system for times in used)
 
     def memory_bytes(self) -> int:
         """Resident memory of the process and its children."""
+        return sum(process.memory_info().rss for process in self._processes())
+
+    def _processes(self) -> list[psutil.Process]:
         own = psutil.Process(self.child.pid)
-        return sum(process.memory_info().rss for process in (own, *own.children(recursive=True)))
+        return [own, *own.children(recursive=True)]
 
 
 class Servers:
-    """Everything that one run starts. Use it as a context: at its end every process has ended."""
+    """All servers that one run starts. Use it as a context: at its end every process has ended. `say` gets the lines
+    that they print."""
 
-    def __init__(self, worker_cores: Sequence[int], router_cores: Sequence[int], log: Any) -> None:
-        self._worker_cores, self._router_cores, self._log = worker_cores, router_cores, log
+    def __init__(self, say: Say, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
+        self._say, self._stop_timeout_s = say, stop_timeout_s
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._children: list[Child] = []
 
@@ -109,70 +136,50 @@ class Servers:
     def __exit__(self, *_: object) -> None:
         for child in self._children:
             child.stop()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline = time.monotonic() + self._stop_timeout_s
         for child in self._children:
             if not child.wait(deadline):
                 child.kill()
 
-    def workers(self, count: int, block_size: int) -> list[Server]:
-        """Starts `count` dummies and waits for them; with a block size they publish events. Raises PDError when one
-        does not come."""
-        started = []
-        for number in range(count):
-            port = take_free(HOST)
-            command = [sys.executable, "-m", "vllm_pd.bench.dummy", "--host", HOST, "--port", str(port),
-                       "--block-size", str(block_size)]
-            started.append(self._start(f"worker{number}", port, command, self._worker_cores))
-        for server in started:
-            self._await(server, lambda server: is_healthy(server.url))
-        return started
-
-    def router(self, launch: RouterCommand, workers: Sequence[Server]) -> Server:
-        """Starts a router and waits until an answer of a worker has come through it. Raises PDError when none does."""
-        port = take_free(HOST)
-        server = self._start(launch.name, port, launch.arguments(port, [worker.url for worker in workers]),
-                             self._router_cores)
-        self._await(server, _routes)
-        return server
-
-    def ours(self, name: str, workers: Sequence[str], arguments: Sequence[str]) -> Server:
-        """Starts our router before running engines (URLs) and waits until it is healthy. Raises PDError."""
-        port = take_free(HOST)
-        command = [*RouterCommand.ours(f"{name}=").arguments(port, workers), *arguments]
-        server = self._start(name, port, command, self._router_cores)
-        self._await(server, lambda server: is_healthy(server.url))
-        return server
-
-    def _start(self, name: str, port: int, command: Sequence[str], cores: Sequence[int]) -> Server:
-        child = Child(name, command, cores=cores, say=self._say)
-        child.start(self._events)
+    def start(self, name: str, port: int, command: Sequence[str], *, env: Mapping[str, str] | None = None,
+              cores: Sequence[int] = ()) -> Server:
+        """Starts a server that will listen at `port`. `await_ready` waits for it."""
+        child = Child(name, command, env=env, cores=cores, say=self._say)
         self._children.append(child)
+        child.start(self._events)
         return Server(name, port, child)
 
-    def _say(self, name: str, line: str) -> None:
-        self._log.write(f"[{name}] {line}\n")
-
-    def _await(self, server: Server, is_there: Callable[[Server], bool]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not is_there(server):
+    def await_ready(self, server: Server, is_ready: Callable[[Server], bool] = Server.is_healthy,
+                    timeout_s: float = START_TIMEOUT_S) -> None:
+        """Waits for a server. Raises PDError with its last lines when it ends, or is not ready in time."""
+        deadline = time.monotonic() + timeout_s
+        while not is_ready(server):
             if not server.child.alive or time.monotonic() > deadline:
                 what = "did not answer in time" if server.child.alive else "has ended"
                 raise PDError("\n  ".join([f"{server.name} {what}; its last lines:", *server.child.last_lines()]))
             time.sleep(0.1)
 
+    def dummies(self, count: int, block_size: int = 0, cores: Sequence[int] = ()) -> list[Server]:
+        """Starts dummy engines and waits for them; with a block size they publish KV events. Raises PDError."""
+        started = []
+        for number in range(count):
+            port = take_free(HOST)
+            command = [sys.executable, "-m", "vllm_pd.bench.dummy", "--host", HOST, "--port", str(port),
+                       "--block-size", str(block_size)]
+            started.append(self.start(f"worker{number}", port, command, cores=cores))
+        for server in started:
+            self.await_ready(server)
+        return started
 
-def _routes(server: Server) -> bool:
-    shape = RequestShape(tokens=2, prompt_tokens=8)
-    try:
-        asyncio.run(_ask_once(server.port, shape, make_body(shape, "dummy", random.Random(0))))
-    except (OSError, LoadError):
-        return False
-    return True
+    def router(self, command: RouterCommand, workers: Sequence[str], is_ready: Callable[[Server], bool],
+               cores: Sequence[int] = ()) -> Server:
+        """Starts a router in front of engines (base URLs) and waits until it is ready. Raises PDError."""
+        port = take_free(HOST)
+        server = self.start(command.name, port, command.arguments(port, workers), cores=cores)
+        self.await_ready(server, is_ready)
+        return server
 
 
-async def _ask_once(port: int, shape: RequestShape, body: bytes) -> None:
-    line = await LoadConnection.open(HOST, port)
-    try:
-        await line.ask(shape, body)
-    finally:
-        line.close()
+def log_to(file: TextIO) -> Say:
+    """What writes the servers' lines into a file."""
+    return lambda name, line: file.write(f"[{name}] {line}\n")
