@@ -3,18 +3,18 @@
 """What our transport costs over raw NIXL, and NIXL over a memcpy, on the same bytes between two processes.
 
 The caches have SmolLM2-135M's shape in float32 by default: 45 KiB a token. A case is a block size, a prompt length and
-an order of block ids; in each round the three ways take turns, so that a busy machine hurts all of them:
+an order of block ids. In each round the three ways take turns, so that a busy machine hurts all of them:
 
     ours     NixlTransport.write until its Finished: pairs checked and put in order, indices made, posted, released
     raw      NIXL's make, post, check until done, release, with lists and indices made before the clock starts
     memcpy   one contiguous copy of as many bytes inside this process
 
-The notice column is the time from our Finished to the moment the other process, polling each half millisecond, has it.
+The notice column is the time from our Finished until the other process, which polls every half millisecond, has it.
 
-With `--wire-ms`, after that, what an engine that computes makes of a slow wire: passes of `--pass-ms` of products,
-each with a write before it that an emulated wire carries in so long. `late` is from the moment at which the wire has
-carried it to that at which the other process has its notice, `post` what the step loop waits before its pass. Once with
-the transfer thread that engines have, and once as if the step loop polled between its passes.
+With `--wire-ms` it then measures a computing engine with a slow wire: passes of matrix products of `--pass-ms`, each
+with a write before it that an emulated wire carries in so long. `late` is the time from the moment at which the wire
+has carried a write until the other process has its notice; `post` is what the step loop waits before its pass. Once
+with the transfer thread that engines have, and once with a step loop that polls between its passes.
 """
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import torch
+from rich.console import Console
 
+from vllm_pd.bench.report import MS, summary, table
 from vllm_pd.transfer.agent import Agent, State
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.layout import CacheDescription, describe
@@ -47,11 +49,12 @@ HEAD_SIZE, ELEMENT_BYTES, POLL_S = 64, 4, 0.0005
 IDLE_S = 5.0
 CHECK_S = 0.0002  # between two looks at an open transfer: looking all the time takes the core that moves the bytes
 ORDERS = ("rising", "falling", "scattered")
+WAYS = ("ours", "raw", "memcpy")
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """A cache: as much of a model as a transfer can see."""
+    """The shape of a KV cache."""
     layers: int
     kv_heads: int
     block_size: int
@@ -68,7 +71,7 @@ class CacheShape:
 
 
 class Meeting(NamedTuple):
-    """Our end of two processes that have met."""
+    """Our end of two processes that are connected."""
     transport: NixlTransport
     pipe: Connection
     caches: list[torch.Tensor]
@@ -78,7 +81,7 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Ends:
-    """How late writes end beside passes, and what that costs; medians and the worst, in milliseconds."""
+    """How late writes end beside passes, and what that costs: medians and largest values, in milliseconds."""
     way: str
     late_ms: float
     late_most_ms: float
@@ -104,13 +107,18 @@ class Row:
     ours_over_raw: float  # median of the rounds' own ratios
     notice_ms: float
 
-    def rate(self, milliseconds: float) -> float:
-        """GB/s."""
-        return self.bytes / milliseconds / 1e6
+    def cells(self) -> list[str]:
+        """Its line of the table; rates in GB/s."""
+        medians = [getattr(self, f"{way}_ms") for way in WAYS]
+        best = [getattr(self, f"{way}_best_ms") for way in WAYS]
+        return [f"{self.block_size} x {self.tokens} {self.order}", f"{self.bytes / 1e6:.0f}",
+                f"{self.ours_over_raw:.3f}", f"{self.notice_ms:.2f}",
+                *(f"{milliseconds:.2f}" for milliseconds in medians),
+                *(f"{self.bytes / milliseconds / 1e6:.2f}" for milliseconds in (*medians, *best))]
 
 
 def receive(pipe: Connection, shape: CacheShape) -> None:
-    """The other process: sends its metadata, then the moment of each notice until the pipe closes."""
+    """The other process: sends its metadata, then the time of each notice, until the pipe closes."""
     torch.set_num_threads(1)
     caches = shape.caches()
     transport = NixlTransport("receiver", caches, shape.describe(caches))
@@ -123,7 +131,7 @@ def receive(pipe: Connection, shape: CacheShape) -> None:
 
 
 class Raw:
-    """The least that NIXL asks for, with an agent of its own over the same caches."""
+    """The fewest calls that NIXL needs for a write, with an agent of its own over the same caches."""
 
     def __init__(self, caches: list[torch.Tensor], ours: CacheDescription, metadata: bytes) -> None:
         peer = PeerMetadata.decode("receiver", metadata)
@@ -187,7 +195,7 @@ def block_ids(order: str, count: int, num_blocks: int, seed: int) -> list[int]:
 
 @contextlib.contextmanager
 def sender(shape: CacheShape) -> Iterator[Meeting]:
-    """Our end, when a first write has gone through."""
+    """Our end, after a first write."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=receive, args=(theirs, shape), daemon=True)
@@ -237,14 +245,14 @@ def _case(shape: CacheShape, tokens: int, order: str, rounds: int, transport: Ni
                 pipe.recv()
         samples["memcpy"].append(memcpy_s(source, target))
     ratios = [ours / least for ours, least in zip(samples["ours"], samples["raw"], strict=True)]
-    best = {f"{way}_best_ms": round(1e3 * min(samples[way]), 3) for way in ("ours", "raw", "memcpy")}
-    medians = {f"{way}_ms": round(1e3 * statistics.median(values), 3) for way, values in samples.items()}
+    best = {f"{way}_best_ms": round(MS * min(samples[way]), 3) for way in WAYS}
+    medians = {f"{way}_ms": round(MS * statistics.median(values), 3) for way, values in samples.items()}
     return Row(shape.block_size, tokens, order, numel * ELEMENT_BYTES, **medians, **best,
                ours_over_raw=round(statistics.median(ratios), 3))
 
 
 def ends(shape: CacheShape, wire_s: float, pass_s: float, passes: int, threaded: bool) -> Ends:
-    """What becomes of one write per pass, and what its transfers cost beside it."""
+    """One write per pass: how late each ends, and what the transfers cost."""
     with sender(shape) as meeting:
         pipe = meeting.pipe
         worker = TransferWorker(SlowTransport(meeting.transport, Wire(delay_s=wire_s), 1))
@@ -270,10 +278,10 @@ def ends(shape: CacheShape, wire_s: float, pass_s: float, passes: int, threaded:
         time.sleep(IDLE_S)
         idle_cpu = (thread_cpu_s() - used_s) / IDLE_S
         transfer.close()
-    late = [1e3 * (there_s - due_s) for there_s, due_s in zip(arrived, due, strict=True)]
-    posts = [1e3 * post_s for post_s in posts]
-    return Ends("thread" if threaded else "step loop", round(statistics.median(late), 2), round(max(late), 2),
-                round(statistics.median(posts), 2), round(max(posts), 2), round(open_cpu, 4), round(idle_cpu, 4))
+    late = summary((there_s - due_s for there_s, due_s in zip(arrived, due, strict=True)), "p50 max", MS)
+    post = summary(posts, "p50 max", MS)
+    return Ends("thread" if threaded else "step loop", late["p50"], late["max"], post["p50"], post["max"],
+                round(open_cpu, 4), round(idle_cpu, 4))
 
 
 def compute(pass_s: float) -> None:
@@ -284,28 +292,25 @@ def compute(pass_s: float) -> None:
 
 
 def thread_cpu_s() -> float:
-    """What the transfer thread of this process has used, if there is one."""
+    """CPU seconds of the transfer thread of this process, 0 if there is none."""
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threading.enumerate()
                if thread.name == "vllm-pd-transfer")
 
 
 def report(rows: list[Row]) -> None:
-    print(f"{'':29}| {'median ms':^26} | {'median GB/s':^20} | {'best GB/s':^20} |")
-    print(f"{'block':>5} {'tokens':>6} {'order':<9} {'MB':>5} | {'ours':>8} {'raw':>8} {'memcpy':>8}"
-          f" | {'ours':>6} {'raw':>6} {'memcpy':>6} | {'ours':>6} {'raw':>6} {'memcpy':>6} | ours/raw  notice ms")
-    for row in rows:
-        print(f"{row.block_size:>5} {row.tokens:>6} {row.order:<9} {row.bytes / 1e6:>5.0f} |"
-              f" {row.ours_ms:>8.2f} {row.raw_ms:>8.2f} {row.memcpy_ms:>8.2f} |"
-              f" {row.rate(row.ours_ms):>6.2f} {row.rate(row.raw_ms):>6.2f} {row.rate(row.memcpy_ms):>6.2f} |"
-              f" {row.rate(row.ours_best_ms):>6.2f} {row.rate(row.raw_best_ms):>6.2f}"
-              f" {row.rate(row.memcpy_best_ms):>6.2f} | {row.ours_over_raw:>8.3f}  {row.notice_ms:>8.2f}")
+    """Prints a line for each case."""
+    columns = ["block x tokens, order", "MB", "ours/raw", "notice\nms",
+               *(f"{way}\n{figure}" for figure in ("ms", "GB/s", "best GB/s") for way in WAYS)]
+    Console(width=140).print(table(columns, (row.cells() for row in rows)))
 
 
 def report_ends(rows: list[Ends]) -> None:
-    print(f"{'polls':<10} {'late ms':>9} {'most':>9} {'post ms':>9} {'most':>9} {'core, open':>11} {'core, idle':>11}")
-    for row in rows:
-        print(f"{row.way:<10} {row.late_ms:>9.2f} {row.late_most_ms:>9.2f} {row.post_ms:>9.2f} {row.post_most_ms:>9.2f}"
-              f" {row.thread_cpu:>11.2%} {row.idle_cpu:>11.2%}")
+    """Prints a line for each way to poll."""
+    figures = ("late_ms", "late_most_ms", "post_ms", "post_most_ms")
+    Console(width=140).print(table(
+        ["polls", "late ms", "most", "post ms", "most", "core, open", "core, idle"],
+        ([row.way, *(f"{getattr(row, name):.2f}" for name in figures), f"{row.thread_cpu:.2%}", f"{row.idle_cpu:.2%}"]
+         for row in rows)))
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of each test, and what it means that two trees differ. Pure but for reading a junit file."""
+"""The result of each test, and the comparison of two trees. Pure, except that it reads a junit file."""
 
 import enum
 import xml.etree.ElementTree as ElementTree
@@ -14,7 +14,7 @@ from .lists import within
 
 
 class UpstreamOutcome(enum.Enum):
-    """Best first: where a test has several (its teardown failed as well), the last of them counts."""
+    """Best first. Where a test has several (its teardown failed too), the worst counts."""
 
     PASSED = "passed"
     SKIPPED = "skipped"
@@ -28,8 +28,9 @@ _CHILDREN = {"skipped": UpstreamOutcome.SKIPPED, "failure": UpstreamOutcome.FAIL
 
 @dataclass(frozen=True)
 class UpstreamResult:
-    """One test. `message` is the first lines of why it did not pass, `unsteady` that it failed first and then passed
-    alone."""
+    """Of one test. `message`: the first lines of why it did not pass. `unsteady`: it failed first, and then passed
+    alone.
+    """
 
     outcome: UpstreamOutcome
     message: str = ""
@@ -48,7 +49,7 @@ Results = Mapping[str, UpstreamResult]  # by pytest node id
 
 
 def node_id(case: ElementTree.Element) -> str:
-    """Node id of a junit test case (family xunit1, which carries the file)."""
+    """The node id of a junit test case (family xunit1, which has the file)."""
     file, name, dotted = case.get("file"), case.get("name", ""), case.get("classname", "")
     if file is None:
         raise Refusal(f"junit test case {dotted}.{name}: names no file; expected the family xunit1")
@@ -60,15 +61,15 @@ def node_id(case: ElementTree.Element) -> str:
 
 
 def read_junit(path: Path) -> dict[str, UpstreamResult]:
-    """Refusal if the file is not there or is cut off: the run died."""
+    """The results in a junit file. Raises Refusal if it is missing or cut off, because the run died."""
     try:
         cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError) as error:
         raise Refusal(f"{path}: no junit results: {error}") from error
     found: dict[str, UpstreamResult] = {}
     for case in cases:
-        told = [UpstreamResult(_CHILDREN[child.tag], first_lines(child)) for child in case if child.tag in _CHILDREN]
-        worst = max([*told, UpstreamResult(UpstreamOutcome.PASSED)], key=lambda result: _WORST.index(result.outcome))
+        ended = [UpstreamResult(_CHILDREN[child.tag], first_lines(child)) for child in case if child.tag in _CHILDREN]
+        worst = max([*ended, UpstreamResult(UpstreamOutcome.PASSED)], key=lambda result: _WORST.index(result.outcome))
         test = node_id(case)
         if test not in found or _WORST.index(worst.outcome) > _WORST.index(found[test].outcome):
             found[test] = worst
@@ -81,7 +82,7 @@ def first_lines(child: ElementTree.Element, max_chars: int = 500) -> str:
 
 
 def merged(first: Results, again: Results) -> dict[str, UpstreamResult]:
-    """`first`, where a test that passed when it ran again counts as passed, and is marked."""
+    """`first`, but a test that passed when it ran again counts as passed, and is marked as unsteady."""
     second = {test: result for test, result in again.items() if result.passed and not first.get(test, result).passed}
     passed = {test: UpstreamResult(UpstreamOutcome.PASSED, first[test].message, unsteady=True) for test in second}
     return {**first, **passed}
@@ -93,13 +94,14 @@ def unpassed(results: Results) -> list[str]:
 
 
 def counts(results: Results) -> dict[str, int]:
+    """How many tests have each outcome."""
     tally = Counter(result.outcome for result in results.values())
     return {outcome.value: tally[outcome] for outcome in UpstreamOutcome}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two trees' results of one list. Node id -> why not, or just node ids."""
+    """Of two trees' results of one list. Tests by node id, some with the reason."""
 
     list_name: str
     before: dict[str, int]
@@ -120,9 +122,9 @@ class Comparison:
 
 
 def compare(list_name: str, before: Results, after: Results, must_mend: Iterable[str] = ()) -> Comparison:
-    """`before`: unpatched, `after`: patched. Every test that passed before must pass after, and every test of
-    `must_mend` (node ids, or what holds several) must exist and pass after. Refusal if nothing passed before: nothing
-    was compared."""
+    """Compares `before` (unpatched) with `after` (patched). Every test that passed before must pass after, and every
+    test of `must_mend` (node ids, or files and classes) must exist and pass after. Raises Refusal if nothing passed
+    before, because then nothing was compared."""
     if not any(result.passed for result in before.values()):
         raise Refusal(f"list {list_name}: no test passes on the unpatched tree; there is nothing to compare with")
     passed_before = {test for test, result in before.items() if result.passed}
@@ -141,6 +143,7 @@ def compare(list_name: str, before: Results, after: Results, must_mend: Iterable
 
 
 def unmended(after: Results, must_mend: Iterable[str]) -> dict[str, str]:
+    """What of `must_mend` does not pass, with the reason."""
     found = {}
     for entry in must_mend:
         inside = [test for test in after if within(test, entry)]
@@ -150,10 +153,12 @@ def unmended(after: Results, must_mend: Iterable[str]) -> dict[str, str]:
 
 
 def passes(results: Results, test: str) -> bool:
+    """Whether a test exists and passes."""
     return test in results and results[test].passed
 
 
 def why(results: Results, test: str) -> str:
+    """Why a test does not pass."""
     if test not in results:
         return "did not run"
     return f"{results[test].outcome.value}: {results[test].message}"
