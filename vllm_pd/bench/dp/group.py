@@ -17,6 +17,7 @@ from typing import Any
 from vllm_pd.errors import PDError
 from vllm_pd.ports import take_free_run
 
+DRIVER = ["-m", "vllm_pd.bench.dp.driver"]
 PROBE = "vllm_pd.bench.dp.probe.StepProbe"
 # The engine arguments of every group, as fields of AsyncEngineArgs.
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32,
@@ -37,11 +38,13 @@ def environment(tree: Path | None) -> dict[str, str]:
                          "PYTHONPATH": os.pathsep.join(path)}
 
 
-def _popen(env: dict[str, str], arguments: list[str], pipes: tuple[int, int], log: Path | None) -> subprocess.Popen:
+def start_process(env: dict[str, str], program: list[str], arguments: list[str], pipes: tuple[int, int],
+                  log: Path | None) -> subprocess.Popen:
+    """A Start, once `env` and `program`, the driver as arguments of Python, are given."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("ab")) if log else None
-        return subprocess.Popen([sys.executable, "-m", "vllm_pd.bench.dp.driver", *map(str, pipes), *arguments],
-                                env=env, pass_fds=pipes, stdout=output, stderr=output, start_new_session=True)
+        return subprocess.Popen([sys.executable, *program, *map(str, pipes), *arguments], env=env, pass_fds=pipes,
+                                stdout=output, stderr=output, start_new_session=True)
 
 
 class GroupError(PDError):
@@ -56,9 +59,8 @@ class Group:
     """`size` engines on this machine and their front end. Close it, or use it as a context.
 
     `tree`: the vLLM to run, a folder that holds `vllm/`; None: the one that is imported here. `arguments` are
-    `AsyncEngineArgs`, which may give this front end only a part of the group; then `ranks` says which. There are two
-    more: `front_ends`, their number, of which `front` in each question chooses one, and `stop_every`, see
-    `driver.stop_every`. `start` makes the driver's process from the driver's last argument, the descriptors of its
+    `AsyncEngineArgs` and `stop_every`, see `driver.stop_every`. They may give this front end only a part of the group;
+    then `ranks` says which. `start` makes the driver's process from the driver's last argument, the descriptors of its
     pipes, and `log`; None: by the command line.
     """
 
@@ -75,7 +77,7 @@ class Group:
                   "ranks_meet_at": take_free_run("127.0.0.1", MEETINGS)} | ENGINE | arguments
         ask_out, ask_in = os.pipe()
         answer_out, answer_in = os.pipe()
-        start = start or functools.partial(_popen, environment(tree))
+        start = start or functools.partial(start_process, environment(tree), DRIVER)
         self.process = start([json.dumps(engine)], (ask_out, answer_in), log)
         os.close(ask_out)
         os.close(answer_in)
