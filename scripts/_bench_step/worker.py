@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepLoad:
-    """`kind`: "engine" (LLMEngine.step) or "scheduler" (Scheduler.schedule with nobody executing)."""
+    """`kind`: "engine" (LLMEngine.step) or "scheduler" (Scheduler.schedule without execution)."""
 
     kind: str
     model: str

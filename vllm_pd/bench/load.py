@@ -53,7 +53,7 @@ class GenerationRequest:
 class GenerationAnswer:
     """What came back. `arrivals_s` are the seconds since the request began at which parts with tokens came: `ttft_s` is
     the first of them. An answer that was not streamed has one arrival, its end. `usage`: tokens of the prompt, and of
-    the answer; (0, 0) where the server has not told."""
+    the answer; (0, 0) where the server does not report it."""
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
@@ -162,7 +162,7 @@ async def closed_loop(urls: Sequence[str], send: Callable[[LoadConnection, str],
     it has its answer, for `for_s` seconds and at least once.
 
     `send` gets the connection and the request's name, and may raise LoadError, which ends this client's part. Before
-    each request a client rests for up to `pause_s`, drawn from `draw`, so that clients do not walk in step."""
+    each request a client pauses for up to `pause_s`, drawn from `draw`, so that clients do not run in step."""
     draw = draw or random.Random(0)
     connections = [await LoadConnection.open(urls[number % len(urls)]) for number in range(clients)]
     found = LoadSlice([], [], 0.0)

@@ -2,7 +2,7 @@
 """`vllm-pd bench policies`: hit rate and TTFT of the router's policies, from the same conversations with running
 engines.
 
-In each round every policy has its turn, in an order drawn anew: a router is started before the same engines, the
+In each round every policy has its turn, in random order: a router is started before the same engines, the
 engines empty their prefix caches, the router is awaited until it knows them, and then the conversations are held
 through it. Hits follow from what was computed, because an engine announces each block that it computes once:
 

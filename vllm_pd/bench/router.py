@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd bench router`: what a router adds to each request, and how many it can carry, beside no router at all.
 
-All targets (the bare workers and every router in front of the same workers) run during the whole measurement and take
-turns, in an order drawn anew each time, so that whatever else happens on the machine hits all of them alike:
+All targets (the bare workers, and each router in front of the same workers) run during the whole measurement. They take
+turns in random order, so that other work of the machine hits all of them equally:
 
 1. alone: one request at a time, request by request in turn, to workers that answer at once, in one piece and as a
    stream. What is *added* to a request is its time less the median time of the bare workers' requests of that kind,
    until the end of the answer, and for streams until the first event too. The bare workers' own p99 is the noise.
-2. paced: the same while `streams` clients, who rest between two requests, read streams of workers that take their time
-   for each token, slice by slice.
-3. busy: a closed loop of `clients`, workers that answer at once, slice by slice: requests/s, and the router's CPU time
-   for each.
+2. paced: the same, in slices of time, while `streams` clients, who pause between two requests, read streams of workers
+   that wait before each token.
+3. busy: in slices of time, a closed loop of `clients` and workers that answer at once: requests/s, and the router's CPU
+   time for each.
 
-Every answer is checked to the letter. With `--load-cores` and `--router-cores` a router never competes with what
-measures it.
+Every answer is compared with what the dummy must have said. With `--load-cores` and `--router-cores` a router never
+competes with what measures it.
 """
 
 import gc

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a data-parallel group of V1 engines, on a patched tree and on an unpatched one alike."""
+"""The benchmarks of data-parallel groups of V1 engines, on a patched tree or an unpatched one."""

@@ -2,7 +2,7 @@
 """`vllm-pd bench dp`: what the step sync of data-parallel ranks costs, on this tree and on another one, in one run.
 
 For each model and size the groups of all trees run at the same time and get the same requests in the same order. They
-take turns, and another one is first each time, so that whatever else the machine does hits all alike:
+take turns, and another one is first each time, so that other work of the machine hits all equally:
 
 1. bursts: one request at a time at rank 0 of an idle group, until the group is idle again. Lengths are drawn evenly
 from
