@@ -37,7 +37,6 @@ class GivenBlow:
     incarnation: str
     at: float
     pause_s: float
-    open_requests: int = 0
     felt_by: set[int] = field(default_factory=set)
 
 

@@ -153,7 +153,7 @@ class ChaosRun:
             if not fleet.broker.is_up:  # the last blow to it is not over
                 self._at(time.monotonic() + 0.5, lambda: self._strike(planned))
                 return
-            self._note(planned, "broker", "", 0)
+            self._note(planned, "broker", "")
             self._strike_broker(planned)
             return
         role = Role.PREFILL if blow in (Blow.KILL_P, Blow.STOP_P) else Role.DECODE
@@ -167,7 +167,7 @@ class ChaosRun:
             return
         slot = eligible[int(planned.pick * len(eligible))]
         mine = [request for request in self._open() if request.place == slot.name]
-        struck = self._note(planned, slot.name, slot.incarnation, len(mine))
+        struck = self._note(planned, slot.name, slot.incarnation)
         if role is Role.DECODE:
             for request in mine:
                 self._felt(request, struck)
@@ -190,9 +190,8 @@ class ChaosRun:
             broker.stop()
             self._at(time.monotonic() + planned.pause_s, broker.go_on)
 
-    def _note(self, planned: PlannedBlow, place: str, incarnation: str, open_requests: int) -> GivenBlow:
-        struck = GivenBlow(len(self.record.struck), planned.blow, place, incarnation, time.monotonic(), planned.pause_s,
-                        open_requests)
+    def _note(self, planned: PlannedBlow, place: str, incarnation: str) -> GivenBlow:
+        struck = GivenBlow(len(self.record.struck), planned.blow, place, incarnation, time.monotonic(), planned.pause_s)
         self.record.struck.append(struck)
         return struck
 

@@ -74,7 +74,6 @@ class SimRun:
     """One request on its worker."""
     arrival: Arrival
     hit_tokens: int = 0
-    begun_s: float = 0.0
     first_token_s: float = 0.0
     blocks: list = field(default_factory=list)
     reserved_blocks: int = 0
@@ -159,7 +158,6 @@ class SimWorker:
             run.hit_tokens += self._block_size if held else 0
         run.reserved_blocks = needed - len(run.blocks)
         self._reserved_blocks += run.reserved_blocks
-        run.begun_s = self._now_s
         left = max(1, len(prompt) - run.hit_tokens)
         run.first_token_s = self._now_s + left / self.speed.prefill_tokens_per_s
         self.allocator.mark_blocks_as_accessed([block.block_id for block in run.blocks], self._now_s)
