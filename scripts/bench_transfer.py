@@ -27,9 +27,9 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -77,44 +77,6 @@ class Meeting(NamedTuple):
     caches: list[torch.Tensor]
     metadata: bytes
     first_ms: float
-
-
-@dataclass(frozen=True)
-class Ends:
-    """How late writes end beside passes, and what that costs: medians and largest values, in milliseconds."""
-    way: str
-    late_ms: float
-    late_most_ms: float
-    post_ms: float
-    post_most_ms: float
-    thread_cpu: float  # of a core while writes are open
-    idle_cpu: float  # of a core while none is
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case: medians over the rounds, and the best round, which a busy machine spoils least."""
-    block_size: int
-    tokens: int
-    order: str
-    bytes: int
-    ours_ms: float
-    raw_ms: float
-    memcpy_ms: float
-    ours_best_ms: float
-    raw_best_ms: float
-    memcpy_best_ms: float
-    ours_over_raw: float  # median of the rounds' own ratios
-    notice_ms: float
-
-    def cells(self) -> list[str]:
-        """Its line of the table; rates in GB/s."""
-        medians = [getattr(self, f"{way}_ms") for way in WAYS]
-        best = [getattr(self, f"{way}_best_ms") for way in WAYS]
-        return [f"{self.block_size} x {self.tokens} {self.order}", f"{self.bytes / 1e6:.0f}",
-                f"{self.ours_over_raw:.3f}", f"{self.notice_ms:.2f}",
-                *(f"{milliseconds:.2f}" for milliseconds in medians),
-                *(f"{self.bytes / milliseconds / 1e6:.2f}" for milliseconds in (*medians, *best))]
 
 
 def receive(pipe: Connection, shape: CacheShape) -> None:
@@ -213,7 +175,7 @@ def sender(shape: CacheShape) -> Iterator[Meeting]:
     process.join(10)
 
 
-def bench(shape: CacheShape, token_counts: list[int], rounds: int) -> tuple[list[Row], float]:
+def bench(shape: CacheShape, token_counts: list[int], rounds: int) -> tuple[list[dict[str, Any]], float]:
     """All cases of one block size, and the milliseconds that the first write of all took."""
     with sender(shape) as meeting:
         transport, pipe = meeting.transport, meeting.pipe
@@ -227,7 +189,9 @@ def bench(shape: CacheShape, token_counts: list[int], rounds: int) -> tuple[list
 
 
 def _case(shape: CacheShape, tokens: int, order: str, rounds: int, transport: NixlTransport, raw: Raw,
-          pipe: Connection) -> Row:
+          pipe: Connection) -> dict[str, Any]:
+    """One case: medians over the rounds, the best round, which a busy machine spoils least, and the median of the
+    rounds' own ratios."""
     count = -(-tokens // shape.block_size)
     numel = 2 * shape.layers * count * shape.block_size * shape.kv_heads * HEAD_SIZE
     source, target = torch.ones(numel), torch.zeros(numel)
@@ -247,12 +211,13 @@ def _case(shape: CacheShape, tokens: int, order: str, rounds: int, transport: Ni
     ratios = [ours / least for ours, least in zip(samples["ours"], samples["raw"], strict=True)]
     best = {f"{way}_best_ms": round(MS * min(samples[way]), 3) for way in WAYS}
     medians = {f"{way}_ms": round(MS * statistics.median(values), 3) for way, values in samples.items()}
-    return Row(shape.block_size, tokens, order, numel * ELEMENT_BYTES, **medians, **best,
-               ours_over_raw=round(statistics.median(ratios), 3))
+    return {"block_size": shape.block_size, "tokens": tokens, "order": order, "bytes": numel * ELEMENT_BYTES, **medians,
+            **best, "ours_over_raw": round(statistics.median(ratios), 3)}
 
 
-def ends(shape: CacheShape, wire_s: float, pass_s: float, passes: int, threaded: bool) -> Ends:
-    """One write per pass: how late each ends, and what the transfers cost."""
+def ends(shape: CacheShape, wire_s: float, pass_s: float, passes: int, threaded: bool) -> dict[str, Any]:
+    """One write per pass: how late each ends and what the step loop waits (medians and largest values, in ms), and the
+    share of a core that the transfer thread uses while writes are open and while none is."""
     with sender(shape) as meeting:
         pipe = meeting.pipe
         worker = TransferWorker(SlowTransport(meeting.transport, Wire(delay_s=wire_s), 1))
@@ -280,8 +245,9 @@ def ends(shape: CacheShape, wire_s: float, pass_s: float, passes: int, threaded:
         transfer.close()
     late = summary((there_s - due_s for there_s, due_s in zip(arrived, due, strict=True)), "p50 max", MS)
     post = summary(posts, "p50 max", MS)
-    return Ends("thread" if threaded else "step loop", late["p50"], late["max"], post["p50"], post["max"],
-                round(open_cpu, 4), round(idle_cpu, 4))
+    return {"way": "thread" if threaded else "step loop", "late_ms": late["p50"], "late_most_ms": late["max"],
+            "post_ms": post["p50"], "post_most_ms": post["max"], "thread_cpu": round(open_cpu, 4),
+            "idle_cpu": round(idle_cpu, 4)}
 
 
 def compute(pass_s: float) -> None:
@@ -297,20 +263,23 @@ def thread_cpu_s() -> float:
                if thread.name == "vllm-pd-transfer")
 
 
-def report(rows: list[Row]) -> None:
+def report(rows: list[dict[str, Any]]) -> None:
     """Prints a line for each case."""
+    keys = [f"{way}{best}_ms" for best in ("", "_best") for way in WAYS]
     columns = ["block x tokens, order", "MB", "ours/raw", "notice\nms",
                *(f"{way}\n{figure}" for figure in ("ms", "GB/s", "best GB/s") for way in WAYS)]
-    Console(width=140).print(table(columns, (row.cells() for row in rows)))
+    Console(width=140).print(table(columns, (
+        [f"{row['block_size']} x {row['tokens']} {row['order']}", f"{row['bytes'] / 1e6:.0f}",
+         f"{row['ours_over_raw']:.3f}", f"{row['notice_ms']:.2f}", *(f"{row[key]:.2f}" for key in keys[:3]),
+         *(f"{row['bytes'] / row[key] / 1e6:.2f}" for key in keys)] for row in rows)))
 
 
-def report_ends(rows: list[Ends]) -> None:
+def report_ends(rows: list[dict[str, Any]]) -> None:
     """Prints a line for each way to poll."""
-    figures = ("late_ms", "late_most_ms", "post_ms", "post_most_ms")
     Console(width=140).print(table(
         ["polls", "late ms", "most", "post ms", "most", "core, open", "core, idle"],
-        ([row.way, *(f"{getattr(row, name):.2f}" for name in figures), f"{row.thread_cpu:.2%}", f"{row.idle_cpu:.2%}"]
-         for row in rows)))
+        ([row["way"], *(f"{row[key]:.2f}" for key in ("late_ms", "late_most_ms", "post_ms", "post_most_ms")),
+          f"{row['thread_cpu']:.2%}", f"{row['idle_cpu']:.2%}"] for row in rows)))
 
 
 def main() -> None:
@@ -326,7 +295,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     first_ms: dict[int, float] = {}
     for block_size in options.block_size:
         blocks = 2 * -(-max(options.tokens) // block_size)
@@ -335,7 +304,7 @@ def main() -> None:
         rows += found
     report(rows)
     print("first write to a peer, connection included: " + ", ".join(f"{ms:.1f} ms" for ms in first_ms.values()))
-    found_ends: list[Ends] = []
+    found_ends: list[dict[str, Any]] = []
     if options.wire_ms is not None:
         shape = CacheShape(options.layers, options.kv_heads, options.block_size[0], 8)
         found_ends = [ends(shape, options.wire_ms / 1e3, options.pass_ms / 1e3, options.passes, threaded)
@@ -343,8 +312,7 @@ def main() -> None:
         report_ends(found_ends)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"first_write_ms": first_ms, "rows": [asdict(row) for row in rows],
-                       "ends": [asdict(found) for found in found_ends]}, file, indent=1)
+            json.dump({"first_write_ms": first_ms, "rows": rows, "ends": found_ends}, file, indent=1)
 
 
 if __name__ == "__main__":
