@@ -109,6 +109,7 @@ class Raw:
             descriptor_rows([(lane.remote, lane.bytes) for lane in self._lanes], peer.cache), ours.memory, "receiver")
 
     def write_s(self, local: list[int], remote: list[int]) -> float:
+        """Writes these local blocks into these remote ones. Seconds until it is done."""
         pairs = sorted(zip(local, remote, strict=True))
         mine = descriptor_indices([a for a, _ in pairs], self._lanes, self._ours)
         other = descriptor_indices([b for _, b in pairs], self._lanes, self._theirs)
@@ -130,6 +131,7 @@ class Raw:
 
 
 def ours_s(transport: NixlTransport, local: list[int], remote: list[int]) -> float:
+    """The same by our transport. Seconds until its Finished."""
     started_s = time.perf_counter()
     transport.write("bench", "receiver", local, remote, b"ours")
     ended = transport.poll().finished
@@ -142,6 +144,7 @@ def ours_s(transport: NixlTransport, local: list[int], remote: list[int]) -> flo
 
 
 def memcpy_s(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Seconds of a copy within this process."""
     started_s = time.perf_counter()
     target.copy_(source)
     return time.perf_counter() - started_s

@@ -104,14 +104,17 @@ class EngineUnderTest:
             self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=token_ids), parameters)
 
     def op_abort(self, ids: list) -> None:
+        """Aborts requests."""
         self.engine.abort_request(ids)
         for request_id in ids:
             self._times.pop(request_id, None)
 
     def op_stats(self) -> None:
+        """Is answered by a `reply` with `stats`."""
         self._send({"reply": self.stats()})
 
     def op_stop(self) -> None:
+        """Ends the engine after this step."""
         self._stopping = True
 
     # Counts.

@@ -84,14 +84,17 @@ class BrokerSlot:
         self.pid, self._pipe = self._zygote.fork(self._target, self._cores, **self._arguments)
 
     def stop(self) -> None:
+        """SIGSTOP."""
         self.is_up = False
         os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
+        """SIGCONT."""
         self.is_up = True
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
+        """SIGKILL. Returns when the process has ended."""
         self.is_up = False
         os.kill(self.pid, signal.SIGKILL)
         self._pipe.poll(ANSWER_S)  # until it has ended, and the address is free

@@ -56,11 +56,13 @@ class DummyRequest(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
+        """The length of the answer."""
         asked = 16 if self.max_tokens is None else self.max_tokens
         return min(max(1, asked if self.max_completion_tokens is None else self.max_completion_tokens), MAX_TOKENS)
 
     @property
     def prompt_tokens(self) -> int:
+        """The length of the prompt: exact for token ids, an estimate for text."""
         said = self.prompt or [message.get("content") or "" for message in self.messages]
         if isinstance(said, list) and said and isinstance(said[0], int):
             return len(said)

@@ -98,6 +98,7 @@ class PhaseFigures:
     cpu_s: float = 0.0
 
     def add(self, done: LoadSlice, cpu_s: float) -> None:
+        """Adds a slice, in which the router used `cpu_s` seconds of CPU."""
         self.timings += done.timings
         self.errors += done.errors
         self.rates.append(done.requests_per_s)
@@ -139,6 +140,7 @@ class _RouterPhases:
         self._bodies = {kind: shape.bodies(self._draw) for kind, shape in self._kinds.items()}
 
     async def run(self) -> list[PhaseFigures]:
+        """All phases, one after another."""
         bench, found = self._bench, []
         for kind in self._kinds:
             found += await self._alone(kind)
