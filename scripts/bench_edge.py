@@ -2,109 +2,92 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients and streams that misbehave do to a router: `python scripts/bench_edge.py --router NAME=COMMAND ...`.
 
-Each router stands before one dummy worker of this script. Meanwhile `/health` is asked 20 times a second, each time on
-a connection of its own, and the router's memory is read. Cases:
+Each router stands in front of one dummy worker of this script. Meanwhile `/health` is asked 20 times a second, each
+time over a new connection, and the router's memory is read. Cases:
 
 - header: one connection sends a header that does not end, up to `--megabytes`.
 - silent: 1,000 connections that send nothing, for `--silent-s`.
 - broken: 12 streams of the only worker break after their first token, one after the other; then 30 plain requests in
-  1.5 s. What asks the worker for its health waits a second, as for an engine that is busy.
+  1.5 s. The worker's `/health` takes a second, as that of a busy engine may.
 """
 import argparse
 import asyncio
 import contextlib
 import json
-import os
 import resource
-import signal
-import subprocess
-import sys
 import time
+from collections.abc import AsyncIterator
 
 import psutil
+from aiohttp import web
 
+from vllm_pd.bench.connection import LoadConnection, LoadError
+from vllm_pd.bench.servers import HOST, RouterCommand, Server, Servers
 from vllm_pd.ports import take_free
-from vllm_pd.routerbench.processes import HOST, Launch
 
 PIECE = b"a" * 65536
 SILENT, INNOCENT, BREAKS = 1000, 30, 12
+ANSWER_S = 60.0
+ANSWER = {"object": "list", "data": [{"id": "dummy", "object": "model", "root": "dummy", "max_model_len": 1024}],
+          "model_path": "dummy", "is_generation": True,
+          "choices": [{"index": 0, "text": " t0", "finish_reason": "length"}]}
 
 
-class Worker:
-    """Answers everything with one token; breaks the stream of a prompt that says so."""
-
-    def __init__(self) -> None:
-        self.port = take_free(HOST)
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, HOST, self.port)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).lower()
-                length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
-                body = await reader.readexactly(length)
-                if b"get /health" in head:
-                    await asyncio.sleep(1.0)
-                if b"break" in body:
-                    event = b'data: {"choices": [{"index": 0, "text": " t0"}]}\n\n'
-                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
-                                 b"\r\n%x\r\n%b\r\n" % (len(event), event))
-                    await writer.drain()
-                    await asyncio.sleep(0.1)
-                    break
-                card = {"id": "dummy", "object": "model", "root": "dummy", "max_model_len": 1024}
-                answer = json.dumps({"object": "list", "data": [card], "model_path": "dummy", "is_generation": True,
-                                     "choices": [{"index": 0, "text": " t0", "finish_reason": "length"}]}).encode()
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-                             % (len(answer), answer))
-        writer.transport.abort()
+async def work(request: web.Request) -> web.StreamResponse:
+    """The worker: answers everything with one token, and breaks the stream of a prompt that says so."""
+    if request.path == "/health":
+        await asyncio.sleep(1.0)
+    if b"break" not in await request.read():
+        return web.json_response(ANSWER)
+    answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await answer.prepare(request)
+    await answer.write(b'data: {"choices": [{"index": 0, "text": " t0"}]}\n\n')
+    await asyncio.sleep(0.1)
+    request.transport.abort()
+    return answer
 
 
-class Router:
-    """A router's process, and what is measured of it."""
+class WatchedRouter:
+    """A router, how long its /health takes, and its memory."""
 
-    def __init__(self, launch: Launch, worker: Worker, log: object) -> None:
-        self.port = take_free(HOST)
-        command = launch.arguments(self.port, [f"http://{HOST}:{worker.port}"])
-        self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    def __init__(self, server: Server) -> None:
+        self._server = server
         self.health_s: list[float] = []
-        self.peak = 0
+        self.before = self.peak = 0
 
     def memory(self) -> int:
+        """Resident bytes; 0 where the router has ended."""
         try:
-            own = psutil.Process(self._process.pid)
-            return sum(one.memory_info().rss for one in (own, *own.children(recursive=True)))
+            return self._server.memory_bytes()
         except psutil.Error:
             return 0
 
     async def ask(self, path: str, body: dict | None = None) -> int:
-        """The status; 0 where there is none within a minute."""
-        data = b"" if body is None else json.dumps(body).encode()
-        request = (f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: {HOST}\r\nconnection: close\r\n"
-                   f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n").encode() + data
-        writer = None
+        """The status of an answer over a new connection; 0 where none comes within ANSWER_S."""
+        method, data = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
+        connection = None
         try:
-            async with asyncio.timeout(60):
-                reader, writer = await asyncio.open_connection(HOST, self.port)
-                writer.write(request)
-                answer = await reader.read()
-            return int(answer.split(b" ", 2)[1]) if answer else 0
-        except (OSError, TimeoutError, ValueError, IndexError):
+            async with asyncio.timeout(ANSWER_S):
+                connection = await LoadConnection.open(self._server.url)
+                return (await connection.exchange(method, path, data, {"connection": "close"})).status
+        except (OSError, TimeoutError, LoadError):
             return 0
         finally:
-            if writer is not None:
-                writer.transport.abort()
+            if connection is not None:
+                connection.close()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(HOST, self._server.port)
 
     async def ready(self) -> None:
-        async with asyncio.timeout(60):
+        """Waits until it passes requests on."""
+        async with asyncio.timeout(ANSWER_S):
             while await self.ask("/v1/completions", {"model": "dummy", "prompt": "a"}) != 200:
                 await asyncio.sleep(0.1)
 
     @contextlib.asynccontextmanager
-    async def watched(self):
-        """Measures until its end."""
+    async def watched(self) -> AsyncIterator[None]:
+        """Measures until the block ends."""
         async def watch() -> None:
             while True:
                 began_s = time.monotonic()
@@ -119,8 +102,7 @@ class Router:
             yield
         finally:
             await asyncio.sleep(0.2)
-            over = time.monotonic() + 60
-            count = len(self.health_s)
+            over, count = time.monotonic() + ANSWER_S, len(self.health_s)
             while len(self.health_s) == count and time.monotonic() < over:  # the answer that is under way counts
                 await asyncio.sleep(0.05)
             watching.cancel()
@@ -129,37 +111,32 @@ class Router:
         return (f"/health at most {1000 * max(self.health_s):.0f} ms of {len(self.health_s)}, memory "
                 f"+{(self.peak - self.before) / 1e6:.0f} MB")
 
-    def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
-
-async def header(router: Router, megabytes: int) -> str:
+async def header(router: WatchedRouter, megabytes: float) -> str:
     sent = 0
     async with router.watched():
-        reader, writer = await asyncio.open_connection(HOST, router.port)
+        reader, writer = await router.connect()
+        answered = asyncio.create_task(reader.read(1))
         writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\nx: ")
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(60):
-                while sent < megabytes << 20:
-                    if reader.at_eof() or reader._buffer:
-                        break
+            async with asyncio.timeout(ANSWER_S):
+                while sent < megabytes * 2**20 and not answered.done():
                     writer.write(PIECE)
                     await writer.drain()
                     sent += len(PIECE)
         writer.transport.abort()
+        await asyncio.wait([answered])
     return f"took {sent / 1e6:.1f} MB; {router.shown()}"
 
 
-async def silent(router: Router, silent_s: float) -> str:
+async def silent(router: WatchedRouter, silent_s: float) -> str:
     async with router.watched():
         began_s, ends = time.monotonic(), []
 
         async def hold(number: int) -> None:
             await asyncio.sleep(number / 500)  # not all at once: the measuring process is one of the clients
             with contextlib.suppress(OSError):
-                reader, writer = await asyncio.open_connection(HOST, router.port)
+                reader, writer = await router.connect()
                 with contextlib.suppress(OSError, TimeoutError):
                     async with asyncio.timeout(silent_s):
                         await reader.read()
@@ -171,7 +148,7 @@ async def silent(router: Router, silent_s: float) -> str:
     return f"{len(ends)} of {SILENT} closed in {silent_s:g} s, {held}; {router.shown()}"
 
 
-async def broken(router: Router, _: float) -> str:
+async def broken(router: WatchedRouter, _: float) -> str:
     for _ in range(BREAKS):
         await router.ask("/v1/completions", {"model": "dummy", "prompt": "break", "stream": True})
     found = []
@@ -181,28 +158,41 @@ async def broken(router: Router, _: float) -> str:
     return f"{sum(status != 200 for status in found)} of {INNOCENT} plain requests afterwards failed: {set(found)}"
 
 
+CASES = {"header": header, "silent": silent, "broken": broken}
+
+
+async def measure(command: RouterCommand, case: str, value: float) -> str:
+    """The figures of one router in one case; both the router and its worker are started and ended here."""
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", work)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    worker, port = take_free(HOST), take_free(HOST)
+    await web.TCPSite(runner, HOST, worker).start()
+    try:
+        with Servers(lambda *_: None, stop_timeout_s=0.0) as servers:
+            router = WatchedRouter(servers.start(command.name, port,
+                                                 command.arguments(port, [f"http://{HOST}:{worker}"])))
+            await router.ready()
+            return await CASES[case](router, value)
+    finally:
+        await runner.cleanup()
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--router", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=ARGS")
-    parser.add_argument("--case", action="append", choices=["header", "silent", "broken"])
+    parser.add_argument("--case", action="append", choices=list(CASES))
     parser.add_argument("--megabytes", type=int, default=150)
     parser.add_argument("--silent-s", type=float, default=20.0)
     asked = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1], ) * 2)
-    cases = {"header": (header, asked.megabytes), "silent": (silent, asked.silent_s), "broken": (broken, 0)}
-    for launch in (*map(Launch.ours, asked.ours), *map(Launch.parse, asked.router)):
-        for case in asked.case or cases:
-            worker = Worker()
-            await worker.start()
-            router = Router(launch, worker, subprocess.DEVNULL)
-            try:
-                await router.ready()
-                run, value = cases[case]
-                print(f"{launch.name}: {case}: {await run(router, value)}", flush=True)
-            finally:
-                router.stop()
+    values = {"header": asked.megabytes, "silent": asked.silent_s, "broken": 0}
+    for command in (*map(RouterCommand.ours, asked.ours), *map(RouterCommand.parse, asked.router)):
+        for case in asked.case or CASES:
+            print(f"{command.name}: {case}: {await measure(command, case, values[case])}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    asyncio.run(main())

@@ -1,23 +1,24 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the router's prefix index is, what it weighs, and the same for the index of ai-dynamo-runtime beside it.
+"""Speed and memory of the router's prefix index, and of the index of ai-dynamo-runtime for comparison.
 
-Both get the same blocks: conversations that share their beginnings, on several workers, as engines announce them, and
-the same prompts to match. A block has the same hash on every worker, though V0's differ from process to process: their
-index wants it so (else it can't find the parents of blocks that another worker announced first). The rounds take turns,
-so that a busy machine hurts both, and a figure is the median over the rounds. All is per block; Python has one thread,
-theirs works in one of its own.
+Both get the same blocks, as engines announce them (conversations that share their beginnings, on several workers), and
+the same prompts to match. A block has the same hash on every worker, although V0's hashes differ between processes,
+because their index needs that to find the parents of blocks that another worker announced first. The two take turns, so
+that a busy machine hurts both, and a figure is the median over the rounds. All figures are per block. Ours runs in the
+calling thread, theirs in a thread of its own.
 
-    stored    an event with token ids until the index holds it: names computed, and for theirs what its binding wants,
-              JSON bytes
-    applied   the same with all of that prepared: theirs only, for ours takes token ids
-    wire      bytes of a batch as engines send it, decoded, checked and put in: ours only
-    looked up a prompt's token ids until the overlaps are there
-    matched   the same with the names prepared
+    stored    an event with token ids until the index holds it: hashes computed, and for theirs the JSON that its
+    binding
+              needs
+    applied   the same with all of that prepared: theirs only, because ours takes token ids
+    wire      the bytes of a batch as engines send it, decoded, checked and stored: ours only
+    looked up a prompt's token ids until the overlaps are known
+    matched   the same with the hashes prepared
     removed   one block an event, children first
-    memory    what a fresh process grows by, per 1,000 blocks of one worker, and where all workers hold the same
+    memory    the growth of a new process, per 1,000 blocks of one worker, and where all workers hold the same blocks
 
-Without --theirs FOLDER (what `pip install --no-deps --target FOLDER ai-dynamo-runtime` made) only ours is measured.
+Without --theirs FOLDER (made by `pip install --no-deps --target FOLDER ai-dynamo-runtime`) only ours is measured.
 """
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class Event:
 
 
 def work(blocks: int, event_blocks: int, prompt_blocks: int, workers: int, seed: int) -> tuple[list[Event], list]:
-    """(events of about so many blocks, prompts). A prompt keeps a random part of one before it."""
+    """Events of about `blocks` blocks, and the prompts. A prompt begins with a random part of an earlier one."""
     rng = random.Random(seed)
     prompts: list[list[int]] = [[]]
     events: list[Event] = []
@@ -82,7 +83,7 @@ def work(blocks: int, event_blocks: int, prompt_blocks: int, workers: int, seed:
 
 
 class Ours:
-    """What the router does."""
+    """The router's index, as the router uses it."""
     name = "vllm-pd"
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class Ours:
 
 
 class Theirs:
-    """What a user of their binding has to do."""
+    """Their index, as a user of its binding has to use it."""
     name = "ai-dynamo-runtime"
 
     def __init__(self) -> None:
@@ -157,7 +158,7 @@ class Theirs:
 
 
 def timed(call: Any, *what: Any) -> tuple[float, float, Any]:
-    """(seconds, seconds of CPU on all threads, result)."""
+    """Calls it. (seconds, CPU seconds of all threads, result)."""
     gc.collect()
     begin, begin_cpu = time.perf_counter(), time.process_time()
     result = call(*what)
@@ -165,13 +166,13 @@ def timed(call: Any, *what: Any) -> tuple[float, float, Any]:
 
 
 def same(ours: list[dict], theirs: list[dict]) -> int:
-    """On how many prompts both agree."""
+    """The number of prompts with the same result from both."""
     return sum({int(worker[1:]): depth for worker, depth in a.items()} == {worker[0]: depth for worker, depth in
                b.items()} for a, b in zip(ours, theirs, strict=True))
 
 
 def rounds(args: argparse.Namespace, kinds: list[type], event_blocks: int) -> dict[str, Any]:
-    """Blocks a second of everything, per index."""
+    """Blocks per second of everything, for each index."""
     rates: dict[str, dict[str, list[tuple[float, float]]]] = {kind.name: {} for kind in kinds}
     agree: list[str] = []
     for number in range(args.rounds):
@@ -211,7 +212,7 @@ def rounds(args: argparse.Namespace, kinds: list[type], event_blocks: int) -> di
 
 
 def grown(kind: type, blocks: int, workers: int, prompt_blocks: int, shared: bool) -> float:
-    """Bytes per 1,000 blocks that this process grows by; run in a fresh one."""
+    """The growth of this process in bytes per 1,000 blocks. To be called in a new process."""
     rng = random.Random(0)
     process = psutil.Process()
     index = kind()
@@ -223,12 +224,13 @@ def grown(kind: type, blocks: int, workers: int, prompt_blocks: int, shared: boo
         hashes = [rng.getrandbits(63) for _ in range(prompt_blocks)]
         for worker in range(workers) if shared else (0,):
             index.stored([Event(worker, [block_hash + 0 for block_hash in hashes], None, token_ids)])
-    index.looked_up([[1] * BLOCK_SIZE])  # whatever was queued is in
+    index.looked_up([[1] * BLOCK_SIZE])  # after that all events are stored
     gc.collect()
     return (process.memory_info().rss - before) / (blocks / 1000)
 
 
 def memory(args: argparse.Namespace, kind: type, shared: bool) -> float:
+    """What `grown` gives in a new process."""
     command = [sys.executable, __file__, "--grown", kind.name, "--blocks", str(args.memory_blocks), "--workers",
                str(args.workers), "--prompt-blocks", str(args.prompt_blocks), *(["--shared"] if shared else [])]
     if args.theirs:
@@ -285,7 +287,7 @@ def main() -> None:
 
 
 def version(kind: type, folder: Path | None) -> str:
-    """Theirs from its metadata."""
+    """Of theirs, by its metadata."""
     from importlib.metadata import distributions
     if kind is Ours or folder is None:
         return "this"

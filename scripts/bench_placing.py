@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router takes, in CPU time, to place one request among many workers that all hold its first block.
+"""CPU time that the router needs to place one request among many workers that all hold its first block.
 
     python scripts/bench_placing.py [--workers 1000] [--requests 200]
 """
@@ -23,7 +23,7 @@ PROMPT = range(200)
 
 
 async def measure(count: int, requests: int) -> str:
-    """One line."""
+    """A line with the figures for `count` workers."""
     options, metrics = RouterOptions(port=1).checked(), RouterMetrics()
     workers, pool = Workers(metrics, options.max_in_flight), TokenPool(options)
     load = EngineLoad(running=3, used_blocks=100, total_blocks=1000, queued_prefill_tokens=500)

@@ -4,13 +4,13 @@
 
     . scripts/env.sh
     python scripts/bench_step.py --json step.json
-    python scripts/bench_step.py --null                 unpatched against itself: what the machine can tell apart
+    python scripts/bench_step.py --null                 unpatched against itself: the noise of the machine
 
-Two processes, one for each tree, live on one core and take turns: a short round of decode steps here, the same there,
-the order changing. After some rounds both are replaced by fresh ones. Two kinds of steps: `engine`, LLMEngine.step
-with the tiny model; `scheduler`, schedule() alone, where a difference cannot hide behind the model. Each round's
-tokens (engine) or decisions and block tables (scheduler) must be the same on both trees. Exit status 1 if they are
-not, or if the patched tree is slower than the goal with 95 % confidence.
+Two processes, one for each tree, share a core and take turns: a short round of decode steps on one tree, then on the
+other, in alternating order. After some rounds both are replaced by new ones. There are two kinds of steps: `engine`,
+LLMEngine.step with the tiny model; `scheduler`, schedule() alone, where the model can't hide a difference. Each round's
+tokens (engine) or decisions and block tables (scheduler) must be the same on both trees. Exit status 1 if they are not,
+or if the patched tree is slower than the goal with 95 % confidence.
 """
 
 import argparse
@@ -21,37 +21,27 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from _bench_step.pairs import Pair, Verdict, judge
-from _bench_step.worker import Load
+from _bench_step.pairs import StepPair, StepVerdict, judge
+from _bench_step.worker import StepLoad
 from _series.errors import Refusal
 from _upstream_tests import trees
 from _wheel import cache, process
 
 WORKER = Path(__file__).resolve().parent / "_bench_step" / "worker.py"
-STEPS = {"engine": 8, "scheduler": 400}  # of a round: short, so that a pair meets the same neighbours on the machine
+STEPS = {"engine": 8, "scheduler": 400}  # of a round: short, so that other work on the machine hits both of a pair
 
 
-class Worker:
+class StepWorker:
     """A process that times steps on one tree."""
 
-    def __init__(self, tree: Path, load: Load, core: int, log: Path) -> None:
-        settings = {
-            "VLLM_USE_V1": "0",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": str(core),
-            "PYTHONHASHSEED": "0",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-        }
+    def __init__(self, tree: Path, load: StepLoad, core: int, log: Path) -> None:
+        settings = {"VLLM_USE_V1": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core),
+                    "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
         self.log = log
         with open(log, "a") as sink:
             self.process = subprocess.Popen(
-                ["taskset", "-c", str(core), sys.executable, str(WORKER), json.dumps(asdict(load))],
-                text=True,
-                stderr=sink,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=trees.environment([tree], settings),
-            )
+                ["taskset", "-c", str(core), sys.executable, str(WORKER), json.dumps(asdict(load))], text=True,
+                stderr=sink, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=trees.environment([tree], settings))
         try:
             found = Path(self.answer()["vllm"])
             if found != tree / "vllm":
@@ -61,15 +51,15 @@ class Worker:
             raise
 
     def answer(self) -> dict:
+        """Its next line. Raises BuildError where it has ended."""
         line = self.process.stdout.readline()
         if not line:
-            raise process.BuildError(
-                f"the worker ended with {self.process.wait()}; the end of {self.log}:\n"
-                + self.log.read_text(errors="replace")[-2000:]
-            )
+            raise process.BuildError(f"the worker ended with {self.process.wait()}; the end of {self.log}:\n"
+                                     + self.log.read_text(errors="replace")[-2000:])
         return json.loads(line)
 
     def steps(self, count: int) -> dict:
+        """What `_bench_step.worker.timed` gives for so many steps."""
         print(count, file=self.process.stdin, flush=True)
         return self.answer()
 
@@ -78,71 +68,56 @@ class Worker:
         self.process.communicate()
 
 
-def measure(kind: str, a: Path, b: Path, args: argparse.Namespace) -> Verdict:
-    load = Load(kind, str(args.model), args.batch, args.prompt_tokens, args.context_tokens, 16, args.prefix_caching)
-    pairs: list[Pair] = []
+def measure(kind: str, a: Path, b: Path, args: argparse.Namespace) -> StepVerdict:
+    """The verdict on one kind of steps on the trees `a` (unpatched) and `b`."""
+    load = StepLoad(kind, str(args.model), args.batch, args.prompt_tokens, args.context_tokens, 16, args.prefix_caching)
+    pairs: list[StepPair] = []
     for number in range(args.processes):
-        workers: list[Worker] = []
+        workers: dict[str, StepWorker] = {}
         try:
-            for tree in (a, b) if number % 2 == 0 else (b, a):
-                workers.append(Worker(tree, load, args.core, args.out / "workers.log"))
-            ours = dict(zip("ab" if number % 2 == 0 else "ba", workers, strict=True))
+            for side in "ab" if number % 2 == 0 else "ba":
+                workers[side] = StepWorker(a if side == "a" else b, load, args.core, args.out / "workers.log")
             for turn in range(args.rounds):
-                said = {side: ours[side].steps(STEPS[kind]) for side in ("ab" if turn % 2 == 0 else "ba")}
-                pairs.append(Pair.of(number, said["a"], said["b"]))
+                timed = {side: workers[side].steps(STEPS[kind]) for side in ("ab" if turn % 2 == 0 else "ba")}
+                pairs.append(StepPair.of(number, timed["a"], timed["b"]))
         finally:
-            for worker in workers:
+            for worker in workers.values():
                 worker.close()
         last = judge(kind, [pair for pair in pairs if pair.process == number])
-        cache.say(
-            f"{kind}: processes {number + 1} of {args.processes}: {last.step_a_s * 1e6:.1f} us unpatched, "
-            f"{last.step_b_s * 1e6:.1f} us patched, ratio {last.cpu_ratio:.4f}"
-        )
+        cache.say(f"{kind}: processes {number + 1} of {args.processes}: {last.step_a_s * 1e6:.1f} us unpatched, "
+                  f"{last.step_b_s * 1e6:.1f} us patched, ratio {last.cpu_ratio:.4f}")
     return judge(kind, pairs)
 
 
-def show(verdict: Verdict, goal: float, null: bool) -> None:
-    print(
-        f"{verdict.kind:10} {verdict.step_a_s * 1e6:9.1f} us unpatched {verdict.step_b_s * 1e6:9.1f} us "
-        f"{'unpatched again' if null else 'patched'}   ratio {verdict.cpu_ratio:.4f} "
-        f"[{verdict.low:.4f}, {verdict.high:.4f}], wall {verdict.wall_ratio:.4f}, {verdict.pairs} pairs"
-    )
-    print(
-        f"{'':10} by process {', '.join(f'{ratio:.4f}' for ratio in verdict.by_process)}; "
-        f"{'same' if verdict.same_decisions else 'DIFFERENT'} tokens and decisions; "
-        f"{'SLOWER than the goal' if verdict.slower_than(1 + goal) else f'not shown to be more than {goal:.0%} slower'}"
-    )
+def show(verdict: StepVerdict, goal: float, null: bool) -> None:
+    """Prints a verdict."""
+    print(f"{verdict.kind:10} {verdict.step_a_s * 1e6:9.1f} us unpatched {verdict.step_b_s * 1e6:9.1f} us "
+          f"{'unpatched again' if null else 'patched'}   ratio {verdict.cpu_ratio:.4f} "
+          f"[{verdict.low:.4f}, {verdict.high:.4f}], wall {verdict.wall_ratio:.4f}, {verdict.pairs} pairs")
+    slower = verdict.slower_than(1 + goal)
+    print(f"{'':10} by process {', '.join(f'{ratio:.4f}' for ratio in verdict.by_process)}; "
+          f"{'same' if verdict.same_decisions else 'DIFFERENT'} tokens and decisions; "
+          f"{'SLOWER than the goal' if slower else f'not shown to be more than {goal:.0%} slower'}")
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=[*STEPS, "both"], default="both")
     trees.add_options(parser)
     parser.add_argument("--null", action="store_true", help="the unpatched tree on both sides")
-    parser.add_argument(
-        "--processes", type=int, default=3, metavar="N", help="fresh processes on each side (default 3)"
-    )
-    parser.add_argument("--rounds", type=int, default=50, metavar="N", help="pairs of rounds with each (default 50)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="requests in the batch (default 8)")
-    parser.add_argument("--prompt-tokens", type=int, default=32, metavar="N")
-    parser.add_argument(
-        "--context-tokens", type=int, default=1024, metavar="N", help="sequences start anew at this length"
-    )
+    for name, default, what in (("processes", 3, "new processes on each side"), ("batch", 8, "requests in the batch"),
+                                ("rounds", 50, "pairs of rounds with each pair of processes"),
+                                ("prompt-tokens", 32, "length of a prompt"),
+                                ("context-tokens", 1024, "sequences start again at this length"),
+                                ("core", max(os.sched_getaffinity(0)), "where both processes run")):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default {default})")
     parser.add_argument("--prefix-caching", action="store_true")
-    parser.add_argument(
-        "--goal", type=float, default=0.01, metavar="SHARE", help="share that B may be slower (default 0.01)"
-    )
-    parser.add_argument(
-        "--core", type=int, default=max(os.sched_getaffinity(0)), metavar="N", help="default: the last one"
-    )
+    parser.add_argument("--goal", type=float, default=0.01, metavar="SHARE",
+                        help="how much slower the patched tree may be (default 0.01)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        default=cache.root() / "bench_step",
-        help="folder for trees and logs (default: in the cache folder)",
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", default=cache.root() / "bench_step",
+                        help="folder for trees and logs (default: in the cache folder)")
     return parser
 
 

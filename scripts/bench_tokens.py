@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the router saves by tokenising only what is new of a chat, turn by turn, and that the ids are the library's.
+"""CPU time that the router saves by tokenising only the new part of a chat, and whether the ids are the library's.
 
-Conversations begin with one of some system prompts and grow by a question and an answer each turn. Of each prompt, made
-by the tokenizer's own chat template, the ids are found twice: the whole text by the library, and with the pieces of
-earlier prompts remembered. They must be equal. Conversations take turns, as they would before a router; the two ways
-take turns, too. A figure is the median of CPU time over all conversations and rounds; making the text is not in it.
+Conversations begin with one of a few system prompts and grow by a question and an answer each turn. Each prompt, made
+by the tokenizer's chat template, is tokenised twice: the whole text by the library, and with the pieces of earlier
+prompts remembered. The ids must be equal. Conversations take turns, as in front of a router, and so do the two ways. A
+figure is the median over all conversations and rounds, without the time to make the text.
 """
 import argparse
 import functools
@@ -29,7 +29,7 @@ def words(rng: random.Random, count: int) -> str:
 
 
 def conversations(args: argparse.Namespace, rng: random.Random) -> list[list[dict[str, str]]]:
-    """The messages of each, an answer after each question."""
+    """The messages of each conversation, an answer after each question."""
     systems = [words(rng, args.system_words) for _ in range(args.system_prompts)]
     return [[{"role": "system", "content": rng.choice(systems)},
              *({"role": role, "content": words(rng, count)} for _ in range(args.turns)
@@ -45,7 +45,7 @@ def timed(find: Callable[[str], Sequence[int]], text: str) -> tuple[float, Seque
 
 
 def measure(args: argparse.Namespace) -> dict[str, list]:
-    """Per turn: tokens, and milliseconds of both ways. Raises RuntimeError where the ids differ."""
+    """For each turn: tokens, and milliseconds of both ways. Raises RuntimeError where the ids differ."""
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     by_library = functools.partial(encode, tokenizer.backend_tokenizer)
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line a turn."""
+    """Prints a line for each turn."""
     args = parser().parse_args(argv)
     found = measure(args)
     print("| turn | tokens | whole, ms | pieces, ms | ratio |\n|---|---|---|---|---|")

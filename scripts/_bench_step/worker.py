@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process that imports vLLM from its PYTHONPATH and times steps when it is told to.
+"""A process that imports vLLM from its PYTHONPATH and times steps.
 
-Its argument is a JSON object with the fields of `Load`. Once ready it writes one JSON line; then each line with a
-number of steps on its stdin is answered by one with the seconds that each step took, on the wall and on the CPU, and
-a digest of what the steps decided. It ends with its stdin. Whatever vLLM prints goes to stderr.
+Its argument is a JSON object with the fields of `StepLoad`. Once ready it writes one line of JSON. Then each line on
+its stdin is a number of steps, and is answered by one line: the seconds that each step took, wall and CPU, and a digest
+of what the steps decided. It ends with its stdin. What vLLM prints goes to stderr.
 
-Requests never finish by themselves: the decode batch is always full. When its sequences have grown to
-`context_tokens`, all are aborted and admitted again, outside the timed steps.
+No request ever finishes, so the decode batch is always full. When its sequences have grown to `context_tokens`, all are
+aborted and admitted again, outside the timed steps.
 """
 
 import gc
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Load:
-    """`kind`: "engine" (LLMEngine.step) or "scheduler" (Scheduler.schedule with nobody executing)."""
+class StepLoad:
+    """`kind`: "engine" (LLMEngine.step) or "scheduler" (Scheduler.schedule without execution)."""
 
     kind: str
     model: str
@@ -39,26 +39,18 @@ class Load:
 class EngineSteps:
     """LLMEngine.step on a full decode batch."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: StepLoad) -> None:
         from vllm import EngineArgs, LLMEngine, SamplingParams
 
         self.load, self.length, self.admitted = load, 0, 0
-        arguments = EngineArgs(
-            model=load.model,
-            dtype="float32",
-            max_model_len=2 * load.context_tokens,
-            max_num_seqs=load.batch,
-            block_size=load.block_size,
-            disable_log_stats=True,
-            seed=0,
-            enable_prefix_caching=load.prefix_caching,
-            enforce_eager=True,
-        )
+        arguments = EngineArgs(model=load.model, dtype="float32", max_model_len=2 * load.context_tokens,
+                               max_num_seqs=load.batch, block_size=load.block_size, disable_log_stats=True, seed=0,
+                               enable_prefix_caching=load.prefix_caching, enforce_eager=True)
         self.engine = LLMEngine.from_engine_args(arguments)
         self.sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2 * load.context_tokens)
 
     def refill(self) -> None:
-        """Admit a new batch and prefill it."""
+        """Admits a new batch and prefills it."""
         from vllm.inputs import TokensPrompt
 
         running = [str(n) for n in range(self.admitted, self.admitted + self.load.batch)] if self.length else []
@@ -80,7 +72,7 @@ class EngineSteps:
 class SchedulerSteps:
     """Scheduler.schedule, with tokens appended as an engine would."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: StepLoad) -> None:
         from vllm.config import CacheConfig, SchedulerConfig
         from vllm.core.scheduler import Scheduler
 
@@ -89,12 +81,12 @@ class SchedulerSteps:
         cache = CacheConfig(load.block_size, 1.0, 1, "auto", enable_prefix_caching=load.prefix_caching)
         cache.num_gpu_blocks = 2 * load.batch * (load.context_tokens // load.block_size + 2)
         cache.num_cpu_blocks = 0
-        config = SchedulerConfig(
-            "generate", max_num_batched_tokens=budget, max_num_seqs=load.batch, max_model_len=2 * load.context_tokens
-        )
+        config = SchedulerConfig("generate", max_num_batched_tokens=budget, max_num_seqs=load.batch,
+                                 max_model_len=2 * load.context_tokens)
         self.scheduler = Scheduler(config, cache, None)
 
     def refill(self) -> None:
+        """Admits a new batch and schedules its prefill."""
         from vllm import SamplingParams
         from vllm.inputs import token_inputs
         from vllm.sequence import Sequence, SequenceGroup
@@ -105,15 +97,13 @@ class SchedulerSteps:
         for number in range(self.admitted, self.admitted + self.load.batch):
             inputs = token_inputs(self.load.prompt(number - self.admitted))
             sequence = Sequence(number, inputs, self.load.block_size)
-            self.scheduler.add_seq_group(
-                SequenceGroup(
-                    str(number), [sequence], arrival_time=0.0, sampling_params=SamplingParams(max_tokens=None)
-                )
-            )
+            self.scheduler.add_seq_group(SequenceGroup(str(number), [sequence], arrival_time=0.0,
+                                                       sampling_params=SamplingParams(max_tokens=None)))
         self.advance(self.scheduler.schedule())
         self.length = self.load.prompt_tokens + 1
 
     def advance(self, decided: tuple) -> None:
+        """Appends a token to every sequence that was scheduled."""
         from vllm.sequence import Logprob
 
         metadata, outputs, _ = decided
@@ -129,15 +119,14 @@ class SchedulerSteps:
     def finish(self, decided: tuple) -> object:
         """The untimed end of a step: who was scheduled, with how many tokens, into which blocks."""
         metadata, outputs, asynchronous = decided
-        told = [
-            (one.request_id, one.token_chunk_size, one.block_tables, one.is_prompt, one.do_sample) for one in metadata
-        ]
+        scheduled = [(one.request_id, one.token_chunk_size, one.block_tables, one.is_prompt, one.do_sample)
+                     for one in metadata]
         self.advance(decided)
-        return [told, outputs.num_batched_tokens, len(outputs.blocks_to_copy), asynchronous]
+        return [scheduled, outputs.num_batched_tokens, len(outputs.blocks_to_copy), asynchronous]
 
 
 def timed(steps: "EngineSteps | SchedulerSteps", count: int) -> dict:
-    """Do `count` steps: seconds of each, wall and this thread's CPU, and the digest of what came out."""
+    """Does `count` steps. The seconds of each, wall and this thread's CPU, and the digest of their results."""
     finish: Callable = steps.finish if isinstance(steps, SchedulerSteps) else lambda out: out
     if not steps.length or steps.length + count > steps.load.context_tokens:
         steps.refill()
@@ -158,7 +147,7 @@ def timed(steps: "EngineSteps | SchedulerSteps", count: int) -> dict:
 def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    load = Load(**json.loads(sys.argv[1]))
+    load = StepLoad(**json.loads(sys.argv[1]))
     steps = {"engine": EngineSteps, "scheduler": SchedulerSteps}[load.kind](load)
     timed(steps, min(30, load.context_tokens - load.prompt_tokens - 1))  # warm
     import vllm

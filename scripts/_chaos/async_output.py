@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """V0's asynchronous output processing on the CPU, for tests.
 
-It is the default on CUDA, where the output of a step is processed while the device computes the next one, and upstream
-never has it on the CPU. What it does to the engine is the same on both: a step's output is processed one step later.
+On CUDA it is the default: the output of a step is processed while the device computes the next one. Upstream never uses
+it on the CPU. The effect on the engine is the same on both: a step's output is processed one step later.
 """
 
 
 def switch_on() -> None:
-    """For every engine of this process that is built from now on and does not switch it off itself."""
+    """Switches it on for every engine that this process builds from now on and that does not switch it off itself."""
     import dataclasses
     from types import SimpleNamespace
 

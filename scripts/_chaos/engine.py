@@ -2,14 +2,14 @@
 """One engine under test: the real scheduler, sockets and transport, driven over a pipe.
 
 The loop is that of `MQLLMEngine`: it sleeps in `disagg.poll` with the pipe in place of the front end's socket. Commands
-are JSON objects with an `op`; what the engine has to say comes as JSON objects of one key:
+are JSON objects with an `op`. The engine's messages are JSON objects with one key:
 
-    {"ready": {...}}                incarnation and base of all counts
-    {"end": [id, tokens, times]}    a request has ended; the monotonic time of each token (and the margin, if asked)
-    {"fallback": [id, reason, peer, time]}      an attempt ended without the KV
-    {"gauges": {...}}               some ten times a second while it is not idle, else each second
-    {"counters": {...}}             every other second
-    {"reply": ...}                  to `stats`
+    {"ready": {...}}                        incarnation, and the counts at rest
+    {"end": [id, tokens, times]}            a request has ended; monotonic time of each token (and the margin, if asked)
+    {"fallback": [id, reason, peer, time]}  an attempt ended without the KV
+    {"gauges": {...}}                       at most every GAUGES_S
+    {"counters": {...}}                     every COUNTERS_S
+    {"reply": ...}                          to `stats`
 """
 import json
 import os
@@ -26,7 +26,7 @@ COUNTERS_S = 2.0
 
 
 def serve(pipe: Connection, model: str, role: str | None, pd: dict, llm: dict, async_output: bool) -> None:
-    """Build the engine and run it until the pipe is closed or a `stop` comes."""
+    """Builds the engine and runs it until the pipe is closed or a `stop` comes."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.llm_engine import LLMEngine
@@ -37,15 +37,15 @@ def serve(pipe: Connection, model: str, role: str | None, pd: dict, llm: dict, a
         llm = {**llm, "kv_transfer_config": KVTransferConfig(kv_connector="PDConnector", kv_role=role,
                                                              kv_connector_extra_config=pd)}
     engine = LLMEngine.from_engine_args(EngineArgs(model, **llm))
-    served = Served(engine, pipe)
+    served = EngineUnderTest(engine, pipe)
     pipe.send_bytes(json.dumps({"ready": {"incarnation": served.incarnation, "base": served.stats()}}).encode())
     served.run()
     if engine.disagg is not None:
         engine.disagg.close()
 
 
-class Served:
-    """Owns the engine. A method named `op_NAME` carries out the command with that op."""
+class EngineUnderTest:
+    """Owns the engine. The method `op_NAME` carries out the command with that op."""
 
     def __init__(self, engine, pipe: Connection) -> None:
         self.engine = engine
@@ -69,7 +69,7 @@ class Served:
                 operation: Callable = getattr(self, "op_" + command.pop("op"))
                 operation(**command)
             self._step()
-            self._tell_gauges()
+            self._send_gauges()
 
     def _wait(self) -> None:
         if self.disagg is not None:
@@ -83,18 +83,19 @@ class Served:
         for output in outputs:
             times = self._times.get(output.request_id)
             if times is None:
-                continue  # a peer's job
+                continue  # a job for a peer
             tokens = output.outputs[0].token_ids
             times += [now] * (len(tokens) - len(times))
             if output.finished:
                 del self._times[output.request_id]
                 margin = margin_of(output.outputs[0].logprobs)
-                self._say({"end": [output.request_id, list(tokens), times, *margin]})
+                self._send({"end": [output.request_id, list(tokens), times, *margin]})
 
     # Commands.
 
     def op_add(self, requests: list, margins: bool = False) -> None:
-        """[[id, token ids, tokens to make], ...]: greedy. With `margins` an end tells how sure the answer was."""
+        """`requests`: [[id, token ids, tokens to generate], ...], greedy. With `margins` an `end` has the answer's
+        margin."""
         from vllm import SamplingParams, TokensPrompt
         for request_id, token_ids, max_tokens in requests:
             self._times[request_id] = []
@@ -103,26 +104,30 @@ class Served:
             self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=token_ids), parameters)
 
     def op_abort(self, ids: list) -> None:
+        """Aborts requests."""
         self.engine.abort_request(ids)
         for request_id in ids:
             self._times.pop(request_id, None)
 
     def op_stats(self) -> None:
-        self._say({"reply": self.stats()})
+        """Is answered by a `reply` with `stats`."""
+        self._send({"reply": self.stats()})
 
     def op_stop(self) -> None:
+        """Ends the engine after this step."""
         self._stopping = True
 
-    # Looking.
+    # Counts.
 
     def stats(self) -> dict:
-        """All that must be back at its start when nothing is open (B20), then what may not grow without end."""
+        """All counts that must be back at their start when nothing is open (B20), and those that may not keep
+        growing."""
         counts = self.disagg._agent.counts() if self.disagg is not None else {}
         return open_counts(self.engine) | {name: counts[name] for name in ("peers", "sockets") if name in counts} | {
             "descriptors": len(os.listdir("/proc/self/fd")), "memory_bytes": anonymous_bytes(),
             "threads": len(os.listdir("/proc/self/task"))}
 
-    def _tell_gauges(self) -> None:
+    def _send_gauges(self) -> None:
         now = time.monotonic()
         if now < self._gauges_at:
             return
@@ -134,26 +139,26 @@ class Served:
                        for name, groups in (("parked", scheduler.remote_prefilling),
                                             ("sending", scheduler.prefill_sending))}
             gauges["quarantined"] = sum(len(table.physical_block_ids) for table in scheduler.quarantined.values())
-        self._say({"gauges": gauges})
+        self._send({"gauges": gauges})
         if now >= self._counters_at:
             self._counters_at = now + COUNTERS_S
-            self._say({"counters": counters_of(self.disagg)})
+            self._send({"counters": counters_of(self.disagg)})
 
     def _table(self, group) -> list:
         return self.scheduler.block_manager.get_block_table(group.first_seq)
 
     def _watch_fallbacks(self) -> None:
-        """Tell when an attempt falls back: the moment at which the step loop has it."""
+        """Reports when an attempt falls back, at the moment at which the step loop has it."""
         from vllm_pd.core.events import Fallback
         prefills = self.disagg.remote_prefills
         handle = prefills.handle
 
-        def handle_and_tell(event, progress) -> None:
+        def handle_and_report(event, progress) -> None:
             if isinstance(event, Fallback):
-                self._say({"fallback": [event.attempt.request_id, event.reason.value, event.peer, time.monotonic()]})
+                self._send({"fallback": [event.attempt.request_id, event.reason.value, event.peer, time.monotonic()]})
             handle(event, progress)
 
-        prefills.handle = handle_and_tell
+        prefills.handle = handle_and_report
 
-    def _say(self, message: dict) -> None:
+    def _send(self, message: dict) -> None:
         self._pipe.send_bytes(json.dumps(message).encode())

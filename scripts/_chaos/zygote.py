@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that has imported vLLM once and forks engines on demand.
+"""A process that imports vLLM once and forks engines on demand.
 
-Importing takes an engine longer than all the rest of its start together; a fork of a process that has done it is up in
-a few seconds. The zygote has no threads, sockets or device state when it forks, and nothing of an engine in it, so a
-child is what a process started by hand would be: own pid, own start time, own NIXL agent, own everything.
+Importing takes longer than the rest of an engine's start; a fork of a process that has done it is up in a few seconds.
+The zygote has no threads, sockets or device state when it forks, and no engine, so a child is the same as a process
+that was started by hand: it has its own pid, start time and NIXL agent.
 
     python zygote.py FD        serves the socket FD: {"target": "module:function", "arguments": {...}, "cores": [...]}
                                with one file descriptor -> {"pid": ...}
@@ -33,7 +33,7 @@ PRELOADED = ("vllm", "vllm.engine.llm_engine", "vllm.engine.arg_utils", "vllm.wo
 
 
 class Zygote:
-    """The client's end. `fork` may be called as soon as it is built; the first call waits for the imports."""
+    """The client's end. The first `fork` waits for the imports."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -46,7 +46,8 @@ class Zygote:
         self._socket.settimeout(START_S)
 
     def fork(self, target: str, cores: Sequence[int], **arguments: object) -> tuple[int, Connection]:
-        """(pid, the connection to it) of a new child that runs `target`. Raises OSError where the zygote is gone."""
+        """Starts a child that runs `target` on these cores. Its pid, and the connection to it. Raises OSError where the
+        zygote is gone."""
         ours, theirs = socket.socketpair()
         with contextlib.closing(theirs):
             order = {"target": target, "arguments": arguments, "cores": list(cores)}
@@ -58,7 +59,7 @@ class Zygote:
         return json.loads(reply)["pid"], Connection(ours.detach())
 
     def close(self) -> None:
-        """End it, and with it every child that is left."""
+        """Ends it, and with it every child that is left."""
         self._socket.close()
         try:
             self.process.wait(10)
@@ -75,7 +76,7 @@ def main() -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"a process with {threads} threads can't be forked: an import has started some")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children: their remains go at once
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children, so they leave no zombies
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 1)
         if not message:
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def _know_model() -> None:
-    """Look at the model's class here: vLLM would start another process for that, in each child."""
+    """Inspects the model's class here, because each child would start another process for that."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.llama import LlamaForCausalLM
     ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
@@ -108,7 +109,7 @@ def _run(order: dict, descriptor: int) -> None:
         getattr(importlib.import_module(module), function)(Connection(descriptor), **order["arguments"])
         code = 0
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        code = 0  # whom it served is gone
+        code = 0  # its client is gone
     except BaseException:
         import traceback
         traceback.print_exc()

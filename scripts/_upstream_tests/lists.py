@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lists of tests: read from the files of this folder, refused if they contradict themselves."""
+"""The lists of tests in the files of this folder. Lists that contradict themselves are refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ USUAL = ("v0", "v1")  # what "all" means; dp takes minutes for two tests
 
 @dataclass(frozen=True)
 class TestList:
-    """What one pytest run is asked for. All are pytest arguments: paths or node ids."""
+    """The tests of one pytest run. All are pytest arguments: paths or node ids."""
 
     __test__ = False  # pytest: not a test class
 
@@ -36,17 +36,15 @@ class TestList:
         return USE_V1.get(self.name, "0")
 
     def covers(self, test: str) -> bool:
-        """Whether the run is asked for this node id."""
+        """Whether the list holds this node id."""
         return any(within(test, argument) for argument in self.arguments)
 
     def narrowed(self, wanted: list[str]) -> "TestList":
-        """Only what is below one of `wanted` (paths, files or node ids); `arguments` may end up empty."""
+        """The part below one of `wanted` (folders, files or node ids); its `arguments` may be empty."""
         arguments = [a for a in self.arguments if any(within(a, w) for w in wanted)]
         arguments += [w for w in wanted if self.covers(w) and w not in arguments]
-        kept = {
-            kind: tuple(e for e in getattr(self, kind) if any(within(e, a) for a in arguments))
-            for kind in ("deselected", "mended")
-        }
+        kept = {kind: tuple(e for e in getattr(self, kind) if any(within(e, a) for a in arguments))
+                for kind in ("deselected", "mended")}
         return TestList(self.name, tuple(arguments), **kept)
 
 
@@ -56,11 +54,12 @@ def within(test: str, scope: str) -> bool:
 
 
 def entries(text: str) -> list[str]:
+    """The lines that are neither empty nor comments."""
     return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def reasons(text: str, origin: str) -> dict[str, str]:
-    """Node id -> reason; Refusal for a line without a reason."""
+    """The reason of each node id. Raises Refusal for a line without one; `origin` names its file."""
     found = {}
     for line in entries(text):
         test, _, reason = line.partition("  # ")
@@ -71,10 +70,9 @@ def reasons(text: str, origin: str) -> dict[str, str]:
 
 
 def load(name: str, folder: Path = FOLDER) -> TestList:
-    """The list `name` with those deselected and mended tests that are in it."""
+    """The list called `name`, with its deselected and mended tests."""
     arguments = entries((folder / f"{name}.txt").read_text())
-    apart = {
-        kind: [test for test in reasons((folder / file).read_text(), file) if any(within(test, a) for a in arguments)]
-        for kind, file in (("deselected", "deselect.txt"), ("mended", "mended.txt"))
-    }
-    return TestList(name, tuple(arguments), tuple(apart["deselected"]), tuple(apart["mended"]))
+    deselected, mended = (
+        tuple(test for test in reasons((folder / file).read_text(), file) if any(within(test, a) for a in arguments))
+        for file in ("deselect.txt", "mended.txt"))
+    return TestList(name, tuple(arguments), deselected, mended)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of each test, and what it means that two trees differ. Pure but for reading a junit file."""
+"""The result of each test, and the comparison of two trees. Pure, except that it reads a junit file."""
 
 import enum
 import xml.etree.ElementTree as ElementTree
@@ -13,8 +13,8 @@ from _series.errors import Refusal
 from .lists import within
 
 
-class Outcome(enum.Enum):
-    """Best first: where a test has several (its teardown failed as well), the last of them counts."""
+class UpstreamOutcome(enum.Enum):
+    """Best first. Where a test has several (its teardown failed too), the worst counts."""
 
     PASSED = "passed"
     SKIPPED = "skipped"
@@ -22,29 +22,34 @@ class Outcome(enum.Enum):
     ERROR = "error"
 
 
-_WORST = list(Outcome)
-_CHILDREN = {"skipped": Outcome.SKIPPED, "failure": Outcome.FAILED, "error": Outcome.ERROR}
+_WORST = list(UpstreamOutcome)
+_CHILDREN = {"skipped": UpstreamOutcome.SKIPPED, "failure": UpstreamOutcome.FAILED, "error": UpstreamOutcome.ERROR}
 
 
 @dataclass(frozen=True)
-class Result:
-    """One test. `message` is the first lines of why it did not pass, `unsteady` that it failed first and then passed
-    alone."""
+class UpstreamResult:
+    """Of one test. `message`: the first lines of why it did not pass. `unsteady`: it failed first, and then passed
+    alone.
+    """
 
-    outcome: Outcome
+    outcome: UpstreamOutcome
     message: str = ""
     unsteady: bool = False
 
     @property
     def passed(self) -> bool:
-        return self.outcome is Outcome.PASSED
+        return self.outcome is UpstreamOutcome.PASSED
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome in (UpstreamOutcome.FAILED, UpstreamOutcome.ERROR)
 
 
-Results = Mapping[str, Result]  # by pytest node id
+Results = Mapping[str, UpstreamResult]  # by pytest node id
 
 
 def node_id(case: ElementTree.Element) -> str:
-    """Node id of a junit test case (family xunit1, which carries the file)."""
+    """The node id of a junit test case (family xunit1, which has the file)."""
     file, name, dotted = case.get("file"), case.get("name", ""), case.get("classname", "")
     if file is None:
         raise Refusal(f"junit test case {dotted}.{name}: names no file; expected the family xunit1")
@@ -55,16 +60,16 @@ def node_id(case: ElementTree.Element) -> str:
     return "::".join(part for part in (file, *classes.split("."), name) if part)
 
 
-def read_junit(path: Path) -> dict[str, Result]:
-    """Refusal if the file is not there or is cut off: the run died."""
+def read_junit(path: Path) -> dict[str, UpstreamResult]:
+    """The results in a junit file. Raises Refusal if it is missing or cut off, because the run died."""
     try:
         cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError) as error:
         raise Refusal(f"{path}: no junit results: {error}") from error
-    found: dict[str, Result] = {}
+    found: dict[str, UpstreamResult] = {}
     for case in cases:
-        told = [Result(_CHILDREN[child.tag], first_lines(child)) for child in case if child.tag in _CHILDREN]
-        worst = max([*told, Result(Outcome.PASSED)], key=lambda result: _WORST.index(result.outcome))
+        ended = [UpstreamResult(_CHILDREN[child.tag], first_lines(child)) for child in case if child.tag in _CHILDREN]
+        worst = max([*ended, UpstreamResult(UpstreamOutcome.PASSED)], key=lambda result: _WORST.index(result.outcome))
         test = node_id(case)
         if test not in found or _WORST.index(worst.outcome) > _WORST.index(found[test].outcome):
             found[test] = worst
@@ -76,25 +81,27 @@ def first_lines(child: ElementTree.Element, max_chars: int = 500) -> str:
     return (child.get("message") or (child.text or "")[-max_chars:]).strip()[:max_chars]
 
 
-def merged(first: Results, again: Results) -> dict[str, Result]:
-    """`first`, where a test that passed when it ran again counts as passed, and is marked."""
+def merged(first: Results, again: Results) -> dict[str, UpstreamResult]:
+    """`first`, but a test that passed when it ran again counts as passed, and is marked as unsteady."""
     second = {test: result for test, result in again.items() if result.passed and not first.get(test, result).passed}
-    return {**first, **{test: Result(Outcome.PASSED, first[test].message, unsteady=True) for test in second}}
+    passed = {test: UpstreamResult(UpstreamOutcome.PASSED, first[test].message, unsteady=True) for test in second}
+    return {**first, **passed}
 
 
 def unpassed(results: Results) -> list[str]:
     """Tests worth running again, in order: failed ones, not skipped ones."""
-    return [test for test, result in results.items() if result.outcome in (Outcome.FAILED, Outcome.ERROR)]
+    return [test for test, result in results.items() if result.failed]
 
 
 def counts(results: Results) -> dict[str, int]:
+    """How many tests have each outcome."""
     tally = Counter(result.outcome for result in results.values())
-    return {outcome.value: tally[outcome] for outcome in Outcome}
+    return {outcome.value: tally[outcome] for outcome in UpstreamOutcome}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two trees' results of one list. Node id -> why not, or just node ids."""
+    """Of two trees' results of one list. Tests by node id, some with the reason."""
 
     list_name: str
     before: dict[str, int]
@@ -115,13 +122,13 @@ class Comparison:
 
 
 def compare(list_name: str, before: Results, after: Results, must_mend: Iterable[str] = ()) -> Comparison:
-    """`before`: unpatched, `after`: patched. Every test that passed before must pass after, and every test of
-    `must_mend` (node ids, or what holds several) must exist and pass after. Refusal if nothing passed before: nothing
-    was compared."""
+    """Compares `before` (unpatched) with `after` (patched). Every test that passed before must pass after, and every
+    test of `must_mend` (node ids, or files and classes) must exist and pass after. Raises Refusal if nothing passed
+    before, because then nothing was compared."""
     if not any(result.passed for result in before.values()):
         raise Refusal(f"list {list_name}: no test passes on the unpatched tree; there is nothing to compare with")
     passed_before = {test for test, result in before.items() if result.passed}
-    failing = {test: result for test, result in after.items() if result.outcome in (Outcome.FAILED, Outcome.ERROR)}
+    failing = {test: result for test, result in after.items() if result.failed}
     return Comparison(
         list_name,
         counts(before),
@@ -136,6 +143,7 @@ def compare(list_name: str, before: Results, after: Results, must_mend: Iterable
 
 
 def unmended(after: Results, must_mend: Iterable[str]) -> dict[str, str]:
+    """What of `must_mend` does not pass, with the reason."""
     found = {}
     for entry in must_mend:
         inside = [test for test in after if within(test, entry)]
@@ -145,10 +153,12 @@ def unmended(after: Results, must_mend: Iterable[str]) -> dict[str, str]:
 
 
 def passes(results: Results, test: str) -> bool:
+    """Whether a test exists and passes."""
     return test in results and results[test].passed
 
 
 def why(results: Results, test: str) -> str:
+    """Why a test does not pass."""
     if test not in results:
         return "did not run"
     return f"{results[test].outcome.value}: {results[test].message}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pytest run of upstream's tests on one tree, in a process group of its own, with progress.
 
-A run ends with a junit file and a log, or it died: then the test that was running is named. What failed is run once
-more by itself, since on a busy machine a test with a time limit of its own fails now and then; what passes then is
-marked as unsteady.
+A run ends with a junit file and a log, or it died; then the error names the test that was running. What failed runs
+once more by itself, because on a busy machine a test with a time limit of its own fails now and then. What passes then
+is marked as unsteady.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from . import results, trees
 from .lists import TestList
 
 _LINE = re.compile(r"^(?P<test>tests/\S+?::.*?)(?:\s(?P<outcome>PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)?$")
-MAX_RERUN = 40  # more failures than this are no accident
+MAX_RERUN = 40  # more failures are not due to a busy machine
 REPORT_S = 15.0
 
 
@@ -39,8 +39,8 @@ class RunDied(Exception):
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run happens. `tests` and `tree` as trees.stage* make them, `out` a folder for logs and junit files,
-    `stop` is set by whoever wants the run to end early."""
+    """Where a run happens. `tests` and `tree` are made by trees.stage*, `out` is a folder for logs and junit files, and
+    setting `stop` ends the run early."""
 
     name: str  # of the tree: "unpatched", "patched"
     tree: Path
@@ -52,8 +52,8 @@ class Site:
     run_limit_s: float = 3600.0
 
 
-def run(site: Site, wanted: TestList, say: Callable[[str], None]) -> dict[str, results.Result]:
-    """Results of all tests of the list. RunDied if there are none to be had."""
+def run(site: Site, wanted: TestList, say: Callable[[str], None]) -> dict[str, results.UpstreamResult]:
+    """The results of all tests of the list. Raises RunDied."""
     first = once(site, wanted.arguments, wanted, "", say)
     again = results.unpassed(first)
     if not 0 < len(again) <= MAX_RERUN:
@@ -65,50 +65,37 @@ def run(site: Site, wanted: TestList, say: Callable[[str], None]) -> dict[str, r
         return first
 
 
-def once(
-    site: Site, arguments: tuple[str, ...], wanted: TestList, suffix: str, say: Callable[[str], None]
-) -> dict[str, results.Result]:
+def once(site: Site, arguments: tuple[str, ...], wanted: TestList, suffix: str,
+         say: Callable[[str], None]) -> dict[str, results.UpstreamResult]:
+    """One pytest run; `suffix` tells its files from those of the first. Raises RunDied."""
     stem = site.out / f"{site.name}-{wanted.name}{suffix}"
     junit, log = stem.with_suffix(".xml"), stem.with_suffix(".log")
     junit.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--timeout={site.test_limit_s}"]
-    command += ["--continue-on-collection-errors"]
-    command += [f"--junitxml={junit}", "-o", "junit_family=xunit1"]
-    command += [f"--deselect={test}" for test in wanted.deselected] + list(arguments)
-    settings = {
-        "VLLM_USE_V1": wanted.use_v1,
-        "HF_HOME": str(site.hub),
-        "VLLM_CACHE_ROOT": str(site.out / "vllm-cache"),
-        "VLLM_CONFIG_ROOT": str(site.out / "vllm-config"),
-    }
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--timeout={site.test_limit_s}",
+               "--continue-on-collection-errors", f"--junitxml={junit}", "-o", "junit_family=xunit1",
+               *(f"--deselect={test}" for test in wanted.deselected), *arguments]
+    settings = {"VLLM_USE_V1": wanted.use_v1, "HF_HOME": str(site.hub),
+                "VLLM_CACHE_ROOT": str(site.out / "vllm-cache"), "VLLM_CONFIG_ROOT": str(site.out / "vllm-config")}
     env = trees.environment([site.tests, site.tests / "tests" / "vllm_test_utils", site.tree], settings)
     began_s = time.monotonic()
     last, code = follow(command, env, site, log, lambda text: say(f"{site.name} {wanted.name}{suffix}: {text}"))
     if code not in (0, 1):
-        raise RunDied(
-            site.name, f"pytest ended with {code} after {time.monotonic() - began_s:.0f} s, last in {last} (see {log})"
-        )
+        raise RunDied(site.name, f"pytest ended with {code} after {time.monotonic() - began_s:.0f} s, last in {last} "
+                                 f"(see {log})")
     try:
         return results.read_junit(junit)
     except Refusal as error:
         raise RunDied(site.name, str(error)) from error
 
 
-def follow(
-    command: list[str], env: dict[str, str], site: Site, log: Path, say: Callable[[str], None]
-) -> tuple[str, int]:
-    """Run pytest, log what it says, report progress; the test named last, and the exit status (negative: a signal)."""
-    progress, began_s, told = Progress(), time.monotonic(), 0
+def follow(command: list[str], env: dict[str, str], site: Site, log: Path,
+           say: Callable[[str], None]) -> tuple[str, int]:
+    """Runs pytest with its output in `log`, and reports progress. The test named last, and the exit status (negative: a
+    signal). Raises RunDied at the time limit, or when it is stopped."""
+    progress, began_s, reports = PytestProgress(), time.monotonic(), 0
     with open(log, "w") as sink, open(log, errors="replace") as tail:
-        process = subprocess.Popen(
-            command,
-            cwd=site.tests,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, cwd=site.tests, env=env, stdin=subprocess.DEVNULL, stdout=sink,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
         try:
             while True:
                 progress.read(tail)
@@ -117,8 +104,8 @@ def follow(
                     raise RunDied(site.name, f"no end after {elapsed_s:.0f} s, in {progress.last} (see {log})")
                 if not running(process):
                     break
-                if elapsed_s // REPORT_S > told:
-                    told = elapsed_s // REPORT_S
+                if elapsed_s // REPORT_S > reports:
+                    reports = elapsed_s // REPORT_S
                     say(f"{elapsed_s:4.0f} s, {progress}")
         finally:
             end_group(process)
@@ -127,15 +114,15 @@ def follow(
     return progress.last, process.returncode
 
 
-class Progress:
-    """What a growing log of ``pytest -v`` tells."""
+class PytestProgress:
+    """Progress as read from the growing log of ``pytest -v``."""
 
     def __init__(self) -> None:
         self.last, self.done, self.failed = "the collection", 0, 0
         self._rest = ""
 
     def read(self, tail: TextIO) -> None:
-        """Take in what was added to the log; a line that is still being written waits for its end."""
+        """Reads what was added to the log. A line that is still being written waits for its end."""
         *lines, self._rest = (self._rest + tail.read()).split("\n")
         for line in lines:
             if (match := _LINE.match(line)) and match["outcome"]:
@@ -150,7 +137,7 @@ class Progress:
 
 
 def running(process: subprocess.Popen, wait_s: float = 0.5) -> bool:
-    """Wait a little; whether it runs on after that."""
+    """Waits up to `wait_s`. Whether the process still runs."""
     try:
         process.wait(wait_s)
     except subprocess.TimeoutExpired:
@@ -159,7 +146,7 @@ def running(process: subprocess.Popen, wait_s: float = 0.5) -> bool:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """Kill pytest and what its tests have left running."""
+    """Kills pytest and what its tests have left running."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

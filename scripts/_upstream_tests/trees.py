@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees that python can import vLLM from: a folder with ``vllm`` (compiled extension included) and nothing else in
-the way.
+"""Trees that Python can import vLLM from: folders with ``vllm`` and its compiled extension, and nothing else.
 
-Upstream's own checkout is no such folder: its ``tests`` would shadow others, and the CPU extension is not in it.
-Trees are copied, so that nobody's work tree is written to and an edit during a run changes nothing.
+Upstream's checkout is no such folder: its ``tests`` would shadow others, and it lacks the CPU extension. Trees are
+copied, so that no work tree is written to and an edit during a run changes nothing.
 """
 
 import argparse
@@ -21,16 +20,11 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What a comparison of the two trees is told: --tree-a, --tree-b, --model."""
+    """Adds the options of a comparison of two trees: --tree-a, --tree-b, --model."""
     parser.add_argument("--tree-a", type=Path, metavar="DIR", help="unpatched source tree (default: the pinned one)")
     parser.add_argument("--tree-b", type=Path, metavar="DIR", help="patched source tree (default: made from patches/)")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        default=os.environ.get("VLLM_PD_TINY_MODEL"),
-        help="the tiny model (default: $VLLM_PD_TINY_MODEL)",
-    )
+    parser.add_argument("--model", type=Path, metavar="DIR", default=os.environ.get("VLLM_PD_TINY_MODEL"),
+                        help="the tiny model (default: $VLLM_PD_TINY_MODEL)")
 
 
 def plain(given: Path | None) -> Path:
@@ -44,6 +38,7 @@ def patched(given: Path | None) -> Path:
 
 
 def checked(tree: Path) -> Path:
+    """The folder. Raises Refusal unless it is a source tree of vLLM."""
     for name in ("vllm/engine/llm_engine.py", "tests/conftest.py"):
         if not (tree / name).is_file():
             raise Refusal(f"{tree}: expected a source tree of vLLM; it has no {name}")
@@ -51,14 +46,14 @@ def checked(tree: Path) -> Path:
 
 
 def tree_key(tree: Path) -> str:
-    """Hash of all that an import of this tree can see, the extension excepted."""
+    """Hash of all that an import of this tree can see, except the extension."""
     package = tree / "vllm"
     return cache.tree_key(tree, (f for f in package.rglob("*") if f.suffix in (".py", ".json", ".cu") and f.is_file()))
 
 
 def stage(tree: Path, folder: Path, *, ours: bool) -> Path:
-    """Copy the package into `folder` (made anew) with the extension for this python; with `ours`, ``vllm_pd`` beside
-    it."""
+    """Copies the package into `folder` (made anew) with the extension for this Python, and with `ours` also
+    ``vllm_pd``. The folder."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(tree / "vllm", folder / "vllm", ignore=LEFT_OUT)
     if not (folder / "vllm" / extension.FILE).is_file():
@@ -69,8 +64,8 @@ def stage(tree: Path, folder: Path, *, ours: bool) -> Path:
 
 
 def stage_tests(tree: Path, folder: Path, edits: Path = EDITS) -> Path:
-    """Copy upstream's tests and their settings into `folder` (made anew), where no ``vllm`` lies beside them, and
-    change in them what `edits` says. Refusal where that is not there."""
+    """Copies upstream's tests and their settings into `folder` (made anew), where no ``vllm`` is beside them, and makes
+    the changes in the file `edits`. Raises Refusal where their place is not there. The folder."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(tree / "tests", folder / "tests", ignore=LEFT_OUT)
     shutil.copy(tree / "pyproject.toml", folder)
@@ -84,16 +79,8 @@ def stage_tests(tree: Path, folder: Path, edits: Path = EDITS) -> Path:
 
 
 def environment(folders: list[Path], settings: dict[str, str]) -> dict[str, str]:
-    """This process's environment without what would lead vLLM or pytest astray, with `folders` as the whole
-    PYTHONPATH."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTEST_", "PYTHONPATH"))
-    }
-    base = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_CI_ENV": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    """This process's environment without settings of vLLM and pytest, with `folders` as the whole PYTHONPATH."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "PYTEST_", "PYTHONPATH"))}
+    base = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false"}
     return {**kept, **base, **settings, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders)}

@@ -2,7 +2,7 @@
 """The probe of a group in which a test may shorten the time that a call waits for ranks that are not told of it. With
 a short one from the start, any call would fail where a machine holds a rank up for as long."""
 
-from vllm_pd.dpbench.probe import StepProbe
+from vllm_pd.bench.dp.probe import StepProbe
 
 
 class CallWaitProbe(StepProbe):

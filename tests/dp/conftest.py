@@ -20,7 +20,7 @@ from dp_forked import Forks
 from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, TREE
 
 from tests.verdict import TokenIds, count_as_crash
-from vllm_pd.dpbench.group import Group, GroupEnded
+from vllm_pd.bench.dp.group import Group, GroupEnded
 
 count_as_crash(GroupEnded)
 

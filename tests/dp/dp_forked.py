@@ -15,7 +15,7 @@ from pathlib import Path
 
 from _chaos.zygote import Zygote
 
-from vllm_pd.dpbench.group import environment
+from vllm_pd.bench.dp.group import environment
 
 ENDED = "ended"
 
@@ -83,11 +83,11 @@ class Forks:
 
 def drive(connection: Connection, arguments: list[str], log: str) -> None:
     """In the child: the driver of a group."""
-    from vllm_pd.dpbench import driver
+    import dp_driver
 
     pipes = _settle(connection, 2, log)
     sys.argv = ["driver", *map(str, pipes), *arguments]
-    driver.main()
+    dp_driver.main()
 
 
 def run(connection: Connection, path: str, arguments: list[str], env: dict[str, str], log: str) -> None:

@@ -6,7 +6,7 @@ import random
 import time
 from pathlib import Path
 
-from vllm_pd.dpbench.group import Group
+from vllm_pd.bench.dp.group import Group
 
 HORIZON_STEPS = 8  # vllm_pd.dp.interface.Settings
 _tree = os.environ.get("VLLM_PD_DP_TREE")

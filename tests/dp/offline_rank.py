@@ -22,7 +22,7 @@ def wait_for(other: Path) -> None:
 
 if __name__ == "__main__":
     llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
-              worker_extension_cls="vllm_pd.dpbench.probe.StepProbe")  # fmt: skip
+              worker_extension_cls="vllm_pd.bench.dp.probe.StepProbe")  # fmt: skip
     def served(tokens: int) -> int:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         return len(llm.generate(["It was"], params, use_tqdm=False)[0].outputs[0].token_ids)

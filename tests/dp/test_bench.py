@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_pd.dpbench import measure, report
-from vllm_pd.dpbench.probe import DUMMY, FORWARD
+from vllm_pd.bench.dp import measure, report
+from vllm_pd.bench.dp.probe import DUMMY, FORWARD
 from vllm_pd.errors import ConfigError
 
 STEP_S = 0.01
@@ -64,7 +64,7 @@ def bench(tmp_path, monkeypatch) -> measure.DpBench:
     monkeypatch.setattr(measure, "_silence", lambda groups: [{"idle_cpu_percent": 1.0, "idle_front_cpu_percent": 0.0}
                                                             for _ in groups])  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"]}))
-    compared = (measure.Variant("waves"), measure.Variant("ours"))
+    compared = (measure.DpVariant("waves"), measure.DpVariant("ours"))
     return measure.DpBench((tmp_path, ), (2, ), compared, bursts=6, requests=4, rounds=3)
 
 
@@ -72,7 +72,7 @@ def test_the_trees_take_turns_and_get_the_same(bench):
     """Each is first in every other burst and round; figures are of what the group has shown."""
     turns: list[str] = []
     groups = [Played("waves", turns, drain=20, sent=7), Played("ours", turns, drain=1, sent=2)]
-    waves, ours = measure.measure_groups(bench, [measure.Turns(group) for group in groups])
+    waves, ours = measure.measure_groups(bench, [measure.MeasuredGroup(group) for group in groups])
     after_warm_up = turns[2:]
     assert after_warm_up[:4] == ["waves", "ours", "ours", "waves"] and len(after_warm_up) == 2 * (6 + 3)
     real = [each["passes_per_load"] - each["dummies_per_load"] for each in (waves, ours)]
@@ -94,7 +94,7 @@ def test_the_report_has_a_column_for_each_group(bench, tmp_path):
     """And says when groups of one model gave different tokens."""
     groups = [Played("waves", [], 20, 7), Played("ours", [], 1, 2)]
     about = {"model": "m", "experts": False, "size": 2}
-    figures = measure.measure_groups(bench, [measure.Turns(group) for group in groups])
+    figures = measure.measure_groups(bench, [measure.MeasuredGroup(group) for group in groups])
     entries = [about | {"tree": group.name} | each for group, each in zip(groups, figures, strict=True)]
     assert measure.same_tokens(entries)
     assert not measure.same_tokens([*entries, entries[0] | {"tokens_digest": "0"}])
@@ -112,8 +112,8 @@ def test_b80_what_cannot_be_measured_is_refused(bench, key, given):
 
 def test_few_samples_have_no_99th_percentile():
     """Of 30 it would be the largest by another name."""
-    assert measure.spread([1.0] * 29 + [2.0], 1) == {"samples": 30, "mean": pytest.approx(31 / 30), "p50": 1, "max": 2}
-    assert measure.spread(range(200), 1)["p99"] == 198
+    assert measure.spread([1.0] * 29 + [2.0], 1) == {"samples": 30, "mean": 1.0333, "p50": 1, "max": 2}
+    assert measure.spread(range(200), 1)["p99"] == 197
     assert report._spread(measure.spread([0.5] * 30)) == "p50 500.0 max 500.0"
     assert "p99" in report._spread(measure.spread([0.5] * 100)) and report._spread(None) == "-"
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, at_rest, forwards
 
-from vllm_pd.dpbench.group import Group
+from vllm_pd.bench.dp.group import Group
 
 LONGEST = 4096  # tokens of a request
 

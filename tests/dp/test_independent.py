@@ -13,7 +13,7 @@ import pytest
 from dp_forked import ENDED
 from dp_loads import BOUND_S, END_S, MAX_TOKENS, PROMPTS, forwards
 
-from vllm_pd.dpbench.group import ENGINE, MEETINGS, Group, GroupError
+from vllm_pd.bench.dp.group import ENGINE, MEETINGS, Group, GroupError
 from vllm_pd.ports import take_free, take_free_run
 
 LONGEST = 4096  # tokens of a request

@@ -20,7 +20,7 @@ from dp_loads import (
     trailing_dummies,
 )
 
-from vllm_pd.dpbench.group import Group, GroupError
+from vllm_pd.bench.dp.group import Group, GroupError
 
 CALLS = [("collective_rpc", ("probe_collective",)), ("sleep", (1,)), ("wake_up", ()), ("execute_dummy_batch", ()),
          ("is_sleeping", ()), ("reset_prefix_cache", ())]  # fmt: skip

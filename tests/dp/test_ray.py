@@ -2,15 +2,17 @@
 """Ranks that are Ray actors, on this machine: nothing but who starts the processes differs."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from dp_loads import BOUND_S, END_S, MAX_TOKENS, PROMPTS, TREE, at_rest, forwards
 
-from vllm_pd.dpbench.group import Group, GroupError
+from vllm_pd.bench.dp.group import Group, GroupError, environment, start_process
 
 pytestmark = [
     pytest.mark.e2e,
@@ -24,7 +26,9 @@ pytestmark = [
 def actors(moe, logs) -> Group:
     """Two actors, half of the experts each; the very first request went to rank 1."""
     with contextlib.ExitStack() as stack:
-        group = Group(moe, 2, TREE, logs / "ray.log", data_parallel_backend="ray", enable_expert_parallel=True)
+        start = functools.partial(start_process, environment(TREE), [str(Path(__file__).with_name("dp_driver.py"))])
+        group = Group(moe, 2, TREE, logs / "ray.log", start=start, data_parallel_backend="ray",
+                      enable_expert_parallel=True)
         stack.callback(group.close)
         group.ready()
         group.first = group.generate(PROMPTS[0], rank=1, max_tokens=MAX_TOKENS[0])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from dp_loads import LOCKSTEP, MAX_TOKENS, PROMPTS, at_rest, forwards
 
-from vllm_pd.dpbench.group import Group
+from vllm_pd.bench.dp.group import Group
 
 # Whether the model has experts, how many ranks, whether the experts are spread over them.
 GROUPS = [(False, 2, False), (False, 4, False), (True, 2, False), (True, 4, True)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, at_rest, forwards
 
-from vllm_pd.dpbench.group import Group, GroupError
+from vllm_pd.bench.dp.group import Group, GroupError
 
 NOWHERE = ["adapter", 1, "/nowhere"]
 

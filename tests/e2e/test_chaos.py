@@ -3,7 +3,7 @@
 asynchronous output processing on the decode engines, as on CUDA."""
 
 from _chaos.blows import Blow
-from _chaos.session import Settings, chaos
+from _chaos.session import ChaosSettings, chaos
 from harness import model_folder
 
 SEED = 88  # its ten blows are of every kind
@@ -12,8 +12,8 @@ SEED = 88  # its ten blows are of every kind
 def test_b20_to_b34_chaos():
     """B20, B21, B22, B23, B25, B26, B29, B34: every request ends, each answer is the one that one engine alone gives,
     and every engine that lives is back at its base."""
-    settings = Settings(model=model_folder("VLLM_PD_TINY_MODEL"), seed=SEED, requests=150, episodes=10, calm_episodes=2,
-                        async_output=True)
+    settings = ChaosSettings(model=model_folder("VLLM_PD_TINY_MODEL"), seed=SEED, requests=150, episodes=10,
+                             calm_episodes=2, async_output=True)
     result = chaos(settings, print)
     assert not result.faults, f"seed {settings.seed}: {result.faults}"
     figures = result.figures

@@ -18,8 +18,9 @@ import pytest
 from harness import START_S, WAIT_S, core, engine_env, eventually, freeze, model_folder
 
 from tests.verdict import WrongAnswer, same_answer
-from vllm_pd.admin.client import Question, ask, is_healthy
+from vllm_pd.admin.client import is_healthy
 from vllm_pd.admin.scrape import scrape
+from vllm_pd.bench.load import GenerationRequest, ask
 from vllm_pd.core.messages import Role
 from vllm_pd.launch.plan import SERVE, UpOptions, plan_fleet, transfer_config
 from vllm_pd.launch.up import Fleet
@@ -121,11 +122,11 @@ def text(sentences: int, start: int) -> str:
     return " ".join(f"Item {number} of the list costs {7 * number - 6 * start} coins." for number in numbers)
 
 
-def question(sentences: int, start: int, **options) -> Question:
+def question(sentences: int, start: int, **options) -> GenerationRequest:
     content = text(sentences, start) + " The next item costs"
     if options.get("chat"):
-        return Question([{"role": "user", "content": content}], 8, **options)
-    return Question(content, 8, **options)
+        return GenerationRequest([{"role": "user", "content": content}], 8, **options)
+    return GenerationRequest(content, 8, **options)
 
 
 @contextlib.contextmanager
@@ -203,7 +204,7 @@ def test_b25_the_client_disconnects_while_its_prompt_waits(decode, servers):
 def test_b33_a_waiting_engine_sleeps_and_still_answers(decode, servers):
     """B33: only a parked request for some seconds: next to no CPU; a short prompt is answered at once meanwhile."""
     asked = question(20, 8000 + len(decode))
-    short = Question("The capital of France is", 2)
+    short = GenerationRequest("The capital of France is", 2)
     ask(decode, MODEL, short)
     with servers.p_stands_still(), asked_and_left(decode, asked.body(MODEL)):
         eventually(lambda: held_blocks(decode), "the prompt waits")
@@ -242,7 +243,7 @@ def test_b43_sigterm_drains_a_server_and_nothing_fails(which, servers):
     process = psutil.Process(servers.pids[decode])
     asked = [dataclasses.replace(question(12 + number, 9000 + 40 * number + len(which)), max_tokens=30,
                                  ignore_eos=True) for number in range(4)]
-    asked.append(Question("One short prompt that", 60, ignore_eos=True))
+    asked.append(GenerationRequest("One short prompt that", 60, ignore_eos=True))
     before = scrape(decode)
     with ThreadPoolExecutor(len(asked)) as pool:
         with servers.p_stands_still():  # so that something is open as long as is looked

@@ -14,8 +14,8 @@ from harness import engine_env, eventually, freeze, model_folder
 
 from tests.router.openai_talk import client, conversation
 from tests.verdict import same_answer
-from vllm_pd.admin.client import Question, ask
 from vllm_pd.admin.scrape import scrape
+from vllm_pd.bench.load import GenerationRequest, ask
 from vllm_pd.launch.plan import UpOptions, plan_fleet
 from vllm_pd.launch.up import Fleet
 from vllm_pd.ports import take_free_run
@@ -86,7 +86,8 @@ def test_b11_answers_equal_those_of_one_engine(options, fleet):
     mono = fleet.plan.engines[1].url  # asked directly, the prefill engine computes it all
     for sentences in (1, 12, 30):
         content = text(sentences, 100 * len(str(options)))
-        asked = Question([{"role": "user", "content": content}] if options.get("chat") else content, 8, **options)
+        prompt = [{"role": "user", "content": content}] if options.get("chat") else content
+        asked = GenerationRequest(prompt, 8, **options)
         ours, theirs = ask(fleet.plan.router.url, MODEL, asked), ask(mono, MODEL, asked)
         same_answer(ours, theirs)
 

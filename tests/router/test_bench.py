@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
 import sys
@@ -13,57 +14,61 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from vllm_pd.bench import router as measure
+from vllm_pd.bench import router_report as report
+from vllm_pd.bench.checks import parse_cores
+from vllm_pd.bench.connection import HttpAnswer, LoadConnection, LoadError
+from vllm_pd.bench.dummy import REQUEST, DummyAnswer, DummyConnection, DummyDelays, DummyEngine, answer_text
+from vllm_pd.bench.dummy_client import RequestShape
+from vllm_pd.bench.dummy_events import MadeUpEvents
+from vllm_pd.bench.load import RequestTiming, closed_loop
+from vllm_pd.bench.servers import RouterCommand
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.routerbench import measure, report
-from vllm_pd.routerbench.events import MadeUpEvents
-from vllm_pd.routerbench.load import Line, LoadError, Shape, Timing, check, make_bodies, make_body, saturate
-from vllm_pd.routerbench.processes import Launch
-from vllm_pd.routerbench.worker import ASK, Answer, Connection, Delays, Dummy, answer_text
 
-SHAPES = [Shape(3, 8, stream, chat) for stream in (False, True) for chat in (False, True)]
-WORKER = f"{sys.executable} -m vllm_pd.routerbench.worker --port"
+SHAPES = [RequestShape(3, 8, stream, chat) for stream in (False, True) for chat in (False, True)]
+WORKER = f"{sys.executable} -m vllm_pd.bench.dummy --port"
 
 
 @contextlib.asynccontextmanager
-async def listening(dummy: Dummy) -> AsyncIterator[int]:
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(dummy), "127.0.0.1", 0)
+async def listening(dummy: DummyEngine) -> AsyncIterator[str]:
+    server = await asyncio.get_running_loop().create_server(lambda: DummyConnection(dummy), "127.0.0.1", 0)
     async with server:
-        yield server.sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-def body_of(shape: Shape) -> bytes:
-    return make_body(shape, "dummy", random.Random(0))
+def body_of(shape: RequestShape) -> bytes:
+    return next(shape.bodies(random.Random(0)))
 
 
 async def test_a_dummy_says_what_was_asked_for_over_one_connection():
-    async with listening(dummy := Dummy()) as port:
-        line = await Line.open("127.0.0.1", port)
+    async with listening(dummy := DummyEngine()) as url:
+        connection = await LoadConnection.open(url)
         for shape in SHAPES:
-            timing = await line.ask(shape, body_of(shape))
+            timing = await shape.send(connection, body_of(shape))
             assert 0 < timing.first_s <= timing.total_s
-        line.close()
+        connection.close()
     assert (dummy.requests, dummy.answered, dummy.cancelled, dummy.open) == (4, 4, 0, 0)
 
 
 async def test_a_dummy_takes_its_time():
-    shape = Shape(5, 8, stream=True)
-    async with listening(Dummy(delays=Delays(0.1, 0.05))) as port:
-        line = await Line.open("127.0.0.1", port)
-        timing = await line.ask(shape, body_of(shape))
-        line.close()
+    shape = RequestShape(5, 8, stream=True)
+    async with listening(DummyEngine(delays=DummyDelays(0.1, 0.05))) as url:
+        connection = await LoadConnection.open(url)
+        timing = await shape.send(connection, body_of(shape))
+        connection.close()
     assert timing.first_s >= 0.1 and timing.total_s >= 0.1 + 4 * 0.05
 
 
 async def test_a_dummy_notices_that_its_client_has_gone():
-    async with listening(dummy := Dummy(delays=Delays(30.0))) as port:
-        line = await Line.open("127.0.0.1", port)
-        asking = asyncio.create_task(line.ask(SHAPES[0], body_of(SHAPES[0])))
+    async with listening(dummy := DummyEngine(delays=DummyDelays(30.0))) as url:
+        connection = await LoadConnection.open(url)
+        asking = asyncio.create_task(SHAPES[0].send(connection, body_of(SHAPES[0])))
         async with asyncio.timeout(50):
             while not dummy.open:
                 await asyncio.sleep(0.01)
-            line.close()
+            connection.close()
             with pytest.raises(LoadError, match="ended before"):
                 await asking
             while not dummy.cancelled:
@@ -71,26 +76,36 @@ async def test_a_dummy_notices_that_its_client_has_gone():
     assert (dummy.answered, dummy.open) == (0, 0)
 
 
-def whole_answer(shape: Shape) -> bytes:
-    answer = Answer(Dummy(), ASK.decode(body_of(shape)), shape.chat, "name")
+def whole_answer(shape: RequestShape) -> bytes:
+    answer = DummyAnswer(DummyEngine(), REQUEST.decode(body_of(shape)), shape.chat, "name")
     return b"".join(answer.events()) if shape.stream else answer.whole()
+
+
+def came(body: bytes) -> HttpAnswer:
+    """An answer that came in pieces of 7 bytes."""
+    return HttpAnswer(0.0, [], [(start, body[start:start + 7]) for start in range(0, len(body), 7)], 200)
+
+
+def test_an_event_has_come_when_its_end_has():
+    answer = came(b'data: {"a": 1}\n\ndata: [1]\n\ndata: [DONE]\n\n')
+    assert (answer.parts(), list(answer.arrivals())) == ([{"a": 1}, [1]], [14, 21])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_whole_answer_passes_and_a_damaged_one_does_not(shape):
     whole = whole_answer(shape)
-    check(shape, whole)
+    shape.check(came(whole))
     damaged = {"a lost token": whole.replace(b" t1", b""), "a doubled one": whole.replace(b" t1", b" t1 t1"),
                "two in the wrong order": whole.replace(b" t1", b" tX").replace(b" t2", b" t1").replace(b" tX", b" t2"),
                "a cut one": whole[:len(whole) // 2], "nothing": b"", "another one": b"{}", "twice": whole * 2}
     for answer in damaged.values():
         with pytest.raises(LoadError):
-            check(shape, answer)
+            shape.check(came(answer))
 
 
 def test_a_stream_without_its_end_is_an_error():
     with pytest.raises(LoadError, match="ends with"):
-        check(SHAPES[2], whole_answer(SHAPES[2]).removesuffix(b"data: [DONE]\n\n"))
+        SHAPES[2].check(came(whole_answer(SHAPES[2]).removesuffix(b"data: [DONE]\n\n")))
 
 
 @pytest.mark.parametrize("raw, message", [
@@ -109,34 +124,36 @@ async def test_what_is_no_answer_is_an_error(raw, message):
 
     server = await asyncio.start_server(speak, "127.0.0.1", 0)
     async with server:
-        found = await saturate([server.sockets[0].getsockname()], SHAPES[0],
-                               itertools.repeat(body_of(SHAPES[0])), 2, 0.01)
+        body = body_of(SHAPES[0])
+        found = await closed_loop([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"],
+                                  lambda connection, name: SHAPES[0].send(connection, body, name), 2, 0.01)
     assert (found.timings, len(found.errors)) == ([], 2)
     assert all(re.search(message, error) for error in found.errors)
 
 
 def test_a_launch_fills_its_places():
-    launch = Launch.parse("name=run 'a b' --port {port} --more {free} --url={worker} --all {workers}")
+    launch = RouterCommand.parse("name=run 'a b' --port {port} --more {free} --url={worker} --all {workers}")
     words = launch.arguments(81, ["http://a", "http://b"])
     assert launch.name == "name"
     assert words[:5] == ["run", "a b", "--port", "81", "--more"] and 0 < int(words[5]) < 65536
     assert words[6:] == ["--url=http://a", "--url=http://b", "--all", "http://a", "http://b"]
-    assert Launch("a", "/somebodys/folder/run --flag /other/file {port}").shown() == "run --flag file {port}"
-    assert Launch.ours("ours=--policy kv").arguments(81, ["http://a"])[-2:] == ["--policy", "kv"]
+    assert RouterCommand("a", "/somebodys/folder/run --flag /other/file {port}").shown() == "run --flag file {port}"
+    assert RouterCommand.ours("ours=--policy kv").arguments(81, ["http://a"])[-2:] == ["--policy", "kv"]
 
 
 @pytest.mark.parametrize("text", ["", "run {port} {workers}", "n=run {workers}", "n=run {port}",
                                   "=run {port} {workers}"])
 def test_a_launch_that_lacks_a_place_is_refused(text):
     with pytest.raises(ConfigError, match="--router"):
-        Launch.parse(text)
+        RouterCommand.parse(text)
 
 
 def test_added_is_the_time_less_the_bare_workers_median():
-    def tally(name: str, *times_s: float) -> measure.Tally:
-        return measure.Tally(name, "alone", "plain", [Timing(time_s / 2, time_s) for time_s in times_s], ["what"])
+    def tally(name: str, *times_s: float) -> measure.PhaseFigures:
+        timings = [RequestTiming(time_s / 2, time_s) for time_s in times_s]
+        return measure.PhaseFigures(name, "alone", "plain", timings, ["what"])
 
-    bench = measure.RouterBench((Launch("a", ""), ))
+    bench = measure.RouterBench((RouterCommand("a", ""), ))
     found = measure.report(bench, [tally("no router", 0.001, 0.002, 0.009), tally("a", 0.004, 0.005, 0.007)], {})
     bare, routed = found["entries"]
     assert bare["total_added_ms"]["p50"] == 0 and bare["total_added_ms"]["p99"] == pytest.approx(7)
@@ -148,7 +165,7 @@ def test_added_is_the_time_less_the_bare_workers_median():
 
 
 def test_one_run_shows_every_router_in_every_phase(tmp_path):
-    bench = measure.RouterBench((Launch.parse(f"stand-in={WORKER} {{port}} --model {{worker}}"), ), workers=1,
+    bench = measure.RouterBench((RouterCommand.parse(f"stand-in={WORKER} {{port}} --model {{worker}}"), ), workers=1,
                                 requests=10, tokens=4, clients=2, streams=2, slice_s=0.05, rounds=1, first_s=0.01,
                                 gap_s=0.001)  # fmt: skip
     found = measure.measure(bench, tmp_path / "log", lambda text: None)
@@ -164,26 +181,27 @@ def test_one_run_shows_every_router_in_every_phase(tmp_path):
 def test_a_router_that_ends_is_an_error_with_its_last_words():
     words = f"{sys.executable} -c \"import sys; print('no such thing'); sys.exit(3)\" {{port}} {{workers}}"
     with pytest.raises(PDError, match="short-lived has ended.*\n.*no such thing"):
-        measure.measure(measure.RouterBench((Launch("short-lived", words), ), workers=1), None)
+        measure.measure(measure.RouterBench((RouterCommand("short-lived", words), ), workers=1), None)
 
 
 @pytest.mark.parametrize("changes, key", [({"requests": 0}, "--requests"), ({"slice_s": 0}, "--slice-s"),
-                                          ({"routers": (Launch("no router", ""), )}, "--router"),
-                                          ({"load_cores": (4711, )}, "--load-cores")])
+                                          ({"routers": (RouterCommand("no router", ""), )}, "--router")])
 def test_what_measures_nothing_is_refused(changes, key):
     with pytest.raises(ConfigError, match=key):
         measure.RouterBench(**{"routers": (), **changes}).check()
 
 
 def test_cores_are_numbers():
-    assert measure.parse_cores("--load-cores", "0,1") == (0, 1) and measure.parse_cores("--load-cores", "") == ()
-    with pytest.raises(ConfigError, match="--load-cores.*'a'"):
-        measure.parse_cores("--load-cores", "a")
+    own = sorted(os.sched_getaffinity(0))
+    assert parse_cores("--load-cores", ",".join(map(str, own))) == tuple(own) and parse_cores("--load-cores", "") == ()
+    for text in ("a", "4711"):
+        with pytest.raises(ConfigError, match=f"--load-cores.*'{text}'"):
+            parse_cores("--load-cores", text)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_two_prompts_begin_alike(shape):
-    asked = [ASK.decode(body) for body in itertools.islice(make_bodies(shape, "dummy", random.Random(0)), 600)]
+    asked = [REQUEST.decode(body) for body in itertools.islice(shape.bodies(random.Random(0)), 600)]
     prompts = [ask.messages[0]["content"] if shape.chat else ask.prompt for ask in asked]
     assert [prompt.split(" ", 1)[0] for prompt in prompts] == [str(number) for number in range(600)]
     assert all(len(prompt.split()) == 7 for prompt in prompts)

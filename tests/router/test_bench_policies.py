@@ -6,14 +6,15 @@ import dataclasses
 
 import pytest
 
+from vllm_pd.bench import policies
+from vllm_pd.bench.conversations import ConversationShape, ConversationTurn, hold, make
+from vllm_pd.bench.dummy import DummyConnection, DummyEngine, answer_text
+from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.policy import Policy
-from vllm_pd.routerbench import policies
-from vllm_pd.routerbench.chats import Chats, Turn, hold, make
-from vllm_pd.routerbench.trace import Arrival
-from vllm_pd.routerbench.worker import Connection, Dummy, answer_text
 
-CHATS = Chats(conversations=6, conversations_per_s=200, system_prompts=2, system_words=20, turns=3, pause_s=0.01)
+CHATS = ConversationShape(conversations=6, conversations_per_s=200, system_prompts=2, system_words=20, turns=3,
+                          pause_s=0.01)
 
 
 def test_equal_seeds_give_equal_conversations():
@@ -32,13 +33,13 @@ def test_conversations_share_their_system_prompts_and_nothing_else():
 async def test_each_prompt_is_all_that_was_said():
     bodies = []
 
-    class Heard(Connection):
+    class Heard(DummyConnection):
 
         def on_message_complete(self) -> None:
             bodies.append(b"".join(self._body))
             super().on_message_complete()
 
-    server = await asyncio.get_running_loop().create_server(lambda: Heard(Dummy()), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: Heard(DummyEngine()), "127.0.0.1", 0)
     async with server:
         turns = await hold(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "dummy", CHATS, make(CHATS))
     assert len(turns) == len(bodies) == CHATS.conversations * CHATS.turns
@@ -55,10 +56,10 @@ async def test_each_prompt_is_all_that_was_said():
 
 
 async def test_an_answer_without_usage_is_an_error(monkeypatch):
-    monkeypatch.setattr("vllm_pd.routerbench.worker.Answer._usage", lambda self: None)
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(Dummy()), "127.0.0.1", 0)
+    monkeypatch.setattr("vllm_pd.bench.dummy.DummyAnswer._usage", lambda self: None)
+    server = await asyncio.get_running_loop().create_server(lambda: DummyConnection(DummyEngine()), "127.0.0.1", 0)
     async with server:
-        with pytest.raises(PDError, match="without text or usage"):
+        with pytest.raises(PDError, match="without usage"):
             await hold(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "dummy", CHATS, make(CHATS))
 
 
@@ -67,8 +68,8 @@ async def test_a_router_that_is_gone_is_an_error():
         await hold("http://127.0.0.1:1", "dummy", CHATS, make(CHATS))
 
 
-def turn(number: int, prompt: int, answer: int = 1, worker: str = "a") -> Turn:
-    return Turn(number, 0, float(number), 0.1 * (number + 1), 1.0, prompt, answer, worker, ())
+def turn(number: int, prompt: int, answer: int = 1, worker: str = "a") -> ConversationTurn:
+    return ConversationTurn(number, 0, float(number), 0.1 * (number + 1), 1.0, prompt, answer, worker, ())
 
 
 def test_an_answer_fills_blocks_with_all_but_its_last_token():
@@ -78,13 +79,13 @@ def test_an_answer_fills_blocks_with_all_but_its_last_token():
 def test_hits_are_the_blocks_that_were_not_computed(tmp_path):
     texts = {0: range(8), 1: range(8), 2: range(100, 108)}  # the second prompt is all in the first
 
-    def run(policy: Policy, computed: int, *turns: Turn) -> dict:
+    def run(policy: Policy, computed: int, *turns: ConversationTurn) -> dict:
         return policies._run(policy, 0, turns, computed, {"block_size": 4, "pool_blocks": 100},
                              lambda one: Arrival(one.at_s, one.conversation, 0, tuple(texts[one.conversation]), ()))
 
     runs = [run(Policy.KV, 4 + 1, turn(0, 8, answer=5), turn(1, 8), turn(2, 8, worker="b")),
             run(Policy.ROUND_ROBIN, 5, turn(0, 8), turn(1, 8, worker="b"), turn(2, 8))]
-    found = policies.summary(runs)
+    found = policies.by_policy(runs)
     assert runs[0]["workers"] == {"a": 2, "b": 1}
     assert found["kv"]["hit_rate"] == pytest.approx(8 / 24) and found["kv"]["bound"] == pytest.approx(8 / 24)
     assert found["round-robin"]["of_bound"] == pytest.approx(0.5)
@@ -95,7 +96,8 @@ def test_hits_are_the_blocks_that_were_not_computed(tmp_path):
 
 @pytest.mark.parametrize("changes, key", [
     ({"workers": ("http://127.0.0.1:1", )}, "--worker"), ({"rounds": 0}, "--rounds"),
-    ({"chats": Chats(conversations_per_s=0)}, "--conversations-per-s"), ({}, "--worker.*no healthy engine")])
+    ({"chats": ConversationShape(conversations_per_s=0)}, "--conversations-per-s"),
+    ({}, "--worker.*no healthy engine")])
 def test_what_measures_nothing_is_refused(changes, key):
     with pytest.raises(ConfigError, match=key):
         policies.PolicyBench(**{"workers": ("http://127.0.0.1:1", ) * 2, "tokenizer": "t", **changes}).check()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """B11 through the router: an `openai` client hears the same from the router as from the engine behind it."""
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,8 +8,8 @@ import openai
 import pytest
 
 from tests.router.openai_talk import QUESTION, client, conversation
-from vllm_pd.routerbench.processes import Launch, Stage
-from vllm_pd.routerbench.worker import answer_text
+from vllm_pd.bench.dummy import answer_text
+from vllm_pd.bench.servers import RouterCommand, Server, Servers
 
 
 @dataclass
@@ -21,10 +20,10 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with Stage((), (), io.StringIO()) as stage:
-        workers = stage.workers(1, block_size=0)
-        router = stage.router(Launch.ours("router=--tokenizer none"), workers)
-        yield Pair(router.url, workers[0].url)
+    with Servers(lambda *_: None) as servers:
+        [worker] = servers.dummies(1)
+        router = servers.router(RouterCommand.ours("router=--tokenizer none"), [worker.url], Server.routes)
+        yield Pair(router.url, worker.url)
 
 
 def test_b11_the_same_answers(pair):

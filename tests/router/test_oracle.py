@@ -6,8 +6,8 @@ import random
 import msgspec
 import pytest
 
-from vllm_pd.routerbench.oracle import bound, footprint_blocks
-from vllm_pd.routerbench.trace import Arrival, TraceConfig, make
+from vllm_pd.bench.simulation.oracle import bound, footprint_blocks
+from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
 
 SMALL = TraceConfig(conversations=40, system_tokens=50, document_tokens=200, system_prompts=2, documents=2)
 

@@ -7,9 +7,9 @@ from collections import OrderedDict
 import msgspec
 import pytest
 
+from vllm_pd.bench.simulation.placement import BlockRuns, PlacementSearch
+from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.routerbench.placement import Runs, Search
-from vllm_pd.routerbench.trace import Arrival, TraceConfig, make
 
 SMALL = TraceConfig(conversations=40, system_tokens=50, document_tokens=200, system_prompts=2, documents=2)
 
@@ -34,7 +34,7 @@ def block_by_block(trace: list[Arrival], size: int, requests: list[int], cache_b
 @pytest.mark.parametrize("cache_blocks", [0, 7, 150, 900, 10**6])
 def test_runs_hit_as_blocks_do(seed, cache_blocks):
     trace = make(msgspec.structs.replace(SMALL, seed=seed))
-    runs = Runs.of(trace, 4)
+    runs = BlockRuns.of(trace, 4)
     some = sorted(random.Random(seed).sample(range(len(trace)), len(trace) // 2))
     for requests in (range(len(trace)), some):
         assert runs.hits(requests, cache_blocks) == block_by_block(trace, 4, requests, cache_blocks)
@@ -49,10 +49,10 @@ def chats(*letters: str, times: int) -> list[Arrival]:
 def test_what_drives_each_other_out_is_kept_apart():
     """Five chats in two caches of two: three come in turn where there is room for two, unless all three go with one."""
     trace = chats(*"abcde", times=12)
-    search = Search(trace, 1, 2, [0] * len(trace), 2, seed=1)
+    search = PlacementSearch(trace, 1, 2, [0] * len(trace), 2, seed=1)
     assert search.hits == 0
     placed = search.best(3000)
-    runs = Runs.of(trace, 1)
+    runs = BlockRuns.of(trace, 1)
     hits = [runs.hits([number for number, worker in enumerate(placed) if worker == mine], 2) for mine in (0, 1)]
     assert sum(hits) >= 22, "what two blocks with one cache to themselves hit"
 
@@ -60,11 +60,11 @@ def test_what_drives_each_other_out_is_kept_apart():
 def test_the_start_is_the_least_that_is_found():
     trace = make(SMALL)
     start = [arrival.conversation % 3 for arrival in trace]
-    search = Search(trace, 4, 300, start, 3, seed=2)
+    search = PlacementSearch(trace, 4, 300, start, 3, seed=2)
     before = search.hits
     assert search.best(0) == start
     placed = search.best(200)
-    found = Search(trace, 4, 300, placed, 3, seed=2)
+    found = PlacementSearch(trace, 4, 300, placed, 3, seed=2)
     assert found.hits >= before and search.hits == sum(
         search._runs.hits([number for number, worker in enumerate(search._placed) if worker == mine], 300)
         for mine in range(3)), "what is counted is what is placed"

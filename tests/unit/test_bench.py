@@ -4,9 +4,11 @@
 import pytest
 
 from tests.unit.fake_engine import FakeEngine
-from vllm_pd.admin.client import Question, RequestError, ask
 from vllm_pd.admin.scrape import parse
-from vllm_pd.bench import HandoverBench, Sample, measure_handover, report, spread
+from vllm_pd.bench.connection import LoadError
+from vllm_pd.bench.handover import HandoverBench, HandoverSample, measure, report
+from vllm_pd.bench.load import GenerationRequest, ask
+from vllm_pd.bench.report import quantile_grid, summary
 from vllm_pd.errors import ConfigError, PDError
 
 
@@ -17,8 +19,8 @@ def bench(engine: FakeEngine, **changes) -> HandoverBench:
 
 def test_control_plane_is_what_parking_takes_beside_prefill_and_transfer():
     stages_s = {"queue": 0.001, "claim": 0.002, "prefill": 0.2, "transfer": 0.03, "first_step": 0.04}
-    samples = [Sample(0.3, stages_s, 0.236, 3e6, (0.04, 0.05, 0.06), 0.012),
-               Sample(0.31, stages_s | {"first_step": 0.05}, 0.236, 3e6, (0.05, ), 0.012)]
+    samples = [HandoverSample(0.3, stages_s, 0.236, 3e6, (0.04, 0.05, 0.06), 0.012),
+               HandoverSample(0.31, stages_s | {"first_step": 0.05}, 0.236, 3e6, (0.05, ), 0.012)]
     found = report(HandoverBench("d", ("p", )), samples, {})
     assert found["control_plane_ms"]["max"] == pytest.approx(236 - 200 - 30)
     assert found["overhead_ms"]["min"] == pytest.approx(300 - 200 - 30 - 40)
@@ -32,14 +34,16 @@ def test_control_plane_is_what_parking_takes_beside_prefill_and_transfer():
 
 
 def test_percentiles_are_nearest_ranks():
-    found = spread([number / 1000 for number in range(100, 0, -1)])
-    assert (found["p50"], found["p99"], found["min"], found["max"], found["mean"]) == (50, 99, 1, 100, 50.5)
-    assert spread([0.007])["p99"] == 7
+    found = summary([number / 1000 for number in range(100, 0, -1)], "p50 p90 p99 min max mean", 1000)
+    assert found == {"p50": 50, "p90": 90, "p99": 99, "min": 1, "max": 100, "mean": 50.5}
+    assert summary([0.007], "p99", 1000) == {"p99": 7} and summary([], "p50 mean") == {}
+    assert summary(range(1000), "p50 p99 max") == {"p50": 499, "p99": 989, "max": 999}
+    assert quantile_grid([3, 1, 2], 2) == [1, 2, 3]
 
 
 def test_remote_requests_are_measured():
     with FakeEngine() as engine:
-        found = measure_handover(bench(engine))
+        found = measure(bench(engine))
     assert (found["measured"], found["local"]) == (4, {})
     assert found["stages_ms"]["prefill"]["p50"] == pytest.approx(20)
     assert found["transfer_bytes"] == 4 * 200_000
@@ -57,7 +61,7 @@ def test_remote_requests_are_measured():
 
 def test_nothing_remote_is_an_error_with_the_reasons():
     with FakeEngine(max_local=500) as engine, pytest.raises(PDError, match="4 x threshold.*below 200"):
-        measure_handover(bench(engine))
+        measure(bench(engine))
 
 
 @pytest.mark.parametrize("changes, key", [({"requests": 0}, "--requests"), ({"max_tokens": 2}, "--max-tokens"),
@@ -65,7 +69,7 @@ def test_nothing_remote_is_an_error_with_the_reasons():
                                           ({"prefill": ("http://127.0.0.1:1", )}, "--prefill")])
 def test_b80_impossible_options(changes, key):
     with FakeEngine() as engine, pytest.raises(ConfigError) as caught:
-        measure_handover(bench(engine, **changes))
+        measure(bench(engine, **changes))
     assert caught.value.key == key
 
 
@@ -74,10 +78,10 @@ def test_b80_impossible_options(changes, key):
 def test_client_hears_every_token(chat, stream):
     prompt = [{"role": "user", "content": "?"}] if chat else [1, 2, 3]
     with FakeEngine() as engine:
-        answer = ask(engine.url, "fake", Question(prompt, 4, chat=chat, stream=stream))
-        other = ask(engine.url, "fake", Question(prompt, 4, chat=chat, stream=stream))
+        answer = ask(engine.url, "fake", GenerationRequest(prompt, 4, chat=chat, stream=stream))
+        other = ask(engine.url, "fake", GenerationRequest(prompt, 4, chat=chat, stream=stream))
         engine.token_ids = (11, 12, 13, 15)
-        different = ask(engine.url, "fake", Question(prompt, 4, chat=chat, stream=stream))
+        different = ask(engine.url, "fake", GenerationRequest(prompt, 4, chat=chat, stream=stream))
     assert answer.token_ids == (11, 12, 13, 14) and answer.text == "<11><12><13><14>"
     assert (answer.finish_reason, answer.usage) == ("length", (10 if chat else 3, 4))
     assert len(answer.arrivals_s) == (4 if stream else 1)
@@ -86,8 +90,8 @@ def test_client_hears_every_token(chat, stream):
 
 
 def test_client_says_what_the_server_said():
-    with FakeEngine() as engine, pytest.raises(RequestError, match="404.*no such model"):
-        ask(engine.url, "wrong", Question("x", 1))
+    with FakeEngine() as engine, pytest.raises(LoadError, match="404.*no such model"):
+        ask(engine.url, "wrong", GenerationRequest("x", 1))
 
 
 def test_snapshots_sum_over_labels_and_subtract():

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import zmq
 from _chaos import blows, report
-from _chaos.load import End, Request, draw_prompts, safe
-from _chaos.proxy import Faults, Proxy
-from _chaos.record import Record
+from _chaos.load import ChaosRequest, RequestEnd, draw_prompts, safe
+from _chaos.proxy import FaultProxy, MessageFaults
+from _chaos.report import RunRecord
 from _chaos.rest import Rest
 
 from vllm_pd.core import messages as m
@@ -48,7 +48,7 @@ async def receive(socket: zmq.Socket, timeout_s: float = 50.0) -> list[bytes] | 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000])
 async def test_the_proxy_forwards_what_it_is_given(server, size):
     """Short and long frames, several of them, both ways; the identity is the client's own."""
-    proxy = Proxy(0)
+    proxy = FaultProxy(0)
     address = await proxy.stand_before(sockets.endpoint(server))
     assert address != sockets.endpoint(server)
     assert await proxy.stand_before(sockets.endpoint(server)) == address
@@ -63,11 +63,12 @@ async def test_the_proxy_forwards_what_it_is_given(server, size):
     assert proxy.counters["messages"] == 3
 
 
-@pytest.mark.parametrize(("faults", "expected"), [(Faults(lost=1.0), 0), (Faults(doubled=1.0), 20), (Faults(), 10),
-                                                  (Faults(delayed=1.0, delay_s=0.2), 10)])
+@pytest.mark.parametrize(("faults", "expected"), [
+    (MessageFaults(lost=1.0), 0), (MessageFaults(doubled=1.0), 20), (MessageFaults(), 10),
+    (MessageFaults(delayed=1.0, delay_s=0.2), 10)])
 async def test_the_proxy_does_what_it_is_there_for(faults, expected, server):
     """All lost, all doubled, none; delayed ones overtake each other. The connection lives on."""
-    proxy = Proxy(1)
+    proxy = FaultProxy(1)
     address = await proxy.stand_before(sockets.endpoint(server))
     with client(address, b"one") as one:
         one.send(b"first")
@@ -76,7 +77,7 @@ async def test_the_proxy_does_what_it_is_there_for(faults, expected, server):
         for number in range(10):
             one.send(bytes((number, )))
         await asyncio.sleep(0.4)
-        proxy.faults = Faults()
+        proxy.faults = MessageFaults()
         got = [await receive(server) for _ in range(expected)]
         assert {frames[1] for frames in got} == ({bytes((n, )) for n in range(10)} if expected else set())
         assert (got != sorted(got)) == bool(faults.delayed)
@@ -86,7 +87,7 @@ async def test_the_proxy_does_what_it_is_there_for(faults, expected, server):
 
 async def test_the_proxy_stands_before_every_decode_engine(server):
     """In what an engine tells the broker its address is one of the proxy's, always the same one."""
-    proxy = Proxy(2)
+    proxy = FaultProxy(2)
     address = await proxy.stand_before_broker(sockets.endpoint(server))
     there = "tcp://127.0.0.1:9"
     decode = m.Member("d", m.Role.DECODE, there, FINGERPRINT)
@@ -116,28 +117,28 @@ def test_a_plan_is_drawn_from_its_seed():
     assert not safe({"tokens": [1, 2], "margin": 1e-5}, 2) and not safe({"tokens": [1], "margin": 1.0}, 2)
 
 
-def request(number: int, **fields) -> Request:
-    fields = {"end": End.ANSWERED, "right": True, "asked_at": 1.0, "ended_at": 2.0, "tries": 1, **fields}
-    return Request(number, [1], 2, [5, 6], **fields)
+def request(number: int, **fields) -> ChaosRequest:
+    fields = {"end": RequestEnd.ANSWERED, "right": True, "asked_at": 1.0, "ended_at": 2.0, "tries": 1, **fields}
+    return ChaosRequest(number, [1], 2, [5, 6], **fields)
 
 
-def judged(requests: list[Request], left: dict | None = None, growth: dict | None = None) -> list[str]:
-    chaos = Record(requests={r.number: r for r in requests})
-    return report.faults(report.judge(Record(), chaos, Rest(left or {}, {}), growth or {}))
+def judged(requests: list[ChaosRequest], left: dict | None = None, growth: dict | None = None) -> list[str]:
+    chaos = RunRecord(requests={r.number: r for r in requests})
+    return report.faults(report.judge(RunRecord(), chaos, Rest(left or {}, {}), growth or {}))
 
 
 def test_a_run_fails_for_each_thing_that_may_not_be():
     """A wrong answer, an open request, a block or a descriptor too many: each alone, named."""
-    good = [request(0), request(1, end=End.ABORTED, right=False)]
+    good = [request(0), request(1, end=RequestEnd.ABORTED, right=False)]
     assert judged(good) == []
     for found, word in ((judged([*good, request(7, right=False)]), "wrong answers: [7]"),
-                        (judged([*good, request(8, end=End.OPEN, right=False)]), "unfinished: [8]"),
+                        (judged([*good, request(8, end=RequestEnd.OPEN, right=False)]), "unfinished: [8]"),
                         (judged(good, left={"D1": {"free_blocks": (9, 10)}}), "D1 is not at rest"),
                         (judged(good, growth={"P1": {"descriptors": (90, 60)}}), "P1 has grown")):
         assert len(found) == 1 and word in found[0]
 
 
 def test_percentiles():
-    """The p99 of a hundred values is the hundredth, of a thousand the 991st."""
-    assert report.spread(range(1000)) == {"count": 1000, "p50": 500, "p99": 990, "max": 999}
+    """Nearest ranks: the p99 of a thousand values is the 990th."""
+    assert report.spread(range(1000)) == {"count": 1000, "p50": 499, "p99": 989, "max": 999}
     assert report.spread([]) == {"count": 0}

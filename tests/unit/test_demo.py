@@ -4,28 +4,29 @@
 import dataclasses
 import json
 
+import demo
 import pytest
+from _demo.questions import DemoCase
+from _demo.report import DemoOutcome, DemoReport
 
 from tests.unit.fake_engine import FakeEngine
-from vllm_pd.admin.client import Answer, Question
-from vllm_pd.demo import __main__ as demo
-from vllm_pd.demo.questions import Case
-from vllm_pd.demo.report import Outcome, Report
+from vllm_pd.bench.load import GenerationAnswer, GenerationRequest
 from vllm_pd.metrics import STAGES
 
-ANSWER = Answer("<1><2>", (1, 2), "length", (600, 2), (0.5, 0.6))
+ANSWER = GenerationAnswer("<1><2>", (1, 2), "length", (600, 2), (0.5, 0.6))
 
 
-def outcome(remote: bool = True, **changes) -> Outcome:
-    made = {"case": Case("q", Question("x", 2, stream=True), remote), "answer": ANSWER, "reference": ANSWER,
+def outcome(remote: bool = True, **changes) -> DemoOutcome:
+    made = {"case": DemoCase("q", GenerationRequest("x", 2, stream=True), remote),
+            "answer": ANSWER, "reference": ANSWER,
             "decisions": [("remote", "length")] if remote else [("local", "threshold")],
             "ends": ["done"] if remote else [], "stages_s": dict.fromkeys(STAGES, 0.1 if remote else 0.0),
             "transfer_bytes": 10**6 if remote else 0}
-    return Outcome(**made | changes)
+    return DemoOutcome(**made | changes)
 
 
 def test_all_well(tmp_path, capsys):
-    report = Report([outcome(), outcome(remote=False)], [], 40, 100)
+    report = DemoReport([outcome(), outcome(remote=False)], [], 40, 100)
     assert report.good and report.faults == []
     assert report.transfer_gb_per_s == pytest.approx(0.01)
     report.show()
@@ -44,10 +45,10 @@ def test_all_well(tmp_path, capsys):
     ({"ends": ["failed"]}, "prefill engine should have"),
     ({"decisions": [("local", "peer")], "ends": []}, "prefill engine should have"),
     ({"decisions": [("remote", "length"), ("local", "retry")]}, "2 decisions"),
-    ({"case": Case("q", Question("x", 2), False)}, "decode engine should have"),
+    ({"case": DemoCase("q", GenerationRequest("x", 2), False)}, "decode engine should have"),
 ])
 def test_faults(capsys, changes, fault):
-    report = Report([outcome(**changes)], [], 40, 100)
+    report = DemoReport([outcome(**changes)], [], 40, 100)
     assert not report.good and fault in report.faults[0]
     report.show()
     assert "FAULT" in capsys.readouterr().out
@@ -55,7 +56,7 @@ def test_faults(capsys, changes, fault):
 
 
 def test_a_leak_is_a_fault(capsys):
-    report = Report([outcome()], ["decode engine: vllm:pd_parked_blocks is 3, not 0"], 40, 100)
+    report = DemoReport([outcome()], ["decode engine: vllm:pd_parked_blocks is 3, not 0"], 40, 100)
     assert not report.good and "parked_blocks is 3" in report.faults[0]
     report.show()
     assert "SOMETHING IS left over" in capsys.readouterr().out
@@ -64,8 +65,8 @@ def test_a_leak_is_a_fault(capsys):
 def test_counters_tell_what_the_engine_did(monkeypatch):
     monkeypatch.setattr(demo, "NAME", "fake")
     with FakeEngine(max_local=100) as engine:
-        long = demo.hand_over(Case("long", Question([5] * 200, 4, stream=True), True), engine.url, ANSWER)
-        short = demo.hand_over(Case("short", Question([5] * 50, 4), False), engine.url, ANSWER)
+        long = demo.hand_over(DemoCase("long", GenerationRequest([5] * 200, 4, stream=True), True), engine.url, ANSWER)
+        short = demo.hand_over(DemoCase("short", GenerationRequest([5] * 50, 4), False), engine.url, ANSWER)
     assert (long.remote, long.decisions, long.transfer_bytes) == (True, [("remote", "length")], 200_000)
     assert long.stages_s["prefill"] == pytest.approx(0.02)
     assert (short.remote, short.decisions, short.ends) == (False, [("local", "threshold")], [])

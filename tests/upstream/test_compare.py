@@ -11,10 +11,10 @@ import shadow_hub
 from _series.errors import Refusal
 from _upstream_tests import lists, results, runner, trees
 from _upstream_tests.lists import TestList
-from _upstream_tests.results import Outcome, Result, compare
+from _upstream_tests.results import UpstreamOutcome, UpstreamResult, compare
 
-PASSED, FAILED = Result(Outcome.PASSED), Result(Outcome.FAILED, "assert 1 == 2")
-SKIPPED, ERROR = Result(Outcome.SKIPPED, "no GPU"), Result(Outcome.ERROR, "fixture")
+PASSED, FAILED = UpstreamResult(UpstreamOutcome.PASSED), UpstreamResult(UpstreamOutcome.FAILED, "assert 1 == 2")
+SKIPPED, ERROR = UpstreamResult(UpstreamOutcome.SKIPPED, "no GPU"), UpstreamResult(UpstreamOutcome.ERROR, "fixture")
 
 SUITE = {
     "__init__.py": "",
@@ -59,7 +59,7 @@ def suite(tmp_path) -> runner.Site:
     )
 
 
-def run(site: runner.Site, *arguments: str) -> dict[str, Result]:
+def run(site: runner.Site, *arguments: str) -> dict[str, UpstreamResult]:
     return runner.run(site, TestList("v0", arguments), print)
 
 
@@ -67,13 +67,13 @@ def test_a_run_gives_each_test_its_outcome(suite):
     """B50: classes, parameters, skips, failing teardowns and modules that don't import, all under pytest's own ids."""
     found = {test: result.outcome for test, result in run(suite, "tests/test_a.py", "tests/test_b.py").items()}
     assert found == {
-        "tests/test_a.py::TestK::test_in_class[1]": Outcome.PASSED,
-        "tests/test_a.py::TestK::test_in_class[a b]": Outcome.FAILED,
-        "tests/test_a.py::test_plain": Outcome.PASSED,
-        "tests/test_a.py::test_skipped": Outcome.SKIPPED,
-        "tests/test_a.py::test_teardown": Outcome.ERROR,
-        "tests/test_a.py::test_expected": Outcome.SKIPPED,
-        "tests/test_b.py": Outcome.ERROR,
+        "tests/test_a.py::TestK::test_in_class[1]": UpstreamOutcome.PASSED,
+        "tests/test_a.py::TestK::test_in_class[a b]": UpstreamOutcome.FAILED,
+        "tests/test_a.py::test_plain": UpstreamOutcome.PASSED,
+        "tests/test_a.py::test_skipped": UpstreamOutcome.SKIPPED,
+        "tests/test_a.py::test_teardown": UpstreamOutcome.ERROR,
+        "tests/test_a.py::test_expected": UpstreamOutcome.SKIPPED,
+        "tests/test_b.py": UpstreamOutcome.ERROR,
     }
 
 

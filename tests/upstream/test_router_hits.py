@@ -5,9 +5,9 @@ import json
 
 import msgspec
 
+from vllm_pd.bench.simulation import hits
+from vllm_pd.bench.simulation.trace import TraceConfig
 from vllm_pd.router.policy import RoutingPolicyConfig, choose
-from vllm_pd.routerbench import hits
-from vllm_pd.routerbench.trace import TraceConfig
 
 SMALL = hits.HitBench(seeds=(1,), pool_shares=(0.5, 1.2), trace=TraceConfig(
     conversations=50, conversations_per_s=0.7, system_tokens=150, document_tokens=600, longest_tokens=2500,
@@ -40,5 +40,5 @@ def test_a_run_is_its_seeds():
     assert hits.simulate(trace, fleet, warm, 1) != hits.simulate(trace, fleet, warm, 2)
     placed: list[int] = []
     first = hits.simulate(trace, fleet, warm, 1, placed)
-    again = hits.simulate(trace, fleet, hits.Placement(placed), 7)
+    again = hits.simulate(trace, fleet, hits.FixedPlacement(placed), 7)
     assert msgspec.structs.replace(again, reasons=first.reasons) == first, "the same placement has the same hits"

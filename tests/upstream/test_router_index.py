@@ -16,13 +16,13 @@ from aiohttp import web
 from vllm.core.block.prefix_caching_block import PrefixCachingBlock, PrefixCachingBlockAllocator
 
 from tests.unit.fake_events import BLOCK_SIZE, FakeEngine
+from vllm_pd.bench.simulation import hits
+from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
+from vllm_pd.bench.simulation.workers import SimWorker
 from vllm_pd.events.followers import adapter_of
 from vllm_pd.events.messages import BlockStored
 from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.routerbench import hits
-from vllm_pd.routerbench.engines import Worker
-from vllm_pd.routerbench.trace import Arrival, TraceConfig, make
 
 ENGINES = 3
 POOL_BLOCKS = 60
@@ -236,7 +236,7 @@ def test_b60_b62_at_every_moment_without_faults(monkeypatch):
     trace = make(TraceConfig(conversations=30, conversations_per_s=3, system_tokens=60, document_tokens=150,
                              longest_tokens=600, system_prompts=3, documents=3, answer_tokens=30, pause_s=3, seed=3))
     index = PrefixIndex(BLOCK_SIZE)
-    workers = [Worker(f"w{number}", 200, BLOCK_SIZE, hits.Speed(prefill_tokens_per_s=2000),
+    workers = [SimWorker(f"w{number}", 200, BLOCK_SIZE, hits.SimSpeed(prefill_tokens_per_s=2000),
                       lambda worker, *what: index.stored(worker.name, *what[:-1], BLOCK_SIZE),
                       lambda worker, hashes, _: index.removed(worker.name, hashes)) for number in range(2)]
     rng = random.Random(1)
@@ -254,7 +254,7 @@ def test_b60_b62_at_every_moment_without_faults(monkeypatch):
 
 @pytest.mark.parametrize("kept, hit_blocks", [(0, 0), (1, 0), (BLOCK_SIZE, 1), (5 * BLOCK_SIZE + 1, 5)])
 def test_a_simulated_worker_hits_what_its_allocator_holds(kept, hit_blocks):
-    worker = Worker("w", 50, BLOCK_SIZE, hits.Speed(), lambda *_: None, lambda *_: None)
+    worker = SimWorker("w", 50, BLOCK_SIZE, hits.SimSpeed(), lambda *_: None, lambda *_: None)
     rng = random.Random(0)
     first = Arrival(0.0, 0, 0, tuple(rng.choices(range(1000), k=40)), (1,) * 8)
     second = Arrival(1000.0, 1, 0, first.prompt[:kept] + tuple(token + 1 for token in first.prompt[kept:]), (2,) * 8)

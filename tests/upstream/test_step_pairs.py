@@ -4,10 +4,10 @@
 import random
 
 import pytest
-from _bench_step.pairs import Pair, judge
+from _bench_step.pairs import StepPair, judge
 
 
-def rounds(slowdown: float, processes: int = 3, count: int = 30, seed: int = 1) -> list[Pair]:
+def rounds(slowdown: float, processes: int = 3, count: int = 30, seed: int = 1) -> list[StepPair]:
     """Pairs on a machine that is up to three times as slow now and then, with 2 % of noise between neighbours."""
     draw = random.Random(seed)
     pairs = []
@@ -15,7 +15,7 @@ def rounds(slowdown: float, processes: int = 3, count: int = 30, seed: int = 1) 
         for _ in range(count):
             busy = draw.uniform(1, 3)
             a, b = ([1e-4 * busy * factor * draw.gauss(1, 0.02) for _ in range(5)] for factor in (1.0, 1 + slowdown))
-            pairs.append(Pair.of(process, answer(a), answer(b)))
+            pairs.append(StepPair.of(process, answer(a), answer(b)))
     return pairs
 
 
@@ -36,12 +36,12 @@ def test_a_slower_tree_is_told_from_an_equal_one(slowdown, slower):
 def test_one_outlier_is_no_verdict():
     """B50: a round that was interrupted changes nothing."""
     pairs = rounds(0.0)
-    pairs.append(Pair.of(0, answer([1e-4]), answer([1e-2])))
+    pairs.append(StepPair.of(0, answer([1e-4]), answer([1e-2])))
     assert not judge("engine", pairs).slower_than(1.01)
 
 
 def test_other_decisions_show():
     """B50: one round with other tokens or block tables is enough."""
-    other = Pair.of(0, answer([1e-4], "x"), answer([1e-4], "y"))
+    other = StepPair.of(0, answer([1e-4], "x"), answer([1e-4], "y"))
     assert not judge("engine", [*rounds(0.0), other]).same_decisions
     assert judge("engine", rounds(0.0)).same_decisions

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""`scripts/demo.sh`: a real model answers; one engine computes its prompts and another one continues them.
+
+The same wheel with PD off, a decode engine and a prefill engine are started together. The questions go to the first,
+which is then ended, and to the decode engine, one at a time, so that what its counters gain belongs to that question.
+Every answer must equal the one with PD off token by token, every question must be prefilled where it should be, and
+nothing may be left over in the end; anything else is a failure.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from _demo.questions import DemoCase, cases
+from _demo.report import DemoOutcome, DemoReport
+
+from vllm_pd.admin.scrape import scrape, scrape_after_request
+from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask
+from vllm_pd.bench.servers import Server, Servers, log_to
+from vllm_pd.errors import PDError
+from vllm_pd.launch.child import Say
+from vllm_pd.launch.plan import HOST, SERVE, UpOptions, plan_fleet
+from vllm_pd.launch.up import Fleet
+from vllm_pd.metrics import STAGES
+from vllm_pd.ports import take_free, take_free_run
+
+NAME = "demo"
+MAX_LOCAL_PREFILL_TOKENS = 400
+SERVE_ARGS = ("--served-model-name", NAME, "--dtype", "float32", "--max-model-len", "4608", "--block-size", "16",
+              "--enable-prefix-caching", "--disable-log-requests")
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 10.0
+SETTLE_S = 15.0
+MUST_BE_ZERO = ("vllm:pd_parked_blocks", "vllm:pd_quarantined_blocks", "vllm:pd_sending_blocks",
+                "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc")
+
+
+def lines_to(file: TextIO) -> Say:
+    """What writes the servers' lines into a file, and those of `up` to the terminal as well."""
+    write = log_to(file)
+
+    def say(name: str, line: str) -> None:
+        write(name, line)
+        if name == "up":
+            print(f"  {line}", flush=True)
+
+    return say
+
+
+def start_pd_off(servers: Servers, model: str, cores: list[int]) -> Server:
+    """Starts the same wheel without PD: one engine of the same kind (V0), on all cores."""
+    port = take_free(HOST)
+    env = {"VLLM_USE_V1": "0", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+           "OMP_NUM_THREADS": str(len(cores)),
+           "OMP_WAIT_POLICY": "passive",  # threads that spin for each other are slow where cores are shared
+           "VLLM_ENGINE_ITERATION_TIMEOUT_S": str(int(START_TIMEOUT_S))}
+    # Not in the front end's process: there the threads of its steps would all be bound to the first core.
+    return servers.start("PD off", port, [*SERVE, model, "--host", HOST, "--port", str(port), *SERVE_ARGS], env=env)
+
+
+def main() -> int:
+    """The program. Returns its exit status: 0 only where every answer is the same and nothing is left over."""
+    parser = argparse.ArgumentParser(prog="demo.sh", description="Prefill on one engine, decode on another.")
+    parser.add_argument("output", type=Path, nargs="?", default=Path("build/demo"), help="folder for the results")
+    parser.add_argument("--model", default=os.environ.get("VLLM_PD_MODEL"), help="default: $VLLM_PD_MODEL")
+    arguments = parser.parse_args()
+    if not arguments.model:
+        parser.error("there is no model: enter the environment (. scripts/env.sh) or write --model")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    log = arguments.output / "servers.log"
+    try:
+        with log.open("w", buffering=1) as file:
+            report = run(arguments.model, lines_to(file))
+    except KeyboardInterrupt:
+        return 130
+    except (PDError, OSError) as error:
+        print(f"demo: {error}\ndemo: the servers' lines are in {log}", file=sys.stderr)
+        return 1
+    report.show()
+    (arguments.output / "demo.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    report.plot(arguments.output / "demo.png")
+    print(f"\nwritten: demo.json, demo.png and servers.log in {arguments.output}")
+    return 0 if report.good else 1
+
+
+def run(model: str, say: Say) -> DemoReport:
+    """The whole demonstration; every server has ended when it returns or raises."""
+    begin = time.monotonic()
+    cores = sorted(os.sched_getaffinity(0))
+    plan = plan_fleet(UpOptions(model=model, prefill=1, decode=1, port=take_free_run(HOST, 2),
+                                pd={"max_local_prefill_tokens": MAX_LOCAL_PREFILL_TOKENS}, serve_args=SERVE_ARGS),
+                      cores)
+    decode, prefill = (engine.url for engine in plan.engines)
+    print(f"starting the same wheel with PD off on {len(cores)} cores, and", flush=True)
+    fleet = Fleet(plan, timeout_s=START_TIMEOUT_S, stop_timeout_s=STOP_TIMEOUT_S, say=say)
+    with Servers(say, STOP_TIMEOUT_S) as servers:
+        off = start_pd_off(servers, model, cores)
+        with fleet:
+            servers.await_ready(off, timeout_s=START_TIMEOUT_S)
+            started_s = time.monotonic() - begin
+            questions = cases(off.url, NAME)
+            print(f"all healthy after {started_s:.0f} s; asking PD off {len(questions)} questions ...", flush=True)
+            references = [ask(off.url, NAME, case.request) for case in questions]
+            off.child.stop()
+            print(f"asking the decode engine the same; up to {MAX_LOCAL_PREFILL_TOKENS} new prompt tokens it prefills "
+                  "itself\n", flush=True)
+            outcomes = []
+            for case, reference in zip(questions, references, strict=True):
+                outcomes.append(hand_over(case, decode, reference))
+                print(outcomes[-1].line(), flush=True)
+            leaks = left_over({"decode": decode, "prefill": prefill})
+    return DemoReport(outcomes, leaks, started_s, time.monotonic() - begin)
+
+
+def hand_over(case: DemoCase, url: str, reference: GenerationAnswer) -> DemoOutcome:
+    """Asks the decode engine, and reads from its counters what it did."""
+    before = scrape(url)
+    answer = ask(url, NAME, case.request)
+    added = scrape_after_request(url, before).since(before)
+    made = [key for key, count in added.by("vllm:pd_decisions_total", "decision", "reason").items() if count]
+    ended = [outcome for (outcome, ), count in added.by("vllm:pd_attempts_total", "outcome").items() if count]
+    return DemoOutcome(case, answer, reference, decisions=made, ends=ended,
+                       stages_s={stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES},
+                       transfer_bytes=int(added.value("vllm:pd_transfer_bytes_total")))
+
+
+def left_over(urls: dict[str, str]) -> list[str]:
+    """One line for each gauge of each engine that is not back at 0. Empty where nothing leaks.
+
+    An engine updates its gauges in a step, so each gets one last short question first.
+    """
+    for url in urls.values():
+        ask(url, NAME, GenerationRequest("The end.", max_tokens=2))
+    deadline = time.monotonic() + SETTLE_S
+    while (leaks := leaks_now(urls)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return leaks
+
+
+def leaks_now(urls: dict[str, str]) -> list[str]:
+    """The gauges that are not zero at this moment."""
+    pages = {name: scrape(url) for name, url in urls.items()}
+    return [f"{name} engine: {gauge} is {page.value(gauge):g}, not 0"
+            for name, page in pages.items() for gauge in MUST_BE_ZERO if page.value(gauge) != 0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a benchmark's options, before anything is started. All raise ConfigError, which names the option."""
+
+import os
+from collections.abc import Iterable
+
+from vllm_pd.admin.client import is_healthy
+from vllm_pd.errors import ConfigError
+
+
+def require_at_least(limits: Iterable[tuple[str, float, float]]) -> None:
+    """`limits`: option, its value, the least that measures anything."""
+    for key, value, least in limits:
+        if value < least:
+            raise ConfigError(key, value, f"write at least {least}")
+
+
+def require_healthy(key: str, urls: Iterable[str]) -> None:
+    """A healthy engine must answer at each of `urls`."""
+    for url in urls:
+        if not is_healthy(url):
+            raise ConfigError(key, url, "no healthy engine answers there: start it, or write its URL")
+
+
+def parse_cores(key: str, text: str) -> tuple[int, ...]:
+    """The numbers in `0,1`; none in an empty text. This process must be allowed to run on all of them."""
+    try:
+        cores = tuple(int(core) for core in text.split(",") if text)
+    except ValueError:
+        raise ConfigError(key, text, "write the numbers of cores, like 0,1") from None
+    if not set(cores) <= os.sched_getaffinity(0):
+        raise ConfigError(key, text, f"this process may run on {sorted(os.sched_getaffinity(0))}")
+    return cores

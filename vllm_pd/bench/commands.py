@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `vllm-pd bench ...` and their options.
+
+Each command imports what it needs by itself, so that `vllm-pd --help` starts without any of it.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WIDE = 200  # columns of a table with one for each router
+bench_app = typer.Typer(no_args_is_help=True, help="Measure: the hand-over, the routers, the step sync.")
+
+Urls = Annotated[list[str], typer.Option(help="Its base URL, like http://127.0.0.1:8000.")]
+Picture = Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.")]
+Output = Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")]
+
+
+def print_table(table: "Table", width: int | None = None) -> None:
+    """Prints a table; `width`: characters of a line, by default those of the terminal."""
+    from rich.console import Console
+    Console(width=width).print(table)
+
+
+def write(report: Any, output: Path | None) -> None:
+    """Writes a report as JSON, if there is a file for it."""
+    if output is not None:
+        output.write_text(json.dumps(report) + "\n")
+
+
+@bench_app.command()
+def handover(decode: Urls, prefill: Urls,
+             requests: Annotated[int, typer.Option(help="How many remote requests to measure, one at a time.")] = 50,
+             prompt_tokens: Annotated[int, typer.Option(help="Their length; it must be above the decode engine's "
+                                                             "max_local_prefill_tokens.")] = 256,
+             max_tokens: Annotated[int, typer.Option(help="How many tokens each answer has.")] = 8,
+             warm_up: Annotated[int, typer.Option(help="How many requests before the first that counts.")] = 3,
+             seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+             output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None) -> None:
+    """Measure what a remote prefill costs beside the prefill, the transfer and the first decode step."""
+    from vllm_pd.bench.handover import HandoverBench, measure
+    found = measure(HandoverBench(decode[0], tuple(prefill), requests, prompt_tokens, max_tokens, warm_up, seed))
+    text = json.dumps(found, indent=2)
+    typer.echo(text)
+    if output is not None:
+        output.write_text(text + "\n")
+
+
+@bench_app.command()
+def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small model; may be given more than once.")],
+       size: Annotated[list[int] | None, typer.Option(help="How many ranks; may be given more than once. Default "
+                                                            "2.")] = None,
+       other: Annotated[Path | None, typer.Option(help="Also measure the vLLM in this folder, e.g. one without our "
+                                                       "patch to its data parallelism.")] = None,
+       stop_every: Annotated[int, typer.Option(help="Measure the other one also with waves whose end is looked for at "
+                                                    "the first step and then at every N-th; 0: not.")] = 0,
+       rim: Annotated[list[str] | None, typer.Option(help="How our ranks talk: shared-memory or network; may be given "
+                                                          "more than once. Default shared-memory.")] = None,
+       bursts: Annotated[int, typer.Option(help="How many requests, one at a time, from idle to idle.")] = 30,
+       requests: Annotated[int, typer.Option(help="How many requests a round under load has.")] = 60,
+       rounds: Annotated[int, typer.Option(help="How many rounds under load, of which the median counts.")] = 5,
+       seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+       logs: Annotated[Path, typer.Option(help="Folder for the engines' output.")] = Path("."),
+       picture: Annotated[Path | None, typer.Option(help="Also draw the ranks' steps, as PNG.")] = None,
+       output: Output = None) -> None:
+    """Measure the step sync of data-parallel V1 engines, which this starts and ends; those of two trees in turns."""
+    from vllm_pd.bench.dp import report
+    from vllm_pd.bench.dp.measure import DpBench, measure, variants
+    compared = variants(other, rim or ["shared-memory"], stop_every)
+    found = measure(DpBench(tuple(model), tuple(size or [2]), compared, bursts, requests, rounds, seed), logs,
+                    typer.echo)
+    print_table(report.table(found))
+    typer.echo(f"the same tokens from every group of a model: {'yes' if found['same_tokens'] else 'NO'}")
+    if picture is not None:
+        report.picture(found, picture)
+    write(found, output)
+
+
+@bench_app.command("dp-ranks")
+def dp_ranks(ranks: Annotated[list[int] | None, typer.Option(help="How many ranks; may be given more than once. "
+                                                                   "Default 16, 64 and 256.")] = None,
+             rim: Annotated[str, typer.Option(help="How the ranks talk: shared-memory or network.")] = "network",
+             busy: Annotated[int, typer.Option(help="How many ranks have requests.")] = 1,
+             requests: Annotated[int, typer.Option(help="How many each has, one after another.")] = 5,
+             tokens: Annotated[int, typer.Option(help="How many forward passes a request takes.")] = 40,
+             step_ms: Annotated[float, typer.Option(help="How long a forward pass takes at least.")] = 20,
+             output: Output = None) -> None:
+    """Measure the step sync of many ranks, processes whose forward pass is only a barrier, which this starts."""
+    from vllm_pd.bench.dp.ranks import RanksBench, measure, table
+    found = measure(RanksBench(tuple(ranks or [16, 64, 256]), rim, busy, requests, tokens, step_ms / 1000), typer.echo)
+    print_table(table(found))
+    write(found, output)
+
+
+@bench_app.command("router")
+def bench_router(
+        router: Annotated[list[str] | None, typer.Option("--router", metavar="NAME=COMMAND", help="Another router to "
+            "measure: how to start it, with {port}, {workers} (one argument for each worker's URL) or "
+            "--flag={worker}, and {free} for a free port; may be repeated.")] = None,
+        ours: Annotated[list[str] | None, typer.Option(metavar="NAME=ARGS", help="Our router with these arguments "
+            "behind `vllm-pd router`; may be repeated. Default: one with no arguments.")] = None,
+        workers: Annotated[int | None, typer.Option(help="How many dummy workers: 2, or 4 with --hit-rate.")] = None,
+        requests: Annotated[int, typer.Option(help="How many requests, one at a time, of each kind.")] = 500,
+        tokens: Annotated[int, typer.Option(help="How many tokens each answer has.")] = 16,
+        prompt_tokens: Annotated[int, typer.Option(help="About how long each prompt is.")] = 256,
+        clients: Annotated[int, typer.Option(help="Of the closed loop.")] = 32,
+        streams: Annotated[int, typer.Option(help="How many clients read paced streams.")] = 16,
+        rounds: Annotated[int, typer.Option(help="How many slices of time each router gets in a phase.")] = 5,
+        slice_s: Annotated[float, typer.Option(help="How long a slice is.")] = 2.0,
+        block_size: Annotated[int, typer.Option(help="Have the workers publish KV events, made up, of blocks of so "
+                                                     "many tokens; 0: none.")] = 0,
+        seed: Annotated[int, typer.Option(help="Of the prompts and of the order.")] = 0,
+        hit_rate: Annotated[bool, typer.Option("--hit-rate", help="Instead: the prefix hits that our policies get out "
+            "of a trace on simulated workers, beside what any could get. Of the other options only --workers, --seed, "
+            "--picture and --output count.")] = False,
+        load_cores: Annotated[str, typer.Option(metavar="0,1", help="Where generator and workers run.")] = "",
+        router_cores: Annotated[str, typer.Option(metavar="2,3", help="Where the routers run.")] = "",
+        log: Annotated[Path | None, typer.Option(help="A file for the output of everything that is started.")] = None,
+        picture: Picture = None,
+        output: Output = None) -> None:
+    """Measure what routers add to a request, ours and others', before dummy workers that this starts and ends."""
+    from vllm_pd.bench import router_report
+    from vllm_pd.bench.checks import parse_cores
+    from vllm_pd.bench.router import RouterBench, measure
+    from vllm_pd.bench.servers import RouterCommand
+    if hit_rate:
+        measure_hit_rate(workers, seed, picture, output)
+        return
+    routers = [*map(RouterCommand.ours, ours or ["vllm-pd="]), *map(RouterCommand.parse, router or ())]
+    found = measure(RouterBench(tuple(routers), 2 if workers is None else workers, requests, tokens, prompt_tokens,
+                                clients, streams, slice_s, rounds, block_size=block_size, seed=seed,
+                                load_cores=parse_cores("--load-cores", load_cores),
+                                router_cores=parse_cores("--router-cores", router_cores)), log, typer.echo)
+    print_table(router_report.table(found), WIDE)
+    if picture is not None:
+        router_report.picture(found, picture)
+    write(found, output)
+
+
+def measure_hit_rate(workers: int | None, seed: int, picture: Path | None, output: Path | None) -> None:
+    """`vllm-pd bench router --hit-rate`."""
+    from vllm_pd.bench.simulation import hits
+    found = hits.measure(hits.HitBench.of(workers, seed), typer.echo)
+    print_table(hits.table(found), 120)
+    if picture is not None:
+        hits.picture(found, picture)
+    write(found, output)
+
+
+@bench_app.command("policies")
+def bench_policies(
+        worker: Annotated[list[str], typer.Option(help="The base URL of a running engine; at least two.")],
+        tokenizer: Annotated[str, typer.Option(help="The engines' model or its folder.")],
+        policy: Annotated[list[str] | None, typer.Option(help="May be repeated. Default: kv, round-robin and "
+                                                              "least-load.")] = None,
+        rounds: Annotated[int, typer.Option(help="How many times each policy gets the conversations.")] = 1,
+        conversations: Annotated[int, typer.Option(help="How many.")] = 20,
+        conversations_per_s: Annotated[float, typer.Option(help="How many begin in a second.")] = 0.5,
+        turns: Annotated[int, typer.Option(help="Questions in each.")] = 3,
+        system_prompts: Annotated[int, typer.Option(help="How many different ones.")] = 6,
+        system_words: Annotated[int, typer.Option(help="Their length, about half of their tokens.")] = 140,
+        seed: Annotated[int, typer.Option(help="Of the conversations and of the order.")] = 0,
+        log: Annotated[Path, typer.Option(help="A file for the routers' output.")] = Path(os.devnull),
+        picture: Picture = None,
+        output: Output = None) -> None:
+    """Measure hit rate and TTFT of the router's policies before running engines, whose caches this empties."""
+    from vllm_pd.bench import policies
+    from vllm_pd.bench.conversations import ConversationShape
+    from vllm_pd.errors import ConfigError
+    from vllm_pd.router.policy import Policy
+    wrong = [name for name in policy or () if name not in set(Policy)]
+    if wrong:
+        raise ConfigError("--policy", wrong[0], f"write one of {', '.join(Policy)}")
+    shape = ConversationShape(conversations=conversations, conversations_per_s=conversations_per_s, turns=turns,
+                              system_prompts=system_prompts, system_words=system_words, seed=seed)
+    chosen = tuple(map(Policy, policy)) if policy else policies.DEFAULT
+    found = policies.measure(policies.PolicyBench(tuple(worker), tokenizer, chosen, rounds, shape), log, typer.echo)
+    typer.echo(json.dumps(found["policies"], indent=2))
+    if picture is not None:
+        policies.picture(found, picture)
+    write(found, output)

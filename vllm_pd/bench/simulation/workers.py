@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated workers: V0's real block allocator, with its real eviction, under a simulated clock.
+
+A worker prefills one prompt at a time, first come first served, at its configured speed, and decodes all its requests
+at a fixed pace. A prompt begins when the blocks for it and for its whole answer are free; what is cached by then is its
+hit. Its blocks become hits for others when the prefill is over, those of the answer when the answer is. Everything else
+is the allocator's decision: which block is found, shared, kept, evicted.
+"""
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from vllm.core.block.interfaces import Block
+from vllm.core.block.prefix_caching_block import PrefixCachingBlockAllocator
+
+from vllm_pd.bench.simulation.trace import Arrival
+
+
+class SimEvents:
+    """Turns the allocator's calls into events of whole chains: `stored(hashes, parent, token_ids)` and
+    `removed(hashes)`. (An engine has `vllm_pd.events.sink` here, which waits for its steps and its other thread.)"""
+
+    def __init__(self, stored: Callable[[list[int], int | None, list[int]], None],
+                 removed: Callable[[list[int]], None]):
+        self._stored = stored
+        self._removed = removed
+        self._registered: dict[int, Block] = {}  # by block id, until it is computed
+
+    def registered(self, block: Block) -> None:
+        """Called by the allocator when a block is full."""
+        self._registered[block.block_id] = block
+
+    def computed(self, block_ids: set[int]) -> None:
+        """Called by the allocator when the data of these blocks is there."""
+        chains: list[list[Block]] = []
+        for block_id in [known for known in self._registered if known in block_ids]:
+            block = self._registered.pop(block_id)
+            if chains and chains[-1][-1] is block.prev_block:
+                chains[-1].append(block)
+            else:
+                chains.append([block])
+        for chain in chains:
+            first = chain[0].prev_block
+            self._stored([block.content_hash for block in chain], first.content_hash if first else None,
+                         [token for block in chain for token in block.token_ids])
+
+    def removed(self, content_hash: int, block_id: int) -> None:
+        """Called by the allocator when a block is evicted."""
+        if self._registered.pop(block_id, None) is None:
+            self._removed([content_hash])
+
+    def cleared(self) -> None:
+        """Called by the allocator when it is reset, which never happens here."""
+
+
+class SimLoad(msgspec.Struct, frozen=True):
+    """The load of a worker. The names are those of the engines' load messages."""
+    remote_prefilling: int
+    queued_prefill_tokens: int
+    used_blocks: int
+    total_blocks: int
+
+
+class SimSpeed(msgspec.Struct, frozen=True):
+    """How fast a worker is."""
+    prefill_tokens_per_s: float = 8000.0
+    decode_s_per_token: float = 0.02
+
+
+@dataclass
+class SimRun:
+    """One request on its worker."""
+    arrival: Arrival
+    hit_tokens: int = 0
+    first_token_s: float = 0.0
+    blocks: list = field(default_factory=list)
+    reserved_blocks: int = 0
+
+
+class SimWorker:
+    """One worker. Times are simulated seconds, and those given to `advance` must not decrease. Its events are the calls
+    `stored(worker, hashes, parent, token_ids, at_s)` and `removed(worker, hashes, at_s)`."""
+
+    def __init__(self, name: str, blocks: int, block_size: int, speed: SimSpeed, stored: Callable, removed: Callable):
+        self.name = name
+        self.speed = speed
+        self.done: list[SimRun] = []
+        self._block_size = block_size
+        self._now_s = 0.0
+        self._waiting: deque[SimRun] = deque()
+        self._prefilling: SimRun | None = None
+        self._decoding: list[tuple[float, int, SimRun]] = []  # heap: end, number, run
+        self._count = 0
+        self._reserved_blocks = 0
+        self.allocator = PrefixCachingBlockAllocator(blocks, block_size)
+        self.allocator.event_sink = SimEvents(lambda *what: stored(self, *what, self._now_s),
+                                              lambda hashes: removed(self, hashes, self._now_s))
+
+    def submit(self, arrival: Arrival, at_s: float) -> None:
+        """Takes a request. Raises ValueError if it can never fit."""
+        if self._blocks_of(arrival) > self.allocator.get_num_total_blocks():
+            raise ValueError(f"{len(arrival.prompt)} prompt tokens don't fit {self.name}")
+        self.advance(at_s)
+        self._waiting.append(SimRun(arrival))
+        self._begin()
+
+    def advance(self, until_s: float) -> None:
+        """Simulates until `until_s`."""
+        while (next_s := self.next_s()) is not None and next_s <= until_s:
+            self._now_s = max(self._now_s, next_s)
+            if self._prefilling is not None and self._prefilling.first_token_s <= next_s:
+                self._end_prefill()
+            else:
+                self._end(heapq.heappop(self._decoding)[2])
+            self._begin()
+        self._now_s = max(self._now_s, until_s)
+
+    def next_s(self) -> float | None:
+        """When the next prefill or decode ends; None if nothing runs."""
+        times = [self._decoding[0][0]] if self._decoding else []
+        if self._prefilling is not None:
+            times.append(self._prefilling.first_token_s)
+        return min(times, default=None)
+
+    def load(self) -> SimLoad:
+        """The load now. A prompt in prefill counts in full until it is done, as in an engine without chunks."""
+        queued = sum(len(run.arrival.prompt) for run in self._waiting)
+        if self._prefilling is not None:
+            queued += len(self._prefilling.arrival.prompt) - self._prefilling.hit_tokens
+        total = self.allocator.get_num_total_blocks()
+        return SimLoad(0, queued, total - self.allocator.get_num_free_blocks() + self._reserved_blocks, total)
+
+    def table(self) -> set[int]:
+        """The allocator's hashes of the blocks that it holds and that are computed."""
+        return {content_hash for content_hash, block_id in self.allocator._cached_blocks.items()
+                if self.allocator.block_is_computed(block_id)}
+
+    def _blocks_of(self, arrival: Arrival) -> int:
+        return (len(arrival.prompt) + len(arrival.answer)) // self._block_size + 1
+
+    def _begin(self) -> None:
+        if self._prefilling is not None or not self._waiting:
+            return
+        run = self._waiting[0]
+        needed = self._blocks_of(run.arrival)
+        if self.allocator.get_num_free_blocks() - self._reserved_blocks < needed:
+            return
+        self._waiting.popleft()
+        prompt = run.arrival.prompt
+        held = True
+        for start in range(0, len(prompt) - self._block_size + 1, self._block_size):
+            block = self.allocator.allocate_immutable_block(run.blocks[-1] if run.blocks else None,
+                                                            list(prompt[start:start + self._block_size]))
+            run.blocks.append(block)
+            held = held and self.allocator.block_is_computed(block.block_id)
+            run.hit_tokens += self._block_size if held else 0
+        run.reserved_blocks = needed - len(run.blocks)
+        self._reserved_blocks += run.reserved_blocks
+        left = max(1, len(prompt) - run.hit_tokens)
+        run.first_token_s = self._now_s + left / self.speed.prefill_tokens_per_s
+        self.allocator.mark_blocks_as_accessed([block.block_id for block in run.blocks], self._now_s)
+        self._prefilling = run
+
+    def _end_prefill(self) -> None:
+        run, self._prefilling = self._prefilling, None
+        self.allocator.mark_blocks_as_computed([block.block_id for block in run.blocks])
+        self._count += 1
+        heapq.heappush(self._decoding, (self._now_s + len(run.arrival.answer) * self.speed.decode_s_per_token,
+                                        self._count, run))
+
+    def _end(self, run: SimRun) -> None:
+        self._reserved_blocks -= run.reserved_blocks
+        text = run.arrival.prompt + run.arrival.answer[:-1]
+        for start in range(len(run.blocks) * self._block_size, len(text) - self._block_size + 1, self._block_size):
+            run.blocks.append(self.allocator.allocate_immutable_block(
+                run.blocks[-1] if run.blocks else None, list(text[start:start + self._block_size])))
+        self.allocator.mark_blocks_as_accessed([block.block_id for block in run.blocks], self._now_s)
+        self.allocator.mark_blocks_as_computed([block.block_id for block in run.blocks])
+        for block in run.blocks:
+            self.allocator.free(block)
+        run.blocks.clear()
+        self.done.append(run)
