@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Run all folders of tests/, fast ones first, and what failed once more: scripts/test.sh calls it."""
+"""Run the folders of tests/ in two lanes, and what failed once more: scripts/test.sh calls it."""
 
 import sys
 from pathlib import Path
@@ -8,10 +8,12 @@ from pathlib import Path
 from _tests.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("series", "unit", "proof", "transfer", "peers", "router", "upstream", "wheel", "dp", "e2e")
+# The folders of the first lane start engines and mostly wait for them; those of the second mostly compute.
+LANES = {
+    "engines": ("e2e", "dp"),
+    "others": ("series", "unit", "proof", "transfer", "upstream", "peers", "router", "wheel"),
+}
 
 if __name__ == "__main__":
-    try:
-        sys.exit(Session(ROOT, sys.argv[1:], ROOT / "build" / "failures").run([f"tests/{name}" for name in FOLDERS]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    lanes = {lane: [f"tests/{name}" for name in names] for lane, names in LANES.items()}
+    sys.exit(Session(ROOT, sys.argv[1:], ROOT / "build" / "tests").run(lanes))

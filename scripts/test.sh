@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Run the tests, fast ones first:   bash scripts/test.sh [pytest arguments]
+# Run the tests:   bash scripts/test.sh [pytest arguments]
 #
-# Without a path among the arguments every folder of tests/ runs in a pytest of its own, and the time of each is printed at the
-# end. A test that failed runs once more, alone, after everything else. If it passes then, it is listed as `flaky:`, and both
-# outputs are in build/failures. A wrong answer, a leak or a crash is red at once (scripts/_tests/session.py).
+# Without a path among the arguments every folder of tests/ runs in a pytest of its own, in two lanes side by side; a table with
+# the time of each is printed at the end. A test that failed runs once more, alone, after everything else. If it passes then, it
+# is listed as `flaky:`. A wrong answer, a leak or a crash is red at once (scripts/_tests/session.py). build/tests has the outputs.
 # With a path below tests/, that is what runs, once. Does all the set-up itself (scripts/env.sh).
 
 set -u

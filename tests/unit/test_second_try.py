@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/test.sh does with failures: planted noise is flaky; a planted defect is red, and some kinds at once."""
+"""What scripts/test.sh does with failures: planted noise is flaky; a planted defect is red, and some kinds at once.
+What it does with two lanes, and when it is interrupted."""
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +13,7 @@ from _tests import session
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFTEST = """
-from verdict import (pytest_assertrepr_compare, pytest_configure, pytest_runtest_makereport,
+from verdict import (pytest_assertrepr_compare, pytest_configure, pytest_handlecrashitem, pytest_runtest_makereport,
                      pytest_runtest_setup, pytest_sessionfinish)
 """
 PLANTED = """
@@ -77,21 +82,47 @@ def test_noise():
     seen.touch()
     assert False
 """
+WAITS_FOR_THE_OTHERS = """
+import pathlib, time
+def test_side_by_side():
+    pathlib.Path("{own}").touch()
+    until = time.monotonic() + 100
+    while not all(map(pathlib.Path.exists, map(pathlib.Path, {others}))):
+        assert time.monotonic() < until, "the others do not run"
+        time.sleep(0.01)
+"""
+NEVER_ENDS = """
+import pathlib, pytest, time
+@pytest.fixture
+def engine():
+    pathlib.Path("begun").touch()
+    yield
+    pathlib.Path("ended").touch()
+def test_never_ends(engine):
+    time.sleep(600)
+"""
+SESSION = """
+import sys
+from pathlib import Path
+from _tests.session import Session
+sys.exit(Session(Path.cwd(), ["-p", "no:cacheprovider"], Path("kept")).run({"one": ["first"], "two": ["second"]}))
+"""
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """Run the planted folders of a project. (exit status, the session)."""
+    """Run the planted folders of a project, all in one lane if no others are given. (exit status, the session)."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
 
-    def run(**folders: str) -> tuple[int, session.Session]:
+    def run(lanes: dict[str, list[str]] | None = None, options: dict[str, list[str]] | None = None,
+            **folders: str) -> tuple[int, session.Session]:
         for name, text in folders.items():
             (tmp_path / name).mkdir()
             (tmp_path / name / "test_planted.py").write_text(text)
-        one = session.Session(tmp_path, ["-p", "no:cacheprovider"], tmp_path / "kept")
-        return one.run(list(folders)), one
+        one = session.Session(tmp_path, ["-p", "no:cacheprovider"], tmp_path / "kept", options or {})
+        return one.run(lanes or {"only": list(folders)}), one
 
     return run
 
@@ -142,3 +173,47 @@ def test_many_failures_are_no_noise(project, monkeypatch):
     status, one = project(first=PLANTED)
     assert status == 1 and not one.flaky
     assert any("too many for noise" in line for line in one.red)
+
+
+def test_a_worker_that_dies_is_red_at_once(project):
+    """With pytest-xdist, where pytest itself lives on."""
+    pytest.importorskip("xdist")
+    status, one = project(first=DIES + PLANTED[: PLANTED.index("def test_defect")], options={"first": ["-n", "2"]})
+    assert status == 1
+    assert one.red == ["first/test_planted.py::test_dies (crash)"]
+    assert len(one.flaky) == 2
+
+
+def test_lanes_run_side_by_side_and_a_lane_that_is_done_helps(project, capfd):
+    """Each folder ends only when the other one runs too. The first lane has run its folder, and takes one of the other
+    lane's. The output of each folder is in one piece."""
+    names = ["second", "third"]
+    folders = {name: WAITS_FOR_THE_OTHERS.format(own=name + ".runs", others=[other + ".runs" for other in names])
+               for name in names}
+    status, one = project(first="def test_good(): pass", **folders, lanes={"one": ["first"], "two": names})
+    assert status == 0 and not one.red
+    assert {row.folder: row.lane for row in one.rows} == {"first": "one", "second": "two", "third": "one"}
+    printed = capfd.readouterr().out
+    for name in ("first", *names):
+        assert "1 passed" in printed[printed.index(f"== {name} (lane "):].split("\n== ")[0]
+    assert printed.index("third") < printed.index("total ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_all_it_has_started(project, tmp_path, monkeypatch, number):
+    """With the status of that signal; the fixtures are torn down, and what pytest has written is printed."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "first" / "test_planted.py").write_text(NEVER_ENDS)
+    (tmp_path / "second" / "test_planted.py").write_text("def test_good(): pass")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'scripts'}:{ROOT / 'tests'}")
+    with subprocess.Popen([sys.executable, "-c", SESSION], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
+        until = time.monotonic() + 100
+        while not ((tmp_path / "begun").exists() and list((tmp_path / "kept").glob("second*"))):
+            assert time.monotonic() < until and run.poll() is None
+            time.sleep(0.02)
+        run.send_signal(number)
+        printed = run.communicate(timeout=100)[0]
+    assert run.returncode == 128 + number
+    assert (tmp_path / "ended").exists()
+    assert "== interrupted: " in printed and "KeyboardInterrupt" in printed and "total " in printed
