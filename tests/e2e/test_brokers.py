@@ -4,7 +4,7 @@
 import pytest
 from harness import PATIENT, EngineProcess, Pair, lend, prompt
 
-from tests.unit.brokers import NatsServer
+from tests.fakes.brokers import NatsServer
 from vllm_pd.rpc.keys import Keys
 
 

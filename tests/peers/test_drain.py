@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from light_engine import WAIT_S, Light
 from typer.testing import CliRunner
 
+from tests.fakes.light_engine import WAIT_S, Light
 from vllm_pd.broker.server import Broker
 from vllm_pd.cli import app
 from vllm_pd.core import messages as m

@@ -15,7 +15,7 @@ import zmq
 from aiohttp import web
 from vllm.core.block.prefix_caching_block import PrefixCachingBlock, PrefixCachingBlockAllocator
 
-from tests.unit.fake_events import BLOCK_SIZE, FakeEngine
+from tests.fakes.event_engine import BLOCK_SIZE, FakeEngine
 from vllm_pd.events.follow import adapter_of
 from vllm_pd.events.messages import BlockStored
 from vllm_pd.events.subscriber import Subscriber

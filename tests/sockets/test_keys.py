@@ -8,8 +8,8 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from tests.unit.brokers import serving
-from tests.unit.test_agent import Engine, Settings, hand_over, peered
+from tests.fakes.brokers import serving
+from tests.sockets.test_agent import Engine, Settings, hand_over, peered
 from vllm_pd import cli, doctor
 from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.unit.fake_engine import FakeEngine
+from tests.fakes.http_engine import FakeEngine
 from vllm_pd.bench import HandoverBench, Sample, measure_handover, report, spread
 from vllm_pd.client import Question, RequestError, ask
 from vllm_pd.errors import ConfigError, PDError

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.unit.fake_engine import FakeEngine
+from tests.fakes.http_engine import FakeEngine
 from vllm_pd.client import Answer, Question
 from vllm_pd.demo import __main__ as demo
 from vllm_pd.demo.questions import Case
