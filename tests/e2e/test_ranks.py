@@ -28,8 +28,8 @@ LENGTHS = (2, 15, 16, 17, 33, 60, 120, 300)  # twice these is what D parks at mo
 
 
 @pytest.fixture(scope="module")
-def two_process(pair_processes) -> Iterator[EngineProcess]:
-    engine = EngineProcess("kv_both", 0, pair_processes.broker.url,
+def two_process(zygote, pair_processes) -> Iterator[EngineProcess]:
+    engine = EngineProcess(zygote, "kv_both", 0, pair_processes.broker.url,
                            {**PATIENT, "max_local_prefill_tokens": 0},
                            tensor_parallel_size=2)
     yield engine
