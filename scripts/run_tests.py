@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The folders of the first lane start engines and mostly wait for them; those of the second mostly compute.
 LANES = {
     "engines": ("e2e", "dp"),
-    "others": ("series", "unit", "sockets", "proof", "transfer", "upstream", "peers", "router", "wheel"),
+    "others": ("series", "unit", "proof", "dp_protocol", "upstream", "sockets", "transfer", "peers", "router", "wheel"),
 }
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.dp.rank_process import CALM, FAILED, QUICK, SLOW_CALL, SLOW_S, Group
+from tests.dp_protocol.rank_process import CALM, FAILED, QUICK, SLOW_CALL, SLOW_S, Group
 
 SHM = Path("/dev/shm")
 STALL_S = 2.0
