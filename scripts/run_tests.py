@@ -13,7 +13,10 @@ LANES = {
     "engines": ("e2e", "dp"),
     "others": ("series", "unit", "proof", "dp_protocol", "upstream", "sockets", "transfer", "peers", "router", "wheel"),
 }
+# Folders whose tests mostly wait run in so many processes of pytest-xdist.
+WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "router": 2}
 
 if __name__ == "__main__":
     lanes = {lane: [f"tests/{name}" for name in names] for lane, names in LANES.items()}
-    sys.exit(Session(ROOT, sys.argv[1:], ROOT / "build" / "tests").run(lanes))
+    workers = {f"tests/{name}": ("-n", str(count)) for name, count in WORKERS.items()}
+    sys.exit(Session(ROOT, sys.argv[1:], ROOT / "build" / "tests", workers).run(lanes))

@@ -113,6 +113,7 @@ sys.exit(Session(Path.cwd(), ["-p", "no:cacheprovider"], Path("kept")).run({"one
 def project(tmp_path, monkeypatch):
     """Run the planted folders of a project, all in one lane if no others are given. (exit status, the session)."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes longer than these tests
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
 
@@ -178,7 +179,8 @@ def test_many_failures_are_no_noise(project, monkeypatch):
 def test_a_worker_that_dies_is_red_at_once(project):
     """With pytest-xdist, where pytest itself lives on."""
     pytest.importorskip("xdist")
-    status, one = project(first=DIES + PLANTED[: PLANTED.index("def test_defect")], options={"first": ["-n", "2"]})
+    text = DIES + PLANTED[: PLANTED.index("def test_defect")]
+    status, one = project(first=text, options={"first": ["-p", "xdist.plugin", "-n", "2"]})
     assert status == 1
     assert one.red == ["first/test_planted.py::test_dies (crash)"]
     assert len(one.flaky) == 2
@@ -207,6 +209,7 @@ def test_an_interrupted_run_ends_all_it_has_started(project, tmp_path, monkeypat
     (tmp_path / "first" / "test_planted.py").write_text(NEVER_ENDS)
     (tmp_path / "second" / "test_planted.py").write_text("def test_good(): pass")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'scripts'}:{ROOT / 'tests'}")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     with subprocess.Popen([sys.executable, "-c", SESSION], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
         until = time.monotonic() + 100
         while not ((tmp_path / "begun").exists() and list((tmp_path / "kept").glob("second*"))):
