@@ -5,6 +5,8 @@ import os
 import select
 import signal
 import subprocess
+import time
+from pathlib import Path
 
 NO_CODE = -1  # an exit status that only the parent knows
 
@@ -52,3 +54,22 @@ class ForkedProcess:
     def _end(self) -> None:
         self.returncode = NO_CODE
         os.close(self._descriptor)
+
+
+def freeze(pid: int, timeout_s: float = 60) -> None:
+    """Stop a process, and return when each of its threads has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + timeout_s
+    while any(state(thread) not in "TZ" for thread in Path(f"/proc/{pid}/task").iterdir()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"the process {pid} does not stop")
+        time.sleep(0.001)
+
+
+def state(process: Path) -> str:
+    """The letter of a process's, or a thread's, state; Z where it is gone."""
+    try:
+        stat = (process / "stat").read_text()
+    except OSError:
+        return "Z"
+    return stat[stat.rindex(")") + 2]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from _chaos.zygote import Zygote
 
-from tests.forked import ForkedProcess
+from tests.forked import ForkedProcess, freeze
 from tests.verdict import Crash, Leak, mark_answers
 from vllm_pd.ports import take_free
 
@@ -346,25 +346,6 @@ def resumed_together(d: EngineProcess, p: EngineProcess, prompts: list[list[int]
                "all prompts are there")
     d.do("hold", held=False)
     return [result["outputs"][0]["token_ids"] for result in d.wait(names)]
-
-
-def freeze(pid: int, timeout_s: float = 60) -> None:
-    """Stop a process, and return when each of its threads has stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + timeout_s
-    while any(state(thread) not in "TZ" for thread in Path(f"/proc/{pid}/task").iterdir()):
-        if time.monotonic() > deadline:
-            raise ChildError(f"the process {pid} does not stop")
-        time.sleep(0.001)
-
-
-def state(process: Path) -> str:
-    """The letter of a process's, or a thread's, state; Z where it is gone."""
-    try:
-        stat = (process / "stat").read_text()
-    except OSError:
-        return "Z"
-    return stat[stat.rindex(")") + 2]
 
 
 def prompt(tokens: int, seed: int | str) -> list[int]:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from _chaos.zygote import Zygote
 from faults import Fault
-from harness import PATIENT, SIDES, BrokerProcess, EngineProcess, eventually, prompt, state
+from harness import PATIENT, SIDES, BrokerProcess, EngineProcess, eventually, prompt
+
+from tests.forked import state
 
 SENDING = "disagg.prefill_jobs.sending"
 POOL = 256

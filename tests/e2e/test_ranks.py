@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENT, SIDES, WAIT_S, EngineProcess, Pair, eventually, freeze, prompt
+from harness import PATIENT, SIDES, WAIT_S, EngineProcess, Pair, eventually, prompt
+
+from tests.forked import freeze
 
 STOP_BEFORE_WRITE = """
 jobs = disagg.prefill_jobs
