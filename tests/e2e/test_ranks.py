@@ -144,8 +144,9 @@ def test_b28_only_one_of_two_ranks_arrives(trio, two, mono):
 
 
 def test_b21_an_engine_is_gone_when_its_last_rank_is(trio, two, mono):
-    """B21, B22: rank 0 is killed while rank 1 stands still. D goes on at once elsewhere, but keeps the blocks that rank
-    1 may write until that process is gone as well; it goes by itself. (The last test: the engine is gone.)"""
+    """B21, B22: rank 0 is killed while rank 1 stands still. D goes on elsewhere when the lease is over, but keeps the
+    blocks that rank 1 may write until that process is gone as well; it goes by itself. (The last test: the engine is
+    gone.)"""
     tokens = prompt(100, "gone")
     driver, other = worker_pids(two)
     keep_away(trio.d, trio.p)
@@ -155,6 +156,7 @@ def test_b21_an_engine_is_gone_when_its_last_rank_is(trio, two, mono):
     freeze(other)
     os.kill(driver, signal.SIGKILL)
     two.process.wait(WAIT_S)
+    trio.d.bring_forward("lease_until")
     [result] = trio.d.wait([name])
     assert result["outputs"][0]["token_ids"] == mono.tokens([tokens])[0]
     assert trio.d.stats()["quarantined"] == 1
