@@ -13,13 +13,16 @@ With pytest-xdist the workers append the failures. The process that started the 
 the last line, and records a worker that died as a crash of the test that it ran.
 """
 
+import ctypes
 import json
 import os
+import signal
 from collections.abc import Iterator, Mapping
 
 import pytest
 
 FILE = "VLLM_PD_FAILURES"
+PR_SET_PDEATHSIG = 1
 _COMPARED = pytest.StashKey[bool]()
 _PASSED = pytest.StashKey[int]()
 _CRASHES: list[type[Exception]] = []
@@ -81,6 +84,8 @@ def holds_answer(value: object) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_COMPARED], config.stash[_PASSED] = False, 0
     config.pluginmanager.register(Totals(config))
+    if os.environ.get(FILE) and not hasattr(config, "workerinput"):  # when scripts/test.sh is killed, end as by Ctrl-C
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
     config.addinivalue_line("markers", "exact: no clock, thread or other process takes part; a failure is never noise")
 
 

@@ -201,22 +201,39 @@ def test_lanes_run_side_by_side_and_a_lane_that_is_done_helps(project, capfd):
     assert printed.index("third") < printed.index("total ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_ends_all_it_has_started(project, tmp_path, monkeypatch, number):
-    """With the status of that signal; the fixtures are torn down, and what pytest has written is printed."""
-    for name in ("first", "second"):
+@pytest.fixture
+def endless(tmp_path, monkeypatch):
+    """A run of two folders in a process of its own. The first one's test goes on, the second one's is over."""
+    for name, text in (("first", NEVER_ENDS), ("second", "def test_good(): pass")):
         (tmp_path / name).mkdir()
-    (tmp_path / "first" / "test_planted.py").write_text(NEVER_ENDS)
-    (tmp_path / "second" / "test_planted.py").write_text("def test_good(): pass")
+        (tmp_path / name / "test_planted.py").write_text(text)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'scripts'}:{ROOT / 'tests'}")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     with subprocess.Popen([sys.executable, "-c", SESSION], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
-        until = time.monotonic() + 100
-        while not ((tmp_path / "begun").exists() and list((tmp_path / "kept").glob("second*"))):
-            assert time.monotonic() < until and run.poll() is None
-            time.sleep(0.02)
-        run.send_signal(number)
-        printed = run.communicate(timeout=100)[0]
-    assert run.returncode == 128 + number
+        wait_for(lambda: (tmp_path / "begun").exists() and list((tmp_path / "kept").glob("second*")))
+        yield run
+        run.kill()
+
+
+def wait_for(wanted):
+    until = time.monotonic() + 100
+    while not wanted():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_run_ends_all_it_has_started(endless, tmp_path, number):
+    """With the status of that signal; the fixtures are torn down, and what pytest has written is printed."""
+    endless.send_signal(number)
+    printed = endless.communicate(timeout=100)[0]
+    assert endless.returncode == 128 + number
     assert (tmp_path / "ended").exists()
     assert "== interrupted: " in printed and "KeyboardInterrupt" in printed and "total " in printed
+
+
+def test_a_killed_run_leaves_no_pytest(endless, tmp_path):
+    """Its pytest tears the fixtures down."""
+    endless.kill()
+    wait_for((tmp_path / "ended").exists)
