@@ -1,17 +1,44 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Run all folders of tests/, fast ones first, and what failed once more: scripts/test.sh calls it."""
+"""Run the folders of tests/ in two lanes, and what failed once more: scripts/test.sh calls it.
 
+    run_tests.py [--fast | --all] [pytest arguments]
+"""
+
+import argparse
 import sys
 from pathlib import Path
 
 from _tests.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("series", "unit", "proof", "transfer", "peers", "router", "upstream", "wheel", "dp", "e2e")
+# The folders of the first lane start engines and mostly wait for them; those of the second mostly compute.
+LANES = {
+    "engines": ("e2e", "dp"),
+    "others": ("series", "unit", "proof", "dp_protocol", "upstream", "sockets", "transfer", "peers", "router", "wheel"),
+}
+FAST = {
+    "engines": ("e2e/test_tokens.py::test_b1_greedy_tokens_equal_those_of_one_engine",),
+    "others": ("series", "unit", "proof"),
+}
+# Folders whose tests mostly wait run in several processes of pytest-xdist: "-n", how many.
+WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "router": 2}
+NOT_HEAVY = ("-m", "not heavy")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--fast", action="store_true", help="series, unit, proof, and one prompt through two engines")
+    which.add_argument("--all", action="store_true", help="with the heavy proofs of docs/testing.md")
+    chosen, options = parser.parse_known_args()
+    lanes = {lane: [f"tests/{name}" for name in names] for lane, names in (FAST if chosen.fast else LANES).items()}
+    if not chosen.all:
+        options = [*NOT_HEAVY, *options]
+    workers = {f"tests/{name}": ("-n", str(count)) for name, count in WORKERS.items()}
+    return Session(ROOT, options, ROOT / "build" / "tests", workers).run(lanes)
+
 
 if __name__ == "__main__":
-    try:
-        sys.exit(Session(ROOT, sys.argv[1:], ROOT / "build" / "failures").run([f"tests/{name}" for name in FOLDERS]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main())

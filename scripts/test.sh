@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Run the tests, fast ones first:   bash scripts/test.sh [pytest arguments]
+# Run the tests:   bash scripts/test.sh [--fast | --all] [pytest arguments]
 #
-# Without a path among the arguments every folder of tests/ runs in a pytest of its own, and the time of each is printed at the
-# end. A test that failed runs once more, alone, after everything else. If it passes then, it is listed as `flaky:`, and both
-# outputs are in build/failures. A wrong answer, a leak or a crash is red at once (scripts/_tests/session.py).
-# With a path below tests/, that is what runs, once. Does all the set-up itself (scripts/env.sh).
+#   --fast   only the series, the pure tests, the protocol, and one prompt through two engines
+#   --all    with the heavy proofs, which docs/testing.md lists
+#
+# Every folder of tests/ runs in a pytest of its own, in two lanes side by side; a table with the time of each is printed at the
+# end, and build/tests has the outputs. A test that failed runs once more, alone, after everything else; if it passes then, it is
+# listed as `flaky:`. A wrong answer, a leak or a crash is red at once (scripts/_tests/session.py).
+# With a path below tests/ among the arguments, that is what runs, once, heavy or not. Does all the set-up itself (scripts/env.sh).
 
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from tests.verdict import (  # noqa: F401  pytest finds hooks in a conftest
     pytest_assertrepr_compare,
     pytest_configure,
+    pytest_handlecrashitem,
     pytest_runtest_makereport,
     pytest_runtest_setup,
     pytest_sessionfinish,

@@ -8,16 +8,21 @@ defects even if they are rare. A test says so by one of the exceptions below, by
 tests/conftest.py imports the hooks. With VLLM_PD_FAILURES set to a file they append one JSON object for each failure:
 ``test`` (node id), ``phase`` (setup, call, teardown), ``kind`` (what it is, null if it may be noise), ``output``. The
 last line says that pytest came to its end: ``code`` (its exit status) and ``passed`` (how many tests did).
+
+With pytest-xdist the workers append the failures. The process that started the workers counts what has passed, writes
+the last line, and records a worker that died as a crash of the test that it ran.
 """
 
+import ctypes
 import json
 import os
+import signal
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
 FILE = "VLLM_PD_FAILURES"
+PR_SET_PDEATHSIG = 1
 _COMPARED = pytest.StashKey[bool]()
 _PASSED = pytest.StashKey[int]()
 _CRASHES: list[type[Exception]] = []
@@ -78,6 +83,9 @@ def holds_answer(value: object) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_COMPARED], config.stash[_PASSED] = False, 0
+    config.pluginmanager.register(Totals(config))
+    if os.environ.get(FILE) and not hasattr(config, "workerinput"):  # when scripts/test.sh is killed, end as by Ctrl-C
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
     config.addinivalue_line("markers", "exact: no clock, thread or other process takes part; a failure is never noise")
 
 
@@ -94,8 +102,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     report = yield
-    if report.passed and report.when == "call":
-        item.config.stash[_PASSED] += 1
     if report.failed and os.environ.get(FILE):
         failure = {"test": item.nodeid, "phase": report.when, "kind": _kind(item, call.excinfo),
                    "output": "\n".join([report.longreprtext, *("\n".join(section) for section in report.sections)])}
@@ -103,8 +109,26 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     return report
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+class Totals:
+    """A plugin that counts the tests that have passed, wherever they have run. One for each pytest."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when == "call":
+            self._config.stash[_PASSED] += 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str) -> None:
+    """pytest-xdist calls this where a worker has died in the test `crashitem`."""
     if os.environ.get(FILE):
+        _write({"test": crashitem, "phase": "call", "kind": Crash.kind, "output": "the worker of pytest-xdist died"})
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if os.environ.get(FILE) and not hasattr(session.config, "workerinput"):
         _write({"code": int(exitstatus), "passed": session.config.stash[_PASSED]})
 
 
@@ -114,8 +138,12 @@ def count_as_crash(error: type[Exception]) -> None:
 
 
 def _write(line: dict) -> None:
-    with Path(os.environ[FILE]).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    """In one call, for several processes append."""
+    file = os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(file)
 
 
 def _kind(item: pytest.Item, failure: pytest.ExceptionInfo) -> str | None:

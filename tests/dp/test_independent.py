@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from dp_forked import ENDED
+from dp_children import ENDED
 from dp_loads import BOUND_S, END_S, MAX_TOKENS, PROMPTS, forwards
 
 from vllm_pd.bench.dp.group import ENGINE, MEETINGS, Group, GroupError

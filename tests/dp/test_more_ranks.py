@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from dp_forked import ENDED
+from dp_children import ENDED
 from dp_loads import BOUND_S, END_S, LOCKSTEP, MAX_TOKENS, PROMPTS, at_rest, forwards
 
 from vllm_pd.bench.dp.group import ENGINE, MEETINGS, GroupError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines for the tests, started once: each costs half a minute."""
+"""Engines for the tests: forks of one process that has imported vLLM, and shared where tests leave them at rest."""
 
 import contextlib
 import sys
@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _chaos.zygote import Zygote
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import PATIENT, BrokerProcess, EngineProcess, Pair, lend
+from harness import PATIENT, BrokerProcess, EngineProcess, Pair, lend, start_zygote
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,19 +27,26 @@ def starting() -> Iterator[contextlib.ExitStack]:
 
 
 @pytest.fixture(scope="session")
-def mono_process(starting) -> EngineProcess:
-    engine = EngineProcess(None, 0)
+def zygote(starting) -> Zygote:
+    zygote = start_zygote()
+    starting.callback(zygote.close)
+    return zygote
+
+
+@pytest.fixture(scope="session")
+def mono_process(starting, zygote) -> EngineProcess:
+    engine = EngineProcess(zygote, None, 0)
     starting.callback(engine.stop)
     return engine
 
 
 @pytest.fixture(scope="session")
-def pair_processes(starting) -> Pair:
+def pair_processes(starting, zygote) -> Pair:
     broker = BrokerProcess()
     starting.callback(broker.stop)
-    p = EngineProcess("kv_producer", 0, broker.url, PATIENT)
+    p = EngineProcess(zygote, "kv_producer", 0, broker.url, PATIENT)
     starting.callback(p.stop)
-    d = EngineProcess("kv_consumer", 1, broker.url, {**PATIENT, "max_local_prefill_tokens": 0})
+    d = EngineProcess(zygote, "kv_consumer", 1, broker.url, {**PATIENT, "max_local_prefill_tokens": 0})
     starting.callback(d.stop)
     return Pair(broker, p, d)
 

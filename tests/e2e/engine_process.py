@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One `LLM` in a process of its own, stepped by itself and driven over a pipe.
 
-    python engine_process.py FD '{"model": ..., "role": "kv_consumer" | null, "extra": {...}, "llm": {...},
-                                  "async_output": false}'
+A fork server (scripts/_chaos/zygote.py) calls `serve` in the new process, with a setup {"model": ..., "role":
+"kv_consumer" | null, "extra": {...}, "llm": {...}, "async_output": false, "cores": "0|1", one for each rank}.
 
 Each message on the pipe is a JSON object with an `op`, answered by one JSON object: {"result": ...} or {"error": ...}.
 Between messages the engine steps as `LLM.generate` does, whether there is anything to do or not, unless it is held.
 """
 
-import contextlib
 import hashlib
 import json
 import os
-import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -23,13 +21,9 @@ from _chaos.looks import counters_of, open_counts
 IDLE_S = 0.02
 
 
-def main() -> None:
-    serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))
-
-
 def serve(pipe: Connection, setup: dict) -> None:
     """Build the engine and drive it until the other end is closed."""
-    os.environ["VLLM_USE_V1"] = "0"
+    os.environ.update({"VLLM_USE_V1": "0", "VLLM_CPU_OMP_THREADS_BIND": setup["cores"]})
     from vllm import LLM
     if setup["async_output"]:
         async_output.switch_on()
@@ -228,7 +222,3 @@ def logprobs(entries):
         return None
     return [entry and {str(token): value.logprob for token, value in entry.items()} for entry in entries]
 
-
-if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()

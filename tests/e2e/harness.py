@@ -6,19 +6,20 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
+from _chaos.zygote import Zygote
+
+from tests.forked import ForkedProcess, freeze
 from tests.verdict import Crash, Leak, mark_answers
 from vllm_pd.ports import take_free
 
-PROGRAM = Path(__file__).with_name("engine_process.py")
+HERE = Path(__file__).resolve().parent
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"  # of which an engine's process has some
 START_S = 400
 WAIT_S = 150  # nothing here takes a tenth of it, but on a machine that is busy with others
@@ -50,13 +51,18 @@ def core(index: int) -> int:
     return cores[index % len(cores)]
 
 
-def engine_env(index: int, ranks: int = 1) -> dict[str, str]:
-    """The environment of an engine that has one core for each rank."""
-    bind = "|".join(str(core(index + rank)) for rank in range(ranks))
+def engine_env(index: int) -> dict[str, str]:
+    """The environment of an engine that has one core."""
     path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": "1",
+    return {**os.environ, "PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": str(core(index)), "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+
+
+def start_zygote() -> Zygote:
+    """The process that engines are forked from: it has imported vLLM once. To be closed by the caller."""
+    env = {**engine_env(0), "VLLM_USE_V1": "0", "TQDM_DISABLE": "1"}
+    return Zygote({**env, "PYTHONPATH": os.pathsep.join([str(HERE), env["PYTHONPATH"]])})
 
 
 class BrokerProcess:
@@ -78,10 +84,10 @@ class BrokerProcess:
 
 
 class EngineProcess:
-    """One engine. `start` returns at once; the first use waits until it is up. With `async_output` it processes the
+    """One engine, forked from the zygote. The first use waits until it is up. With `async_output` it processes the
     output of a step during the next one, as on CUDA, unless its role is against it."""
 
-    def __init__(self, role: str | None, index: int, broker: str = "", extra: dict | None = None,
+    def __init__(self, zygote: Zygote, role: str | None, index: int, broker: str = "", extra: dict | None = None,
                  model: str | None = None, async_output: bool = False, **llm) -> None:
         setup = {"model": model or model_folder("VLLM_PD_TINY_MODEL"), "role": role, "async_output": async_output,
                  "extra": {"broker": broker, **(extra or {})},
@@ -90,20 +96,12 @@ class EngineProcess:
         self.role = role
         self.block_size = setup["llm"]["block_size"]
         self.max_model_len = setup["llm"]["max_model_len"]
-        self._pipe = self._spawn(setup, index)
+        cores = [core(index + rank) for rank in range(setup["llm"].get("tensor_parallel_size", 1))]
+        setup["cores"] = "|".join(map(str, cores))
+        pid, self._pipe = zygote.fork("engine_process:serve", cores, setup=setup)
+        self.process = ForkedProcess(pid)
         self._ready = False
         self._numbers = 0
-
-    def _spawn(self, setup: dict, index: int) -> Connection:
-        """Start the process. What it is driven by."""
-        ours, theirs = socket.socketpair()
-        ranks = setup["llm"].get("tensor_parallel_size", 1)
-        cores = ",".join(str(core(index + rank)) for rank in range(ranks))
-        self.process = subprocess.Popen(
-            ["taskset", "-c", cores, sys.executable, str(PROGRAM), str(theirs.fileno()), json.dumps(setup)],
-            env=engine_env(index, ranks), pass_fds=[theirs.fileno()])
-        theirs.close()
-        return Connection(ours.detach())
 
     def ready(self) -> "EngineProcess":
         if self.process.poll() is not None:
@@ -266,6 +264,12 @@ while True:
     def thaw(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
 
+    def kill(self) -> None:
+        """SIGKILL, and not a trace of it left."""
+        self.process.kill()
+        self.process.wait(10)
+        self._pipe.close()
+
     def stop(self) -> None:
         if self.process.poll() is None:
             self.thaw()
@@ -342,25 +346,6 @@ def resumed_together(d: EngineProcess, p: EngineProcess, prompts: list[list[int]
                "all prompts are there")
     d.do("hold", held=False)
     return [result["outputs"][0]["token_ids"] for result in d.wait(names)]
-
-
-def freeze(pid: int, timeout_s: float = 60) -> None:
-    """Stop a process, and return when each of its threads has stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + timeout_s
-    while any(state(thread) not in "TZ" for thread in Path(f"/proc/{pid}/task").iterdir()):
-        if time.monotonic() > deadline:
-            raise ChildError(f"the process {pid} does not stop")
-        time.sleep(0.001)
-
-
-def state(process: Path) -> str:
-    """The letter of a process's, or a thread's, state; Z where it is gone."""
-    try:
-        stat = (process / "stat").read_text()
-    except OSError:
-        return "Z"
-    return stat[stat.rindex(")") + 2]
 
 
 def prompt(tokens: int, seed: int | str) -> list[int]:

@@ -13,10 +13,12 @@ LOOP = "while disagg.has_work():\n    driver.step()"  # as that of MQLLMEngine, 
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Pair]:
+def processes(zygote, starting) -> Iterator[Pair]:
     broker = BrokerProcess()
-    p = EngineProcess("kv_producer", 0, broker.url, PATIENT, async_output=True, max_num_batched_tokens=1024)
-    d = EngineProcess("kv_consumer", 1, broker.url, {**PATIENT, "max_local_prefill_tokens": 0}, async_output=True)
+    starting.callback(broker.stop)
+    p = EngineProcess(zygote, "kv_producer", 0, broker.url, PATIENT, async_output=True, max_num_batched_tokens=1024)
+    d = EngineProcess(zygote, "kv_consumer", 1, broker.url, {**PATIENT, "max_local_prefill_tokens": 0},
+                      async_output=True)
     yield Pair(broker, p, d)
     for process in (d, p, broker):
         process.stop()

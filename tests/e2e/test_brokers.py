@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines whose queue is on a NATS server and whose own sockets want the cluster's key."""
 
+from collections.abc import Iterator
+
 import pytest
 from harness import PATIENT, EngineProcess, Pair, lend, prompt
 
-from tests.unit.brokers import NatsServer
+from tests.fakes.brokers import NatsServer
 from vllm_pd.rpc.keys import Keys
 
 
 @pytest.fixture(scope="module")
-def guarded_processes(starting, tmp_path_factory) -> Pair:
+def guarded_processes(zygote, starting, tmp_path_factory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("nats")
     server = NatsServer(folder)
     starting.callback(server.kill)
     settings = {"keys": str(Keys.make(folder / "cluster.keys")), **PATIENT}
-    p = EngineProcess("kv_producer", 0, server.url, settings)
-    starting.callback(p.stop)
-    d = EngineProcess("kv_consumer", 1, server.url, {**settings, "max_local_prefill_tokens": 0})
-    starting.callback(d.stop)
-    return Pair(server, p, d)
+    p = EngineProcess(zygote, "kv_producer", 0, server.url, settings)
+    d = EngineProcess(zygote, "kv_consumer", 1, server.url, {**settings, "max_local_prefill_tokens": 0})
+    yield Pair(server, p, d)
+    for engine in (d, p):
+        engine.stop()
+    server.kill()
 
 
 @pytest.fixture

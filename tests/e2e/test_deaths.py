@@ -4,7 +4,6 @@
 One decode engine lives through all of it. Whatever happens to the prefill engine, the next test gets a new one.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 import pytest
 from _chaos.zygote import Zygote
 from faults import Fault
-from forked import ForkedEngine, start_zygote
-from harness import PATIENT, SIDES, BrokerProcess, EngineProcess, eventually, prompt, state
+from harness import PATIENT, SIDES, BrokerProcess, EngineProcess, eventually, prompt
+
+from tests.forked import state
 
 SENDING = "disagg.prefill_jobs.sending"
 POOL = 256
@@ -26,16 +26,16 @@ class Stage:
     broker: BrokerProcess
     mono: EngineProcess
     d: EngineProcess
-    ps: list[ForkedEngine] = field(default_factory=list)
+    ps: list[EngineProcess] = field(default_factory=list)
 
     @property
-    def p(self) -> ForkedEngine:
+    def p(self) -> EngineProcess:
         return self.ps[0]
 
-    def engine(self, role: str | None, index: int, extra: dict, **llm) -> ForkedEngine:
-        return ForkedEngine(self.zygote, role, index, self.broker.url, extra, num_gpu_blocks_override=POOL, **llm)
+    def engine(self, role: str | None, index: int, extra: dict, **llm) -> EngineProcess:
+        return EngineProcess(self.zygote, role, index, self.broker.url, extra, num_gpu_blocks_override=POOL, **llm)
 
-    def add_p(self, **llm) -> ForkedEngine:
+    def add_p(self, **llm) -> EngineProcess:
         """One more, that can be made to fail: `faulty` in its process."""
         p = self.engine("kv_producer", 1, PATIENT, **llm)
         self.ps.append(p)
@@ -49,7 +49,7 @@ class Stage:
     def expected(self, *prompts: list[int]) -> list[list[int]]:
         return self.mono.tokens(list(prompts))
 
-    def bury(self, p: ForkedEngine) -> None:
+    def bury(self, p: EngineProcess) -> None:
         p.kill()
         self.ps.remove(p)
 
@@ -59,15 +59,14 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def whole_stage() -> Iterator[Stage]:
-    with contextlib.ExitStack() as stack:
-        zygote = start_zygote()
-        stack.callback(zygote.close)
-        broker = BrokerProcess()
-        stack.callback(broker.stop)
-        stage = Stage(zygote, broker, ForkedEngine(zygote, None, 0), None)
-        stage.d = stage.engine("kv_consumer", 0, {**PATIENT, "max_local_prefill_tokens": 0})
-        yield stage
+def whole_stage(zygote, mono_process, starting) -> Iterator[Stage]:
+    broker = BrokerProcess()
+    starting.callback(broker.stop)
+    stage = Stage(zygote, broker, mono_process, None)
+    stage.d = stage.engine("kv_consumer", 0, {**PATIENT, "max_local_prefill_tokens": 0})
+    yield stage
+    for process in (*stage.ps, stage.d, broker):
+        process.stop()
 
 
 @pytest.fixture

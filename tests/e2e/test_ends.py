@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked import ForkedEngine, start_zygote
 from harness import PATIENT, BrokerProcess, EngineProcess, eventually, prompt
 
 WIRE_S = 0.4
@@ -58,28 +57,20 @@ class Stage:
         return first, second
 
 
-@pytest.fixture(scope="module")
-def zygote():
-    zygote = start_zygote()
-    yield zygote
-    zygote.close()
-
-
 @pytest.fixture
-def stage(zygote, tmp_path) -> Iterator[Stage]:
+def stage(zygote, mono, tmp_path) -> Iterator[Stage]:
     broker = BrokerProcess()
-    mono = ForkedEngine(zygote, None, 0)
-    p = ForkedEngine(zygote, "kv_producer", 1, broker.url, PATIENT, max_num_batched_tokens=1024)
-    d = ForkedEngine(zygote, "kv_consumer", 0, broker.url, {**PATIENT, "max_local_prefill_tokens": 0})
+    p = EngineProcess(zygote, "kv_producer", 1, broker.url, PATIENT, max_num_batched_tokens=1024)
+    d = EngineProcess(zygote, "kv_consumer", 0, broker.url, {**PATIENT, "max_local_prefill_tokens": 0})
     try:
-        for engine in (mono, p, d):
+        for engine in (p, d):
             engine.ready()
         d.wait_for_peers()
         p.execute(SLOW_WIRE)
         yield Stage(mono, p, d, tmp_path / "began", tmp_path / "over")
     finally:
         (tmp_path / "over").touch()
-        for process in (mono, d, p, broker):
+        for process in (d, p, broker):
             process.stop()
 
 

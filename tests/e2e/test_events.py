@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+from _chaos.zygote import Zygote
 from harness import BrokerProcess, EngineProcess, prompt
 
 from vllm_pd.events.messages import EngineLoad
@@ -28,9 +29,10 @@ class Told:
     side: str
 
 
-def start(role: str | None, index: int, broker: str, **pd) -> tuple[EngineProcess, str]:
+def start(zygote: Zygote, role: str | None, index: int, broker: str, **pd) -> tuple[EngineProcess, str]:
     events = f"tcp://*:{take_free('127.0.0.1')}"
-    engine = EngineProcess(role, index, broker, pd, num_gpu_blocks_override=BLOCKS, max_num_seqs=4, max_model_len=512,
+    engine = EngineProcess(zygote, role, index, broker, pd, num_gpu_blocks_override=BLOCKS,
+                           max_num_seqs=4, max_model_len=512,
                            kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events})
     return engine, events
 
@@ -44,14 +46,12 @@ def told(engine: EngineProcess, events: str) -> Told:
 
 
 @pytest.fixture(scope="module")
-def engines(starting) -> Iterator[dict[str, Told]]:
+def engines(zygote, starting) -> Iterator[dict[str, Told]]:
     """P and D, both telling what they hold."""
     broker = BrokerProcess()
     starting.callback(broker.stop)
-    p, p_events = start("kv_producer", 0, broker.url)
-    starting.callback(p.stop)
-    d, d_events = start("kv_consumer", 1, broker.url, max_local_prefill_tokens=100)
-    starting.callback(d.stop)
+    p, p_events = start(zygote, "kv_producer", 0, broker.url)
+    d, d_events = start(zygote, "kv_consumer", 1, broker.url, max_local_prefill_tokens=100)
     yield {"p": told(p, p_events), "d": told(d, d_events)}
     for process in (d, p, broker):
         process.stop()

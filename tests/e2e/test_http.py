@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
-from harness import START_S, WAIT_S, core, engine_env, eventually, freeze, model_folder
+from harness import START_S, WAIT_S, core, engine_env, eventually, model_folder
 
+from tests.forked import freeze
 from tests.verdict import WrongAnswer, same_answer
 from vllm_pd.admin.client import is_healthy
 from vllm_pd.admin.scrape import scrape

@@ -35,18 +35,15 @@ def adapter(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(starting) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+def engines(zygote, starting) -> Iterator[tuple[EngineProcess, EngineProcess]]:
     """A decode engine that sends everything away if it may, and one with disaggregation off."""
     broker = BrokerProcess()
     starting.callback(broker.stop)
-    d = EngineProcess("kv_consumer", 1, broker.url, {"max_local_prefill_tokens": 0}, **LORA)
-    mono = EngineProcess(None, 0, **LORA)
-    for engine in (d, mono):
-        starting.callback(engine.stop)
+    d = EngineProcess(zygote, "kv_consumer", 1, broker.url, {"max_local_prefill_tokens": 0}, **LORA)
+    mono = EngineProcess(zygote, None, 0, **LORA)
     yield d.ready(), mono.ready()
-    for engine in (d, mono):
-        engine.stop()
-    broker.stop()
+    for process in (d, mono, broker):
+        process.stop()
 
 
 def adapted(engine: EngineProcess, tokens: list[int], adapter: Path, name: str) -> list[int]:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENT, SIDES, WAIT_S, EngineProcess, Pair, eventually, freeze, prompt
+from harness import PATIENT, SIDES, WAIT_S, EngineProcess, Pair, eventually, prompt
+
+from tests.forked import freeze
 
 STOP_BEFORE_WRITE = """
 jobs = disagg.prefill_jobs
@@ -28,8 +30,8 @@ LENGTHS = (2, 15, 16, 17, 33, 60, 120, 300)  # twice these is what D parks at mo
 
 
 @pytest.fixture(scope="module")
-def two_process(pair_processes) -> Iterator[EngineProcess]:
-    engine = EngineProcess("kv_both", 0, pair_processes.broker.url,
+def two_process(zygote, pair_processes) -> Iterator[EngineProcess]:
+    engine = EngineProcess(zygote, "kv_both", 0, pair_processes.broker.url,
                            {**PATIENT, "max_local_prefill_tokens": 0},
                            tensor_parallel_size=2)
     yield engine
@@ -163,8 +165,9 @@ def test_b32_generate_on_a_prefill_engine_of_two_ranks_leaves_its_workers_free(t
 
 
 def test_b21_an_engine_is_gone_when_its_last_rank_is(trio, two, mono):
-    """B21, B22: rank 0 is killed while rank 1 stands still. D goes on at once elsewhere, but keeps the blocks that rank
-    1 may write until that process is gone as well; it goes by itself. (The last test: the engine is gone.)"""
+    """B21, B22: rank 0 is killed while rank 1 stands still. D goes on elsewhere when the lease is over, but keeps the
+    blocks that rank 1 may write until that process is gone as well; it goes by itself. (The last test: the engine is
+    gone.)"""
     tokens = prompt(100, "gone")
     driver, other = worker_pids(two)
     keep_away(trio.d, trio.p)
@@ -174,6 +177,7 @@ def test_b21_an_engine_is_gone_when_its_last_rank_is(trio, two, mono):
     freeze(other)
     os.kill(driver, signal.SIGKILL)
     two.process.wait(WAIT_S)
+    trio.d.bring_forward("lease_until")
     [result] = trio.d.wait([name])
     assert result["outputs"][0]["token_ids"] == mono.tokens([tokens])[0]
     assert trio.d.stats()["quarantined"] == 1

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from harness import engine_env, eventually, freeze, model_folder
+from harness import engine_env, eventually, model_folder
 
+from tests.forked import freeze
 from tests.router.openai_talk import client, conversation
 from tests.verdict import same_answer
 from vllm_pd.admin.scrape import scrape

@@ -9,16 +9,17 @@ from harness import PATIENT, WAIT_S, BrokerProcess, EngineProcess, Pair, lend, p
 
 
 @pytest.fixture(scope="module")
-def both_processes(starting) -> Pair:
+def both_processes(zygote, starting) -> Iterator[Pair]:
     broker = BrokerProcess()
     starting.callback(broker.stop)
     extra = {**PATIENT, "max_local_prefill_tokens": 20}
     chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 16}
-    p = EngineProcess("kv_both", 0, broker.url, extra, enable_prefix_caching=False, **{**chunked, "max_model_len": 512})
-    starting.callback(p.stop)
-    d = EngineProcess("kv_both", 1, broker.url, extra, **chunked)
-    starting.callback(d.stop)
-    return Pair(broker, p, d)
+    p = EngineProcess(zygote, "kv_both", 0, broker.url, extra, enable_prefix_caching=False,
+                      **{**chunked, "max_model_len": 512})
+    d = EngineProcess(zygote, "kv_both", 1, broker.url, extra, **chunked)
+    yield Pair(broker, p, d)
+    for process in (d, p, broker):
+        process.stop()
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import sys
 import time
 
 import pytest
-from light_engine import WAIT_S
 
+from tests.fakes.light_engine import WAIT_S
 from vllm_pd.control.lifeline import GREETING_BYTES, Lifeline, Prober, greeting
 from vllm_pd.control.pulse import GRACE_S, IDLE_RETRY_S, SILENT_S, Answer, Pulse
 from vllm_pd.control.vitals import Vitals

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faulty engines and a router before them, in one loop."""
-import sys
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from tests.steady import SteadyLoop
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
-from faulty import Fault, FaultyEngine, serving
 
+from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from vllm_pd.frontend import edge
 from vllm_pd.ports import take_free
 from vllm_pd.router import descriptors

@@ -9,9 +9,9 @@ import sys
 
 import aiohttp
 import pytest
-from faulty import Fault, FaultyEngine, serving
-from test_edge import BODY, WITHIN_S, connected, request, said
 
+from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
+from tests.router.test_edge import BODY, WITHIN_S, connected, request, said
 from vllm_pd.ports import take_free
 
 

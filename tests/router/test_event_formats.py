@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.router.faulty import serving
+from tests.fakes.faulty_engine import serving
 from tests.router.holding import with_index
 from vllm_pd.events import reach
 from vllm_pd.events.followers import ReplayFollower

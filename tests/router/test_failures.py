@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
-from faulty import TOKENS, Fault, serving
 
+from tests.fakes.faulty_engine import TOKENS, Fault, serving
 from tests.router.holding import with_index
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.probe import _ProbeDeadline

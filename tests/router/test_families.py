@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.router.faulty import FaultyEngine, serving
+from tests.fakes.faulty_engine import FaultyEngine, serving
 from tests.router.test_event_formats import Publisher
 from tests.router.test_placing import Words
 from vllm_pd.router import tokens

@@ -13,8 +13,8 @@ import msgspec
 import prometheus_client
 import pytest
 import zmq
-from faulty import Fault, FaultyEngine, serving
 
+from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from tests.router.holding import index_of, with_index
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError

@@ -6,9 +6,9 @@ import json
 import ssl
 
 import pytest
-from faulty import Fault, FaultyEngine, serving
 
-from tests.unit import certificates
+from tests.fakes import certificates
+from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.workers import WorkerState
 

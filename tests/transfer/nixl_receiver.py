@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other process of the NIXL tests: a rank with a patterned cache that does what its pipe says."""
+"""The other process of the NIXL tests: a rank with a patterned cache that does what its pipe says.
+
+It is forked from a process that has imported torch, which takes longer than most tests, and nothing of NIXL.
+"""
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
+import multiprocessing
 import time
 from contextlib import contextmanager
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -18,6 +17,8 @@ from vllm_pd.transfer.nixl import NixlTransport
 from vllm_pd.transfer.worker import TransferWorker
 
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE = 16, 3, 64
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch"])
 torch.set_num_threads(1)  # two processes that both spin on every core take turns instead of working
 
 
@@ -85,11 +86,10 @@ class Receiver:
 
     def __init__(self, name: str, **options):
         self.name = name
-        with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/pipe") as listener:
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            self.process = subprocess.Popen([sys.executable, __file__, listener.address, name, json.dumps(options)],
-                                            env=environment)
-            self.pipe = listener.accept()
+        self.pipe, theirs = _FORKS.Pipe()
+        self.process = _FORKS.Process(target=serve, args=(theirs, name, options))
+        self.process.start()
+        theirs.close()
         self.metadata = self.answer()
 
     def ask(self, *command):
@@ -105,7 +105,7 @@ class Receiver:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(60)
+        self.process.join(60)
 
 
 @contextmanager
@@ -117,6 +117,3 @@ def receiver(name: str, **options):
     finally:
         peer.kill()
 
-
-if __name__ == "__main__":
-    serve(Client(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from nixl_receiver import Rank, receiver
 
+from tests.forked import freeze
 from tests.idle import least_used_s
 from tests.verdict import same_bytes
 from vllm_pd.transfer.nixl import MEET_S
@@ -240,8 +241,7 @@ def test_b22_b25_a_write_given_up_is_not_reported_ended_while_it_may_land(rank, 
     """The peer stands still before the connection is made, so the write can't end. Once it goes on, it does."""
     p = rank("p-stopped", progress_thread=isinstance(request_, DropTransferPeer))
     with receiver("d-stopped") as peer:
-        os.kill(peer.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED)
+        freeze(peer.process.pid)
         p.worker.execute([AddTransferPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"]), request_])
         deadline_s = time.monotonic() + 0.5
         while time.monotonic() < deadline_s:
@@ -257,8 +257,7 @@ def test_b22_b25_a_write_given_up_is_not_reported_ended_while_it_may_land(rank, 
 def test_b20_closing_with_an_open_write_ends_in_bounded_time(rank):
     p = rank("p-close")
     with receiver("d-close") as peer:
-        os.kill(peer.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED)
+        freeze(peer.process.pid)
         p.worker.execute([AddTransferPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"])])
         started_s = time.monotonic()
         p.worker.close()

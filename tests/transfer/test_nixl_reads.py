@@ -8,6 +8,7 @@ import pytest
 import torch
 from nixl_receiver import receiver
 
+from tests.forked import freeze
 from tests.verdict import same_bytes
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, DropTransferPeer, Finished, Read
 
@@ -78,7 +79,7 @@ def test_b22_a_read_from_a_peer_that_stands_still_ends_once(rank, request_):
         add(p, peer)
         p.worker.execute([Read("first", peer.name, [0], [0])])
         assert end_of(p, "first").ok
-        os.kill(peer.process.pid, signal.SIGSTOP)
+        freeze(peer.process.pid)
         try:
             p.worker.execute([Read("k", peer.name, list(range(40)), list(range(40)))])
             ended = p.worker.take_progress().finished

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """B60: how changes are said, and what becomes of them where nobody takes them in time. Pure."""
 
-from tests.unit.fake_events import BLOCK_SIZE, FakeBlock
+from tests.fakes.event_engine import BLOCK_SIZE, FakeBlock
 from vllm_pd.events.journal import EventJournal, runs
 from vllm_pd.events.messages import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm_pd.events.sink import BlockSink, Salt

@@ -17,10 +17,10 @@ import msgspec
 import pytest
 import zmq
 from _wheel import cache, source
-from simulated_engine import SimulatedEngine
 from vllm.config import KVEventsConfig
 from vllm.distributed import kv_events as upstream
 
+from tests.fakes.simulated_engine import SimulatedEngine
 from vllm_pd.events.announcer import EventAnnouncer
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink

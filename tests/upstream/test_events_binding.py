@@ -6,9 +6,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from simulated_engine import SimulatedEngine
 from vllm.config import KVEventsConfig, ParallelConfig
 
+from tests.fakes.simulated_engine import SimulatedEngine
 from vllm_pd import hooks
 from vllm_pd.errors import ConfigError
 from vllm_pd.events import notice

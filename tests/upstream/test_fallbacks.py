@@ -5,9 +5,9 @@ The real scheduler and the real binding; the control thread's part is played by 
 """
 
 import pytest
-from simulated_engine import BLOCK_SIZE, FakePeers, SimulatedEngine
 from vllm.core.scheduler import Scheduler
 
+from tests.fakes.simulated_engine import BLOCK_SIZE, FakePeers, SimulatedEngine
 from vllm_pd.config import PDConfig
 from vllm_pd.control.outlook import QueueView
 from vllm_pd.core.events import Fallback, FallbackReason, Outcome, Prefilled, Released

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_engine import BLOCK_SIZE, SimulatedEngine, past
 from vllm import SamplingParams
 from vllm.core.block.prefix_caching_block import PrefixCachingBlock
 from vllm.distributed import kv_events as upstream
@@ -18,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sequence import Sequence, SequenceGroup
 from vllm.utils import Device
 
+from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine, past
 from vllm_pd.events import messages as m
 from vllm_pd.events.journal import EventJournal, runs
 from vllm_pd.events.sink import BlockSink

@@ -13,9 +13,9 @@ import torch
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_engine import BLOCK_SIZE, RemoteWork, SimulatedEngine
 
 import vllm_pd.v0.engine
+from tests.fakes.simulated_engine import BLOCK_SIZE, RemoteWork, SimulatedEngine
 from vllm_pd.control.outlook import QueueView
 from vllm_pd.core.events import Cancelled, Event, Fallback, FallbackReason, Outcome, Prefill, Prefilled, Released
 from vllm_pd.core.messages import Attempt, Role, Timings

@@ -2,7 +2,8 @@
 """Only what was computed is ever a prefix hit: upstream's own aborts, and the blocks that a peer fills."""
 
 import pytest
-from simulated_engine import BLOCK_SIZE, SimulatedEngine
+
+from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine
 
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
 FULL = len(TOKENS) // BLOCK_SIZE * BLOCK_SIZE

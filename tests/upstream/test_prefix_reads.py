@@ -2,7 +2,8 @@
 """The patched scheduler where a prefill engine reads the beginning of a prompt, and where samples share a prefill."""
 
 import pytest
-from simulated_engine import BLOCK_SIZE, SimulatedEngine
+
+from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine
 
 PROMPT = list(range(10, 30))
 READ = 12  # tokens: three blocks of five

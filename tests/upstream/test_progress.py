@@ -5,9 +5,9 @@ that never ends (B32)."""
 import random
 
 import pytest
-from simulated_engine import BLOCK_SIZE, SimulatedEngine
-from test_fallbacks import Decoder
 
+from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine
+from tests.upstream.test_fallbacks import Decoder
 from vllm_pd.core.events import Prefilled, Released
 from vllm_pd.core.messages import Timings
 

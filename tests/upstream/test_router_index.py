@@ -15,7 +15,7 @@ import zmq
 from aiohttp import web
 from vllm.core.block.prefix_caching_block import PrefixCachingBlock, PrefixCachingBlockAllocator
 
-from tests.unit.fake_events import BLOCK_SIZE, FakeEngine
+from tests.fakes.event_engine import BLOCK_SIZE, FakeEngine
 from vllm_pd.bench.simulation import hits
 from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
 from vllm_pd.bench.simulation.workers import SimWorker

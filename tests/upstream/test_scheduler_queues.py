@@ -4,8 +4,9 @@
 import random
 
 import pytest
-from simulated_engine import SimulatedEngine
 from vllm.sequence import SequenceStage, SequenceStatus
+
+from tests.fakes.simulated_engine import SimulatedEngine
 
 PROMPT = list(range(10, 30))
 

@@ -6,9 +6,10 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from simulated_engine import BLOCK_SIZE, SimulatedEngine
 from vllm.engine.llm_engine import LLMEngine
 from vllm.utils import Device
+
+from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine
 
 PROMPTS = {"a": list(range(100, 121)), "b": list(range(200, 203)), "c": list(range(300, 312))}
 

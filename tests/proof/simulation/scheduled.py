@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine with vLLM's patched scheduler and block manager, and with the real binding of a decode engine, over memory
-that notices every wrong read (tests/upstream/simulated_engine.py).
+that notices every wrong read (tests/fakes/simulated_engine.py).
 """
 import contextlib
 import types
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import vllm.core.scheduler
-from simulated_engine import BLOCK_SIZE, FakePeers, RemoteWork, SimulatedEngine
 
 import vllm_pd.v0.decode
+from tests.fakes.simulated_engine import BLOCK_SIZE, FakePeers, RemoteWork, SimulatedEngine
 from vllm_pd.core import messages as m
 from vllm_pd.core.events import Event, Prefilled
 from vllm_pd.metrics import PDMetrics

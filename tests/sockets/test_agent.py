@@ -14,9 +14,9 @@ import msgspec
 import pytest
 import zmq
 
+from tests.fakes.brokers import KINDS, patience, running  # noqa: F401
+from tests.fakes.noise import send_noise
 from tests.idle import least_used_s
-from tests.unit.brokers import KINDS, patience, running  # noqa: F401
-from tests.unit.noise import send_noise
 from vllm_pd.control import process
 from vllm_pd.control import thread as control_thread
 from vllm_pd.control.agent import ControlAgent

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.dp import wire
+from tests.dp_protocol import wire
 from vllm_pd import dp
 from vllm_pd.dp.group import join
 from vllm_pd.dp.interface import CallOutcome, GroupFailed, StepDecision, SyncSettings

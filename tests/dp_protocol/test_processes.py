@@ -3,15 +3,16 @@
 import os
 import random
 import signal
+import tempfile
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
-from tests.dp.rank_process import CALM, FAILED, QUICK, SLOW_CALL, SLOW_S, Group
+from tests.dp_protocol.rank_process import CALM, FAILED, QUICK, SLOW_CALL, SLOW_S, Group
+from vllm_pd.dp import shm
 
-SHM = Path("/dev/shm")
 STALL_S = 2.0
 
 
@@ -270,11 +271,15 @@ def test_a_quiet_group_does_not_run(make):
     raise AssertionError(f"something polls: {switches}")
 
 
-def test_nothing_is_left_behind_in_memory(make, shared):
+def test_nothing_is_left_behind_in_memory(make, shared, tmp_path, monkeypatch):
+    """In a folder that this group alone uses."""
     if not shared:
         return
-    before = {path.name for path in SHM.glob("vllm-pd-dp-*")}
+    memory, made = tmp_path / "memory", tempfile.mkdtemp
+    memory.mkdir()
+    made_ns = memory.stat().st_mtime_ns
+    monkeypatch.setattr(shm, "tempfile", SimpleNamespace(mkdtemp=lambda prefix, dir: made(prefix=prefix, dir=memory)))
     group = make(2)
-    assert {path.name for path in SHM.glob("vllm-pd-dp-*")} <= before
+    assert memory.stat().st_mtime_ns != made_ns and not list(memory.iterdir())
     for rank in range(2):
         os.kill(group.processes[rank].pid, signal.SIGKILL)

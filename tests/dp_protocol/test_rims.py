@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.dp.rank_process import BOUND_S, engine_loop
+from tests.dp_protocol.rank_process import BOUND_S, engine_loop
 from vllm_pd.dp import coordinator as coordinator_module
 from vllm_pd.dp import rpc as rpc_module
 from vllm_pd.dp.calls import CallRegisters, CallState

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import zmq
 
-from tests.unit.brokers import serving
-from tests.unit.noise import send_noise
+from tests.fakes.brokers import serving
+from tests.fakes.noise import send_noise
 from vllm_pd.broker.registry import QueueLimits, Registry
 from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m

@@ -8,8 +8,8 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from tests.unit.brokers import serving
-from tests.unit.test_agent import Engine, Settings, hand_over, peered
+from tests.fakes.brokers import serving
+from tests.sockets.test_agent import Engine, Settings, hand_over, peered
 from vllm_pd import cli
 from vllm_pd.admin import doctor
 from vllm_pd.admin.members import Access, list_members

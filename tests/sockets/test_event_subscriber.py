@@ -13,7 +13,7 @@ import pytest
 import zmq
 from aiohttp import web
 
-from tests.unit.fake_events import BLOCK_SIZE, TOPIC, FakeEngine
+from tests.fakes.event_engine import BLOCK_SIZE, TOPIC, FakeEngine
 from vllm_pd.events import followers, reach
 from vllm_pd.events import messages as m
 from vllm_pd.events.notice import EventsNotice

@@ -16,9 +16,10 @@ import nkeys
 import pytest
 from nats.js import api
 
-from tests.unit import certificates, test_agent, test_broker_contract
-from tests.unit.brokers import NatsServer, patience  # noqa: F401
-from tests.unit.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
+from tests.fakes import certificates
+from tests.fakes.brokers import NatsServer, patience  # noqa: F401
+from tests.sockets import test_agent, test_broker_contract
+from tests.sockets.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
 from vllm_pd.admin import doctor, members
 from vllm_pd.admin.members import Access, list_members
 from vllm_pd.broker import nats_census, nats_session, nats_store, nats_uplink

@@ -8,8 +8,8 @@ import signal
 import pytest
 from msgspec.structs import replace
 
-from tests.dp.rank_process import FAILED, SETTINGS, Group
-from tests.dp.wire import unavailable, wire
+from tests.dp_protocol.rank_process import FAILED, SETTINGS, Group
+from tests.dp_protocol.wire import unavailable, wire
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=f"no wire: {unavailable()}")
 DELAY_S = 0.005

@@ -9,7 +9,7 @@ import pytest
 from _demo.questions import DemoCase
 from _demo.report import DemoOutcome, DemoReport
 
-from tests.unit.fake_engine import FakeEngine
+from tests.fakes.http_engine import FakeEngine
 from vllm_pd.bench.load import GenerationAnswer, GenerationRequest
 from vllm_pd.metrics import STAGES
 

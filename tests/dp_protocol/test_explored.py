@@ -4,9 +4,9 @@ served, all stop within the horizon, and after a death everyone ends. The number
 has silently become smaller proves less."""
 import pytest
 
-from tests.dp import broken
-from tests.dp.explorer import Violation, explore
-from tests.dp.models import RpcModel, Setting, ShmModel, Spare
+from tests.dp_protocol import broken
+from tests.dp_protocol.explorer import Violation, explore
+from tests.dp_protocol.models import RpcModel, Setting, ShmModel, Spare
 from vllm_pd.dp.core import Lookahead
 
 pytestmark = pytest.mark.exact

@@ -21,9 +21,9 @@ import pytest
 import zmq
 from nats.aio.msg import Msg
 
-from tests.unit import fuzz
-from tests.unit.brokers import NatsServer, serving
-from tests.unit.test_agent import FINGERPRINT, Engine, Settings, hand_over, peered
+from tests.fakes.brokers import NatsServer, serving
+from tests.sockets import fuzz
+from tests.sockets.test_agent import FINGERPRINT, Engine, Settings, hand_over, peered
 from vllm_pd.broker import nats_store
 from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m

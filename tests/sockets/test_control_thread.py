@@ -5,8 +5,8 @@ import threading
 import pytest
 import zmq
 
-from tests.unit.brokers import serving
-from tests.unit.test_agent import FINGERPRINT, Engine, Settings
+from tests.fakes.brokers import serving
+from tests.sockets.test_agent import FINGERPRINT, Engine, Settings
 from vllm_pd.control.notices import SHORT_WRITE_S, Notices
 from vllm_pd.control.process import local_member
 from vllm_pd.core import messages as m

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.unit.fake_engine import FakeEngine
+from tests.fakes.http_engine import FakeEngine
 from vllm_pd.admin.scrape import parse
 from vllm_pd.bench.connection import LoadError
 from vllm_pd.bench.handover import HandoverBench, HandoverSample, measure, report

@@ -22,7 +22,7 @@ from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_core
 from vllm_pd.ports import take_free_run
 
 ROOT = Path(__file__).parents[2]
-FAKE = [sys.executable, str(ROOT / "tests" / "unit" / "fake_server.py")]
+FAKE = [sys.executable, str(ROOT / "tests" / "fakes" / "fake_server.py")]
 PROGRAM = """
 import sys
 from pathlib import Path

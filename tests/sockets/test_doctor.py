@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.unit.brokers import serving
+from tests.fakes.brokers import serving
 from vllm_pd.admin import doctor
 from vllm_pd.admin.members import MemberList, list_members
 from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Register, Role

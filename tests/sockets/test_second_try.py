@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts/test.sh does with failures: planted noise is flaky; a planted defect is red, and some kinds at once.
+What it does with two lanes, and when it is interrupted."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from _tests import session
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFTEST = """
+from verdict import (pytest_assertrepr_compare, pytest_configure, pytest_handlecrashitem, pytest_runtest_makereport,
+                     pytest_runtest_setup, pytest_sessionfinish)
+"""
+PLANTED = """
+import pathlib
+import pytest
+from verdict import Crash, Leak, TokenIds
+
+def first_time(name):
+    seen = pathlib.Path(name)
+    try:
+        return not seen.exists()
+    finally:
+        seen.touch()
+
+@pytest.mark.parametrize("value", ["a b", "[::]"])
+def test_noise(value):
+    assert not first_time("noise" + value.replace(":", "_")), "noise was here"
+
+def test_defect():
+    assert 1 == 2
+
+def test_wrong_answer_once():
+    answers = [{"token_ids": TokenIds([1, 2])}]
+    if first_time("wrong"):
+        assert answers == [{"token_ids": [1, 3]}]
+
+@pytest.fixture
+def leaky():
+    yield
+    if first_time("leak"):
+        raise Leak("3 blocks")
+
+def test_leak_once(leaky):
+    assert not first_time("before the leak")
+
+def test_crash_once():
+    if first_time("crash"):
+        raise Crash("the engine ended with -11")
+
+@pytest.mark.exact
+def test_exact_once():
+    assert not first_time("exact")
+
+def test_compares_answers_well_and_fails_by_something_else_once():
+    assert TokenIds([1]) == [1]
+    assert not first_time("else")
+"""
+DIES = """
+import os, signal
+def test_dies():
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+ENDS = """
+import os
+def test_noise():
+    assert False
+def test_ends():
+    os._exit(1)
+"""
+SKIPS = """
+import pathlib, pytest
+def test_noise():
+    seen = pathlib.Path("seen")
+    if seen.exists():
+        pytest.skip("not any more")
+    seen.touch()
+    assert False
+"""
+WAITS_FOR_THE_OTHERS = """
+import pathlib, time
+def test_side_by_side():
+    pathlib.Path("{own}").touch()
+    until = time.monotonic() + 100
+    while not all(map(pathlib.Path.exists, map(pathlib.Path, {others}))):
+        assert time.monotonic() < until, "the others do not run"
+        time.sleep(0.01)
+"""
+NEVER_ENDS = """
+import pathlib, pytest, time
+@pytest.fixture
+def engine():
+    pathlib.Path("begun").touch()
+    yield
+    pathlib.Path("ended").touch()
+def test_never_ends(engine):
+    time.sleep(600)
+"""
+SESSION = """
+import sys
+from pathlib import Path
+from _tests.session import Session
+sys.exit(Session(Path.cwd(), ["-p", "no:cacheprovider"], Path("kept")).run({"one": ["first"], "two": ["second"]}))
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Run the planted folders of a project, all in one lane if no others are given. (exit status, the session)."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes longer than these tests
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+
+    def run(lanes: dict[str, list[str]] | None = None, options: dict[str, list[str]] | None = None,
+            **folders: str) -> tuple[int, session.Session]:
+        for name, text in folders.items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "test_planted.py").write_text(text)
+        one = session.Session(tmp_path, ["-p", "no:cacheprovider"], tmp_path / "kept", options or {})
+        return one.run(lanes or {"only": list(folders)}), one
+
+    return run
+
+
+def test_noise_is_flaky_and_defects_are_red(project, capfd):
+    status, one = project(first=PLANTED, second="def test_good(): pass")
+    assert status == 1
+    name = "first/test_planted.py::test_"
+    assert one.flaky == [f"{name}noise[a b]", f"{name}noise[[::]]",
+                         f"{name}compares_answers_well_and_fails_by_something_else_once"]
+    assert one.red == [f"{name}wrong_answer_once (wrong answer)", f"{name}leak_once (leak)",
+                       f"{name}crash_once (crash)", f"{name}exact_once (exact)", f"{name}defect (twice)"]
+    kept = {file.name: file.read_text() for file in one.kept.iterdir()}
+    first, second = (next(text for file, text in kept.items() if "noise_a_b_" in file and which in file)
+                     for which in (".first.", ".second."))
+    assert "noise was here" in first and "1 passed" in second
+    assert "3 blocks" in next(text for file, text in kept.items() if "leak" in file)
+    printed = capfd.readouterr().out
+    assert f"flaky: {name}noise[a b]" in printed and f"red: {name}defect (twice)" in printed
+    assert f"outputs: {one.kept}" in printed
+
+
+def test_only_noise_is_green(project):
+    text = PLANTED[: PLANTED.index("def test_defect")]
+    status, one = project(first=text)
+    assert status == 0 and len(one.flaky) == 2 and not one.red
+
+
+@pytest.mark.parametrize("text", [DIES, "import nothing_of_that_name"], ids=["crash", "import"])
+def test_a_pytest_that_breaks_off_is_red_at_once(project, text):
+    status, one = project(first=text, second="def test_good(): pass")
+    assert status == 1 and not one.flaky
+    assert [line.partition(":")[0] for line in one.red] == ["first"]
+
+
+def test_a_pytest_that_ends_itself_after_a_failure_is_red(project):
+    status, one = project(first=ENDS)
+    assert status == 1 and "first: pytest ended with 1" in one.red
+
+
+def test_a_second_try_that_skips_has_not_passed(project):
+    status, one = project(first=SKIPS)
+    assert status == 1 and one.red == ["first/test_planted.py::test_noise (twice)"]
+
+
+def test_many_failures_are_no_noise(project, monkeypatch):
+    monkeypatch.setattr(session, "MOST_AGAIN", 1)
+    status, one = project(first=PLANTED)
+    assert status == 1 and not one.flaky
+    assert any("too many for noise" in line for line in one.red)
+
+
+def test_a_worker_that_dies_is_red_at_once(project):
+    """With pytest-xdist, where pytest itself lives on."""
+    pytest.importorskip("xdist")
+    text = DIES + PLANTED[: PLANTED.index("def test_defect")]
+    status, one = project(first=text, options={"first": ["-p", "xdist.plugin", "-n", "2"]})
+    assert status == 1
+    assert one.red == ["first/test_planted.py::test_dies (crash)"]
+    assert len(one.flaky) == 2
+
+
+def test_lanes_run_side_by_side_and_a_lane_that_is_done_helps(project, capfd):
+    """Each folder ends only when the other one runs too. The first lane has run its folder, and takes one of the other
+    lane's. The output of each folder is in one piece."""
+    names = ["second", "third"]
+    folders = {name: WAITS_FOR_THE_OTHERS.format(own=name + ".runs", others=[other + ".runs" for other in names])
+               for name in names}
+    status, one = project(first="def test_good(): pass", **folders, lanes={"one": ["first"], "two": names})
+    assert status == 0 and not one.red
+    assert {row.folder: row.lane for row in one.rows} == {"first": "one", "second": "two", "third": "one"}
+    printed = capfd.readouterr().out
+    for name in ("first", *names):
+        assert "1 passed" in printed[printed.index(f"== {name} (lane "):].split("\n== ")[0]
+    assert printed.index("third") < printed.index("total ")
+
+
+@pytest.fixture
+def endless(tmp_path, monkeypatch):
+    """A run of two folders in a process of its own. The first one's test goes on, the second one's is over."""
+    for name, text in (("first", NEVER_ENDS), ("second", "def test_good(): pass")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test_planted.py").write_text(text)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'scripts'}:{ROOT / 'tests'}")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    with subprocess.Popen([sys.executable, "-c", SESSION], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
+        wait_for(lambda: (tmp_path / "begun").exists() and list((tmp_path / "kept").glob("second*")))
+        yield run
+        run.kill()
+
+
+def wait_for(wanted):
+    until = time.monotonic() + 100
+    while not wanted():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_run_ends_all_it_has_started(endless, tmp_path, number):
+    """With the status of that signal; the fixtures are torn down, and what pytest has written is printed."""
+    endless.send_signal(number)
+    printed = endless.communicate(timeout=100)[0]
+    assert endless.returncode == 128 + number
+    assert (tmp_path / "ended").exists()
+    assert "== interrupted: " in printed and "KeyboardInterrupt" in printed and "total " in printed
+
+
+def test_a_killed_run_leaves_no_pytest(endless, tmp_path):
+    """Its pytest tears the fixtures down."""
+    endless.kill()
+    wait_for((tmp_path / "ended").exists)
