@@ -144,7 +144,7 @@ class Served:
 
     def _watch_fallbacks(self) -> None:
         """Tell when an attempt falls back: the moment at which the step loop has it."""
-        from vllm_pd.core.events import Fallback
+        from vllm_pd.core.actions import Fallback
         prefills = self.disagg.remote_prefills
         handle = prefills.handle
 

@@ -23,7 +23,7 @@ from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.process import local_member
 from vllm_pd.control.pulse import GRACE_S
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import (
+from vllm_pd.core.actions import (
     AddPeer,
     Cancelled,
     DropPeer,
@@ -437,7 +437,7 @@ from dataclasses import dataclass
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.process import local_member
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import *
+from vllm_pd.core.actions import *
 import msgspec
 @dataclass
 class Settings:

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.decode import DecodeLimits, DecodeSide, State
-from vllm_pd.core.events import (
+from vllm_pd.core.actions import (
     Fallback,
     FallbackReason,
     Outcome,
@@ -18,6 +17,7 @@ from vllm_pd.core.events import (
     ToBroker,
     ToPrefill,
 )
+from vllm_pd.core.decode import DecodeLimits, DecodeSide, State
 
 BLOCK = 16
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", BLOCK, 2, 2, 64, "hnd")

@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
+from vllm_pd.core.actions import AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
 from vllm_pd.core.prefill import JobState, PrefillLimits, PrefillSide
 
 BLOCK = 16

@@ -27,7 +27,7 @@ from tests.unit.test_agent import FINGERPRINT, Engine, Settings, hand_over, peer
 from vllm_pd.broker import nats_store
 from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Cancelled, Prefill
+from vllm_pd.core.actions import Cancelled, Prefill
 from vllm_pd.errors import TransferError
 from vllm_pd.rpc import codec
 from vllm_pd.transfer.transport import RanksMetadata

@@ -23,7 +23,7 @@ from vllm_pd import doctor, peers
 from vllm_pd.broker import nats_census, nats_session, nats_store, nats_uplink
 from vllm_pd.broker.directory import Directory
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Fallback, FallbackReason
+from vllm_pd.core.actions import Fallback, FallbackReason
 from vllm_pd.errors import ControlError
 from vllm_pd.peers import Access, take_census
 from vllm_pd.rpc import codec

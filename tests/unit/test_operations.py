@@ -13,7 +13,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Cause
 from vllm_pd.control.process import local_member
-from vllm_pd.core.events import FallbackReason, Outcome
+from vllm_pd.core.actions import FallbackReason, Outcome
 from vllm_pd.core.messages import PROTOCOL, DenyReason, Fingerprint, Role
 from vllm_pd.core.policy import Reason
 from vllm_pd.rpc.codec import FrameFault

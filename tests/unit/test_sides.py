@@ -8,7 +8,7 @@ from vllm_pd.control.degraded import Cause, Degraded, DegradedLog
 from vllm_pd.control.room import Room
 from vllm_pd.control.sides import RECONNECT_POLL_S, Sides
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Prefill, ToBroker
+from vllm_pd.core.actions import Prefill, ToBroker
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 US = m.Member("us", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT)

@@ -10,7 +10,7 @@ import torch
 from vllm.sequence import SequenceStatus
 
 from vllm_pd.config import PDConfig
-from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Prefill
+from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Prefill
 from vllm_pd.core.messages import Attempt
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer import requests as transfer

@@ -8,7 +8,7 @@ import pytest
 from simulated_engine import BLOCK_SIZE, SimulatedEngine
 from test_fallbacks import Decoder
 
-from vllm_pd.core.events import Prefilled, Released
+from vllm_pd.core.actions import Prefilled, Released
 from vllm_pd.core.messages import Timings
 
 

@@ -18,7 +18,7 @@ from vllm_pd.control.sides import Sides
 from vllm_pd.control.standing import Standing
 from vllm_pd.control.thread import ControlThread
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Event, Fallback, FallbackReason, Outcome, Released
+from vllm_pd.core.actions import Event, Fallback, FallbackReason, Outcome, Released
 
 if TYPE_CHECKING:
     from vllm_pd.config import PDConfig

@@ -16,8 +16,8 @@ from vllm_pd.control.outlook import Outlook, QueueView
 from vllm_pd.control.room import Room
 from vllm_pd.control.standing import Standing
 from vllm_pd.core import messages as m
+from vllm_pd.core.actions import EVENTS, Action, Event, Prefill
 from vllm_pd.core.decode import DecodeLimits, DecodeSide, State
-from vllm_pd.core.events import EVENTS, Action, Event, Prefill
 from vllm_pd.core.prefill import PrefillLimits, PrefillSide
 from vllm_pd.errors import PeerMismatch
 

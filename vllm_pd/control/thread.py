@@ -14,7 +14,7 @@ from vllm_pd.control.notices import Notices
 from vllm_pd.control.sides import Sides
 from vllm_pd.control.vitals import Vitals
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Action, Connect, Disconnect, ToBroker, ToDecode, ToPrefill
+from vllm_pd.core.actions import Action, Connect, Disconnect, ToBroker, ToDecode, ToPrefill
 from vllm_pd.errors import ControlError, PeerMismatch
 from vllm_pd.rpc.sockets import SendResult
 

@@ -17,7 +17,7 @@ from enum import Enum
 import msgspec
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import (
+from vllm_pd.core.actions import (
     Action,
     Fallback,
     FallbackReason,

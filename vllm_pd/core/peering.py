@@ -10,7 +10,7 @@ from enum import Enum
 import msgspec
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Action, AddPeer, Connect, Disconnect, DropPeer, ToDecode
+from vllm_pd.core.actions import Action, AddPeer, Connect, Disconnect, DropPeer, ToDecode
 
 _NEVER = float("inf")
 

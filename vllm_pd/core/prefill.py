@@ -15,7 +15,7 @@ from enum import Enum
 import msgspec
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Action, Cancelled, Prefill, ToDecode
+from vllm_pd.core.actions import Action, Cancelled, Prefill, ToDecode
 from vllm_pd.core.peering import Peer, Peering, PeeringLimits, PeerState
 from vllm_pd.errors import PeerMismatch
 

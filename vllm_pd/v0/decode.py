@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core.events import Event, Fallback, Prefilled, Released, Timed
+from vllm_pd.core.actions import Event, Fallback, Prefilled, Released, Timed
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.pace import FallbackPace
 from vllm_pd.core.policy import Decision, PolicyConfig, PolicyInput, decide

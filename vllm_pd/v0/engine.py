@@ -23,7 +23,7 @@ import zmq
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Degraded
-from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.core.mutual import JobPatience
 from vllm_pd.metrics import PDMetrics

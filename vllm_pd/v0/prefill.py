@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.prefix import PrefixCost, PrefixReads
 from vllm_pd.metrics import PDMetrics

@@ -14,8 +14,7 @@ from typing import Any
 
 from explorer.snapshots import NOW
 from vllm_pd.core import messages as m
-from vllm_pd.core.decode import DecodeLimits, DecodeSide
-from vllm_pd.core.events import (
+from vllm_pd.core.actions import (
     Action,
     AddPeer,
     Cancelled,
@@ -32,6 +31,7 @@ from vllm_pd.core.events import (
     ToDecode,
     ToPrefill,
 )
+from vllm_pd.core.decode import DecodeLimits, DecodeSide
 from vllm_pd.core.prefill import PrefillLimits, PrefillSide
 
 BLOCK_SIZE = 4

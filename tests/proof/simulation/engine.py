@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import (
+from vllm_pd.core.actions import (
     AddPeer,
     Cancelled,
     DropPeer,

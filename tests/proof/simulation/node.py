@@ -11,8 +11,8 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.outlook import QueueView
 from vllm_pd.control.sides import Sides
 from vllm_pd.core import messages as m
+from vllm_pd.core.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
 from vllm_pd.core.decode import DecodeSide
-from vllm_pd.core.events import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
 from vllm_pd.core.prefill import PrefillSide
 
 from .kernel import Kernel, Process

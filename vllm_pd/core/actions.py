@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two pure sides answer with: events for the engine, and messages to put on the wire.
+"""Actions of the protocol: what its two halves answer with, events for the engine and messages to put on the wire.
 
-The order in which a side returns them is the order in which they are to be done.
+The order in which a half returns them is the order in which they are to be done.
 """
 from enum import StrEnum
 
