@@ -9,8 +9,8 @@ from harness import GREEDY, PATIENT, ChildError, eventually, prompt
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.process import local_member
 from vllm_pd.core.messages import Fingerprint, Role
+from vllm_pd.liveness.process import local_member
 
 GRANTED = "disagg._agent.counts()['decode_granted'] == {}"
 LOCAL = {"prompt_logprobs": 0}  # what makes a request stay on D

@@ -27,10 +27,10 @@ import torch
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.process import local_member
 from vllm_pd.core import actions as e
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Cancelled, Fallback, Prefill, Prefilled, Released
+from vllm_pd.liveness.process import local_member
 from vllm_pd.transfer import requests as transfer
 from vllm_pd.transfer.layout import describe
 from vllm_pd.transfer.nixl import NixlTransport

@@ -14,10 +14,10 @@ import time
 import pytest
 from light_engine import WAIT_S
 
-from vllm_pd.control.lifeline import GREETING_BYTES, Lifeline, Prober, greeting
-from vllm_pd.control.pulse import GRACE_S, IDLE_RETRY_S, SILENT_S, Answer, Pulse
-from vllm_pd.control.vitals import Vitals
 from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Role
+from vllm_pd.liveness.lifeline import GREETING_BYTES, Lifeline, Prober, greeting
+from vllm_pd.liveness.monitor import Vitals
+from vllm_pd.liveness.rules import GRACE_S, IDLE_RETRY_S, SILENT_S, Answer, Pulse
 
 ADDRESS = "tcp://10.0.0.1:5"
 
@@ -131,7 +131,7 @@ def probe(address, incarnation="p", timeout_s=WAIT_S, serve=None):
 
 CHILD = """
 import select, sys
-from vllm_pd.control.lifeline import Lifeline
+from vllm_pd.liveness.lifeline import Lifeline
 line = Lifeline(sys.argv[1], "127.0.0.1")
 print(line.address, flush=True)
 while sys.argv[2] == "serving":

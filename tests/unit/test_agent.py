@@ -17,11 +17,8 @@ import zmq
 from tests.idle import least_used_s
 from tests.unit.brokers import KINDS, patience, running  # noqa: F401
 from tests.unit.noise import send_noise
-from vllm_pd.control import process
 from vllm_pd.control import thread as control_thread
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.process import local_member
-from vllm_pd.control.pulse import GRACE_S
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
     AddPeer,
@@ -36,6 +33,9 @@ from vllm_pd.core.actions import (
 )
 from vllm_pd.core.prefill import PrefillSide
 from vllm_pd.errors import ConfigError
+from vllm_pd.liveness import process
+from vllm_pd.liveness.process import local_member
+from vllm_pd.liveness.rules import GRACE_S
 from vllm_pd.rpc import codec
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
@@ -435,7 +435,7 @@ import sys, threading
 sys.path.insert(0, sys.argv[3])
 from dataclasses import dataclass
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.process import local_member
+from vllm_pd.liveness.process import local_member
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import *
 import msgspec

@@ -8,9 +8,9 @@ import zmq
 from tests.unit.brokers import serving
 from tests.unit.test_agent import FINGERPRINT, Engine, Settings
 from vllm_pd.control.notices import SHORT_WRITE_S, Notices
-from vllm_pd.control.process import local_member
 from vllm_pd.core import messages as m
 from vllm_pd.core.decode import DecodeLimits, DecodeSide
+from vllm_pd.liveness.process import local_member
 from vllm_pd.rpc import codec
 
 ANSWER_S = 60

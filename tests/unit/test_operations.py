@@ -12,10 +12,10 @@ from vllm_pd import metrics
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Cause
-from vllm_pd.control.process import local_member
 from vllm_pd.core.actions import FallbackReason, Outcome
 from vllm_pd.core.messages import PROTOCOL, DenyReason, Fingerprint, Role
 from vllm_pd.core.policy import Reason
+from vllm_pd.liveness.process import local_member
 from vllm_pd.rpc.codec import FrameFault
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,10 +7,10 @@ import subprocess
 import msgspec
 import pytest
 
-from vllm_pd.control import process
-from vllm_pd.control.pulse import GRACE_S
-from vllm_pd.control.vitals import Vitals
 from vllm_pd.core import messages as m
+from vllm_pd.liveness import process
+from vllm_pd.liveness.monitor import Vitals
+from vllm_pd.liveness.rules import GRACE_S
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 

@@ -9,9 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from vllm_pd.control import process
 from vllm_pd.control.degraded import Cause, Degraded
-from vllm_pd.control.lifeline import Lifeline
 from vllm_pd.control.links import Links
 from vllm_pd.control.outlook import QueueView
 from vllm_pd.control.sides import Sides
@@ -19,6 +17,8 @@ from vllm_pd.control.standing import Standing
 from vllm_pd.control.thread import ControlThread
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Event, Fallback, FallbackReason, Outcome, Released
+from vllm_pd.liveness import process
+from vllm_pd.liveness.lifeline import Lifeline
 
 if TYPE_CHECKING:
     from vllm_pd.config import PDConfig

@@ -6,16 +6,16 @@ import logging
 import threading
 from collections.abc import Callable
 
-from vllm_pd.control import process
 from vllm_pd.control.degraded import DegradedLog
-from vllm_pd.control.lifeline import Lifeline
 from vllm_pd.control.links import Links, Source
 from vllm_pd.control.notices import Notices
 from vllm_pd.control.sides import Sides
-from vllm_pd.control.vitals import Vitals
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Action, Connect, Disconnect, ToBroker, ToDecode, ToPrefill
 from vllm_pd.errors import ControlError, PeerMismatch
+from vllm_pd.liveness import process
+from vllm_pd.liveness.lifeline import Lifeline
+from vllm_pd.liveness.monitor import Vitals
 from vllm_pd.rpc.sockets import SendResult
 
 logger = logging.getLogger("vllm.pd")

@@ -5,10 +5,10 @@ Used by the control thread. Reads no clock and never blocks.
 """
 from collections.abc import Callable, Collection, Mapping
 
-from vllm_pd.control import process
-from vllm_pd.control.lifeline import Prober
-from vllm_pd.control.pulse import GRACE_S, Pulse
 from vllm_pd.core.messages import Member
+from vllm_pd.liveness import process
+from vllm_pd.liveness.lifeline import Prober
+from vllm_pd.liveness.rules import GRACE_S, Pulse
 
 LIVENESS_S = 0.25
 

@@ -16,7 +16,7 @@ import select
 import socket
 from urllib.parse import urlsplit
 
-from vllm_pd.control.pulse import Answer
+from vllm_pd.liveness.rules import Answer
 
 PROBE_TIMEOUT_S = 0.5
 MAX_PROBES = 64
