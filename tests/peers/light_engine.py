@@ -108,7 +108,7 @@ class LightEngine:
 
     def _reached(self) -> list[str]:
         """The peers whose lifelines have been found once: from now on their deaths are seen there."""
-        return [name for name, peer in list(self.agent._thread._vitals._pulse._peers.items()) if peer.reached]
+        return [name for name, peer in list(self.agent._thread._liveness._rules._peers.items()) if peer.reached]
 
     def do_drain(self) -> None:
         self.agent.drain()

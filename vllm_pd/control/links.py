@@ -207,7 +207,7 @@ class Links:
         return self._send(None if route is None else self._router, route, message)
 
     def to_operator(self, name: str, message: m.Message) -> SendResult:
-        """Answer an operator."""
+        """ProbeAnswer an operator."""
         return self.to_prefill(name, message)
 
     def to_front(self, message: m.Message) -> None:

@@ -15,7 +15,7 @@ from vllm_pd.core.actions import Action, Connect, Disconnect, ToBroker, ToDecode
 from vllm_pd.errors import ControlError, PeerMismatch
 from vllm_pd.liveness import process
 from vllm_pd.liveness.lifeline import Lifeline
-from vllm_pd.liveness.monitor import Vitals
+from vllm_pd.liveness.monitor import LivenessMonitor
 from vllm_pd.rpc.sockets import SendResult
 
 logger = logging.getLogger("vllm.pd")
@@ -36,7 +36,7 @@ class ControlThread:
         self._links: Links | None = links
         self._link_counters = links.counters
         self._lifeline = lifeline
-        self._vitals = Vitals()
+        self._liveness = LivenessMonitor()
         self._notices = Notices()
         self._wake = wake
         self._clock = clock
@@ -46,7 +46,7 @@ class ControlThread:
         self._warned: str | None = None
         self._next_warning = 0.0
         self._degraded_log = DegradedLog(sides.patience_s)
-        for source in (lifeline, self._vitals):
+        for source in (lifeline, self._liveness):
             links.watch(source.fileno())
         self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
 
@@ -99,7 +99,7 @@ class ControlThread:
             with self._sides.lock:
                 links, self._links = self._links, None
             links.close(LINGER_MS)
-            self._vitals.close()
+            self._liveness.close()
 
     def _farewell(self) -> None:
         """Last words: what the engine still had to say, no more of what it had asked for, and goodbye."""
@@ -119,10 +119,10 @@ class ControlThread:
                     logger.exception("stumbled over %s from %s", type(message).__name__, sender)
         self._send()
         self._tell()
-        self._lifeline.turn()
+        self._lifeline.accept_waiting()
         self._leave_if_drained()
         self._heartbeat()
-        self._liveness()
+        self._check_liveness()
         self._warn()
         with self._sides.lock:
             now = self._clock()
@@ -138,7 +138,7 @@ class ControlThread:
 
     def _patience_s(self) -> float:
         with self._sides.lock:
-            due = [self._sides.next_deadline(), self._notices.next_look, self._vitals.next_deadline()]
+            due = [self._sides.next_deadline(), self._notices.next_look, self._liveness.next_timeout()]
             return max(0.0, min(when for when in due if when is not None) - self._clock())
 
     # What comes in.
@@ -149,9 +149,9 @@ class ControlThread:
             if sides.outlook.is_dead(sender):  # late; let in again, it would never be watched
                 self._link_counters["dead_sender"] += 1
                 return
-            self._vitals.heard(now, sender)
+            self._liveness.heard(now, sender)
             if isinstance(message, (m.Hello, m.HelloReply)):
-                self._vitals.hasten(now)
+                self._liveness.watch_soon(now)
         if source is Source.PREFILL:
             sides.from_prefill(now, sender, message)
             if isinstance(message, (m.Writing, m.Sent)):
@@ -204,20 +204,20 @@ class ControlThread:
             self._sides.registered(now, sent)
             self._sides.check_broker(now)
 
-    def _liveness(self) -> None:
+    def _check_liveness(self) -> None:
         """See whether the processes that matter now still exist."""
         now, sides = self._clock(), self._sides
         gone: list[str] = []
-        if self._vitals.is_due(now):
+        if self._liveness.is_due(now):
             rank = process.lost(sides.member) if len(sides.member.processes) > 1 else None
             if rank is not None:  # what it was to write never will be; the others may wait for it for ever
                 raise ControlError(f"the process {rank.pid} of a rank of this engine has ended")
             with sides.lock:
                 peers, busy, members = sides.living_peers(), sides.busy_peers(), sides.outlook.members()
             candidates = {member.incarnation: member for member in (*members, *peers.values())}
-            self._vitals.look(now, peers, busy)
-            gone = self._vitals.buried(now, [name for name, one in candidates.items() if self._is_gone(one)])
-        gone += self._vitals.probe(now, self._is_connected)
+            self._liveness.watch(now, peers, busy)
+            gone = self._liveness.confirm_gone(now, [name for name, one in candidates.items() if self._is_gone(one)])
+        gone += self._liveness.poll_probes(now, self._is_connected)
         with sides.lock:
             for incarnation in gone:
                 sides.peer_dead(now, incarnation)

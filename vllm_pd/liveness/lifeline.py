@@ -1,40 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A listening socket whose only message is that its process exists, and non-blocking probes of those of others.
+"""The lifeline of an engine: a listening socket that proves that its process exists.
 
-The socket stays open as long as anything of the engine can write to a peer's memory. It does not die with the control
-thread: then nobody accepts, which is no proof of anything. A child that was forked, and so could write as well, shares
-it; a program that was started by `exec` does not. `close` is for an engine that ends while its process goes on.
+The socket stays open as long as any process of the engine can write to a peer's memory. It survives the control thread:
+then nobody accepts connections, which proves nothing. A forked child can write as well and shares the socket; a program
+started by `exec` does not. `close` is for an engine that ends while its process goes on.
 
-Who connects is told a digest of the incarnation: it proves the name to those who know it and tells it to nobody else.
-No thread: `fileno` is to be polled together with the caller's other sockets, and `turn` never blocks.
+Whoever connects gets a digest of the incarnation. It proves the name to those who know it, and tells it to nobody else.
+There is no thread: the caller polls `fileno` together with its other sockets; `accept_waiting` never blocks.
 """
 import contextlib
 import errno
 import hashlib
 import os
-import select
 import socket
-from urllib.parse import urlsplit
 
-from vllm_pd.liveness.rules import Answer
-
-PROBE_TIMEOUT_S = 0.5
-MAX_PROBES = 64
 BACKLOG = 128
-ACCEPTS_A_TURN = 64
-_MAGIC = b"vllm-pd lifeline\n"
-GREETING_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
+MAX_ACCEPTS = 64
+MAGIC = b"vllm-pd lifeline\n"
+GREETING_BYTES = len(MAGIC) + hashlib.sha256().digest_size
 
-_open: set[socket.socket] = set()  # so that no forgotten reference closes one
+_open: set[socket.socket] = set()  # so that a lost reference closes none
 
 
 def greeting(incarnation: str) -> bytes:
-    """What that engine's lifeline says."""
-    return _MAGIC + hashlib.sha256(_MAGIC + incarnation.encode()).digest()
+    """The bytes that this engine's lifeline sends."""
+    return MAGIC + hashlib.sha256(MAGIC + incarnation.encode()).digest()
 
 
 class Lifeline:
-    """The one of this engine, on a free port of `host`. Raises OSError where that host can't be listened at."""
+    """The listening socket of this engine, on a free port of `host`. Raises OSError where it can't listen there."""
 
     def __init__(self, incarnation: str, host: str):
         self._greeting = greeting(incarnation)
@@ -56,33 +50,33 @@ class Lifeline:
         """What to poll for reading."""
         return self._socket.fileno()
 
-    def turn(self) -> None:
-        """Greet those who wait, a bounded number of them."""
-        for _ in range(ACCEPTS_A_TURN):
+    def accept_waiting(self) -> None:
+        """Greet the connections that wait, a bounded number of them. Never blocks."""
+        for _ in range(MAX_ACCEPTS):
             try:
-                guest, _ = self._socket.accept()
-            except OSError as error:  # nobody waits, or who waited is gone again
+                connection, _ = self._socket.accept()
+            except OSError as error:  # none waits, or it is closed already
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._turn_away()
+                    self._reject_one()
                 return
             try:
-                guest.setblocking(False)
-                guest.send(self._greeting)
+                connection.setblocking(False)
+                connection.send(self._greeting)
             except OSError:
-                pass  # its probe ends without an answer
+                pass  # the probe ends without an answer
             finally:
-                guest.close()
+                connection.close()
 
     def close(self) -> None:
-        """Nothing of this engine can write any more, although its process lives. Idempotent."""
+        """Nothing of this engine can write any more, although its process goes on. Idempotent."""
         _open.discard(self._socket)
         self._socket.close()
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
 
-    def _turn_away(self) -> None:
-        """No descriptor is left. Who waits would keep the socket readable, and its poller awake, for ever."""
+    def _reject_one(self) -> None:
+        """No descriptor is left. A waiting connection would keep the socket readable and its poller busy for ever."""
         if self._spare >= 0:
             os.close(self._spare)
             with contextlib.suppress(OSError):
@@ -91,111 +85,8 @@ class Lifeline:
 
 
 def _spare() -> int:
-    """A descriptor to give away when there are no more; -1 where there is none now."""
+    """A descriptor to free when no other is left; -1 where none can be had now."""
     try:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return -1
-
-
-class _Probe:
-    """One connection attempt, until its answer or its deadline."""
-
-    def __init__(self, incarnation: str, until: float, connection: socket.socket):
-        self.incarnation = incarnation
-        self.until = until
-        self.connection = connection
-        self.connected = False
-        self.received = b""
-
-
-class Prober:
-    """Probes of other engines' lifelines, `MAX_PROBES` at a time. Used by one thread."""
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._probes: dict[int, _Probe] = {}
-        self._answers: list[tuple[str, Answer]] = []
-
-    def fileno(self) -> int:
-        """What to poll for reading: it is ready when a probe has news."""
-        return self._epoll.fileno()
-
-    def room(self) -> int:
-        """How many more probes may be begun."""
-        return MAX_PROBES - len(self._probes)
-
-    def begin(self, now: float, incarnation: str, address: str) -> None:
-        """Connect to that lifeline; `turn` will have the answer."""
-        try:
-            url = urlsplit(address)
-            family, kind, protocol, _, where = socket.getaddrinfo(
-                url.hostname, url.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-            connection = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-        except (OSError, ValueError):  # no address of a socket, or no descriptor left for one
-            self._answers.append((incarnation, Answer.NOTHING))
-            return
-        code = connection.connect_ex(where)
-        if code not in (0, errno.EINPROGRESS):
-            connection.close()
-            self._answers.append((incarnation, _meaning(code)))
-            return
-        self._probes[connection.fileno()] = _Probe(incarnation, now + PROBE_TIMEOUT_S, connection)
-        self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLOUT)
-
-    def turn(self, now: float) -> list[tuple[str, Answer]]:
-        """(incarnation, answer) of every probe that has ended since the last call."""
-        for descriptor, _ in self._epoll.poll(0):
-            self._advance(self._probes[descriptor])
-        for probe in [probe for probe in self._probes.values() if probe.until <= now]:
-            self._end(probe, Answer.NOTHING)
-        answers, self._answers = self._answers, []
-        return answers
-
-    def next_deadline(self) -> float | None:
-        """When `turn` is due although nothing came."""
-        if self._answers:
-            return 0.0
-        return min((probe.until for probe in self._probes.values()), default=None)
-
-    def close(self) -> None:
-        """Give all probes up."""
-        for probe in list(self._probes.values()):
-            self._end(probe, Answer.NOTHING)
-        self._epoll.close()
-
-    def _advance(self, probe: _Probe) -> None:
-        connection = probe.connection
-        if not probe.connected:
-            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                self._end(probe, _meaning(code))
-                return
-            probe.connected = True
-            self._epoll.modify(connection.fileno(), select.EPOLLIN)
-        try:
-            data = connection.recv(GREETING_BYTES + 1 - len(probe.received))
-        except BlockingIOError:
-            return
-        except OSError:
-            self._end(probe, Answer.NOTHING)
-            return
-        probe.received += data
-        if not data or len(probe.received) > GREETING_BYTES:
-            self._end(probe, _reading(probe))
-
-    def _end(self, probe: _Probe, answer: Answer) -> None:
-        del self._probes[probe.connection.fileno()]
-        self._epoll.unregister(probe.connection.fileno())
-        probe.connection.close()
-        self._answers.append((probe.incarnation, answer))
-
-
-def _meaning(code: int) -> Answer:
-    return Answer.REFUSED if code == errno.ECONNREFUSED else Answer.NOTHING
-
-
-def _reading(probe: _Probe) -> Answer:
-    if len(probe.received) != GREETING_BYTES or not probe.received.startswith(_MAGIC):
-        return Answer.NOTHING
-    return Answer.GREETED if probe.received == greeting(probe.incarnation) else Answer.OTHER

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which peers are dead, as a fact: by their processes, seen twice, or, where these can't be seen, by their lifelines.
+"""Which peers are dead, as a fact: by their processes, looked for twice, or, where those can't be seen, by their lifelines.
 
 Used by the control thread. Reads no clock and never blocks.
 """
@@ -7,70 +7,70 @@ from collections.abc import Callable, Collection, Mapping
 
 from vllm_pd.core.messages import Member
 from vllm_pd.liveness import process
-from vllm_pd.liveness.lifeline import Prober
-from vllm_pd.liveness.rules import GRACE_S, Pulse
+from vllm_pd.liveness.probe import TcpProbes
+from vllm_pd.liveness.rules import GRACE_S, LivenessRules
 
 LIVENESS_S = 0.25
 
 
-class Vitals:
-    """What the control thread does about the life of peers: `look` says who they are, `probe` keeps asking them."""
+class LivenessMonitor:
+    """Watches the peers of one engine. `watch` says who they are, `confirm_gone` and `poll_probes` return the dead."""
 
     def __init__(self) -> None:
-        self._pulse = Pulse()
-        self._prober = Prober()
-        self._next_look = 0.0
+        self._rules = LivenessRules()
+        self._probes = TcpProbes()
+        self._next_watch = 0.0
         self._watching = False
         self._gone_since: dict[str, float] = {}
 
     def fileno(self) -> int:
-        """What to poll for reading, besides `next_deadline`."""
-        return self._prober.fileno()
+        """What to poll for reading, besides waiting for `next_timeout`."""
+        return self._probes.fileno()
 
-    def heard(self, now: float, sender: str) -> None:
-        """That engine has said something."""
-        self._pulse.heard(now, sender)
+    def heard(self, now: float, incarnation: str) -> None:
+        """A message of this engine has come."""
+        self._rules.heard(now, incarnation)
 
-    def hasten(self, now: float) -> None:
-        """A peer has been introduced: `look` at once, so that it is reached once before it can die."""
-        self._next_look = now
+    def watch_soon(self, now: float) -> None:
+        """A peer has been introduced: call `watch` at once, so that the peer is reached once before it can die."""
+        self._next_watch = now
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to `look`."""
-        return now >= self._next_look
+        """Whether it is time to call `watch`."""
+        return now >= self._next_watch
 
-    def look(self, now: float, peers: Mapping[str, Member], busy: set[str]) -> None:
-        """`peers` have been introduced to us and are not known to be dead; the death of a `busy` one would end
+    def watch(self, now: float, peers: Mapping[str, Member], busy: set[str]) -> None:
+        """`peers` have been introduced to us and are not known to be dead. The death of a `busy` one would end
         something of ours."""
-        self._next_look = now + LIVENESS_S
+        self._next_watch = now + LIVENESS_S
         self._watching = bool(busy)
-        self._pulse.watch(now, {name: peer.lifeline for name, peer in peers.items()
+        self._rules.watch(now, {name: peer.lifeline for name, peer in peers.items()
                                 if peer.lifeline and not process.is_visible(peer)}, busy)
 
-    def buried(self, now: float, gone: Collection[str]) -> list[str]:
-        """`look` has found the processes of these gone. Those for which a look `GRACE_S` ago had found the same: by now
-        what they had on the way has come, and has been copied."""
+    def confirm_gone(self, now: float, gone: Collection[str]) -> list[str]:
+        """`gone` are the engines whose processes could not be found just now. Returns those that could not be found
+        `GRACE_S` ago either: by now what they had sent has arrived."""
         self._gone_since = {name: self._gone_since.get(name, now) for name in gone}
-        buried = [name for name, since in self._gone_since.items() if now >= since + GRACE_S]
-        for name in buried:
+        dead = [name for name, since in self._gone_since.items() if now >= since + GRACE_S]
+        for name in dead:
             del self._gone_since[name]
-        self._next_look = min([self._next_look, *(since + GRACE_S for since in self._gone_since.values())])
-        return buried
-
-    def probe(self, now: float, is_connected: Callable[[str], bool]) -> list[str]:
-        """Go on with the probes. Those whose lifelines have been found gone, and which are not connected to us."""
-        dead = [name for name, answer in self._prober.turn(now)
-                if self._pulse.answered(now, name, answer) and not is_connected(name)]
-        for name, address in self._pulse.due(now, self._prober.room()):
-            self._prober.begin(now, name, address)
+        self._next_watch = min([self._next_watch, *(since + GRACE_S for since in self._gone_since.values())])
         return dead
 
-    def next_deadline(self) -> float | None:
-        """When `look` or `probe` is next due; None where nothing is watched."""
-        due = [self._next_look if self._watching or self._gone_since else None, self._prober.next_deadline(),
-               self._pulse.next_deadline() if self._prober.room() else None]
+    def poll_probes(self, now: float, is_connected: Callable[[str], bool]) -> list[str]:
+        """Go on with the probes. Returns the engines whose lifelines are gone and which are not connected to us."""
+        dead = [name for name, answer in self._probes.poll(now)
+                if self._rules.answered(now, name, answer) and not is_connected(name)]
+        for name, address in self._rules.due(now, self._probes.count_free()):
+            self._probes.start(now, name, address)
+        return dead
+
+    def next_timeout(self) -> float | None:
+        """When `watch` or `poll_probes` is next due; None where nothing is watched."""
+        due = [self._next_watch if self._watching or self._gone_since else None, self._probes.next_timeout(),
+               self._rules.next_timeout() if self._probes.count_free() else None]
         return min((when for when in due if when is not None), default=None)
 
     def close(self) -> None:
         """Give the probes up."""
-        self._prober.close()
+        self._probes.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a peer on another host, or in another container, is dead: what to ask, and what the answers mean. Pure.
+"""When to probe a peer on another host, or in another container, and which answers prove that it is dead. Pure.
 
 A process id says nothing about a process that another kernel, or another process-id namespace, keeps. What can be seen
 from there is its *lifeline*, a listening TCP socket that only the end of its process closes:
@@ -24,7 +24,7 @@ GRACE_S = 0.25
 _NEVER = float("inf")
 
 
-class Answer(Enum):
+class ProbeAnswer(Enum):
     """What came of a probe."""
     GREETED = "greeted"
     OTHER = "other"  # another engine greets there
@@ -32,7 +32,7 @@ class Answer(Enum):
     NOTHING = "nothing"
 
 
-class _Peer:
+class _WatchedPeer:
     """One watched peer. Times are in the caller's clock."""
 
     def __init__(self, address: str, now: float):
@@ -44,14 +44,14 @@ class _Peer:
         self.gone_since: float | None = None
 
 
-class Pulse:
+class LivenessRules:
     """The peers that are judged by their lifelines. A *busy* one, whose death would end something of ours, is probed
     when it has been silent for `silent_s`; any other only until it has been reached once."""
 
     def __init__(self, silent_s: float = SILENT_S, grace_s: float = GRACE_S):
         self.silent_s = silent_s
         self.grace_s = grace_s
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _WatchedPeer] = {}
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -63,7 +63,7 @@ class Pulse:
         for incarnation, address in lifelines.items():
             peer = self._peers.get(incarnation)
             if peer is None or peer.address != address:
-                peer = self._peers[incarnation] = _Peer(address, now)
+                peer = self._peers[incarnation] = _WatchedPeer(address, now)
             if peer.busy is not (incarnation in busy):
                 peer.busy = incarnation in busy
                 if not peer.asked:
@@ -85,28 +85,28 @@ class Pulse:
             self._peers[name].asked = True
         return [(name, self._peers[name].address) for _, name in due]
 
-    def next_deadline(self) -> float | None:
+    def next_timeout(self) -> float | None:
         """When a probe is next due; None where none is."""
         due = min((peer.next_probe for peer in self._peers.values() if not peer.asked), default=_NEVER)
         return None if due == _NEVER else due
 
-    def answered(self, now: float, incarnation: str, answer: Answer) -> bool:
+    def answered(self, now: float, incarnation: str, answer: ProbeAnswer) -> bool:
         """The end of a probe. Whether that peer is dead, as a fact."""
         peer = self._peers.get(incarnation)
         if peer is None:
             return False
         peer.asked = False
-        if peer.reached and answer in (Answer.REFUSED, Answer.OTHER):
+        if peer.reached and answer in (ProbeAnswer.REFUSED, ProbeAnswer.OTHER):
             if peer.gone_since is None:
                 peer.gone_since = now
             peer.next_probe = now + self.grace_s
             return now - peer.gone_since >= self.grace_s
-        peer.reached = peer.reached or answer is Answer.GREETED
+        peer.reached = peer.reached or answer is ProbeAnswer.GREETED
         peer.gone_since = None
         peer.next_probe = self._later(peer, now)
         return False
 
-    def _later(self, peer: _Peer, now: float) -> float:
+    def _later(self, peer: _WatchedPeer, now: float) -> float:
         if peer.busy:
             return now + self.silent_s
         return _NEVER if peer.reached else now + IDLE_RETRY_S
