@@ -31,7 +31,7 @@ from vllm_pd.core.actions import (
     Prefilled,
     Released,
 )
-from vllm_pd.core.prefill import PrefillSide
+from vllm_pd.core.prefill import PrefillProtocol
 from vllm_pd.errors import ConfigError
 from vllm_pd.liveness import process
 from vllm_pd.liveness.process import local_member
@@ -534,7 +534,7 @@ def test_b21_death_is_believed_at_a_second_look_and_what_comes_late_is_dropped(b
 
 def test_b25_a_prefill_engine_that_is_listed_but_does_not_reach_us_is_not_waited_for(broker, engine, monkeypatch):
     """Its hello is lost, as behind a firewall, or with other keys."""
-    monkeypatch.setattr(PrefillSide, "members_are", lambda *_: [])
+    monkeypatch.setattr(PrefillProtocol, "members_are", lambda *_: [])
     decode, prefill = (engine(Settings(broker.address), role) for role in (m.Role.DECODE, m.Role.PREFILL))
     fall_back_soon(decode)
     until(decode.agent._sides.outlook.members)
@@ -757,7 +757,7 @@ def test_death_of_the_thread_is_told_and_all_stays_local(pair):
     def fail(now):
         raise Planned("a fault of ours")
 
-    decode.agent._sides.decode.tick = fail
+    decode.agent._sides.decode.handle_timeout = fail
     decode.agent._thread._links.waker.set()
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (granted, FallbackReason.CONTROL)

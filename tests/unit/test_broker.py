@@ -88,7 +88,7 @@ def test_a_member_that_was_dropped_and_came_back_gets_no_more_than_its_room(regi
         put(registry, number)
     for name in "dq":
         registry.receive(5.0, name, m.Register(member(name, m.Role.DECODE)))
-    registry.tick(6.5)  # p was silent
+    registry.handle_timeout(6.5)  # p was silent
     registry.receive(7.0, "p", m.Register(member("p", m.Role.PREFILL)))
     assert len(offered(registry.receive(7.0, "p", m.Take(2, 900)))) == 2
     # said before it saw these offers: two more at most, not the whole queue
@@ -142,7 +142,7 @@ def test_withdrawn_expired_and_orphaned_jobs_go(registry):
     assert registry.receive(0.0, "p", m.Withdraw(m.Attempt("d", "r", 1))) == [] and len(registry) == 4
     registry.receive(0.0, "d", m.Withdraw(m.Attempt("d", "r", 1)))
     assert len(registry) == 3
-    registry.tick(1.0)
+    registry.handle_timeout(1.0)
     assert len(registry) == 2
     registry.receive(1.0, "d", m.Leave())
     assert len(registry) == 0 and registry._tokens == 0
@@ -166,7 +166,7 @@ def test_change_is_told_to_all_and_a_gap_is_filled(registry):
 def test_silence_ends_a_membership(registry):
     for second in range(1, 8):
         registry.receive(float(second), "d", m.Register(member("d", m.Role.DECODE), "b", registry.version))
-        registry.tick(float(second))
+        registry.handle_timeout(float(second))
     assert [one.incarnation for one in registry.members()] == ["d"]
 
 

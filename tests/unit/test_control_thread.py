@@ -9,7 +9,7 @@ from tests.unit.brokers import serving
 from tests.unit.test_agent import FINGERPRINT, Engine, Settings
 from vllm_pd.control.notices import SHORT_WRITE_S, Notices
 from vllm_pd.core import messages as m
-from vllm_pd.core.decode import DecodeLimits, DecodeSide
+from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
 from vllm_pd.liveness.process import local_member
 from vllm_pd.rpc import codec
 
@@ -65,7 +65,7 @@ def test_a_stop_in_the_thread_itself_does_not_wait_for_it():
 @pytest.fixture
 def granted():
     """A decode side, and its one attempt, which `p` was granted."""
-    side = DecodeSide(local_member(m.Role.DECODE, FINGERPRINT), b"", DecodeLimits())
+    side = DecodeProtocol(local_member(m.Role.DECODE, FINGERPRINT), b"", DecodeLimits())
     attempt = m.Attempt(side.member.incarnation, "r", 0)
     side.submit(0.0, attempt, [1] * 20, [1, 2], 0)
     side.receive(0.0, "p", m.Hello(m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:1", FINGERPRINT), b""))
@@ -73,7 +73,7 @@ def granted():
     return side, attempt
 
 
-def looks(decode: DecodeSide, begin: float, seconds: float = SHORT_WRITE_S) -> int:
+def looks(decode: DecodeProtocol, begin: float, seconds: float = SHORT_WRITE_S) -> int:
     """How often the engine is woken, if the thread asks each tenth of a millisecond."""
     notices = Notices()
     notices.hasten(begin)

@@ -554,7 +554,7 @@ def test_the_directory_trusts_one_clock_and_counts_from_its_stamps():
     assert directory.find("a") == one
     assert directory.find("b") == two and directory.find("c") is None
     version = directory.version
-    assert not directory.expire(105.9) and directory.next_deadline() <= 106.0
+    assert not directory.expire(105.9) and directory.next_timeout() <= 106.0
     assert directory.expire(106.1) and len(directory) == 0 and directory.version == version + 1
     assert not directory.left("a")
     assert directory.age_s(106.1, 9000.0) == 0.0

@@ -96,7 +96,7 @@ def test_a_heartbeat_that_did_not_leave_is_tried_again_soon(sides):
 def test_the_engine_is_woken_once_for_what_it_has_not_taken(sides):
     assert not sides.announce()
     sides.do(sides.decode.abort(1.0, submitted(sides)))
-    assert sides.next_deadline() == float("-inf")
+    assert sides.next_timeout() == float("-inf")
     assert sides.announce() and not sides.announce()
     assert len(sides.take_events()) == 1
 

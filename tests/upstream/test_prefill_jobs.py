@@ -14,7 +14,7 @@ from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Prefill
 from vllm_pd.core.messages import Attempt
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer import requests as transfer
-from vllm_pd.v0.prefill import JobState, PrefillJobs
+from vllm_pd.v0.prefill import JobStage, PrefillJobs
 from vllm_pd.v0.progress import ArrivalNotice, Progress
 
 ATTEMPT = Attempt("decode-incarnation", "request", 7)
@@ -114,7 +114,7 @@ def test_life_of_a_job(jobs, agent, engine):
     write = write_of(jobs, progress)
     assert (write.local_block_ids, write.remote_block_ids) == ([6, 7], [21, 22])  # D has the first one
     assert [ArrivalNotice.decode(notice) for notice in write.notices] == [ArrivalNotice(ATTEMPT, 0)]
-    assert jobs.sending and jobs.find(ATTEMPT) is JobState.SENDING
+    assert jobs.sending and jobs.find(ATTEMPT) is JobStage.SENDING
     assert not progress
     finished = transfer.Finished(write.key, True, bytes=100, seconds=0.5)
     jobs.tell(finished)
@@ -265,7 +265,7 @@ class TestReading:
         progress = Progress()
         end(jobs, transfer.Finished(reading.key, False, error="ERR"), progress)
         assert progress.failed_prefills == progress.finished_transfers == [ATTEMPT] and not progress.read_prefixes
-        assert jobs.find(ATTEMPT) is JobState.COMPUTING and agent.calls == []
+        assert jobs.find(ATTEMPT) is JobStage.COMPUTING and agent.calls == []
 
     def test_b22_a_read_that_outlived_its_lease_leaves_nothing(self, jobs, agent, reading):
         progress = Progress()
@@ -306,8 +306,8 @@ def test_b30_jobs_that_have_not_begun_can_be_given_back(jobs, agent, engine):
     jobs.computed(attempts[1], [5, 6, 7], progress)
     assert jobs.waiting == [attempts[2]]
     jobs.give_back(jobs.waiting)
-    assert not jobs.waiting and [jobs.find(attempt) for attempt in attempts] == [JobState.COMPUTING,
-                                                                                  JobState.COMPUTED, None]
+    assert not jobs.waiting and [jobs.find(attempt) for attempt in attempts] == [JobStage.COMPUTING,
+                                                                                  JobStage.COMPUTED, None]
     assert engine.aborted == [f"pd-{attempts[2]}"]
     assert [call[:2] for call in agent.calls] == [("failed", attempts[2])] and "no room" in agent.calls[0][2]
     jobs.tell_room()

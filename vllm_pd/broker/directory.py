@@ -73,7 +73,7 @@ class Directory:
             del self._entries[key]
         return self._changed(bool(silent))
 
-    def next_deadline(self) -> float | None:
+    def next_timeout(self) -> float | None:
         """When `expire` is next due."""
         return min((entry.heard_at + self._ttl_s for entry in self._entries.values()), default=None)
 

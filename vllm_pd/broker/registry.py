@@ -79,7 +79,7 @@ class Registry:
         self.counters["unexpected"] += 1
         return []
 
-    def tick(self, now: float) -> list[Letter]:
+    def handle_timeout(self, now: float) -> list[Letter]:
         """Forget members that fell silent, and jobs whose time is over."""
         for attempt in [a for a, (_, until) in self._jobs.items() if until <= now]:
             self._remove(attempt)

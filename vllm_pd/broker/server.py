@@ -82,7 +82,7 @@ class Broker:
         if self._slept:
             self.counters["slept"] += 1
             return now + ttl_s / 2
-        self._deliver(self._registry.tick(now))
+        self._deliver(self._registry.handle_timeout(now))
         self._prune_routes()
         return now + TICK_S
 

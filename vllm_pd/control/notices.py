@@ -5,7 +5,7 @@ While a P writes it looks often, for the transport makes no progress of its own,
 write of a short prompt ends; one that takes long needs less of that. While a P computes it looks only in case its word
 gets lost.
 """
-from vllm_pd.core.decode import DecodeSide
+from vllm_pd.core.decode import DecodeProtocol
 
 SHORT_WRITE_POLL_S = 0.001
 SHORT_WRITE_S = 0.010
@@ -25,7 +25,7 @@ class Notices:
         """A P writes, or has written."""
         self.next_look = now
 
-    def are_due(self, now: float, decode: DecodeSide) -> bool:
+    def are_due(self, now: float, decode: DecodeProtocol) -> bool:
         """Whether the engine is to look now. To be asked at least at `next_look`."""
         after = _after(now, decode)
         if after is None or self.next_look is None:
@@ -37,7 +37,7 @@ class Notices:
         return True
 
 
-def _after(now: float, decode: DecodeSide) -> float | None:
+def _after(now: float, decode: DecodeProtocol) -> float | None:
     """When to look after a look at `now`; None where nobody may write."""
     if not decode.fenced():
         return None

@@ -83,7 +83,7 @@ class Outlook:
         if self.up and now - self.heard_at >= self.silent_s:
             self.up = False
 
-    def next_deadline(self) -> float:
+    def next_timeout(self) -> float:
         """When a heartbeat or `check` is due."""
         return min(self.next_heartbeat, self.heard_at + self.silent_s) if self.up else self.next_heartbeat
 

@@ -17,8 +17,8 @@ from vllm_pd.control.room import Room
 from vllm_pd.control.standing import Standing
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import EVENTS, Action, Event, Prefill
-from vllm_pd.core.decode import DecodeLimits, DecodeSide, State
-from vllm_pd.core.prefill import PrefillLimits, PrefillSide
+from vllm_pd.core.decode import AttemptState, DecodeLimits, DecodeProtocol
+from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
 from vllm_pd.errors import PeerMismatch
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class Sides:
                  rouse: Callable[[], None]):
         self.lock = threading.Lock()
         self.member = member
-        self.decode = DecodeSide(member, transfer_metadata, DecodeLimits(
+        self.decode = DecodeProtocol(member, transfer_metadata, DecodeLimits(
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
             ttl_s=config.ttl_s))
-        self.prefill = PrefillSide(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
+        self.prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
         self.outlook = Outlook(member, config.heartbeat_s, config.ttl_s)
         self.standing = Standing(member)
         self._room = Room()
@@ -112,8 +112,8 @@ class Sides:
         """Gauges: jobs and attempts by state, peers."""
         states = collections.Counter(self.decode.states().values())
         return {
-            "decode_queued": states[State.QUEUED],
-            "decode_granted": states[State.GRANTED],
+            "decode_queued": states[AttemptState.QUEUED],
+            "decode_granted": states[AttemptState.GRANTED],
             "decode_fenced": len(self.decode.fenced()),
             "prefill_jobs": len(self.prefill.states()),
             "peers": len(self.prefill.peers()) + len(self.decode.peers),
@@ -228,18 +228,18 @@ class Sides:
     def tick(self, now: float) -> None:
         """Do what is due."""
         self.decode.peers_are(now, self.outlook.prefills(self.decode.peers))
-        self.do(self.decode.tick(now))
-        self.do(self.prefill.tick(now))
+        self.do(self.decode.handle_timeout(now))
+        self.do(self.prefill.handle_timeout(now))
         degraded = self.degraded(now)
         if degraded != self._degraded:
             self._degraded = degraded
             self._announced = False
 
-    def next_deadline(self) -> float:
+    def next_timeout(self) -> float:
         """When there is next something to do, by the clock or at once (-inf)."""
         if self._outbox or not self._announced:
             return float("-inf")
-        due = [self.decode.next_deadline(), self.prefill.next_deadline(), self.outlook.next_deadline()]
+        due = [self.decode.next_timeout(), self.prefill.next_timeout(), self.outlook.next_timeout()]
         return min(when for when in due if when is not None)
 
     def to_send(self) -> tuple[collections.deque[Action], m.Take | None]:

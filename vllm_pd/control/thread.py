@@ -138,7 +138,7 @@ class ControlThread:
 
     def _patience_s(self) -> float:
         with self._sides.lock:
-            due = [self._sides.next_deadline(), self._notices.next_look, self._liveness.next_timeout()]
+            due = [self._sides.next_timeout(), self._notices.next_look, self._liveness.next_timeout()]
             return max(0.0, min(when for when in due if when is not None) - self._clock())
 
     # What comes in.

@@ -33,7 +33,7 @@ from vllm_pd.errors import PeerMismatch
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
 
 
-class State(Enum):
+class AttemptState(Enum):
     """Where an attempt is on D."""
     QUEUED = "queued"
     GRANTED = "granted"
@@ -45,7 +45,7 @@ class State(Enum):
     @property
     def ended(self) -> bool:
         """Whether the engine has been told its end."""
-        return self not in (State.QUEUED, State.GRANTED)
+        return self not in (AttemptState.QUEUED, AttemptState.GRANTED)
 
 
 class DecodeLimits(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class _Record:
         self.token_ids = token_ids
         self.block_ids = block_ids
         self.cached_blocks = cached_blocks
-        self.state = State.QUEUED
+        self.state = AttemptState.QUEUED
         self.fenced = False
         self.submitted = self.deadline = self.next_put = 0.0
         self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
@@ -81,7 +81,7 @@ class _Record:
         self.timings = m.Timings()
 
 
-class DecodeSide:
+class DecodeProtocol:
     """All attempts of one decode engine. No method blocks, raises for a peer's doing, or reads a clock."""
 
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits):
@@ -146,7 +146,7 @@ class DecodeSide:
             return []
         if record.state.ended:
             return self._release(record)
-        record.state = State.DONE
+        record.state = AttemptState.DONE
         self.counters["done"] += 1
         del self._records[attempt]
         if not record.timings.measured:
@@ -165,7 +165,7 @@ class DecodeSide:
     def put_reply(self, now: float, reply: m.PutReply) -> list[Action]:
         """The broker's answer to a put."""
         record = self._records.get(reply.attempt)
-        if record is None or record.state is not State.QUEUED:
+        if record is None or record.state is not AttemptState.QUEUED:
             return [] if reply.refusal is None else self._drop("put_reply_unknown")
         if reply.refusal is m.PutRefusal.FULL:
             return self._end(now, record, Outcome.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
@@ -176,7 +176,8 @@ class DecodeSide:
     def put_failed(self, now: float, attempt: m.Attempt) -> list[Action]:
         """The broker could not be reached when the first put of this attempt was to leave."""
         record = self._records.get(attempt)
-        if record is None or record.state is not State.QUEUED or now - record.submitted >= self.limits.claim_retry_s:
+        if (record is None or record.state is not AttemptState.QUEUED
+                or now - record.submitted >= self.limits.claim_retry_s):
             return []
         return self._end(now, record, Outcome.FAILED, FallbackReason.BROKER, "the broker can't be reached")
 
@@ -195,14 +196,14 @@ class DecodeSide:
         """Put every unclaimed job again: the broker that had them is gone."""
         actions: list[Action] = []
         for record in list(self._records.values()):
-            if record.state is State.QUEUED:
+            if record.state is AttemptState.QUEUED:
                 actions += self._put(now, record)
         return actions
 
     def peers_are(self, now: float, live: Collection[str]) -> None:
         """The compatible Ps that are known. A job waits for one that it need not avoid for `ttl_s`."""
         for record in self._records.values():
-            if record.state is not State.QUEUED:
+            if record.state is not AttemptState.QUEUED:
                 continue
             if any(name not in record.avoid for name in live):
                 record.peers_lost_at = None
@@ -228,7 +229,7 @@ class DecodeSide:
 
     # Time.
 
-    def tick(self, now: float) -> list[Action]:
+    def handle_timeout(self, now: float) -> list[Action]:
         """Do what is due."""
         actions: list[Action] = []
         for record in list(self._records.values()):
@@ -236,13 +237,13 @@ class DecodeSide:
                 actions += self._on_due(now, record)
         return actions
 
-    def next_deadline(self) -> float | None:
-        """When `tick` is next due; None where nothing is."""
+    def next_timeout(self) -> float | None:
+        """When `handle_timeout` is next due; None where nothing is."""
         return min((self._due(record) for record in self._records.values()), default=None)
 
     # What the engine and the tests look at.
 
-    def states(self) -> dict[m.Attempt, State]:
+    def states(self) -> dict[m.Attempt, AttemptState]:
         """All attempts that still have a record."""
         return {attempt: record.state for attempt, record in self._records.items()}
 
@@ -261,7 +262,7 @@ class DecodeSide:
 
     def queued(self) -> int:
         """Jobs nobody has claimed yet."""
-        return sum(record.state is State.QUEUED for record in self._records.values())
+        return sum(record.state is AttemptState.QUEUED for record in self._records.values())
 
     # Messages, one by one.
 
@@ -300,12 +301,12 @@ class DecodeSide:
         fingerprint = self.peers[sender].fingerprint
         if message.ranks != fingerprint.tp * fingerprint.pp:
             return self._drop("claim_ranks")  # with fewer, D would begin before all has arrived
-        if record.state is State.GRANTED:
+        if record.state is AttemptState.GRANTED:
             if (record.peer, record.claim) != (sender, message.claim):
                 return self._deny(sender, message, m.DenyReason.TAKEN)
             self.dropped["claim_duplicate"] += 1
             return [ToPrefill(sender, self._grant(record))]
-        record.state, record.fenced = State.GRANTED, True
+        record.state, record.fenced = AttemptState.GRANTED, True
         record.peer, record.claim, record.ranks = sender, message.claim, message.ranks
         record.granted_at = now
         record.lease_until = now + self.limits.lease_s
@@ -365,8 +366,8 @@ class DecodeSide:
     def _end(self, now: float, record: _Record, outcome: Outcome, reason: FallbackReason | None,
              detail: str = "") -> list[Action]:
         """The one place where an attempt ends other than DONE."""
-        was_queued = record.state is State.QUEUED
-        record.state = State(outcome.value)
+        was_queued = record.state is AttemptState.QUEUED
+        record.state = AttemptState(outcome.value)
         self.counters[outcome.value] += 1
         actions: list[Action] = []
         if reason is not None:
@@ -395,13 +396,13 @@ class DecodeSide:
         return [ToBroker(m.Put(job))]
 
     def _due(self, record: _Record) -> float:
-        if record.state is State.QUEUED:
+        if record.state is AttemptState.QUEUED:
             due = min(record.deadline, record.next_put)
             for lost_at in (self._broker_lost_at, record.peers_lost_at):
                 if lost_at is not None:
                     due = min(due, self._waited_from(record, lost_at) + self.limits.ttl_s)
             return due
-        if record.state is State.GRANTED:
+        if record.state is AttemptState.GRANTED:
             return min(record.deadline, record.lease_until)
         return record.next_cancel
 
@@ -410,7 +411,7 @@ class DecodeSide:
             return self._cancel(now, record)
         if now >= record.deadline:
             return self._end(now, record, Outcome.EXPIRED, FallbackReason.DEADLINE, "the attempt took too long")
-        if record.state is State.GRANTED:
+        if record.state is AttemptState.GRANTED:
             return self._end(now, record, Outcome.EXPIRED, FallbackReason.LEASE, "the prefill engine fell silent")
         for lost_at, reason, detail in ((self._broker_lost_at, FallbackReason.BROKER, "the broker went away"),
                                         (record.peers_lost_at, FallbackReason.PEER, "no prefill engine is left")):

@@ -45,7 +45,7 @@ class Peer:
 
 
 class Peering:
-    """Of one prefill engine, which introduces itself by `hello`; its jobs are `PrefillSide`'s, `dropped` too."""
+    """Of one prefill engine, which introduces itself by `hello`; its jobs are `PrefillProtocol`'s, `dropped` too."""
 
     def __init__(self, hello: m.Hello, limits: PeeringLimits, dropped: m.Counters):
         self.limits = limits
@@ -152,7 +152,7 @@ class Peering:
         peer.next_hello = now + self.limits.hello_retry_s
         return [self.introduce(peer.incarnation)]
 
-    def next_deadline(self) -> float:
+    def next_timeout(self) -> float:
         """When somebody is next `due`; infinite where nobody is."""
         return min((self._due(peer) for peer in self._peers.values()), default=_NEVER)
 

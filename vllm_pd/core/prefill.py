@@ -39,7 +39,7 @@ class PrefillLimits(PeeringLimits, frozen=True):
 _NEVER = float("inf")
 
 
-class _Job:
+class _OfferedJob:
     """One job. Deadlines are in the caller's clock."""
 
     def __init__(self, job: m.Job, now: float):
@@ -56,7 +56,7 @@ class _Job:
         self.claim_s = 0.0
 
 
-class PrefillSide:
+class PrefillProtocol:
     """All jobs of one prefill engine. No method blocks, raises for a peer's doing, or reads a clock."""
 
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits):
@@ -65,7 +65,7 @@ class PrefillSide:
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.mismatch: str | None = None
-        self._jobs: dict[m.Attempt, _Job] = {}
+        self._jobs: dict[m.Attempt, _OfferedJob] = {}
         self._peering = Peering(m.Hello(member, transfer_metadata), limits, self.dropped)
         self._claims = 0
         self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
@@ -132,7 +132,7 @@ class PrefillSide:
         peer, actions = self._peering.greet(now, attempt.incarnation, job.address)
         if peer is None or peer.state is PeerState.REFUSED:
             return self._drop("offer_refused_peer")
-        record = self._jobs[attempt] = _Job(job, now)
+        record = self._jobs[attempt] = _OfferedJob(job, now)
         record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
         if peer.state is PeerState.PEER:
             actions += self._claim(now, record)
@@ -176,7 +176,7 @@ class PrefillSide:
 
     # Time.
 
-    def tick(self, now: float) -> list[Action]:
+    def handle_timeout(self, now: float) -> list[Action]:
         """Do what is due."""
         actions: list[Action] = []
         for job in list(self._jobs.values()):
@@ -190,9 +190,9 @@ class PrefillSide:
                 actions += self._peering.hail(now, peer)
         return actions
 
-    def next_deadline(self) -> float | None:
-        """When `tick` is next due; None where nothing is."""
-        due = min([self._peering.next_deadline(), *(self._due(job) for job in self._jobs.values())])
+    def next_timeout(self) -> float | None:
+        """When `handle_timeout` is next due; None where nothing is."""
+        due = min([self._peering.next_timeout(), *(self._due(job) for job in self._jobs.values())])
         return None if due == _NEVER else due
 
     # What the engine and the tests look at.
@@ -251,7 +251,7 @@ class PrefillSide:
         return [Prefill(job.attempt, job.job.token_ids, grant.block_ids[grant.cached_blocks:], grant.cached_blocks,
                         grant.block_ids[:grant.cached_blocks], sender)]
 
-    def _problem(self, now: float, job: _Job, grant: m.Grant) -> str:
+    def _problem(self, now: float, job: _OfferedJob, grant: m.Grant) -> str:
         block_size = self.member.fingerprint.block_size
         blocks = -(-len(job.job.token_ids) // block_size)
         if len(grant.block_ids) != blocks or len(set(grant.block_ids)) != blocks:
@@ -306,7 +306,7 @@ class PrefillSide:
             self._forget(job.attempt)
         return self._peering.refuse(peer)
 
-    def _claim(self, now: float, job: _Job) -> list[Action]:
+    def _claim(self, now: float, job: _OfferedJob) -> list[Action]:
         self._claims += 1
         job.claim = self._claims
         job.state = JobState.CLAIMING
@@ -314,11 +314,11 @@ class PrefillSide:
         job.next_claim = now + self.limits.claim_retry_s
         return self._say(job, self._claim_of(job))
 
-    def _claim_of(self, job: _Job) -> m.Claim:
+    def _claim_of(self, job: _OfferedJob) -> m.Claim:
         fingerprint = self.member.fingerprint
         return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp)
 
-    def _stop(self, job: _Job) -> list[Action]:
+    def _stop(self, job: _OfferedJob) -> list[Action]:
         job.state = JobState.STOPPING
         return [Cancelled(job.attempt)]
 
@@ -329,7 +329,7 @@ class PrefillSide:
             return []
         return self._peering.part(now, incarnation)
 
-    def _due(self, job: _Job) -> float:
+    def _due(self, job: _OfferedJob) -> float:
         if job.state is JobState.PEERING:
             return min(job.peering_until, job.next_claim or _NEVER)
         if job.state is JobState.CLAIMING:
@@ -338,7 +338,7 @@ class PrefillSide:
             return min(job.lease_until, job.next_renew)
         return _NEVER
 
-    def _on_due(self, now: float, job: _Job) -> list[Action]:
+    def _on_due(self, now: float, job: _OfferedJob) -> list[Action]:
         if job.state is JobState.PEERING:
             if now >= job.peering_until:
                 self._forget(job.attempt)
@@ -361,18 +361,18 @@ class PrefillSide:
 
     # Small things.
 
-    def _held(self, sender: str, message: m.Message, state: JobState) -> _Job | None:
+    def _held(self, sender: str, message: m.Message, state: JobState) -> _OfferedJob | None:
         """The job that this answer is about, if it is in that state, by that claim, and of that sender."""
         job = self._jobs.get(message.attempt)
         if job is None or job.state is not state or job.claim != message.claim or job.attempt.incarnation != sender:
             return None
         return job
 
-    def _forget(self, attempt: m.Attempt) -> _Job | None:
+    def _forget(self, attempt: m.Attempt) -> _OfferedJob | None:
         return self._jobs.pop(attempt, None)
 
     @staticmethod
-    def _say(job: _Job, message: m.Message) -> list[Action]:
+    def _say(job: _OfferedJob, message: m.Message) -> list[Action]:
         return [ToDecode(job.attempt.incarnation, message)]
 
     def _drop(self, name: str) -> list[Action]:

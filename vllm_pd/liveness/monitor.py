@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which peers are dead, as a fact: by their processes, looked for twice, or, where those can't be seen, by their lifelines.
+"""Which peers are dead, as a fact: by their processes, or, where those can't be seen, by their lifelines.
 
 Used by the control thread. Reads no clock and never blocks.
 """

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 
-class JobState(Enum):
-    """Where a job is."""
+class JobStage(Enum):
+    """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`core.prefill.JobState`)."""
     COMPUTING = "computing"
     READING = "reading"
     COMPUTED = "computed"
@@ -46,11 +46,12 @@ class JobState(Enum):
 
 
 @dataclass
-class _Job:
+class PeerJob:
+    """One job of a peer, from its `Prefill` to the end of its write."""
     prefill: Prefill
     request_id: str
     started_at: float
-    state: JobState = JobState.COMPUTING
+    state: JobStage = JobStage.COMPUTING
     prefill_s: float = 0.0
     local_block_ids: list[int] = field(default_factory=list)
     cancelled: bool = False
@@ -68,8 +69,8 @@ class PrefillJobs:
         self._engine = engine
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
-        self._jobs: dict[Attempt, _Job] = {}
-        self._open: dict[str, _Job] = {}  # those with a write or a read under way, by its key
+        self._jobs: dict[Attempt, PeerJob] = {}
+        self._open: dict[str, PeerJob] = {}  # those with a write or a read under way, by its key
         self._requests: list[transfer.TransferRequest] = []
         caching = engine.cache_config.enable_prefix_caching
         self._cost = PrefixCost(PrefixReads(config.prefix_reads) if caching else PrefixReads.NEVER,
@@ -87,7 +88,7 @@ class PrefillJobs:
     @property
     def has_requests(self) -> bool:
         """Whether the next step has something to carry down to the worker."""
-        return bool(self._requests) or any(job.state is JobState.COMPUTED for job in self._jobs.values())
+        return bool(self._requests) or any(job.state is JobStage.COMPUTED for job in self._jobs.values())
 
     @property
     def waiting(self) -> list[Attempt]:
@@ -136,7 +137,7 @@ class PrefillJobs:
         job = self._jobs[attempt]
         first, last = cached_tokens // self._block_size, job.prefill.cached_blocks
         job.read_tokens = last * self._block_size - cached_tokens
-        job.state = JobState.READING
+        job.state = JobStage.READING
         self._open[_read_key(attempt)] = job
         self._requests.append(transfer.Read(_read_key(attempt), job.prefill.peer, list(block_ids[first:last]),
                                             job.prefill.cached_block_ids[first:last]))
@@ -144,7 +145,7 @@ class PrefillJobs:
     def aborted(self, attempt: Attempt) -> None:
         """The job's request was aborted while it was parked. Its blocks stay until the read has ended."""
         job = self._jobs[attempt]
-        if job.state is JobState.READING and not job.cancelled:
+        if job.state is JobStage.READING and not job.cancelled:
             job.cancelled = True
             self._requests.append(transfer.CancelWrite(_read_key(attempt)))
 
@@ -159,7 +160,7 @@ class PrefillJobs:
         job.prefill_s = time.monotonic() - job.started_at
         self._learn(job)
         self._metrics.job(len(job.prefill.token_ids))
-        job.state = JobState.COMPUTED
+        job.state = JobStage.COMPUTED
 
     def return_requests(self, requests: list[transfer.TransferRequest]) -> None:
         """These were taken, but no step carried them down."""
@@ -169,13 +170,13 @@ class PrefillJobs:
         """What the step that is about to run carries down. The lease is looked at here, right before the post."""
         requests, self._requests = self._requests, []
         for attempt, job in list(self._jobs.items()):
-            if job.state is not JobState.COMPUTED:
+            if job.state is not JobStage.COMPUTED:
                 continue
             if not self._agent.may_write(attempt):
                 self._end(attempt, progress)
                 self._agent.failed(attempt, "the lease ran out before the write")
                 continue
-            job.state = JobState.SENDING
+            job.state = JobStage.SENDING
             self._open[str(attempt)] = job
             requests.append(transfer.Write(str(attempt), job.prefill.peer, job.local_block_ids, job.prefill.block_ids,
                                            [ArrivalNotice(attempt, rank).encode() for rank in range(self._ranks)]))
@@ -191,7 +192,7 @@ class PrefillJobs:
         attempt = job.prefill.attempt
         if job.cancelled:
             self._agent.ended(attempt)
-        elif job.state is JobState.READING:
+        elif job.state is JobStage.READING:
             return  # the job goes on
         elif end.ok:
             self._agent.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
@@ -204,7 +205,7 @@ class PrefillJobs:
         job = self._open.pop(end.key, None)
         if job is None:
             return
-        if job.state is JobState.READING:
+        if job.state is JobStage.READING:
             self._read(job, end, progress)
             return
         self._end(job.prefill.attempt, progress)
@@ -212,7 +213,7 @@ class PrefillJobs:
             self._metrics.transfer_bytes(end.bytes)
             self._cost.moved(len(job.local_block_ids) * self._block_size, end.seconds)
 
-    def _read(self, job: _Job, end: transfer.Finished, progress: Progress) -> None:
+    def _read(self, job: PeerJob, end: transfer.Finished, progress: Progress) -> None:
         attempt = job.prefill.attempt
         arrived = end.ok and not job.cancelled and self._agent.lease_stands(attempt)
         self._metrics.prefix_read("done" if arrived else "late" if end.ok or job.cancelled else "failed",
@@ -230,7 +231,7 @@ class PrefillJobs:
             self._cost.moved(job.read_tokens, end.seconds)
         else:
             logger.warning("job %s computes what could not be read from its peer: %s", attempt, end.error)
-        job.state = JobState.COMPUTING
+        job.state = JobStage.COMPUTING
 
     def refused(self, refusal: transfer.Refusal) -> None:
         """The transport could not take a peer: its writes will fail, one by one."""
@@ -238,7 +239,7 @@ class PrefillJobs:
 
     def _start(self, prefill: Prefill) -> None:
         attempt = prefill.attempt
-        job = _Job(prefill, f"pd-{attempt}", time.monotonic())
+        job = PeerJob(prefill, f"pd-{attempt}", time.monotonic())
         try:
             self._add_request(job)
         except Exception as error:  # whatever is wrong with a peer's prompt must not end this engine
@@ -248,7 +249,7 @@ class PrefillJobs:
             return
         self._jobs[attempt] = job
 
-    def _add_request(self, job: _Job) -> None:
+    def _add_request(self, job: PeerJob) -> None:
         from vllm import SamplingParams, TokensPrompt
         token_ids = job.prefill.token_ids
         if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
@@ -264,30 +265,30 @@ class PrefillJobs:
         job = self._jobs.get(attempt)
         if job is None:
             self._agent.ended(attempt)
-        elif job.state is JobState.COMPUTING:
+        elif job.state is JobStage.COMPUTING:
             self._engine.abort_request(job.request_id)
             del self._jobs[attempt]
             self._agent.ended(attempt)
-        elif job.state is JobState.COMPUTED:
+        elif job.state is JobStage.COMPUTED:
             self._end(attempt, progress)
             self._agent.ended(attempt)
-        elif job.state is JobState.READING:
+        elif job.state is JobStage.READING:
             self._engine.abort_request(job.request_id)  # which calls `aborted`
         elif not job.cancelled:
             job.cancelled = True
             self._requests.append(transfer.CancelWrite(str(attempt)))
 
-    def _learn(self, job: _Job) -> None:
+    def _learn(self, job: PeerJob) -> None:
         """How fast prompts are computed here. The time of a job that has read began with its read."""
         began_at = job.group.metrics.first_scheduled_time
         if began_at is not None and not job.read_tokens:
             self._cost.computed(len(job.prefill.token_ids) - job.cached_tokens, time.time() - began_at)
 
-    def _end(self, attempt: Attempt, progress: Progress) -> _Job:
+    def _end(self, attempt: Attempt, progress: Progress) -> PeerJob:
         progress.finished_transfers.append(attempt)
         return self._jobs.pop(attempt)
 
-    def find(self, attempt: Attempt) -> JobState | None:
+    def find(self, attempt: Attempt) -> JobStage | None:
         """The state of a job, for tests."""
         job = self._jobs.get(attempt)
         return None if job is None else job.state
@@ -297,6 +298,6 @@ def _read_key(attempt: Attempt) -> str:
     return f"read {attempt}"
 
 
-def _waits(job: _Job) -> bool:
+def _waits(job: PeerJob) -> bool:
     from vllm.sequence import SequenceStatus
-    return job.state is JobState.COMPUTING and job.group.first_seq.status is SequenceStatus.WAITING
+    return job.state is JobStage.COMPUTING and job.group.first_seq.status is SequenceStatus.WAITING

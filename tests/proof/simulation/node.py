@@ -12,8 +12,8 @@ from vllm_pd.control.outlook import QueueView
 from vllm_pd.control.sides import Sides
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
-from vllm_pd.core.decode import DecodeSide
-from vllm_pd.core.prefill import PrefillSide
+from vllm_pd.core.decode import DecodeProtocol
+from vllm_pd.core.prefill import PrefillProtocol
 
 from .kernel import Kernel, Process
 
@@ -44,7 +44,7 @@ class BrokerProcess(Process):
         self._deliver(self.registry.receive(self._post.kernel.now, sender, message))
 
     def _tick(self) -> None:
-        self._deliver(self.registry.tick(self._post.kernel.now))
+        self._deliver(self.registry.handle_timeout(self._post.kernel.now))
         self._post.kernel.at(BROKER_TICK_S, self, "timer", self._tick)
 
     def _deliver(self, letters: list) -> None:
@@ -62,7 +62,8 @@ class Node(Process):
     """An engine's process, as the others see it."""
 
     def __init__(self, name: str, role: m.Role, config: PDConfig, post: Post, *,
-                 decode_type: type[DecodeSide] = DecodeSide, prefill_type: type[PrefillSide] = PrefillSide):
+                 decode_type: type[DecodeProtocol] = DecodeProtocol,
+                 prefill_type: type[PrefillProtocol] = PrefillProtocol):
         super().__init__(name)
         self.config = config
         self.member = m.Member(name, role, f"tcp://{name}", FINGERPRINT)
@@ -81,11 +82,11 @@ class Node(Process):
         return self._post.kernel.now
 
     @property
-    def decode(self) -> DecodeSide:
+    def decode(self) -> DecodeProtocol:
         return self._sides.decode
 
     @property
-    def prefill(self) -> PrefillSide:
+    def prefill(self) -> PrefillProtocol:
         return self._sides.prefill
 
     @property
@@ -169,7 +170,7 @@ class Node(Process):
         self._speak()
 
     def _plan(self) -> None:
-        when = self._sides.next_deadline()
+        when = self._sides.next_timeout()
         if self._timer is None or when < self._timer - 1e-9:
             self._timer = when
             self._kernel.at(max(0.0, when - self.now) + 1e-6, self, "timer", self._on_timer, when)
