@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from tests.unit.brokers import KINDS, EmbeddedBroker, patience, running  # noqa: F401
-from vllm_pd.control.links import open_uplink
+from vllm_pd.control.sockets import open_uplink
 from vllm_pd.core import messages as m
 from vllm_pd.rpc.sockets import SendResult
 

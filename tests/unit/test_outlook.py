@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_pd.control.outlook import SILENT_HEARTBEATS, Outlook
+from vllm_pd.control.cluster import SILENT_HEARTBEATS, Outlook
 from vllm_pd.core import messages as m
 
 MEMBER = m.Member("d", m.Role.DECODE, "", m.Fingerprint(1, "", "", "", 1, 1, 1, 1, ""))

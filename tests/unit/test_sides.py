@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from vllm_pd.config import PDConfig
+from vllm_pd.control.credits import Room
 from vllm_pd.control.degraded import Cause, Degraded, DegradedLog
-from vllm_pd.control.room import Room
-from vllm_pd.control.sides import RECONNECT_POLL_S, Sides
+from vllm_pd.control.protocol import RECONNECT_POLL_S, Sides
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Prefill, ToBroker
 

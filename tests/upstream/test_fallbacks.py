@@ -8,7 +8,7 @@ import pytest
 from simulated_engine import BLOCK_SIZE, FakePeers, SimulatedEngine
 
 from vllm_pd.config import PDConfig
-from vllm_pd.control.outlook import QueueView
+from vllm_pd.control.cluster import QueueView
 from vllm_pd.core.actions import Fallback, FallbackReason, Outcome, Prefilled, Released
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.metrics import PDMetrics

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from simulated_engine import BLOCK_SIZE, RemoteWork, SimulatedEngine
 
 import vllm_pd.v0.engine
-from vllm_pd.control.outlook import QueueView
+from vllm_pd.control.cluster import QueueView
 from vllm_pd.core.actions import Cancelled, Event, Fallback, FallbackReason, Outcome, Prefill, Prefilled, Released
 from vllm_pd.core.messages import Attempt, Role, Timings
 from vllm_pd.transfer.device import HostDevice

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from vllm_pd.control.cluster import QueueView
 from vllm_pd.control.degraded import Cause, Degraded
-from vllm_pd.control.links import Links
-from vllm_pd.control.outlook import QueueView
-from vllm_pd.control.sides import Sides
-from vllm_pd.control.standing import Standing
+from vllm_pd.control.protocol import Sides
+from vllm_pd.control.sockets import Links
+from vllm_pd.control.state import Standing
 from vllm_pd.control.thread import ControlThread
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Event, Fallback, FallbackReason, Outcome, Released

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 
 from vllm_pd.control.degraded import DegradedLog
-from vllm_pd.control.links import Links, Source
 from vllm_pd.control.notices import Notices
-from vllm_pd.control.sides import Sides
+from vllm_pd.control.protocol import Sides
+from vllm_pd.control.sockets import Links, Source
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Action, Connect, Disconnect, ToBroker, ToDecode, ToPrefill
 from vllm_pd.errors import ControlError, PeerMismatch

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.core.scheduler import Scheduler
     from vllm.sequence import SequenceGroup, SequenceGroupBase
 
-    from vllm_pd.control.outlook import QueueView
+    from vllm_pd.control.cluster import QueueView
 
 logger = logging.getLogger("vllm.pd")
 

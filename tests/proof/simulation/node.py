@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 
 from vllm_pd.broker.registry import QueueLimits, Registry
 from vllm_pd.config import PDConfig
-from vllm_pd.control.outlook import QueueView
-from vllm_pd.control.sides import Sides
+from vllm_pd.control.cluster import QueueView
+from vllm_pd.control.protocol import Sides
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
 from vllm_pd.core.decode import DecodeProtocol

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+from vllm_pd.control.cluster import Outlook, QueueView
+from vllm_pd.control.credits import Room
 from vllm_pd.control.degraded import Cause, Degraded
-from vllm_pd.control.outlook import Outlook, QueueView
-from vllm_pd.control.room import Room
-from vllm_pd.control.standing import Standing
+from vllm_pd.control.state import Standing
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import EVENTS, Action, Event, Prefill
 from vllm_pd.core.decode import AttemptState, DecodeLimits, DecodeProtocol
