@@ -185,7 +185,7 @@ class EngineProcess:
     def wait_for(self, *peers: "EngineProcess") -> None:
         """Until these prefill engines, and no others, can be used: one that died may count until it is found dead."""
         names = sorted(peer.incarnation() for peer in peers)
-        self.wait_until(f"disagg._agent.view().broker_up and sorted({SIDES}.outlook.prefills({SIDES}.decode.peers)) "
+        self.wait_until(f"disagg._agent.view().broker_up and sorted({SIDES}.cluster.prefills({SIDES}.decode.peers)) "
                         f"== {names!r}")
 
     def incarnation(self) -> str:

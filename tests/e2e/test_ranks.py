@@ -73,7 +73,7 @@ def keep_away(d: EngineProcess, p: EngineProcess) -> None:
 
 
 def takes_jobs(engine: EngineProcess, jobs: int) -> None:
-    engine.execute(f"disagg.prefill_jobs._max_jobs = {jobs}; disagg.prefill_jobs.tell_room()")
+    engine.execute(f"disagg.prefill_jobs._max_jobs = {jobs}; disagg.prefill_jobs.set_credits()")
 
 
 def test_b40_b44_two_ranks_and_one_prefill_side_by_side(trio, two, mono):

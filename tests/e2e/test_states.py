@@ -286,7 +286,7 @@ def stranger(pair):
         config = PDConfig.parse("kv_producer", {"broker": pair.broker.url, **PATIENT})
         agent = ControlAgent(config, member, b"", wake=lambda: None)
         agent.start()
-        agent.set_room(8)
+        agent.set_credits(8)
         agents.append(agent)
         return agent
 

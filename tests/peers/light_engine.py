@@ -101,8 +101,8 @@ class LightEngine:
         return {"free": len(self.free), "open": len(self.agent.open_attempts()), "jobs": len(self.jobs),
                 "waiting": len(self.waiting) + len(self.prompts), "handles": self.worker.live_handles(),
                 "counts": self.agent.counts(), "totals": self.agent.totals(), "dropped": self.agent.dropped(),
-                "view": msgspec.structs.asdict(self.agent.view()), "role": self.agent.standing.role.value,
-                "left": self.agent.standing.left, "error": repr(self.agent.error) if self.agent.error else None,
+                "view": msgspec.structs.asdict(self.agent.view()), "role": self.agent.state.role.value,
+                "left": self.agent.state.left, "error": repr(self.agent.error) if self.agent.error else None,
                 "fds": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss,
                 "moved": self.moved, "reached": self._reached()}
 
@@ -156,7 +156,7 @@ class LightEngine:
         self._collect()
         self._start_waiting()
         self._compute()
-        self.agent.set_room(max(0, self.room - len(self.jobs)))
+        self.agent.set_credits(max(0, self.room - len(self.jobs)))
         self.agent.set_load(m.Load(len(self.prompts) + len(self.jobs), len(self.waiting), len(self.free)))
 
     def _collect(self) -> None:
@@ -193,7 +193,7 @@ class LightEngine:
                 return
             self.waiting.popleft()
             view = self.agent.view()
-            if not (self.agent.standing.hands_over and view.broker_up and view.prefill_peers):
+            if not (self.agent.state.hands_over and view.broker_up and view.prefill_peers):
                 self.ended[name] = "local"
                 continue
             blocks, self.free = self.free[:count], self.free[count:]

@@ -143,7 +143,7 @@ def test_b43_sigterm_refuses_new_requests_and_waits_for_the_open_one(tmp_path):
         status, said, _ = await served.ask("GET", "/pd/status")
         assert (status, said["draining"], said["drained"], said["open_requests"]) == (200, True, False, 1)
         served.agent.set_load(m.Load())
-        await until(lambda: served.agent.standing.left)
+        await until(lambda: served.agent.state.left)
         await asyncio.sleep(0.1)
         assert served.stops == [], "a client still reads"
         served.release.set()
@@ -333,7 +333,7 @@ def test_b63_health_generate_goes_a_completions_way(tmp_path):
         assert served.door._open == 0
         served.agent.set_load(m.Load(running=1))
         served.on_sigterm()
-        await until(lambda: served.agent.standing.draining)
+        await until(lambda: served.agent.state.draining)
         assert (await served.ask("GET", "/health_generate"))[0] == 503
 
     run(body, tmp_path)
@@ -352,6 +352,6 @@ def test_b63_health_generate_wants_the_servers_key(tmp_path):
                                        ("0.0.0.0", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")])
 def test_the_registry_hears_where_the_server_is(tmp_path, host, url):
     async def body(served):
-        await until(lambda: served.agent.standing.member().http == url)
+        await until(lambda: served.agent.state.member().http == url)
 
     run(body, tmp_path, host=host)

@@ -72,8 +72,8 @@ class Engine:
         self.agent = ControlAgent(settings, member or local_member(role, fingerprint), b"memory of " + role.encode(),
                                   self._wake, **more)
         self.agent.start()
-        outlook = self.agent._sides.outlook
-        outlook.silent_s = min(silent_s, settings.ttl_s)
+        cluster = self.agent._sides.cluster
+        cluster.silent_s = min(silent_s, settings.ttl_s)
 
     def close(self):
         """Its thread may take its time."""
@@ -171,7 +171,7 @@ def pair(broker, engine):
 
 
 def peered(decode, prefill, room=4):
-    prefill.agent.set_room(room)
+    prefill.agent.set_credits(room)
     decode.expect_view(lambda view: view.broker_up and view.prefill_peers == 1)
     assert prefill.expect(AddPeer) == AddPeer(decode.agent.member.incarnation, b"memory of kv_consumer")
     return decode, prefill
@@ -184,7 +184,7 @@ def hand_over(decode, prefill, request_id="r"):
     assert job == Prefill(attempt, TOKENS, [11, 12], 1, [10], decode.agent.member.incarnation)
     assert prefill.agent.may_write(attempt)  # which D is told
     decode.bell.wait(2)
-    prefill.agent.set_room(4)
+    prefill.agent.set_credits(4)
     prefill.agent.sent(attempt, m.Timings(prefill_s=0.5, transfer_s=0.25, bytes=7))
     record = decode.agent._sides.decode._records.get(attempt)
     deadline = time.monotonic() + WAIT_S
@@ -218,8 +218,8 @@ def test_b20_many_hand_overs_leave_nothing_behind(pair):
     decode, prefill = pair
     hand_over(decode, prefill)
     for one in pair:
-        outlook = one.agent._sides.outlook
-        outlook.heartbeat_s, outlook.silent_s = 10 * WAIT_S, 20 * WAIT_S
+        cluster = one.agent._sides.cluster
+        cluster.heartbeat_s, cluster.silent_s = 10 * WAIT_S, 20 * WAIT_S
     before = [one.agent.counts() for one in pair]
     for number in range(100):
         hand_over(decode, prefill, f"r{number % 3}")
@@ -233,7 +233,7 @@ def test_broker_and_peers_are_bounded_by_room(pair):
     time.sleep(0.3)
     assert taken == attempts[:4] and prefill.agent.take_events() == []
     decode.expect_view(lambda view: view.queue_length == 3)
-    prefill.agent.set_room(2)
+    prefill.agent.set_credits(2)
     assert [prefill.expect(Prefill).attempt for _ in range(2)] == attempts[4:6]
     for attempt in attempts:
         decode.agent.abort(attempt)
@@ -252,7 +252,7 @@ def test_b30_failed_at_once_is_not_delivered_again(broker, engine):
     decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
     attempt = decode.submit()
     assert prefill.expect(Prefill).attempt == attempt
-    prefill.agent.set_room(4)
+    prefill.agent.set_credits(4)
     prefill.agent.failed(attempt, "token id 99999 is not in the vocabulary")
     assert decode.expect(Fallback) == Fallback(attempt, FallbackReason.FAILED, Outcome.FAILED,
                                                "token id 99999 is not in the vocabulary",
@@ -337,7 +337,7 @@ def test_kv_both_engines_serve_each_other_and_never_themselves(broker, engine):
     settings = Settings(broker.address)
     one, two = engine(settings, m.Role.BOTH), engine(settings, m.Role.BOTH)
     for this, other in ((one, two), (two, one)):
-        this.agent.set_room(4)
+        this.agent.set_credits(4)
         this.expect_view(lambda view: view.prefill_peers == 1)
         assert this.expect(AddPeer).incarnation == other.agent.member.incarnation
     attempts = one.submit(), two.submit()
@@ -352,7 +352,7 @@ def test_b40_second_engines_join_and_all_are_served(broker, engine):
     decodes = [engine(settings, m.Role.DECODE) for _ in range(2)]
     prefills = [engine(settings, m.Role.PREFILL) for _ in range(2)]
     for prefill in prefills:
-        prefill.agent.set_room(2)
+        prefill.agent.set_credits(2)
         prefill.expect(AddPeer), prefill.expect(AddPeer)
     for decode in decodes:  # which a P may know before the broker has answered it
         decode.expect_view(lambda view: view.broker_up and view.prefill_peers == 2)
@@ -382,8 +382,8 @@ def test_b26_gone_at_submit_and_back_without_a_restart_of_anything(broker, engin
 def until_queued(decode, jobs):
     """The broker has said that it has so many."""
     deadline = time.monotonic() + WAIT_S
-    while decode.agent._sides.outlook.queue_length != jobs:
-        assert time.monotonic() < deadline, decode.agent._sides.outlook.queue_length
+    while decode.agent._sides.cluster.queue_length != jobs:
+        assert time.monotonic() < deadline, decode.agent._sides.cluster.queue_length
         time.sleep(0.005)
 
 
@@ -415,7 +415,7 @@ def test_b26_back_in_time_the_job_is_still_done(broker, engine):
     decode.expect_view(lambda view: not view.broker_up)
     broker.start()
     decode.expect_view(lambda view: view.broker_up and view.queue_length == 1)
-    prefill.agent.set_room(1)
+    prefill.agent.set_credits(1)
     assert prefill.expect(Prefill).attempt == waiting
 
 
@@ -448,7 +448,7 @@ bell = threading.Event()
 fingerprint = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 agent = ControlAgent(Settings(), local_member(m.Role(sys.argv[1]), fingerprint), b"m", bell.set)
 agent.start()
-agent.set_room(4)
+agent.set_credits(4)
 while True:
     bell.wait(0.05)
     bell.clear()
@@ -537,7 +537,7 @@ def test_b25_a_prefill_engine_that_is_listed_but_does_not_reach_us_is_not_waited
     monkeypatch.setattr(PrefillProtocol, "members_are", lambda *_: [])
     decode, prefill = (engine(Settings(broker.address), role) for role in (m.Role.DECODE, m.Role.PREFILL))
     fall_back_soon(decode)
-    until(decode.agent._sides.outlook.members)
+    until(decode.agent._sides.cluster.members)
     assert decode.agent.view().broker_up and decode.agent.view().prefill_peers == 0
     attempt = decode.submit()
     fallback = decode.expect(Fallback)
@@ -571,7 +571,7 @@ def test_b22_prefill_engine_stopped_for_longer_than_its_lease(broker, engine):
 
 def test_b23_decode_engine_killed(broker, engine):
     prefill = engine(Settings(broker.address), m.Role.PREFILL)
-    prefill.agent.set_room(4)
+    prefill.agent.set_credits(4)
     with other_process(m.Role.DECODE, broker) as child:
         peer = prefill.expect(AddPeer).incarnation
         attempt = prefill.expect(Prefill).attempt
@@ -615,7 +615,7 @@ def test_b42_mismatch_names_both_values_and_traffic_stays_local(broker, engine):
     decode = engine(settings, m.Role.DECODE)
     fall_back_soon(decode)
     prefill = engine(settings, m.Role.PREFILL, msgspec.structs.replace(FINGERPRINT, kv_dtype="fp8"))
-    prefill.agent.set_room(4)
+    prefill.agent.set_credits(4)
     for one, words in ((decode, ["kv_dtype", "'float32'", "'fp8'"]), (prefill, ["kv_dtype", "'fp8'", "'float32'"])):
         one.expect_view(lambda view: view.mismatch is not None)
         assert all(word in one.agent.view().mismatch for word in words)
@@ -766,7 +766,7 @@ def test_death_of_the_thread_is_told_and_all_stays_local(pair):
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (later, FallbackReason.CONTROL)
     assert decode.expect(Released).attempt == later
-    decode.agent.abort(granted), decode.agent.arrived(granted, 0), decode.agent.set_room(1), decode.agent.counts()
+    decode.agent.abort(granted), decode.agent.arrived(granted, 0), decode.agent.set_credits(1), decode.agent.counts()
     decode.agent.close()
 
 

@@ -222,7 +222,7 @@ def test_b81_a_decode_engines_socket(broker, context):
     decode, prefill = Engine(settings, m.Role.DECODE), Engine(settings, m.Role.PREFILL)
     with closing(decode, prefill):
         peered(decode, prefill)
-        prefill.agent.set_room(0)
+        prefill.agent.set_credits(0)
         time.sleep(0.2)
         agent = decode.agent
         sockets = connect(context, agent.member.address, 6)
@@ -271,7 +271,7 @@ def test_b81_a_decode_engines_socket(broker, context):
             if isinstance(event, Cancelled):
                 prefill.agent.ended(event.attempt)
         prefill.events.clear()
-        prefill.agent.set_room(4)
+        prefill.agent.set_credits(4)
         agent._sides.decode.limits = msgspec.structs.replace(agent._sides.decode.limits, lease_s=60.0)
         hand_over(decode, prefill, "afterwards")
 
@@ -354,7 +354,7 @@ def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context
                             agent.sent(event.attempt, m.Timings())
                         else:
                             agent.failed(event.attempt, "no")
-                agent.set_room(8)
+                agent.set_credits(8)
                 low = number // 25
                 words.attempts = [*(m.Attempt(dice.choice(["d0", "d1", us]), f"r{low + i}", low + i) for i in range(3)),
                                   *(claim.attempt for claim in claims)]
@@ -437,7 +437,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
             if number % 100 == 0:
                 await client.flush()
                 await asyncio.sleep(0.01)
-                prefill.agent.set_room(4)
+                prefill.agent.set_credits(4)
                 for event in prefill.agent.take_events():
                     if isinstance(event, Prefill):
                         prefill.agent.failed(event.attempt, "")
@@ -467,7 +467,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
             decode.expect_view(lambda view: view.broker_up and view.prefill_peers >= 1)
             prefill.agent.take_events(), decode.agent.take_events()
             prefill.events.clear(), decode.events.clear()
-            prefill.agent.set_room(4)
+            prefill.agent.set_credits(4)
             hand_over(decode, prefill, "afterwards")
     finally:
         server.kill()

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from vllm_pd.config import PDConfig
-from vllm_pd.control.credits import Room
+from vllm_pd.control.credits import JobCredits
 from vllm_pd.control.degraded import Cause, Degraded, DegradedLog
-from vllm_pd.control.protocol import RECONNECT_POLL_S, Sides
+from vllm_pd.control.protocol import RECONNECT_POLL_S, PeerProtocol
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Prefill, ToBroker
 
@@ -23,7 +23,7 @@ def roused():
 @pytest.fixture
 def sides(roused):
     """An engine of both roles whose broker lists it alone."""
-    sides = Sides(CONFIG, US, b"memory", 0.0, lambda: roused.append(None))
+    sides = PeerProtocol(CONFIG, US, b"memory", 0.0, lambda: roused.append(None))
     sides.registered(0.0, sent=True)
     sides.from_broker(0.0, "b", m.Peers("b", 1, [US], 0))
     sides.to_send()
@@ -38,7 +38,7 @@ def submitted(sides, now=1.0):
 
 
 def test_the_broker_is_told_of_room_once_and_a_new_broker_again():
-    room = Room()
+    room = JobCredits()
     room.set(3)
     room.offered(7)
     assert room.news(3) == m.Take(3, 7)
@@ -53,7 +53,7 @@ def test_the_broker_is_told_of_room_once_and_a_new_broker_again():
 
 
 def test_jobs_that_come_count_until_the_engine_has_room_again(sides, roused):
-    sides.set_room(2)
+    sides.set_credits(2)
     assert roused and sides.to_send()[1].room == 2
     sides.do([Prefill(m.Attempt("d", "r", 0), [1], [1], 0, [], "d")])
     assert sides.to_send()[1].room == 1
@@ -61,18 +61,18 @@ def test_jobs_that_come_count_until_the_engine_has_room_again(sides, roused):
     assert sides.to_send()[1].room == 1, "it was told of what it took"
     sides.room_told(sides.to_send()[1])
     roused.clear()
-    sides.set_room(1)
+    sides.set_credits(1)
     assert not roused and sides.to_send()[1] is None
 
 
 def test_b43_one_that_drains_has_no_room_and_leaves_when_nothing_is_open(sides):
     attempt = submitted(sides)
-    sides.set_room(2)
+    sides.set_credits(2)
     sides.drain(2.0)
     assert sides.to_send()[1].room == 0
     assert sides.registration(2.0).member.draining, "everybody hears of it soon"
     sides.registered(2.0, sent=True)
-    sides.from_broker(2.0, "b", m.Peers("b", 2, [sides.standing.member()], 0))
+    sides.from_broker(2.0, "b", m.Peers("b", 2, [sides.state.member()], 0))
     sides.set_load(m.Load())
     assert not sides.leave_if_drained(), "an attempt is open"
     sides.do(sides.decode.abort(3.0, attempt))
@@ -90,7 +90,7 @@ def test_a_heartbeat_that_did_not_leave_is_tried_again_soon(sides):
     assert sides.registration(0.5 * CONFIG.heartbeat_s) is None
     assert sides.registration(CONFIG.heartbeat_s) == m.Register(US, "b", 1)
     sides.registered(CONFIG.heartbeat_s, sent=False)
-    assert not sides.outlook.up and sides.registration(CONFIG.heartbeat_s + RECONNECT_POLL_S) is not None
+    assert not sides.cluster.up and sides.registration(CONFIG.heartbeat_s + RECONNECT_POLL_S) is not None
 
 
 def test_the_engine_is_woken_once_for_what_it_has_not_taken(sides):
@@ -128,7 +128,7 @@ def prefill_engine(**difference) -> m.Member:
 
 def listed(sides, *others, now=1.0):
     """The broker's list, with us and these."""
-    sides.from_broker(now, "b", m.Peers("b", sides.outlook.version + 1, [US, *others], 0))
+    sides.from_broker(now, "b", m.Peers("b", sides.cluster.version + 1, [US, *others], 0))
     sides.tick(now)
 
 

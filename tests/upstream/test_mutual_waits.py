@@ -76,7 +76,7 @@ class Node:
         self.vllm_config = self
         self.seq_id_to_seq_group: dict = {}
         self.member = SimpleNamespace(incarnation=name, address="")
-        self.standing = SimpleNamespace(role=Role.BOTH, draining=False, hands_over=True)
+        self.state = SimpleNamespace(role=Role.BOTH, draining=False, hands_over=True)
         self.transfer, self.events, self.room, self.failures = Transfer(), list[Event](), 0, 0
         self._numbers = 0
         extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE, "prefix_reads": "never",
@@ -151,7 +151,7 @@ class Node:
     def ended(self, attempt: Attempt) -> None:
         pass
 
-    def set_room(self, jobs: int) -> None:
+    def set_credits(self, jobs: int) -> None:
         self.room = jobs
 
     def set_load(self, load) -> None:

@@ -29,7 +29,7 @@ class Agent:
         self.lease_is_over = False
         self.room = -1
 
-    def set_room(self, jobs: int) -> None:
+    def set_credits(self, jobs: int) -> None:
         self.room = jobs
 
     def may_write(self, attempt: Attempt) -> bool:
@@ -106,7 +106,7 @@ def test_life_of_a_job(jobs, agent, engine):
     progress = Progress()
     jobs.handle(prefill(), progress)
     assert engine.scheduler[0].waiting[0].first_seq.remote_decode == ATTEMPT
-    jobs.tell_room()
+    jobs.set_credits()
     assert agent.room == 1
     assert not jobs.has_requests and not jobs.sending
     jobs.computed(ATTEMPT, [5, 6, 7], progress)
@@ -124,7 +124,7 @@ def test_life_of_a_job(jobs, agent, engine):
     assert agent.names() == ["sent"]
     timings = agent.calls[0][2]
     assert (timings.transfer_s, timings.bytes, timings.measured) == (0.5, 100, True)
-    jobs.tell_room()
+    jobs.set_credits()
     assert agent.room == 2
 
 
@@ -157,7 +157,7 @@ def test_b30_a_job_that_can_not_run_is_answered_at_once(jobs, agent, engine, tok
     jobs.handle(prefill(tokens), progress)
     assert agent.names() == ["failed"]
     assert engine.scheduler[0].waiting == []
-    jobs.tell_room()
+    jobs.set_credits()
     assert agent.room == 2  # its place is free again
 
 
@@ -310,5 +310,5 @@ def test_b30_jobs_that_have_not_begun_can_be_given_back(jobs, agent, engine):
                                                                                   JobStage.COMPUTED, None]
     assert engine.aborted == [f"pd-{attempts[2]}"]
     assert [call[:2] for call in agent.calls] == [("failed", attempts[2])] and "no room" in agent.calls[0][2]
-    jobs.tell_room()
+    jobs.set_credits()
     assert agent.room == 0

@@ -11,9 +11,9 @@ import msgspec
 
 from vllm_pd.control.cluster import QueueView
 from vllm_pd.control.degraded import Cause, Degraded
-from vllm_pd.control.protocol import Sides
-from vllm_pd.control.sockets import Links
-from vllm_pd.control.state import Standing
+from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.control.sockets import ControlSockets
+from vllm_pd.control.state import EngineState
 from vllm_pd.control.thread import ControlThread
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Event, Fallback, FallbackReason, Outcome, Released
@@ -42,14 +42,14 @@ class ControlAgent:
         self._link_counters: m.Counters = collections.Counter()
         self._sides = self._sides_of(member)
 
-    def _sides_of(self, member: m.Member) -> Sides:
-        return Sides(self._config, member, self._metadata, self._clock(), self._rouse)
+    def _sides_of(self, member: m.Member) -> PeerProtocol:
+        return PeerProtocol(self._config, member, self._metadata, self._clock(), self._rouse)
 
     # Life.
 
     def start(self) -> None:
         """Bind, fill in the addresses of `member`, and run. ConfigError where `bind` or `broker` can't be used."""
-        links = Links(self.member.incarnation, self._config, self._front)
+        links = ControlSockets(self.member.incarnation, self._config, self._front)
         self._link_counters = links.counters
         self._lifeline = Lifeline(self.member.incarnation, urlsplit(links.address).hostname)
         self._sides = self._sides_of(msgspec.structs.replace(self.member, address=links.address,
@@ -97,9 +97,9 @@ class ControlAgent:
             return self._sides.set_role(self._clock(), role)
 
     @property
-    def standing(self) -> Standing:
+    def state(self) -> EngineState:
         """The present role, and whether the engine drains. To be read only."""
-        return self._sides.standing
+        return self._sides.state
 
     def set_load(self, load: m.Load) -> None:
         """How busy the engine is, after each look at its events."""
@@ -179,10 +179,10 @@ class ControlAgent:
 
     # For a prefill engine.
 
-    def set_room(self, jobs: int) -> None:
+    def set_credits(self, jobs: int) -> None:
         """How many jobs the engine could take beyond those that it has taken from `take_events`."""
         with self._lock:
-            self._sides.set_room(jobs)
+            self._sides.set_credits(jobs)
 
     def may_write(self, attempt: m.Attempt) -> bool:
         """Whether the lease stands. To be asked right before each post of a write, and D is told that it comes."""

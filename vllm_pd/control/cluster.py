@@ -23,7 +23,7 @@ class QueueView(msgspec.Struct, frozen=True):
     mismatch: str | None
 
 
-class Outlook:
+class ClusterView:
     """Heartbeats, the registry's last word, and who is dead by fact."""
 
     def __init__(self, member: m.Member, heartbeat_s: float, ttl_s: float):

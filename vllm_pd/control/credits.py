@@ -3,7 +3,7 @@
 from vllm_pd.core import messages as m
 
 
-class Room:
+class JobCredits:
     """`jobs`: what the engine could take beyond those that it has taken."""
 
     def __init__(self) -> None:

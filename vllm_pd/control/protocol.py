@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that an engine knows and decides as a peer: its two sides, its outlook and its standing, which play together.
+"""All that an engine knows and decides as a peer: its two sides, its cluster view and its state, which play together.
 
 No sockets, no clock, no thread. What is to be sent waits in the outbox for the control thread, what the engine is to
 learn waits for `take_events`. Both use it, under `lock`, which is held for dictionary work only, never for I/O: so
@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from vllm_pd.control.cluster import Outlook, QueueView
-from vllm_pd.control.credits import Room
+from vllm_pd.control.cluster import ClusterView, QueueView
+from vllm_pd.control.credits import JobCredits
 from vllm_pd.control.degraded import Cause, Degraded
-from vllm_pd.control.state import Standing
+from vllm_pd.control.state import EngineState
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import EVENTS, Action, Event, Prefill
 from vllm_pd.core.decode import AttemptState, DecodeLimits, DecodeProtocol
@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm.pd")
 RECONNECT_POLL_S = 0.1  # while the broker is away
 
 
-class Sides:
+class PeerProtocol:
     """Of one engine. `member` is its registry entry as it was born, with its addresses. `rouse` is called, with the
     lock, when there is something new for whoever sends and tells."""
 
@@ -41,9 +41,9 @@ class Sides:
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
             ttl_s=config.ttl_s))
         self.prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
-        self.outlook = Outlook(member, config.heartbeat_s, config.ttl_s)
-        self.standing = Standing(member)
-        self._room = Room()
+        self.cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
+        self.state = EngineState(member)
+        self._room = JobCredits()
         self._ttl_s = config.ttl_s
         self.patience_s = config.ttl_s  # for a state of the world that may be over in a moment
         self._broker = config.broker
@@ -76,7 +76,7 @@ class Sides:
         self._room.taken(_jobs(events))
         return events
 
-    def set_room(self, jobs: int) -> None:
+    def set_credits(self, jobs: int) -> None:
         """How many jobs the engine could take beyond those that it has taken from `take_events`."""
         self._room.set(jobs)
         if self._room.news(self._free_room()) is not None:
@@ -84,7 +84,7 @@ class Sides:
 
     def set_load(self, load: m.Load) -> None:
         """How busy the engine is."""
-        if self.standing.told_load(load) or self.standing.draining and not (load.running or load.waiting):
+        if self.state.told_load(load) or self.state.draining and not (load.running or load.waiting):
             self._rouse()
 
     def do(self, actions: list[Action]) -> None:
@@ -102,7 +102,7 @@ class Sides:
 
     def view(self, now: float, avoid: Collection[str] = ()) -> QueueView:
         """What the policy wants to know of the world, for a request that shall not go to these Ps again."""
-        return self.outlook.view(now, self.decode.queued(), self.decode.peers, avoid)
+        return self.cluster.view(now, self.decode.queued(), self.decode.peers, avoid)
 
     def open_attempts(self) -> list[m.Attempt]:
         """Every attempt with a record, on either side."""
@@ -123,20 +123,20 @@ class Sides:
         """Why a peer does not fit, or did not when it last spoke to us."""
         for side in (self.decode, self.prefill):
             if side.mismatch is not None:
-                self.outlook.refused(now, side.mismatch)
+                self.cluster.refused(now, side.mismatch)
                 side.mismatch = None
-        return self.outlook.view(now, 0, ()).mismatch
+        return self.cluster.view(now, 0, ()).mismatch
 
     def degraded(self, now: float) -> Degraded | None:
         """Why this engine has nobody to hand prefills to, or to take them from; None where it has, or is to leave."""
-        if self.standing.draining:
+        if self.state.draining:
             return None
-        if not self.outlook.up:
+        if not self.cluster.up:
             return Degraded(Cause.BROKER, f"the broker {self._broker} does not answer")
-        decodes = self.standing.role.decodes
-        if self.outlook.prefills(self.decode.peers) if decodes else self.prefill.peers():
+        decodes = self.state.role.decodes
+        if self.cluster.prefills(self.decode.peers) if decodes else self.prefill.peers():
             return None
-        mismatch = self.outlook.view(now, 0, ()).mismatch
+        mismatch = self.cluster.view(now, 0, ()).mismatch
         if mismatch is not None:
             return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
         return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there")
@@ -144,7 +144,7 @@ class Sides:
     def living_peers(self) -> dict[str, m.Member]:
         """Those who have been introduced, on either side, and are not known to be dead."""
         peers = {**self.decode.peers, **self.prefill.peers()}
-        return {name: peer for name, peer in peers.items() if not self.outlook.is_dead(name)}
+        return {name: peer for name, peer in peers.items() if not self.cluster.is_dead(name)}
 
     def busy_peers(self) -> set[str]:
         """Those whose death would end something of ours."""
@@ -163,22 +163,22 @@ class Sides:
     def from_broker(self, now: float, sender: str, message: m.Message) -> None:
         """A message from the broker."""
         if isinstance(message, m.Refused):
-            self.outlook.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
+            self.cluster.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
             return
-        length = self.outlook.queue_length if isinstance(message, m.Offer) else message.queue_length
-        if self.outlook.heard(now, sender, length):
+        length = self.cluster.queue_length if isinstance(message, m.Offer) else message.queue_length
+        if self.cluster.heard(now, sender, length):
             self._room.forget(new_broker=True)
             if not isinstance(message, m.PutReply):
                 self.do(self.decode.requeue(now))
         self.do(self.decode.broker_is(now, True))
         if isinstance(message, m.Peers):
-            self.outlook.peers(message)
-            self.standing.listed(self.outlook.listed())
+            self.cluster.peers(message)
+            self.state.listed(self.cluster.listed())
             if self.member.role.prefills:
-                self.do(self.prefill.members_are(now, self.outlook.members()))
+                self.do(self.prefill.members_are(now, self.cluster.members()))
         elif isinstance(message, m.PutReply):
             if message.refusal is m.PutRefusal.UNREGISTERED:
-                self.outlook.next_heartbeat = now
+                self.cluster.next_heartbeat = now
             self.do(self.decode.put_reply(now, message))
         elif isinstance(message, m.Offer):
             self._room.offered(message.serial)
@@ -187,13 +187,13 @@ class Sides:
 
     def unsent(self, now: float, message: m.Message) -> None:
         """This did not reach the broker."""
-        self.outlook.up = False
+        self.cluster.up = False
         if isinstance(message, m.Put):
             self.do(self.decode.put_failed(now, message.job.attempt))
 
     def peer_dead(self, now: float, incarnation: str) -> None:
         """That process is gone, as a fact."""
-        self.outlook.dead(incarnation)
+        self.cluster.dead(incarnation)
         self.do(self.decode.peer_dead(now, incarnation))
         self.do(self.prefill.peer_lost(now, incarnation))
 
@@ -201,25 +201,25 @@ class Sides:
 
     def drain(self, now: float) -> None:
         """Take nothing new from others, finish what is open, then leave the registry for good."""
-        if not self.standing.draining:
+        if not self.state.draining:
             logger.info("draining: no new work, what is open is finished")
-            self.standing.drain()
+            self.state.drain()
             self._changed(now)
 
     def set_role(self, now: float, role: m.Role) -> str:
         """Act as `role` from now on; what is open is finished. Returns why not, empty where it is done."""
-        problem = self.standing.set_role(role)
+        problem = self.state.set_role(role)
         self._changed(now)
         return problem
 
     def serves(self, now: float, http: str) -> None:
         """The front end says where it serves."""
-        if self.standing.serves(http):
+        if self.state.serves(http):
             self._changed(now)
 
     def _changed(self, now: float) -> None:
         """Tell everybody soon, the engine included."""
-        self.outlook.next_heartbeat = now
+        self.cluster.next_heartbeat = now
         self._announced = False
         self._rouse()
 
@@ -227,7 +227,7 @@ class Sides:
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        self.decode.peers_are(now, self.outlook.prefills(self.decode.peers))
+        self.decode.peers_are(now, self.cluster.prefills(self.decode.peers))
         self.do(self.decode.handle_timeout(now))
         self.do(self.prefill.handle_timeout(now))
         degraded = self.degraded(now)
@@ -239,7 +239,7 @@ class Sides:
         """When there is next something to do, by the clock or at once (-inf)."""
         if self._outbox or not self._announced:
             return float("-inf")
-        due = [self.decode.next_timeout(), self.prefill.next_timeout(), self.outlook.next_timeout()]
+        due = [self.decode.next_timeout(), self.prefill.next_timeout(), self.cluster.next_timeout()]
         return min(when for when in due if when is not None)
 
     def to_send(self) -> tuple[collections.deque[Action], m.Take | None]:
@@ -259,34 +259,34 @@ class Sides:
 
     def registration(self, now: float) -> m.Register | None:
         """The heartbeat, where it is due."""
-        outlook = self.outlook
-        if now < outlook.next_heartbeat:
+        cluster = self.cluster
+        if now < cluster.next_heartbeat:
             return None
-        if self.standing.left:
-            outlook.next_heartbeat = now + outlook.heartbeat_s
+        if self.state.left:
+            cluster.next_heartbeat = now + cluster.heartbeat_s
             return None
-        return m.Register(self.standing.member(), outlook.broker, outlook.version)
+        return m.Register(self.state.member(), cluster.broker, cluster.version)
 
     def registered(self, now: float, sent: bool) -> None:
         """Whether the heartbeat left."""
-        period_s = self.outlook.heartbeat_s
-        self.outlook.next_heartbeat = now + (period_s if sent else min(RECONNECT_POLL_S, period_s))
+        period_s = self.cluster.heartbeat_s
+        self.cluster.next_heartbeat = now + (period_s if sent else min(RECONNECT_POLL_S, period_s))
         self._room.forget(new_broker=False)
         if not sent:
-            self.outlook.up = False
+            self.cluster.up = False
 
     def check_broker(self, now: float) -> None:
         """A broker that has been silent for too long is away."""
-        self.outlook.check(now)
-        if not self.outlook.up:
-            self.do(self.decode.broker_is(max(self.outlook.heard_at, now - self._ttl_s), False))
+        self.cluster.check(now)
+        if not self.cluster.up:
+            self.do(self.decode.broker_is(max(self.cluster.heard_at, now - self._ttl_s), False))
 
     def leave_if_drained(self) -> bool:
         """Whether this moment has ended the drain: nothing is open any more, and goodbye may be said."""
         is_open = bool(self.open_attempts() or self._outbox or self._events)
-        if self.standing.left or not self.standing.is_drained(is_open, self.outlook.up):
+        if self.state.left or not self.state.is_drained(is_open, self.cluster.up):
             return False
-        self.standing.left = True
+        self.state.left = True
         return True
 
     def abort_all(self, now: float) -> None:
@@ -296,13 +296,13 @@ class Sides:
 
     def shut(self, now: float, detail: str) -> None:
         """Nobody will send or tell any more: what is open ends, for the reason that `detail` gives."""
-        self.outlook.up = False
+        self.cluster.up = False
         self.do(self.decode.shut(now, detail))
         self.do(self.prefill.shut(now))
         self._outbox.clear()
 
     def _free_room(self) -> int:
-        if not self.standing.takes_jobs:
+        if not self.state.takes_jobs:
             return 0
         return max(0, self._room.jobs - self.prefill.waiting() - _jobs(self._events))
 

@@ -30,7 +30,7 @@ MAX_ROUTES = 4096
 BATCH_MESSAGES = 128
 
 
-class Source(Enum):
+class MessageSource(Enum):
     """Where a message came in."""
     BROKER = "broker"
     DECODE = "decode"
@@ -39,10 +39,10 @@ class Source(Enum):
     FRONT = "front"
 
 
-_EXPECTED = {Source.DECODE: m.TO_PREFILL, Source.PREFILL: m.TO_DECODE, Source.FRONT: m.TO_ENGINE}
+_EXPECTED = {MessageSource.DECODE: m.TO_PREFILL, MessageSource.PREFILL: m.TO_DECODE, MessageSource.FRONT: m.TO_ENGINE}
 
 
-class Links:
+class ControlSockets:
     """The constructor raises ConfigError where a setting or `front`, an address on this machine, can't be used; nothing
     else raises for a peer."""
 
@@ -110,7 +110,7 @@ class Links:
         silent = (self.waker.fileno(), None if self._gate is None else self._gate.socket)
         return [pollable for pollable, _ in ready if pollable not in silent]
 
-    def receive(self, ready: list["zmq.Socket | int"]) -> Iterator[tuple[Source, str, m.Message]]:
+    def receive(self, ready: list["zmq.Socket | int"]) -> Iterator[tuple[MessageSource, str, m.Message]]:
         """The messages that wait, a bounded batch from each socket. Bad ones are counted and skipped."""
         for socket in ready:
             if socket == self._uplink.pollable:
@@ -126,33 +126,33 @@ class Links:
                 if message is not None:
                     yield message
 
-    def _from_broker(self) -> Iterator[tuple[Source, str, m.Message]]:
+    def _from_broker(self) -> Iterator[tuple[MessageSource, str, m.Message]]:
         for _ in range(BATCH_MESSAGES):
             received = self._uplink.receive()
             if received is None:
                 return
-            yield Source.BROKER, *received
+            yield MessageSource.BROKER, *received
 
-    def _open(self, socket: zmq.Socket, frames: list[bytes]) -> tuple[Source, str, m.Message] | None:
-        source = Source.PREFILL if socket is self._router else (
-            Source.FRONT if socket is self._front else Source.DECODE)
+    def _open(self, socket: zmq.Socket, frames: list[bytes]) -> tuple[MessageSource, str, m.Message] | None:
+        source = MessageSource.PREFILL if socket is self._router else (
+            MessageSource.FRONT if socket is self._front else MessageSource.DECODE)
         try:
-            sender, message = codec.decode(frames if source is Source.DECODE else frames[1:])
+            sender, message = codec.decode(frames if source is MessageSource.DECODE else frames[1:])
         except codec.BadFrame as fault:
             self.counters["frame_" + fault.fault.value] += 1
             self.other_protocol = fault.theirs or self.other_protocol
             return None
-        if source is Source.PREFILL and isinstance(message, m.TO_ENGINE):
-            source = Source.OPERATOR
+        if source is MessageSource.PREFILL and isinstance(message, m.TO_ENGINE):
+            source = MessageSource.OPERATOR
         elif not isinstance(message, _EXPECTED[source]):
             self.counters["frame_unexpected"] += 1
             return None
-        if source is Source.DECODE and self._peer_of.get(socket) != sender:
+        if source is MessageSource.DECODE and self._peer_of.get(socket) != sender:
             self.counters["frame_other_sender"] += 1  # another process lives at that address now
             return None
-        if source is Source.FRONT:
+        if source is MessageSource.FRONT:
             self._front_route = frames[0]
-        elif source is not Source.DECODE:
+        elif source is not MessageSource.DECODE:
             self._routes[sender] = frames[0]
             self._routes.move_to_end(sender)
             if len(self._routes) > MAX_ROUTES:

@@ -11,7 +11,7 @@ import msgspec
 from vllm_pd.core import messages as m
 
 
-class Standing:
+class EngineState:
     """Of one engine. `left`: it has drained and said goodbye to the broker."""
 
     def __init__(self, member: m.Member):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that speaks for an engine. It owns the sockets and keeps the deadlines; what is said, and why, is decided
-by the `Sides`, under their lock.
+by the `PeerProtocol`, under their lock.
 """
 import logging
 import threading
@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from vllm_pd.control.degraded import DegradedLog
 from vllm_pd.control.notices import Notices
-from vllm_pd.control.protocol import Sides
-from vllm_pd.control.sockets import Links, Source
+from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.control.sockets import ControlSockets, MessageSource
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Action, Connect, Disconnect, ToBroker, ToDecode, ToPrefill
 from vllm_pd.errors import ControlError, PeerMismatch
@@ -29,11 +29,11 @@ class ControlThread:
     lock, when there are new events, and now and then while a transfer's notice is due, which only the engine can see.
     `error` is what the thread died of; from then on nothing is sent."""
 
-    def __init__(self, sides: Sides, links: Links, lifeline: Lifeline, wake: Callable[[], None],
+    def __init__(self, sides: PeerProtocol, links: ControlSockets, lifeline: Lifeline, wake: Callable[[], None],
                  clock: Callable[[], float], is_gone: Callable[[m.Member], bool]):
         self.error: BaseException | None = None
         self._sides = sides
-        self._links: Links | None = links
+        self._links: ControlSockets | None = links
         self._link_counters = links.counters
         self._lifeline = lifeline
         self._liveness = LivenessMonitor()
@@ -143,44 +143,44 @@ class ControlThread:
 
     # What comes in.
 
-    def _on_message(self, now: float, source: Source, sender: str, message: m.Message) -> None:
+    def _on_message(self, now: float, source: MessageSource, sender: str, message: m.Message) -> None:
         sides = self._sides
-        if source in (Source.PREFILL, Source.DECODE):
-            if sides.outlook.is_dead(sender):  # late; let in again, it would never be watched
+        if source in (MessageSource.PREFILL, MessageSource.DECODE):
+            if sides.cluster.is_dead(sender):  # late; let in again, it would never be watched
                 self._link_counters["dead_sender"] += 1
                 return
             self._liveness.heard(now, sender)
             if isinstance(message, (m.Hello, m.HelloReply)):
                 self._liveness.watch_soon(now)
-        if source is Source.PREFILL:
+        if source is MessageSource.PREFILL:
             sides.from_prefill(now, sender, message)
             if isinstance(message, (m.Writing, m.Sent)):
                 self._notices.hasten(now)
-        elif source is Source.DECODE:
+        elif source is MessageSource.DECODE:
             sides.from_decode(now, sender, message)
-        elif source is Source.BROKER:
+        elif source is MessageSource.BROKER:
             sides.from_broker(now, sender, message)
         else:
             self._on_operator(now, source, sender, message)
 
-    def _on_operator(self, now: float, source: Source, sender: str, message: m.Message) -> None:
+    def _on_operator(self, now: float, source: MessageSource, sender: str, message: m.Message) -> None:
         problem = ""
         if isinstance(message, m.Drain):
             self._sides.drain(now)
         elif isinstance(message, m.SetRole):
             problem = self._sides.set_role(now, message.role)
-        elif source is Source.FRONT and message.http:
+        elif source is MessageSource.FRONT and message.http:
             self._sides.serves(now, message.http)
-        if source is Source.FRONT:
+        if source is MessageSource.FRONT:
             self._links.to_front(self._status(problem))
         else:
             self._links.to_operator(sender, self._status(problem))
 
     def _status(self, problem: str = "") -> m.StatusReply:
-        standing = self._sides.standing
-        gauges = {**self._sides.counts(), "sockets": self.count_sockets(), **standing.gauges()}
+        state = self._sides.state
+        gauges = {**self._sides.counts(), "sockets": self.count_sockets(), **state.gauges()}
         degraded = self._sides.degraded(self._clock())
-        return m.StatusReply(standing.member(), problem, gauges,
+        return m.StatusReply(state.member(), problem, gauges,
                              "" if degraded is None else f"{degraded.cause}: {degraded.detail}")
 
     # What is due.
@@ -213,7 +213,7 @@ class ControlThread:
             if rank is not None:  # what it was to write never will be; the others may wait for it for ever
                 raise ControlError(f"the process {rank.pid} of a rank of this engine has ended")
             with sides.lock:
-                peers, busy, members = sides.living_peers(), sides.busy_peers(), sides.outlook.members()
+                peers, busy, members = sides.living_peers(), sides.busy_peers(), sides.cluster.members()
             candidates = {member.incarnation: member for member in (*members, *peers.values())}
             self._liveness.watch(now, peers, busy)
             gone = self._liveness.confirm_gone(now, [name for name, one in candidates.items() if self._is_gone(one)])
@@ -230,7 +230,7 @@ class ControlThread:
         with self._sides.lock:
             now, links = self._clock(), self._links
             if links.other_protocol is not None:
-                self._sides.outlook.refused(now, str(PeerMismatch("protocol", m.PROTOCOL, links.other_protocol)))
+                self._sides.cluster.refused(now, str(PeerMismatch("protocol", m.PROTOCOL, links.other_protocol)))
                 links.other_protocol = None
             mismatch = self._sides.mismatch(now)
             if mismatch == self._warned or now < self._next_warning:
@@ -248,7 +248,7 @@ class ControlThread:
             outbox, take = self._sides.to_send()
         for action in outbox:
             self._carry_out(action)
-        if take is not None and self._sides.outlook.up and self._links.to_broker(take) is SendResult.SENT:
+        if take is not None and self._sides.cluster.up and self._links.to_broker(take) is SendResult.SENT:
             with self._sides.lock:
                 self._sides.room_told(take)
 
@@ -269,8 +269,8 @@ class ControlThread:
     def _show(self) -> None:
         """Tell the front end when something has changed that it goes by."""
         with self._sides.lock:
-            standing = self._sides.standing
-            shown = (standing.role, standing.draining, standing.left)
+            state = self._sides.state
+            shown = (state.role, state.draining, state.left)
             if shown == self._shown:
                 return
             self._shown = shown

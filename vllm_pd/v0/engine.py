@@ -222,7 +222,7 @@ class Disaggregation(EngineBinding):
 
     @property
     def _decodes(self) -> bool:
-        return self._agent.standing.hands_over
+        return self._agent.state.hands_over
 
     def _is_worth_a_step(self) -> bool:
         """For a ring in the async loop: progress may be taken only while no step is under way."""
@@ -285,9 +285,9 @@ class Disaggregation(EngineBinding):
         self._guard(self.remote_prefills.give_back, self._progress, self._stalled)
         if self.prefill_jobs is not None:
             self._guard(self._give_back_jobs)
-            self.prefill_jobs.tell_room()
+            self.prefill_jobs.set_credits()
         self._agent.set_load(self._load())
-        standing = (self._agent.standing.role.value, self._agent.standing.draining, self._agent.error is not None)
+        standing = (self._agent.state.role.value, self._agent.state.draining, self._agent.error is not None)
         if standing != self._standing:
             self._standing = standing
             self._metrics.standing(*standing)

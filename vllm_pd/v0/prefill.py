@@ -78,7 +78,7 @@ class PrefillJobs:
         self._block_size = engine.cache_config.block_size
         self._vocab_size = engine.model_config.get_vocab_size()
         self._ranks = engine.parallel_config.world_size
-        self.tell_room()
+        self.set_credits()
 
     @property
     def sending(self) -> bool:
@@ -102,9 +102,9 @@ class PrefillJobs:
             self._engine.abort_request(self._jobs.pop(attempt).request_id)
             self._agent.failed(attempt, "there is no room for it beside requests that wait for peers in turn")
 
-    def tell_room(self) -> None:
+    def set_credits(self) -> None:
         """How many more jobs this engine takes. To be told after events were handled, all at once."""
-        self._agent.set_room(max(0, self._max_jobs - len(self._jobs)))
+        self._agent.set_credits(max(0, self._max_jobs - len(self._jobs)))
 
     def handle(self, event: Event, progress: Progress) -> None:
         """Take what the control thread has for this engine."""

@@ -70,7 +70,7 @@ class Engine:
         self.results: collections.Counter[str] = collections.Counter()  # by request id: how often it ended
         self._stepping = False
         node.wake = self.wake
-        node.set_room(JOBS)
+        node.set_credits(JOBS)
 
     def wake(self) -> None:
         if not self._stepping:
@@ -82,7 +82,7 @@ class Engine:
         for event in self.node.take_events():
             self.handle(event)
         self.step()
-        self.node.set_room(max(0, JOBS - len(self.jobs)))
+        self.node.set_credits(max(0, JOBS - len(self.jobs)))
         if self.has_work():
             self.wake()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from vllm_pd.broker.registry import QueueLimits, Registry
 from vllm_pd.config import PDConfig
 from vllm_pd.control.cluster import QueueView
-from vllm_pd.control.protocol import Sides
+from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
 from vllm_pd.core.decode import DecodeProtocol
@@ -70,7 +70,7 @@ class Node(Process):
         self.wake: Callable[[], None] = lambda: None
         self._post, self._kernel = post, post.kernel
         self._timer: float | None = None
-        self._sides = Sides(config, self.member, b"memory", self.now, lambda: None)
+        self._sides = PeerProtocol(config, self.member, b"memory", self.now, lambda: None)
         self._sides.decode = decode_type(self.member, b"d", self._sides.decode.limits)
         self._sides.prefill = prefill_type(self.member, b"p", self._sides.prefill.limits)
         self._sides.decode.broker_is(self.now, False)
@@ -118,8 +118,8 @@ class Node(Process):
         self._sides.do(self.decode.arrived(self.now, attempt, rank))
         self._speak()
 
-    def set_room(self, jobs: int) -> None:
-        self._sides.set_room(jobs)
+    def set_credits(self, jobs: int) -> None:
+        self._sides.set_credits(jobs)
         self._speak()
 
     def may_write(self, attempt: m.Attempt) -> bool:
@@ -194,7 +194,7 @@ class Node(Process):
                     self._kernel.send(there, "letter", receive, self.name, action.message)
             else:
                 assert isinstance(action, Connect | Disconnect)
-        if take is not None and self._sides.outlook.up and self._to_broker(take):
+        if take is not None and self._sides.cluster.up and self._to_broker(take):
             self._sides.room_told(take)
         news = self._sides.announce()
         self._plan()
