@@ -65,7 +65,7 @@ def take_census(broker: str, timeout_s: float = 5.0, access: Access | None = Non
 def _ask(broker: str, keys: Keys | None, timeout_s: float) -> Census:
     deadline = time.monotonic() + timeout_s
     with Call("broker", broker, keys, only_connected=True) as call:
-        if not call.say(messages.Census(), deadline):
+        if not call.say(messages.ListMembers(), deadline):
             raise ControlError(f"nobody listens at {broker} who speaks to us: no broker, or one with another key")
         for _, message in call.answers(deadline):
             if isinstance(message, Refused):

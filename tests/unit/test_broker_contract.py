@@ -105,7 +105,7 @@ class Speaker:
         return self.expect(m.PutReply, lambda reply: reply.attempt == job.attempt)
 
     def take(self, room):
-        self.say(m.Take(room, self.serial))
+        self.say(m.Credit(room, self.serial))
 
     def offer(self, within_s=60.0):
         offer = self.expect(m.Offer, within_s=within_s)
@@ -206,7 +206,7 @@ def test_silence_ends_a_membership(forgetful, speaker):
 
 def test_a_census(pair):
     d, p = pair
-    d.say(m.Census())
+    d.say(m.ListMembers())
     assert {one.incarnation for one in d.expect(m.Peers).members} == {d.name, p.name}
 
 

@@ -184,7 +184,7 @@ def test_b81_the_brokers_socket(context):
             if number % 50 == 0:
                 answers += fuzz.drain(*sockets)
         fresh, = connect(context, broker.address, 1)
-        fresh.send(codec.encode("fresh", m.Census()))
+        fresh.send(codec.encode("fresh", m.ListMembers()))
         deadline = time.monotonic() + 60
         while not fresh.poll(20):
             assert time.monotonic() < deadline and thread.is_alive()
@@ -316,7 +316,7 @@ def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context
                    member("away", m.Role.DECODE, "tcp://127.0.0.1:1")]
         names = [one.incarnation for one in members] + ["b1", "b2"]
         words = fuzz.Words(dice, names, members, [])
-        of_broker = fuzz.Fuzzer(words, m.FROM_BROKER, [m.Grant, m.Hello, m.Census])
+        of_broker = fuzz.Fuzzer(words, m.FROM_BROKER, [m.Grant, m.Hello, m.ListMembers])
         of_decode = fuzz.Fuzzer(words, m.TO_PREFILL, [m.Offer, m.Claim, m.Drain], good=0.6,
                                 owners=("member", "attempt"))
         total = frames(45_000)
@@ -405,7 +405,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
     words = fuzz.Words(dice, [*names, *(one.incarnation for one in ours)],
                        [*(member(name, dice.choice(list(m.Role))) for name in names)],
                        [m.Attempt(name, "r", number) for name in [*names, ours[0].incarnation] for number in range(4)])
-    jobs = fuzz.Fuzzer(words, [m.Put], [m.Register, m.Take, m.Offer])
+    jobs = fuzz.Fuzzer(words, [m.Put], [m.Register, m.Credit, m.Offer])
     values = fuzz.Fuzzer(words, [m.Register], [m.Put, m.Leave])
     replies = [b"", b"{}", b"[]", b"null", b'{"error": {"code": 503, "err_code": 1, "description": "x"}}', b"\xff",
                b'{"type": "x"}', b'{"stream": 1, "seq": "x"}', b'{"error": 1}', b'{"error": {}}', b'{"seq": -1}']

@@ -81,7 +81,8 @@ def test_b82_without_the_key_nothing_comes_in_and_nothing_goes_out(broker, key_f
             stranger.linger = 0
             stranger.connect(address)
             strangers.append(stranger)
-            for word in (m.Census(), m.Status(), m.Claim(m.Attempt("d", "r", 1), 1), m.Register(engine.agent.member)):
+            for word in (m.ListMembers(), m.Status(), m.Claim(m.Attempt("d", "r", 1), 1),
+                         m.Register(engine.agent.member)):
                 stranger.send(codec.encode("stranger", word), zmq.NOBLOCK)
             stranger.send(b"PD\xff", zmq.NOBLOCK)  # which is answered, where it is heard
         for address in (broker.address, engine.agent.member.address):

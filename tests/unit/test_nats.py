@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(0.3)
-    assert d.line.send(m.Census()) is SendResult.UNREACHABLE
+    assert d.line.send(m.ListMembers()) is SendResult.UNREACHABLE
     told = words()
     assert len(told) == 1 and "no work queue" in told[0] and "nats_prefix" in told[0], "said once"
 
@@ -373,7 +373,7 @@ def test_both_ways_are_bounded(speaker, monkeypatch):
         await gate.wait()
 
     monkeypatch.setattr(nats_session.Session, "do", wait)
-    results = collections.Counter(d.line.send(m.Census()) for _ in range(limit + 500))
+    results = collections.Counter(d.line.send(m.ListMembers()) for _ in range(limit + 500))
     assert limit <= results[SendResult.SENT] <= limit + 1 and results[SendResult.FULL] >= 499, "one may be in work"
     monkeypatch.setattr(nats_uplink, "MAX_WAITING", 3)
     d.line._inbox.extend([("b", m.Heard("b", 0))] * 3)
@@ -480,7 +480,7 @@ def test_b82_tls_is_checked(tmp_path):
             while "CERTIFICATE_VERIFY_FAILED" not in stranger.line._problem:
                 assert time.monotonic() < deadline, stranger.line._problem
                 time.sleep(0.02)
-            assert stranger.line.send(m.Census()) is SendResult.UNREACHABLE
+            assert stranger.line.send(m.ListMembers()) is SendResult.UNREACHABLE
             stranger.close()
     finally:
         server.kill()

@@ -37,28 +37,28 @@ def submitted(sides, now=1.0):
     return attempt
 
 
-def test_the_broker_is_told_of_room_once_and_a_new_broker_again():
-    room = JobCredits()
-    room.set(3)
-    room.offered(7)
-    assert room.news(3) == m.Take(3, 7)
-    room.told(m.Take(3, 7))
-    assert room.news(3) is None and room.news(2) == m.Take(2, 7)
-    room.forget(new_broker=False)
-    assert room.news(3) == m.Take(3, 7)
-    room.forget(new_broker=True)
-    assert room.news(3) == m.Take(3, 0)
-    room.taken(5)
-    assert room.jobs == 0
+def test_the_broker_is_sent_credits_once_and_a_new_broker_again():
+    credits = JobCredits()
+    credits.set(3)
+    credits.offered(7)
+    assert credits.update(3) == m.Credit(3, 7)
+    credits.sent(m.Credit(3, 7))
+    assert credits.update(3) is None and credits.update(2) == m.Credit(2, 7)
+    credits.send_again()
+    assert credits.update(3) == m.Credit(3, 7)
+    credits.send_again(new_broker=True)
+    assert credits.update(3) == m.Credit(3, 0)
+    credits.use(5)
+    assert credits.jobs == 0
 
 
 def test_jobs_that_come_count_until_the_engine_has_room_again(sides, roused):
     sides.set_credits(2)
-    assert roused and sides.to_send()[1].room == 2
+    assert roused and sides.to_send()[1].jobs == 2
     sides.do([Prefill(m.Attempt("d", "r", 0), [1], [1], 0, [], "d")])
-    assert sides.to_send()[1].room == 1
+    assert sides.to_send()[1].jobs == 1
     sides.take_events()
-    assert sides.to_send()[1].room == 1, "it was told of what it took"
+    assert sides.to_send()[1].jobs == 1, "it was told of what it took"
     sides.room_told(sides.to_send()[1])
     roused.clear()
     sides.set_credits(1)
@@ -69,7 +69,7 @@ def test_b43_one_that_drains_has_no_room_and_leaves_when_nothing_is_open(sides):
     attempt = submitted(sides)
     sides.set_credits(2)
     sides.drain(2.0)
-    assert sides.to_send()[1].room == 0
+    assert sides.to_send()[1].jobs == 0
     assert sides.registration(2.0).member.draining, "everybody hears of it soon"
     sides.registered(2.0, sent=True)
     sides.from_broker(2.0, "b", m.Peers("b", 2, [sides.state.member()], 0))
@@ -115,11 +115,11 @@ def test_a_new_broker_is_told_of_all_jobs_and_the_same_one_of_none_twice(sides):
     sides.to_send()
     sides.from_broker(1.5, "b", m.Offer(m.Job(attempt, "", [1], 0, 1.0), 4))
     outbox, take = sides.to_send()
-    assert not outbox and take == m.Take(0, 4)
+    assert not outbox and take == m.Credit(0, 4)
     sides.room_told(take)
     sides.from_broker(2.0, "c", m.Peers("c", 1, [US], 0))
     outbox, take = sides.to_send()
-    assert [type(action.message) for action in outbox] == [m.Put] and take == m.Take(0, 0)
+    assert [type(action.message) for action in outbox] == [m.Put] and take == m.Credit(0, 0)
 
 
 def prefill_engine(**difference) -> m.Member:

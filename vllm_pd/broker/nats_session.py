@@ -129,10 +129,10 @@ class Session:
                 await self._put(command.job)
             case m.Withdraw():
                 await self._withdraw(command.attempt)
-            case m.Take():
-                self._room = min(MAX_ROOM, command.room) - max(0, self._serial - command.serial)
+            case m.Credit():
+                self._room = min(MAX_ROOM, command.jobs) - max(0, self._serial - command.serial)
                 await self._pull()
-            case m.Census():
+            case m.ListMembers():
                 self._report(self._peers())
             case m.Leave():
                 await self._leave()
@@ -354,7 +354,7 @@ def open_entry(key: str, frame: bytes, counters: m.Counters,
     return None if register is None else register.member
 
 
-def _open(frame: bytes, kind: type[m.Wire], counters: m.Counters,
+def _open(frame: bytes, kind: type[m.WireMessage], counters: m.Counters,
           note_protocol: Callable[[int], None]) -> m.Message | None:
     """What a stored value says, if its sender speaks of itself."""
     try:

@@ -66,7 +66,7 @@ class Registry:
             return self._register(now, sender, message)
         if isinstance(message, m.Put):
             return self._put(now, sender, message.job)
-        if isinstance(message, m.Take):
+        if isinstance(message, m.Credit):
             return self._take(now, sender, message)
         if isinstance(message, m.Withdraw):
             if message.attempt.incarnation == sender:
@@ -74,7 +74,7 @@ class Registry:
             return []
         if isinstance(message, m.Leave):
             return self._drop_members([sender])
-        if isinstance(message, m.Census):
+        if isinstance(message, m.ListMembers):
             return [(sender, self._peers())]
         self.counters["unexpected"] += 1
         return []
@@ -145,13 +145,13 @@ class Registry:
             return m.PutRefusal.NO_PEER
         return None
 
-    def _take(self, now: float, sender: str, message: m.Take) -> list[Letter]:
+    def _take(self, now: float, sender: str, message: m.Credit) -> list[Letter]:
         entry = self._entries.get(sender)
         if entry is None:
             self.counters["unregistered"] += 1
             return []
         # One that was dropped and came back still has the numbers of its former entry.
-        entry.room, entry.seen = message.room, min(message.serial, entry.offered)
+        entry.room, entry.seen = message.jobs, min(message.serial, entry.offered)
         if now - entry.offered_at >= self.limits.ttl_s:
             entry.seen = entry.offered  # an offer unseen for so long was lost with its connection
         return self._offers(now)

@@ -1,38 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many more jobs a prefill engine could take, and what the broker knows of it. Pure."""
+"""How many more jobs a prefill engine could take, and how many the broker was told. Pure."""
 from vllm_pd.core import messages as m
 
 
 class JobCredits:
-    """`jobs`: what the engine could take beyond those that it has taken."""
+    """`jobs`: how many the engine could take beyond those that it has taken."""
 
     def __init__(self) -> None:
         self.jobs = 0
-        self._told: int | None = None
+        self._sent: int | None = None
         self._serial = 0  # of the broker's last offer
 
     def set(self, jobs: int) -> None:
-        """The engine's word."""
+        """The engine could take so many now."""
         self.jobs = max(0, jobs)
 
-    def taken(self, jobs: int) -> None:
-        """The engine took so many since its last word."""
+    def use(self, jobs: int) -> None:
+        """The engine took so many since the last `set`."""
         self.jobs = max(0, self.jobs - jobs)
 
     def offered(self, serial: int) -> None:
-        """The broker made this offer."""
+        """The broker made the offer of this number."""
         self._serial = serial
 
-    def forget(self, new_broker: bool) -> None:
-        """Tell the broker again. A new one has offered nothing yet."""
-        self._told = None
+    def send_again(self, new_broker: bool = False) -> None:
+        """The broker may not know the last credit. A new one has offered nothing yet."""
+        self._sent = None
         if new_broker:
             self._serial = 0
 
-    def news(self, free: int) -> m.Take | None:
-        """What the broker is to hear where `free` more jobs could come; None where it knows."""
-        return None if free == self._told else m.Take(free, self._serial)
+    def update(self, free: int) -> m.Credit | None:
+        """What to send to the broker where `free` more jobs could come; None where it knows."""
+        return None if free == self._sent else m.Credit(free, self._serial)
 
-    def told(self, take: m.Take) -> None:
-        """The broker has been sent this."""
-        self._told = take.room
+    def sent(self, credit: m.Credit) -> None:
+        """This was sent to the broker."""
+        self._sent = credit.jobs

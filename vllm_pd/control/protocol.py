@@ -43,7 +43,7 @@ class PeerProtocol:
         self.prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
         self.cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
         self.state = EngineState(member)
-        self._room = JobCredits()
+        self._credits = JobCredits()
         self._ttl_s = config.ttl_s
         self.patience_s = config.ttl_s  # for a state of the world that may be over in a moment
         self._broker = config.broker
@@ -73,13 +73,13 @@ class PeerProtocol:
         """All events since the last call, in order."""
         events, self._events = self._events, []
         self._announced = True
-        self._room.taken(_jobs(events))
+        self._credits.use(_jobs(events))
         return events
 
     def set_credits(self, jobs: int) -> None:
         """How many jobs the engine could take beyond those that it has taken from `take_events`."""
-        self._room.set(jobs)
-        if self._room.news(self._free_room()) is not None:
+        self._credits.set(jobs)
+        if self._credits.update(self._free_credits()) is not None:
             self._rouse()
 
     def set_load(self, load: m.Load) -> None:
@@ -167,7 +167,7 @@ class PeerProtocol:
             return
         length = self.cluster.queue_length if isinstance(message, m.Offer) else message.queue_length
         if self.cluster.heard(now, sender, length):
-            self._room.forget(new_broker=True)
+            self._credits.send_again(new_broker=True)
             if not isinstance(message, m.PutReply):
                 self.do(self.decode.requeue(now))
         self.do(self.decode.broker_is(now, True))
@@ -181,7 +181,7 @@ class PeerProtocol:
                 self.cluster.next_heartbeat = now
             self.do(self.decode.put_reply(now, message))
         elif isinstance(message, m.Offer):
-            self._room.offered(message.serial)
+            self._credits.offered(message.serial)
             if self.member.role.prefills:
                 self.do(self.prefill.offer(now, message.job))
 
@@ -242,15 +242,15 @@ class PeerProtocol:
         due = [self.decode.next_timeout(), self.prefill.next_timeout(), self.cluster.next_timeout()]
         return min(when for when in due if when is not None)
 
-    def to_send(self) -> tuple[collections.deque[Action], m.Take | None]:
+    def to_send(self) -> tuple[collections.deque[Action], m.Credit | None]:
         """What is to leave now, and after it, if the broker is there then, how much room there is."""
         outbox, self._outbox = self._outbox, collections.deque()
-        take = self._room.news(self._free_room()) if self.member.role.prefills else None
+        take = self._credits.update(self._free_credits()) if self.member.role.prefills else None
         return outbox, take
 
-    def room_told(self, take: m.Take) -> None:
+    def room_told(self, take: m.Credit) -> None:
         """The broker has been sent this."""
-        self._room.told(take)
+        self._credits.sent(take)
 
     def announce(self) -> bool:
         """Whether there is something that the engine has neither taken nor been woken for; now it will be."""
@@ -271,7 +271,7 @@ class PeerProtocol:
         """Whether the heartbeat left."""
         period_s = self.cluster.heartbeat_s
         self.cluster.next_heartbeat = now + (period_s if sent else min(RECONNECT_POLL_S, period_s))
-        self._room.forget(new_broker=False)
+        self._credits.send_again()
         if not sent:
             self.cluster.up = False
 
@@ -301,10 +301,10 @@ class PeerProtocol:
         self.do(self.prefill.shut(now))
         self._outbox.clear()
 
-    def _free_room(self) -> int:
+    def _free_credits(self) -> int:
         if not self.state.takes_jobs:
             return 0
-        return max(0, self._room.jobs - self.prefill.waiting() - _jobs(self._events))
+        return max(0, self._credits.jobs - self.prefill.waiting() - _jobs(self._events))
 
 
 def _jobs(events: list[Event]) -> int:

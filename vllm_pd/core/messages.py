@@ -159,40 +159,40 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     avoid: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_AVOIDED)] = ()
 
 
-class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all wire messages."""
+class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all wire messages. The tag on the wire is the class name, or the name that it once had."""
 
 
 # Between P (sends Hello, Claim, Renew, Writing, Sent, Failed, Stopped) and D (the others). P opens the connection.
 
 
-class Hello(Wire):
+class Hello(WireMessage):
     """P presents itself to D."""
     member: Member
     transfer_metadata: Metadata
 
 
-class HelloReply(Wire):
+class HelloReply(WireMessage):
     """D accepts P and says how its memory is reached."""
     member: Member
     transfer_metadata: Metadata
 
 
-class Refused(Wire):
+class Refused(WireMessage):
     """The two don't fit. `ours` is the sender's value."""
     key: Text
     ours: Text
     theirs: Text
 
 
-class Claim(Wire):
+class Claim(WireMessage):
     """P wants to do this attempt; `ranks` of its processes will write and give notice each."""
     attempt: Attempt
     claim: Count
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
 
 
-class Grant(Wire):
+class Grant(WireMessage):
     """P may write `block_ids[cached_blocks:]`, for `lease_s` counted from before its claim was sent."""
     attempt: Attempt
     claim: Count
@@ -201,21 +201,21 @@ class Grant(Wire):
     lease_s: Seconds
 
 
-class Deny(Wire):
+class Deny(WireMessage):
     """P must not do it."""
     attempt: Attempt
     claim: Count
     reason: DenyReason
 
 
-class Renew(Wire):
+class Renew(WireMessage):
     """P is at it; `stamp` comes back in the answer."""
     attempt: Attempt
     claim: Count
     stamp: Count
 
 
-class Renewed(Wire):
+class Renewed(WireMessage):
     """The lease runs anew from the moment the renewal with this stamp was sent."""
     attempt: Attempt
     claim: Count
@@ -223,13 +223,13 @@ class Renewed(Wire):
     lease_s: Seconds
 
 
-class Writing(Wire):
+class Writing(WireMessage):
     """P posts its writes now: D's transport may have to help them along, and the notice comes soon."""
     attempt: Attempt
     claim: Count
 
 
-class Sent(Wire):
+class Sent(WireMessage):
     """All handles of all of P's ranks are done. A wake-up with timings; the proof of arrival is the transfer's notice.
     """
     attempt: Attempt
@@ -237,20 +237,20 @@ class Sent(Wire):
     timings: Timings
 
 
-class Failed(Wire):
+class Failed(WireMessage):
     """P gave the attempt up and writes no more."""
     attempt: Attempt
     claim: Count
     reason: Text
 
 
-class Cancel(Wire):
+class Cancel(WireMessage):
     """D wants no more of it. Repeated until P has answered."""
     attempt: Attempt
     claim: Count
 
 
-class Stopped(Wire):
+class Stopped(WireMessage):
     """P writes no more: the answer to Cancel."""
     attempt: Attempt
     claim: Count
@@ -259,20 +259,20 @@ class Stopped(Wire):
 # Between an engine and the broker.
 
 
-class Register(Wire):
+class Register(WireMessage):
     """Heartbeat: here I am. `broker`, `version`: what was last heard from the registry, so that it can fill a gap."""
     member: Member
     broker: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
     version: Count = 0
 
 
-class Heard(Wire):
+class Heard(WireMessage):
     """Answer to a heartbeat when there is nothing new."""
     broker: Name
     queue_length: Count
 
 
-class Peers(Wire):
+class Peers(WireMessage):
     """The registry, whole; pushed when it changes. `broker` is the incarnation of the broker's process."""
     broker: Name
     version: Count
@@ -280,61 +280,61 @@ class Peers(Wire):
     queue_length: Count
 
 
-class Leave(Wire):
+class Leave(WireMessage):
     """The sender goes away."""
 
 
-class Put(Wire):
+class Put(WireMessage):
     """Queue this job; a second put of a queued job changes nothing."""
     job: Job
 
 
-class PutReply(Wire):
+class PutReply(WireMessage):
     """`refusal` is None where the job is in the queue."""
     attempt: Attempt
     refusal: PutRefusal | None
     queue_length: Count
 
 
-class Withdraw(Wire):
+class Withdraw(WireMessage):
     """Take this job out of the queue."""
     attempt: Attempt
 
 
-class Take(Wire):
-    """P can take `room` jobs beyond those whose offer it has seen; `serial` is the last offer seen."""
-    room: Count
+class Credit(WireMessage, tag="Take"):
+    """P can take `jobs` more jobs than those whose offer it has seen; `serial` is the last offer seen."""
+    jobs: Count
     serial: Count
 
 
-class Offer(Wire):
+class Offer(WireMessage):
     """A job for P, which it may claim at D. `serial` counts the offers made to this P."""
     job: Job
     serial: Count
 
 
-class Census(Wire):
-    """Anybody asks the broker who is there. The answer is a `Peers`."""
+class ListMembers(WireMessage, tag="Census"):
+    """Request the list of members from the broker. Anybody may; the answer is a `Peers`."""
 
 
 # Between an operator and an engine, on the engine's control socket.
 
 
-class Drain(Wire):
+class Drain(WireMessage):
     """Take nothing new, finish what is open, leave the registry."""
 
 
-class SetRole(Wire):
+class SetRole(WireMessage):
     """Act as `role` from now on; what is open is finished. Only a `kv_both` engine can change."""
     role: Role
 
 
-class Status(Wire):
-    """How are you? The engine's own front end says with it where it serves."""
+class Status(WireMessage):
+    """Request a StatusReply. The engine's own front end sends with it where it serves."""
     http: Text = ""
 
 
-class StatusReply(Wire):
+class StatusReply(WireMessage):
     """Answer to the three above. `problem` says why it was not done; `gauges` are those of `ControlAgent.counts`;
     `degraded` says why the engine has nobody to work with, empty where it has."""
     member: Member
@@ -343,16 +343,16 @@ class StatusReply(Wire):
     degraded: Text = ""
 
 
-TO_DECODE: tuple[type[Wire], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped)
-TO_PREFILL: tuple[type[Wire], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
-TO_BROKER: tuple[type[Wire], ...] = (Register, Leave, Put, Withdraw, Take, Census)
-TO_ENGINE: tuple[type[Wire], ...] = (Drain, SetRole, Status)  # from an operator
-TO_OPERATOR: tuple[type[Wire], ...] = (StatusReply,)
-FROM_BROKER: tuple[type[Wire], ...] = (Heard, Peers, PutReply, Offer, Refused)
+TO_DECODE: tuple[type[WireMessage], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped)
+TO_PREFILL: tuple[type[WireMessage], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
+TO_BROKER: tuple[type[WireMessage], ...] = (Register, Leave, Put, Withdraw, Credit, ListMembers)
+TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Status)  # from an operator
+TO_OPERATOR: tuple[type[WireMessage], ...] = (StatusReply,)
+FROM_BROKER: tuple[type[WireMessage], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
 Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
-           | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Take | Offer | Census | Drain
-           | SetRole | Status | StatusReply)
+           | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Credit | Offer | ListMembers
+           | Drain | SetRole | Status | StatusReply)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
