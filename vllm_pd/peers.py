@@ -52,7 +52,7 @@ def take_census(broker: str, timeout_s: float = 5.0, access: Access | None = Non
     access = access or Access()
     if NatsAddress.is_url(broker):
         try:
-            from vllm_pd.broker.nats_census import take_nats_census
+            from vllm_pd.broker.nats_members import take_nats_census
         except ImportError as error:
             raise ConfigError(key, broker, f"{error}; pip install 'nats-py[nkeys]'") from error
         members, queue_length = take_nats_census(access.nats(key, broker), TTL_S, timeout_s)

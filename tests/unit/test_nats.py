@@ -20,7 +20,7 @@ from tests.unit import certificates, test_agent, test_broker_contract
 from tests.unit.brokers import NatsServer, patience  # noqa: F401
 from tests.unit.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
 from vllm_pd import doctor, peers
-from vllm_pd.broker import nats_census, nats_session, nats_store, nats_uplink
+from vllm_pd.broker import nats_backend, nats_members, nats_session, nats_store
 from vllm_pd.broker.directory import Directory
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Fallback, FallbackReason
@@ -319,15 +319,15 @@ def test_a_servers_clock_that_was_set_back_is_taken_anew(speaker, monkeypatch):
 
 
 def test_no_task_is_left_behind_by_a_reconnect(server, prefix, speaker, monkeypatch):
-    monkeypatch.setattr(nats_uplink, "RETRY_S", 0.01)
-    monkeypatch.setattr(nats_uplink, "RETRY_MAX_S", 0.01)
+    monkeypatch.setattr(nats_backend, "RETRY_S", 0.01)
+    monkeypatch.setattr(nats_backend, "RETRY_MAX_S", 0.01)
     tries = []
 
     async def fail(self):
         tries.append(self)
         raise ConnectionError("away")
 
-    monkeypatch.setattr(nats_uplink.NatsUplink, "_connected", fail)
+    monkeypatch.setattr(nats_backend.NatsUplink, "_connected", fail)
     d, deadline = speaker(m.Role.DECODE), time.monotonic() + 60
     while len(tries) < 20:
         assert time.monotonic() < deadline
@@ -367,7 +367,7 @@ def test_both_ways_are_bounded(speaker, monkeypatch):
     while d.line._commands._waiting:  # heartbeats of one that was answered late
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    gate, limit = asyncio.Event(), nats_uplink.MAX_WAITING
+    gate, limit = asyncio.Event(), nats_backend.MAX_WAITING
 
     async def wait(self, command):
         await gate.wait()
@@ -375,9 +375,9 @@ def test_both_ways_are_bounded(speaker, monkeypatch):
     monkeypatch.setattr(nats_session.Session, "do", wait)
     results = collections.Counter(d.line.send(m.ListMembers()) for _ in range(limit + 500))
     assert limit <= results[SendResult.SENT] <= limit + 1 and results[SendResult.FULL] >= 499, "one may be in work"
-    monkeypatch.setattr(nats_uplink, "MAX_WAITING", 3)
+    monkeypatch.setattr(nats_backend, "MAX_WAITING", 3)
     d.line._inbox.extend([("b", m.Heard("b", 0))] * 3)
-    with pytest.raises(nats_uplink.InboxFull):
+    with pytest.raises(nats_backend.InboxFull):
         d.line._report(type("Any", (), {"generation": "b"}), m.Heard("b", 1))
     d.line._inbox.clear()
     d.line._call(gate.set)
@@ -511,7 +511,7 @@ class SlowStore:
 
     def __init__(self, monkeypatch):
         self.time_s = 100.0
-        for module in (nats_session, nats_census):
+        for module in (nats_session, nats_members):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.time_s))
 
     async def open(self, *_, **__):
@@ -536,8 +536,8 @@ class SlowStore:
 async def test_a_server_that_is_slow_to_say_its_time_makes_nobody_old(monkeypatch):
     store, told = SlowStore(monkeypatch), []
     store.generation = "g"
-    monkeypatch.setattr(nats_census, "Store", store)
-    assert len((await nats_census._read(None, ttl_s=1.0))[0]) == 1
+    monkeypatch.setattr(nats_members, "Store", store)
+    assert len((await nats_members._read(None, ttl_s=1.0))[0]) == 1
     await nats_session.Session(store, "b", 1.0, told.append, collections.Counter(), None)._watch()
     assert [len(peers.members) for peers in told] == [1]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from vllm_pd.broker.uplink import Uplink
-from vllm_pd.broker.zmq_uplink import ZmqUplink
+from vllm_pd.broker.backend import Uplink
+from vllm_pd.broker.zmq_backend import ZmqUplink
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
@@ -249,7 +249,7 @@ def open_uplink(context: zmq.Context, incarnation: str, config: "PDConfig", keys
     if not NatsAddress.is_url(config.broker):
         return ZmqUplink(context, incarnation, config.broker, keys)
     try:
-        from vllm_pd.broker.nats_uplink import NatsUplink
+        from vllm_pd.broker.nats_backend import NatsUplink
     except ImportError as error:
         raise ConfigError("broker", config.broker, f"{error}; pip install 'nats-py[nkeys]'") from error
     address = NatsAddress.of(config.broker, config.nats_prefix, config.nats_credentials, config.nats_ca)

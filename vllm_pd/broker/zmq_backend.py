@@ -2,7 +2,7 @@
 """The line to `vllm-pd broker`. Used by the control thread only."""
 import zmq
 
-from vllm_pd.broker.uplink import Uplink
+from vllm_pd.broker.backend import Uplink
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets

@@ -12,9 +12,9 @@ import logging
 import threading
 from collections.abc import Set
 
+from vllm_pd.broker.backend import Uplink
 from vllm_pd.broker.nats_session import Command, Mailbox, Session
 from vllm_pd.broker.nats_store import AWAY, Store
-from vllm_pd.broker.uplink import Uplink
 from vllm_pd.core import messages as m
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.sockets import SendResult, Waker
