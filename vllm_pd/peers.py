@@ -52,10 +52,10 @@ def take_census(broker: str, timeout_s: float = 5.0, access: Access | None = Non
     access = access or Access()
     if NatsAddress.is_url(broker):
         try:
-            from vllm_pd.broker.nats_members import take_nats_census
+            from vllm_pd.broker.nats_members import list_nats_members
         except ImportError as error:
             raise ConfigError(key, broker, f"{error}; pip install 'nats-py[nkeys]'") from error
-        members, queue_length = take_nats_census(access.nats(key, broker), TTL_S, timeout_s)
+        members, queue_length = list_nats_members(access.nats(key, broker), TTL_S, timeout_s)
         return Census(tuple(members), queue_length)
     keys = access.load_keys()
     host, port = parse_endpoint(key, broker, keyed=keys is not None)

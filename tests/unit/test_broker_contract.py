@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from tests.unit.brokers import KINDS, EmbeddedBroker, patience, running  # noqa: F401
-from vllm_pd.control.sockets import open_uplink
+from vllm_pd.control.sockets import open_backend
 from vllm_pd.core import messages as m
 from vllm_pd.rpc.sockets import SendResult
 
@@ -36,7 +36,7 @@ class Speaker:
         self.context = zmq.Context()
         self.name = f"{role.value.replace('_', '-')}-{next(_NUMBERS)}"
         self.member = m.Member(self.name, role, "tcp://127.0.0.1:1", fingerprint, **more)
-        self.line = open_uplink(self.context, self.name, settings, None)
+        self.line = open_backend(self.context, self.name, settings, None)
         self.heard = []
         self.members = []  # of the last list
         self.broker, self.version = "", 0

@@ -457,7 +457,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
                     assert time.monotonic() < deadline, prefill.agent.open_attempts()
                     prefill.agent.take_events()
                     time.sleep(0.05)
-                line = one.agent._thread._links._uplink
+                line = one.agent._thread._links._backend
                 assert line.error is None and one.agent.error is None
             growth.check()
             counts = prefill.agent.dropped()

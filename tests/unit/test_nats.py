@@ -252,14 +252,14 @@ class Death(BaseException):
 
 def test_a_fault_of_ours_ends_one_connection_only(speaker, monkeypatch):
     d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
-    register, first = nats_session.Session._register, iter([True])
+    register, first = nats_session.NatsSession._register, iter([True])
 
     async def stumble(self, message):
         if next(first, False):
             raise KeyError("a fault of ours")
         await register(self, message)
 
-    monkeypatch.setattr(nats_session.Session, "_register", stumble)
+    monkeypatch.setattr(nats_session.NatsSession, "_register", stumble)
     deadline = time.monotonic() + 60
     while not d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"]:
         assert time.monotonic() < deadline
@@ -284,9 +284,9 @@ async def test_a_cancellation_that_is_lost_does_not_keep_a_session(monkeypatch):
     async def listen(callback):
         return "inbox"
 
-    monkeypatch.setattr(nats_session.Session, "_watch", stubborn)
+    monkeypatch.setattr(nats_session.NatsSession, "_watch", stubborn)
     commands = nats_session.Mailbox(asyncio.get_running_loop(), 1)
-    session = nats_session.Session(SimpleNamespace(listen=listen), "b", 1.0, None, collections.Counter(), None)
+    session = nats_session.NatsSession(SimpleNamespace(listen=listen), "b", 1.0, None, collections.Counter(), None)
     commands.put(None)
     await asyncio.wait_for(session.run(commands), 60)
 
@@ -327,7 +327,7 @@ def test_no_task_is_left_behind_by_a_reconnect(server, prefix, speaker, monkeypa
         tries.append(self)
         raise ConnectionError("away")
 
-    monkeypatch.setattr(nats_backend.NatsUplink, "_connected", fail)
+    monkeypatch.setattr(nats_backend.NatsBackend, "_connected", fail)
     d, deadline = speaker(m.Role.DECODE), time.monotonic() + 60
     while len(tries) < 20:
         assert time.monotonic() < deadline
@@ -340,7 +340,7 @@ def test_the_death_of_the_thread_is_logged_and_counts_as_a_broker_that_is_away(s
     decode, prefill = (test_agent.Engine(settings, role) for role in (m.Role.DECODE, m.Role.PREFILL))
     try:
         test_agent.peered(decode, prefill)
-        line = decode.agent._thread._links._uplink
+        line = decode.agent._thread._links._backend
 
         async def fail():
             raise Death
@@ -372,7 +372,7 @@ def test_both_ways_are_bounded(speaker, monkeypatch):
     async def wait(self, command):
         await gate.wait()
 
-    monkeypatch.setattr(nats_session.Session, "do", wait)
+    monkeypatch.setattr(nats_session.NatsSession, "do", wait)
     results = collections.Counter(d.line.send(m.ListMembers()) for _ in range(limit + 500))
     assert limit <= results[SendResult.SENT] <= limit + 1 and results[SendResult.FULL] >= 499, "one may be in work"
     monkeypatch.setattr(nats_backend, "MAX_WAITING", 3)
@@ -523,7 +523,7 @@ class SlowStore:
 
     async def watch_members(self):
         frame = codec.encode("a", m.Register(m.Member("a", m.Role.DECODE, "", FINGERPRINT)))
-        yield nats_store.Member("a", frame, self.time_s - 0.5)
+        yield nats_store.BucketEntry("a", frame, self.time_s - 0.5)
         yield None
 
     async def all_waiting(self):
@@ -538,7 +538,7 @@ async def test_a_server_that_is_slow_to_say_its_time_makes_nobody_old(monkeypatc
     store.generation = "g"
     monkeypatch.setattr(nats_members, "Store", store)
     assert len((await nats_members._read(None, ttl_s=1.0))[0]) == 1
-    await nats_session.Session(store, "b", 1.0, told.append, collections.Counter(), None)._watch()
+    await nats_session.NatsSession(store, "b", 1.0, told.append, collections.Counter(), None)._watch()
     assert [len(peers.members) for peers in told] == [1]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's line to its broker, whichever broker that is. Used by the control thread only.
+"""The interface of an engine's connection to its broker. Used by the control thread only.
 
-All lines keep one contract, in the messages of `vllm_pd.core.messages`: a heartbeat is answered with news or with none,
-a put with its fate, and offers come while there is room. Nothing here ever blocks or raises for the other side's doing.
+All backends keep one contract, in the messages of `vllm_pd.core.messages`: each heartbeat and each `Put` is answered,
+and offers come while the engine has job credits. No method blocks, or raises because of what the broker does.
 """
 import abc
 import collections
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import zmq
 
 
-class Uplink(abc.ABC):
-    """`counters` counts what was dropped. `other_protocol` is set to the version of a speaker that has another one."""
+class BrokerBackend(abc.ABC):
+    """`counters` counts what was dropped. `other_protocol` is the version of a sender whose protocol is not ours."""
 
     def __init__(self) -> None:
         self.counters: m.Counters = collections.Counter()
@@ -26,20 +26,20 @@ class Uplink(abc.ABC):
     @property
     @abc.abstractmethod
     def pollable(self) -> "zmq.Socket | int":
-        """What becomes readable when there may be something to receive."""
+        """What to poll for reading: it is readable when a message may have come."""
 
     @abc.abstractmethod
     def send(self, message: m.Message) -> SendResult:
-        """Hand a message over. Anything but SENT: the broker is away, and will not get it."""
+        """Send a message. Any result but SENT: the broker can't be reached and will not get it."""
 
     @abc.abstractmethod
     def receive(self) -> tuple[str, m.Message] | None:
-        """The next message and its sender, None where there is none. Bad ones are counted and skipped."""
+        """The next message with its sender; None where there is none. Bad ones are counted and skipped."""
 
     def holding(self, attempts: Set[m.Attempt]) -> None:
-        """The jobs, of those that `receive` gave, that this engine holds now; all others have ended."""
+        """`attempts` are the offered jobs that this engine still works on; all others have ended."""
         return None
 
     @abc.abstractmethod
     def close(self, linger_ms: int) -> None:
-        """Last words get so long to leave."""
+        """Close the connection. Messages that wait may leave for so long."""

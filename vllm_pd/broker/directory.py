@@ -10,7 +10,7 @@ from vllm_pd.core import messages as m
 MAX_MEMBERS = 1024
 
 
-class _Entry(msgspec.Struct):
+class _ListedMember(msgspec.Struct):
     member: m.Member
     heard_at: float
 
@@ -22,7 +22,7 @@ class Directory:
         self.version = 1
         self._ttl_s = ttl_s
         self._max_members = max_members
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _ListedMember] = {}
         self._offset_s: float | None = None  # the server's clock less ours; too small by the way's time, never too big
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class Directory:
         if entry is None:
             if len(self._entries) >= self._max_members:
                 return False
-            self._entries[key] = _Entry(member, heard_at)
+            self._entries[key] = _ListedMember(member, heard_at)
             return self._changed(True)
         changed = msgspec.structs.replace(member, load=entry.member.load) != entry.member
         entry.member, entry.heard_at = member, max(entry.heard_at, heard_at)

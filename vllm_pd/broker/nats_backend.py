@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line to a JetStream server: one thread with one event loop between the control thread and the server.
+"""The connection to a JetStream server: a thread with an event loop between the control thread and the server.
 
-Both ways are bounded. The thread connects again by itself, for ever; each connection is a `Session` that starts from
-nothing. While there is none a send fails at once, and the engine knows that its broker is away. The same holds for good
-should the thread die, which it logs.
+Both directions are bounded. The thread connects again by itself, for ever; each connection is a new `NatsSession`.
+Without a connection a send fails at once, so the engine knows that its broker is away. The same holds for good if the
+thread dies, which is logged.
 """
 import asyncio
 import collections
@@ -12,8 +12,8 @@ import logging
 import threading
 from collections.abc import Set
 
-from vllm_pd.broker.backend import Uplink
-from vllm_pd.broker.nats_session import Command, Mailbox, Session
+from vllm_pd.broker.backend import BrokerBackend
+from vllm_pd.broker.nats_session import Command, Mailbox, NatsSession
 from vllm_pd.broker.nats_store import AWAY, Store
 from vllm_pd.core import messages as m
 from vllm_pd.rpc.nats_address import NatsAddress
@@ -31,7 +31,7 @@ class InboxFull(ConnectionError):
     """The control thread does not fetch what came for it."""
 
 
-class NatsUplink(Uplink):
+class NatsBackend(BrokerBackend):
     """Owns its thread from the constructor to `close`. `error` is what the thread died of."""
 
     def __init__(self, incarnation: str, address: NatsAddress, ttl_s: float):
@@ -148,7 +148,7 @@ class NatsUplink(Uplink):
         closed = self._closed
         store = await Store.open(self._address, closed.set, self._on_error)
         try:
-            session = Session(store, self._incarnation, self._ttl_s, lambda message: self._report(store, message),
+            session = NatsSession(store, self._incarnation, self._ttl_s, lambda message: self._report(store, message),
                               self.counters, self._note_protocol)
             self._commands = Mailbox(self._loop, MAX_WAITING)
             self._problem = ""

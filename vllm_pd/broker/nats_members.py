@@ -12,7 +12,7 @@ from vllm_pd.errors import ControlError
 from vllm_pd.rpc.nats_address import NatsAddress
 
 
-def take_nats_census(address: NatsAddress, ttl_s: float, timeout_s: float) -> tuple[list[m.Member], int]:
+def list_nats_members(address: NatsAddress, ttl_s: float, timeout_s: float) -> tuple[list[m.Member], int]:
     """(those who have been heard within `ttl_s`, jobs that nobody has got yet). Raises ControlError where the server
     can't be reached in time, or has nothing of ours."""
     try:

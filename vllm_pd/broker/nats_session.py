@@ -75,7 +75,7 @@ class Mailbox:
         return self._waiting.popleft()
 
 
-class Session:
+class NatsSession:
     """`report` takes what the engine is to hear, `counters` what was dropped. All in one event loop. A method that
     raises ends the session; the caller then closes it."""
 

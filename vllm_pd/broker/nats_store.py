@@ -55,7 +55,7 @@ class Unsuitable(nats.errors.Error):
 
 
 @dataclass(frozen=True)
-class Member:
+class BucketEntry:
     """A change in the bucket. `frame` is None where the entry was taken away."""
     key: str
     frame: bytes | None
@@ -184,7 +184,7 @@ class Store:
         """Say that it is not."""
         await self._bucket.delete(token(incarnation))
 
-    async def watch_members(self) -> AsyncIterator[Member | None]:
+    async def watch_members(self) -> AsyncIterator[BucketEntry | None]:
         """All entries, then None, then every change, for as long as the connection lasts."""
         watcher = await self._bucket.watchall()
         while True:
@@ -195,7 +195,7 @@ class Store:
             if entry is None:
                 yield None
             else:
-                yield Member(entry.key, None if entry.operation else entry.value, entry.created.timestamp())
+                yield BucketEntry(entry.key, None if entry.operation else entry.value, entry.created.timestamp())
 
     # Jobs.
 

@@ -2,7 +2,7 @@
 """The broker's process: one socket in front of a `Registry`.
 
 It may be killed and restarted at any moment: engines register again with their next heartbeat, put their unclaimed jobs
-again, and say anew how much room they have.
+again, and send their credits again.
 """
 import collections
 import time
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from vllm_pd.broker.registry import Letter, QueueLimits, Registry
+from vllm_pd.broker.registry import OutgoingMessage, QueueLimits, Registry
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
@@ -119,8 +119,8 @@ class Broker:
         self._routes[sender] = route
         self._deliver(self._registry.receive(self._clock(), sender, message))
 
-    def _deliver(self, letters: list[Letter]) -> None:
-        queue = collections.deque(letters)
+    def _deliver(self, messages: list[OutgoingMessage]) -> None:
+        queue = collections.deque(messages)
         while queue:
             to, message = queue.popleft()
             route = self._routes.get(to)

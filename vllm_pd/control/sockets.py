@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's sockets. Used by one thread only.
+"""The control sockets of an engine. Used by one thread only.
 
-One ROUTER, to which prefill engines and operators connect, and where they get their answers; another one for this
-engine's own front end; one DEALER to each decode engine that gives us jobs; and the `Uplink` to the broker. A peer is
-answered on the connection that it last spoke on.
+One ROUTER, to which prefill engines and operators connect; another one for this engine's own front end; one DEALER to
+each decode engine that gives us jobs; and the `BrokerBackend`. Peers are answered where they last spoke.
 """
 import collections
 import os
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from vllm_pd.broker.backend import Uplink
-from vllm_pd.broker.zmq_backend import ZmqUplink
+from vllm_pd.broker.backend import BrokerBackend
+from vllm_pd.broker.zmq_backend import ZmqBackend
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
@@ -61,16 +60,16 @@ class ControlSockets:
                 self._gate = Gate(self._context, self._keys)
             self._router = self._listen("bind", config.bind, self._keys)
             self._front = self._listen("front", front, None) if front else None
-            self._uplink: Uplink = open_uplink(self._context, incarnation, config, self._keys)
+            self._backend: BrokerBackend = open_backend(self._context, incarnation, config, self._keys)
         except ConfigError:
             self._context.destroy(linger=0)
             self.waker.close()
             raise
-        self.counters = self._uplink.counters
+        self.counters = self._backend.counters
         self.address = sockets.endpoint(self._router)
         self._front_route: bytes | None = None
         self._watched: set[int] = set()
-        for pollable in (self.waker.fileno(), self._router, self._front, self._uplink.pollable):
+        for pollable in (self.waker.fileno(), self._router, self._front, self._backend.pollable):
             if pollable is not None:
                 self._poller.register(pollable, zmq.POLLIN)
         if self._gate is not None:
@@ -93,11 +92,11 @@ class ControlSockets:
     @property
     def other_protocol(self) -> int | None:
         """The version of the last speaker that had another one than ours. To be set to None by whoever has told."""
-        return self._uplink.other_protocol
+        return self._backend.other_protocol
 
     @other_protocol.setter
     def other_protocol(self, version: int | None) -> None:
-        self._uplink.other_protocol = version
+        self._backend.other_protocol = version
 
     def poll(self, timeout_s: float | None) -> list["zmq.Socket | int"]:
         """Wait for messages or for the waker, at most so long; returns what has something for `receive`."""
@@ -113,7 +112,7 @@ class ControlSockets:
     def receive(self, ready: list["zmq.Socket | int"]) -> Iterator[tuple[MessageSource, str, m.Message]]:
         """The messages that wait, a bounded batch from each socket. Bad ones are counted and skipped."""
         for socket in ready:
-            if socket == self._uplink.pollable:
+            if socket == self._backend.pollable:
                 yield from self._from_broker()
                 continue
             if socket in self._watched:
@@ -128,7 +127,7 @@ class ControlSockets:
 
     def _from_broker(self) -> Iterator[tuple[MessageSource, str, m.Message]]:
         for _ in range(BATCH_MESSAGES):
-            received = self._uplink.receive()
+            received = self._backend.receive()
             if received is None:
                 return
             yield MessageSource.BROKER, *received
@@ -184,14 +183,14 @@ class ControlSockets:
 
     def to_broker(self, message: m.Message) -> SendResult:
         """Send to the broker."""
-        result = self._uplink.send(message)
+        result = self._backend.send(message)
         if result is not SendResult.SENT:
             self.counters["unsent"] += 1
         return result
 
     def holding(self, attempts: Set[m.Attempt]) -> None:
         """Which of the offered jobs this engine still holds."""
-        self._uplink.holding(attempts)
+        self._backend.holding(attempts)
 
     def to_decode(self, peer: str, message: m.Message) -> SendResult:
         """Send to a decode engine."""
@@ -233,7 +232,7 @@ class ControlSockets:
 
     def close(self, linger_ms: int) -> None:
         """Close all; last words get so long to leave."""
-        self._uplink.close(linger_ms)
+        self._backend.close(linger_ms)
         for socket in [self._router, *self._decode.values(), *([self._front] if self._front is not None else [])]:
             socket.close(linger=linger_ms)
         self._decode.clear()
@@ -244,13 +243,13 @@ class ControlSockets:
         self.waker.close()
 
 
-def open_uplink(context: zmq.Context, incarnation: str, config: "PDConfig", keys: Keys | None) -> Uplink:
-    """The line to the configured broker. Raises ConfigError where it can't be one; it need not be there."""
+def open_backend(context: zmq.Context, incarnation: str, config: "PDConfig", keys: Keys | None) -> BrokerBackend:
+    """The connection to the configured broker, which need not run yet. Raises ConfigError for a bad address."""
     if not NatsAddress.is_url(config.broker):
-        return ZmqUplink(context, incarnation, config.broker, keys)
+        return ZmqBackend(context, incarnation, config.broker, keys)
     try:
-        from vllm_pd.broker.nats_backend import NatsUplink
+        from vllm_pd.broker.nats_backend import NatsBackend
     except ImportError as error:
         raise ConfigError("broker", config.broker, f"{error}; pip install 'nats-py[nkeys]'") from error
     address = NatsAddress.of(config.broker, config.nats_prefix, config.nats_credentials, config.nats_ca)
-    return NatsUplink(incarnation, address, config.ttl_s)
+    return NatsBackend(incarnation, address, config.ttl_s)
