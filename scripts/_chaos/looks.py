@@ -40,7 +40,7 @@ def open_counts(engine) -> dict[str, int]:
         return counts
     prefills, jobs = disagg.remote_prefills, disagg.prefill_jobs
     return counts | {
-        "open_attempts": len(disagg._agent.open_attempts()),
+        "open_attempts": len(disagg.protocol.open_attempts()),
         "held_blocks": len(prefills._held_blocks),
         "given_up": len(prefills._fallen) + len(prefills._freed),
         "resumed": len(prefills._arrived) + len(prefills._resumed),
@@ -62,5 +62,5 @@ def counters_of(disagg) -> dict[str, float]:
                 counters[":".join(filter(None, [sample.name.removeprefix("vllm:pd_"), labels]))] = sample.value
     if disagg is not None:
         agent = disagg._agent
-        counters |= {f"agent:{name}": count for name, count in (agent.totals() | agent.dropped()).items()}
+        counters |= {f"agent:{name}": count for name, count in (agent.protocol.totals() | agent.dropped()).items()}
     return counters

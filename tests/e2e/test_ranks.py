@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENT, SIDES, WAIT_S, EngineProcess, Pair, eventually, freeze, prompt
+from harness import PATIENT, PROTOCOL, WAIT_S, EngineProcess, Pair, eventually, freeze, prompt
 
 STOP_BEFORE_WRITE = """
 jobs = disagg.prefill_jobs
@@ -23,7 +23,7 @@ def stop_first(progress):
     return requests
 jobs.take_requests = stop_first
 """
-GRANTED = f"[state.value for state in {SIDES}.prefill.states().values()].count('running')"
+GRANTED = f"[state.value for state in {PROTOCOL}._prefill.states().values()].count('running')"
 LENGTHS = (2, 15, 16, 17, 33, 60, 120, 300)  # twice these is what D parks at most
 
 
@@ -66,10 +66,10 @@ def worker_pids(engine: EngineProcess) -> list[int]:
 
 def keep_away(d: EngineProcess, p: EngineProcess) -> None:
     """The next attempt of D is none of P's business; those that follow are."""
-    d.execute("def submit(attempt, token_ids, block_ids, cached_blocks, avoid, *rest, start=disagg._agent.submit):\n"
-              "    del disagg._agent.submit\n"
+    d.execute("def submit(attempt, token_ids, block_ids, cached_blocks, avoid, *rest, start=disagg.protocol.submit):\n"
+              "    del disagg.protocol.submit\n"
               f"    start(attempt, token_ids, block_ids, cached_blocks, (*avoid, {p.incarnation()!r}), *rest)\n"
-              "disagg._agent.submit = submit")
+              "disagg.protocol.submit = submit")
 
 
 def takes_jobs(engine: EngineProcess, jobs: int) -> None:
@@ -122,7 +122,7 @@ def test_b28_only_one_of_two_ranks_arrives(trio, two, mono):
     two.execute(STOP_BEFORE_WRITE.format(pid=other))
     name = trio.d.add(tokens)
     try:
-        arrived = f"[sorted(record.arrived) for record in {SIDES}.decode._records.values()]"
+        arrived = f"[sorted(record.arrived) for record in {PROTOCOL}._decode._records.values()]"
         trio.d.wait_until(f"any({arrived})")
         assert trio.d.evaluate(arrived) == [[0]]
         assert trio.d.stats()["remote_prefilling"] == 1 and trio.d.stats()["running"] == 0

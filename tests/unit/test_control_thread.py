@@ -76,8 +76,8 @@ def granted():
 def looks(decode: DecodeProtocol, begin: float, seconds: float = SHORT_WRITE_S) -> int:
     """How often the engine is woken, if the thread asks each tenth of a millisecond."""
     notices = Notices()
-    notices.hasten(begin)
-    return sum(notices.are_due(begin + tick * 1e-4, decode) for tick in range(int(seconds * 1e4)))
+    notices.look_soon(begin)
+    return sum(notices.are_due(begin + tick * 1e-4, decode.writing_since()) for tick in range(int(seconds * 1e4)))
 
 
 def test_the_younger_a_write_the_more_often_its_notice_is_looked_for(granted):

@@ -64,7 +64,7 @@ def test_life_of_an_attempt_that_is_done(side):
     assert side.states() == {attempt(1): AttemptState.QUEUED}
     # 2. The claim brings the blocks.
     side.receive(3.0, "p", m.Claim(attempt(1), 7))
-    assert side.fenced() == {attempt(1): "p"} and side.writing_since() is None
+    assert side.fenced() == {attempt(1): "p"} and side.writing_since() == float("-inf")
     # 3. P begins to write: from now on the notice may come.
     assert side.receive(3.5, "p", m.Writing(attempt(1), 7)) == [] and side.writing_since() == 3.5
     # 4. P's word is a wake-up, not the end.

@@ -340,7 +340,7 @@ def test_the_death_of_the_thread_is_logged_and_counts_as_a_broker_that_is_away(s
     decode, prefill = (test_agent.Engine(settings, role) for role in (m.Role.DECODE, m.Role.PREFILL))
     try:
         test_agent.peered(decode, prefill)
-        line = decode.agent._thread._links._backend
+        line = decode.agent._thread._sockets._backend
 
         async def fail():
             raise Death

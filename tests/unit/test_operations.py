@@ -82,7 +82,7 @@ def test_every_gauge_of_the_control_thread_is_described():
     config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
     member = local_member(Role.BOTH, Fingerprint(PROTOCOL, "m", "f", "f", 16, 1, 1, 8, "l"))
     agent = ControlAgent(config, member, b"", wake=lambda: None)
-    gauges = agent.counts().keys() | agent.state.gauges().keys()
+    gauges = agent.counts().keys() | agent.protocol.state.gauges().keys()
     assert len(gauges) >= 10 and gauges <= TICKED
 
 

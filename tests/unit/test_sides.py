@@ -6,34 +6,64 @@ import pytest
 from vllm_pd.config import PDConfig
 from vllm_pd.control.credits import JobCredits
 from vllm_pd.control.degraded import Cause, Degraded, DegradedLog
-from vllm_pd.control.protocol import RECONNECT_POLL_S, PeerProtocol
+from vllm_pd.control.protocol import RECONNECT_POLL_S, MessageSource, PeerProtocol
 from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Prefill, ToBroker
+from vllm_pd.core.actions import Fallback, FallbackReason, Prefill, ToBroker
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 US = m.Member("us", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT)
 CONFIG = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
 
 
+class Clock:
+    """Stands where a test has put it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
 @pytest.fixture
-def roused():
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def woken():
     return []
 
 
 @pytest.fixture
-def sides(roused):
+def protocol(clock, woken):
     """An engine of both roles whose broker lists it alone."""
-    sides = PeerProtocol(CONFIG, US, b"memory", 0.0, lambda: roused.append(None))
-    sides.registered(0.0, sent=True)
-    sides.from_broker(0.0, "b", m.Peers("b", 1, [US], 0))
-    sides.to_send()
-    roused.clear()
-    return sides
+    protocol = PeerProtocol(CONFIG, US, b"memory", clock)
+    protocol.set_wakeup(lambda: woken.append(None))
+    protocol.handle_timeout()
+    from_broker(protocol, m.Peers("b", 1, [US], 0))
+    transmitted(protocol)
+    protocol.announce()
+    woken.clear()
+    return protocol
 
 
-def submitted(sides, now=1.0):
-    attempt = sides.next_attempt("r")
-    sides.do(sides.decode.submit(now, attempt, [1] * 20, [1, 2], 0))
+def from_broker(protocol, message, broker="b"):
+    assert protocol.receive(MessageSource.BROKER, broker, message)
+
+
+def transmitted(protocol):
+    """All messages to the broker that are to leave now."""
+    return [action.message for action in iter(protocol.poll_transmit, None) if isinstance(action, ToBroker)]
+
+
+def events(protocol):
+    return list(iter(protocol.poll_event, None))
+
+
+def submitted(protocol):
+    attempt = protocol.next_attempt("r")
+    protocol.submit(attempt, [1] * 20, [1, 2], 0)
     return attempt
 
 
@@ -52,120 +82,164 @@ def test_the_broker_is_sent_credits_once_and_a_new_broker_again():
     assert credits.jobs == 0
 
 
-def test_jobs_that_come_count_until_the_engine_has_room_again(sides, roused):
-    sides.set_credits(2)
-    assert roused and sides.to_send()[1].jobs == 2
-    sides.do([Prefill(m.Attempt("d", "r", 0), [1], [1], 0, [], "d")])
-    assert sides.to_send()[1].jobs == 1
-    sides.take_events()
-    assert sides.to_send()[1].jobs == 1, "it was told of what it took"
-    sides.room_told(sides.to_send()[1])
-    roused.clear()
-    sides.set_credits(1)
-    assert not roused and sides.to_send()[1] is None
+def test_jobs_that_come_count_until_the_engine_has_credits_again(protocol, woken, clock):
+    protocol.set_credits(2)
+    assert woken and transmitted(protocol) == [m.Credit(2, 0)]
+    protocol._do([Prefill(m.Attempt("d", "r", 0), [1], [1], 0, [], "d")])
+    assert transmitted(protocol) == [m.Credit(1, 0)]
+    assert len(events(protocol)) == 1
+    assert transmitted(protocol) == [], "the broker knows: what waited has been taken"
+    woken.clear()
+    protocol.set_credits(1)
+    assert not woken and transmitted(protocol) == []
 
 
-def test_b43_one_that_drains_has_no_room_and_leaves_when_nothing_is_open(sides):
-    attempt = submitted(sides)
-    sides.set_credits(2)
-    sides.drain(2.0)
-    assert sides.to_send()[1].jobs == 0
-    assert sides.registration(2.0).member.draining, "everybody hears of it soon"
-    sides.registered(2.0, sent=True)
-    sides.from_broker(2.0, "b", m.Peers("b", 2, [sides.state.member()], 0))
-    sides.set_load(m.Load())
-    assert not sides.leave_if_drained(), "an attempt is open"
-    sides.do(sides.decode.abort(3.0, attempt))
-    sides.to_send()
-    assert not sides.leave_if_drained(), "the engine has not heard its end"
-    sides.take_events()
-    sides.do([ToBroker(m.Withdraw(attempt))])
-    assert not sides.leave_if_drained(), "the broker has not heard its end"
-    sides.to_send()
-    assert sides.leave_if_drained() and not sides.leave_if_drained()
-    assert sides.registration(100.0) is None
+def test_credits_that_did_not_leave_are_sent_again(protocol):
+    protocol.set_credits(2)
+    (credit,) = transmitted(protocol)
+    protocol.transmit_failed(credit)
+    assert transmitted(protocol) == [] and protocol.view().broker_up
+    protocol.handle_timeout()
+    assert transmitted(protocol) == [credit]
+    protocol.handle_timeout()
+    assert transmitted(protocol) == []
 
 
-def test_a_heartbeat_that_did_not_leave_is_tried_again_soon(sides):
-    assert sides.registration(0.5 * CONFIG.heartbeat_s) is None
-    assert sides.registration(CONFIG.heartbeat_s) == m.Register(US, "b", 1)
-    sides.registered(CONFIG.heartbeat_s, sent=False)
-    assert not sides.cluster.up and sides.registration(CONFIG.heartbeat_s + RECONNECT_POLL_S) is not None
+def test_b43_one_that_drains_takes_no_jobs_and_leaves_when_nothing_is_open(protocol, clock):
+    def leaves():
+        protocol.handle_timeout()
+        return m.Leave() in transmitted(protocol)
+
+    attempt = submitted(protocol)
+    protocol.set_credits(2)
+    clock.now = 0.5
+    protocol.drain()
+    protocol.handle_timeout()
+    sent = transmitted(protocol)
+    assert [message.member.draining for message in sent if isinstance(message, m.Register)] == [True], "at once"
+    assert m.Credit(0, 0) in sent
+    from_broker(protocol, m.Peers("b", 2, [protocol.state.member()], 0))
+    protocol.set_load(m.Load())
+    assert not leaves(), "an attempt is open"
+    protocol.abort(attempt)
+    assert not leaves(), "the engine has not heard its end"
+    events(protocol)
+    assert leaves() and not leaves()
+    clock.now = 100.0
+    protocol.handle_timeout()
+    assert not any(isinstance(message, m.Register) for message in transmitted(protocol))
 
 
-def test_the_engine_is_woken_once_for_what_it_has_not_taken(sides):
-    assert not sides.announce()
-    sides.do(sides.decode.abort(1.0, submitted(sides)))
-    assert sides.next_timeout() == float("-inf")
-    assert sides.announce() and not sides.announce()
-    assert len(sides.take_events()) == 1
+def test_a_heartbeat_that_did_not_leave_is_tried_again_soon(protocol, clock):
+    clock.now = 0.5 * CONFIG.heartbeat_s
+    protocol.handle_timeout()
+    assert transmitted(protocol) == []
+    clock.now = CONFIG.heartbeat_s
+    protocol.handle_timeout()
+    register = protocol.poll_transmit().message
+    assert register == m.Register(US, "b", 1)
+    protocol.transmit_failed(register)
+    assert transmitted(protocol) == [] and not protocol.view().broker_up
+    protocol.announce()
+    assert protocol.next_timeout() == clock.now + RECONNECT_POLL_S
+    clock.now += RECONNECT_POLL_S
+    protocol.handle_timeout()
+    assert transmitted(protocol) == [register]
 
 
-def test_a_put_that_did_not_leave_falls_back_at_once_and_the_broker_is_away(sides):
-    submitted(sides)
-    (put,), _ = sides.to_send()
-    assert isinstance(put, ToBroker) and sides.view(1.0).broker_up
-    sides.unsent(1.0, put.message)
-    assert not sides.view(1.0).broker_up and [type(event).__name__ for event in sides.take_events()] == [
-        "Fallback", "Released"]
+def test_the_engine_is_woken_once_for_what_it_has_not_polled(protocol):
+    assert not protocol.announce()
+    protocol.abort(submitted(protocol))
+    assert protocol.next_timeout() == float("-inf")
+    assert protocol.announce() and not protocol.announce()
+    assert len(events(protocol)) == 1
 
 
-def test_a_new_broker_is_told_of_all_jobs_and_the_same_one_of_none_twice(sides):
-    attempt = submitted(sides)
-    sides.to_send()
-    sides.from_broker(1.5, "b", m.Offer(m.Job(attempt, "", [1], 0, 1.0), 4))
-    outbox, take = sides.to_send()
-    assert not outbox and take == m.Credit(0, 4)
-    sides.room_told(take)
-    sides.from_broker(2.0, "c", m.Peers("c", 1, [US], 0))
-    outbox, take = sides.to_send()
-    assert [type(action.message) for action in outbox] == [m.Put] and take == m.Credit(0, 0)
+def test_a_put_that_did_not_leave_falls_back_at_once_and_the_broker_is_away(protocol):
+    submitted(protocol)
+    put = protocol.poll_transmit().message
+    assert isinstance(put, m.Put) and protocol.view().broker_up
+    protocol.transmit_failed(put)
+    assert not protocol.view().broker_up
+    assert [type(event).__name__ for event in events(protocol)] == ["Fallback", "Released"]
+
+
+def test_a_new_broker_is_told_of_all_jobs_and_the_same_one_of_none_twice(protocol, clock):
+    attempt = submitted(protocol)
+    transmitted(protocol)
+    from_broker(protocol, m.Offer(m.Job(attempt, "", [1], 0, 1.0), 4))
+    assert transmitted(protocol) == []
+    from_broker(protocol, m.Peers("c", 1, [US], 0), broker="c")
+    put, credit = transmitted(protocol)
+    assert isinstance(put, m.Put) and credit == m.Credit(0, 0)
 
 
 def prefill_engine(**difference) -> m.Member:
     return m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:2", msgspec.structs.replace(FINGERPRINT, **difference))
 
 
-def listed(sides, *others, now=1.0):
+def listed(protocol, *others):
     """The broker's list, with us and these."""
-    sides.from_broker(now, "b", m.Peers("b", sides.cluster.version + 1, [US, *others], 0))
-    sides.tick(now)
+    from_broker(protocol, m.Peers("b", protocol._cluster.version + 1, [US, *others], 0))
+    due(protocol)
 
 
-def cause(sides, now=1.0):
-    degraded = sides.degraded(now)
+def due(protocol):
+    protocol.handle_timeout()
+    transmitted(protocol)
+
+
+def cause(protocol):
+    degraded = protocol.degraded()
     return None if degraded is None else degraded.cause
 
 
-def test_b42_an_engine_says_why_it_has_nobody_to_work_with(sides):
+def test_b42_an_engine_says_why_it_has_nobody_to_work_with(protocol):
     """B42: and its engine is woken for each change, for the gauge."""
-    listed(sides)
-    assert cause(sides) is Cause.PEER and sides.announce()
-    listed(sides, prefill_engine(block_size=32))
-    assert cause(sides) is Cause.MISMATCH and sides.announce()
-    assert all(word in sides.degraded(1.0).detail for word in ("block_size", "16", "32"))
-    listed(sides, prefill_engine())
-    assert cause(sides) is Cause.PEER, "it has not reached us yet"
-    sides.from_prefill(1.0, "p", m.Hello(prefill_engine(), b"its memory"))
-    sides.tick(1.0)
-    assert cause(sides) is None and sides.announce()
-    sides.tick(1.0)
-    assert not sides.announce(), "nothing is new"
-    sides.unsent(1.0, m.Leave())
-    assert cause(sides) is Cause.BROKER and CONFIG.broker in sides.degraded(1.0).detail
-    sides.drain(2.0)
-    assert cause(sides) is None, "it is to have none"
+    listed(protocol)
+    assert cause(protocol) is Cause.PEER and protocol.announce()
+    listed(protocol, prefill_engine(block_size=32))
+    assert cause(protocol) is Cause.MISMATCH and protocol.announce()
+    assert all(word in protocol.degraded().detail for word in ("block_size", "16", "32"))
+    listed(protocol, prefill_engine())
+    assert cause(protocol) is Cause.PEER, "it has not reached us yet"
+    protocol.receive(MessageSource.PREFILL, "p", m.Hello(prefill_engine(), b"its memory"))
+    due(protocol)
+    assert cause(protocol) is None and protocol.announce()
+    due(protocol)
+    assert not protocol.announce(), "nothing is new"
+    protocol.transmit_failed(m.Withdraw(m.Attempt("us", "r", 0)))
+    assert cause(protocol) is Cause.BROKER and CONFIG.broker in protocol.degraded().detail
+    protocol.drain()
+    assert cause(protocol) is None, "it is to have none"
 
 
-def test_b42_a_prefill_engine_wants_decode_engines(sides):
+def test_b42_a_prefill_engine_wants_decode_engines(protocol):
     """B42: those that have answered it."""
-    sides.set_role(1.0, m.Role.PREFILL)
-    listed(sides, prefill_engine())
-    assert cause(sides) is Cause.PEER
+    protocol.set_role(m.Role.PREFILL)
+    listed(protocol, prefill_engine())
+    assert cause(protocol) is Cause.PEER
     other = msgspec.structs.replace(prefill_engine(), role=m.Role.DECODE)
-    listed(sides, other)
-    sides.from_decode(1.0, "p", m.HelloReply(other, b"its memory"))
-    assert cause(sides) is None
+    listed(protocol, other)
+    protocol.receive(MessageSource.DECODE, "p", m.HelloReply(other, b"its memory"))
+    assert cause(protocol) is None
+
+
+def test_after_its_thread_has_died_an_engine_stays_alone(protocol):
+    open_attempt = submitted(protocol)
+    protocol.shut("the control thread ended: an error")
+    late = submitted(protocol)
+    ends = events(protocol)
+    assert [event.attempt for event in ends] == [open_attempt, open_attempt, late, late]
+    assert {event.reason for event in ends if isinstance(event, Fallback)} == {FallbackReason.CONTROL}
+    assert transmitted(protocol) == [] and cause(protocol) is Cause.CONTROL
+
+
+def test_what_a_dead_engine_said_comes_too_late(protocol):
+    hello = m.Hello(prefill_engine(), b"its memory")
+    assert protocol.receive(MessageSource.PREFILL, "p", hello) and protocol.watched_peers().introduced.keys() == {"p"}
+    protocol.peer_dead("p")
+    assert not protocol.receive(MessageSource.PREFILL, "p", hello) and not protocol.watched_peers().introduced
 
 
 def test_b42_the_log_says_each_cause_once_when_it_lasts():

@@ -58,7 +58,7 @@ class Transfer:
 
 
 class Node:
-    """One engine, which is its own control agent."""
+    """One engine, which is its own control agent and protocol."""
     error = None
 
     def __init__(self, ring: "Ring", name: str, fraction: float, **sizes) -> None:
@@ -115,7 +115,11 @@ class Node:
     def abort_request(self, request_id: str) -> None:
         self.sim.abort(request_id)
 
-    # The control agent's part.
+    # The control agent's part, and the protocol's.
+
+    @property
+    def protocol(self) -> "Node":
+        return self
 
     def start(self) -> None:
         pass
@@ -135,9 +139,8 @@ class Node:
         self.ring.queue.append((Prefill(attempt, token_ids, block_ids[cached_blocks:], cached_blocks,
                                         block_ids[:cached_blocks], self.name), avoid))
 
-    def take_events(self) -> list[Event]:
-        events, self.events = self.events, []
-        return events
+    def poll_event(self) -> Event | None:
+        return self.events.pop(0) if self.events else None
 
     def lifeline_fileno(self) -> int:
         return -1

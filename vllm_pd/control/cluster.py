@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine knows of the broker and, through it, of the others. Pure; the caller holds the lock."""
+"""What an engine knows of its broker and, through it, of the other engines. Pure; the caller holds the lock."""
 import collections
 from collections.abc import Collection
 
@@ -9,7 +9,7 @@ from vllm_pd.core import messages as m
 from vllm_pd.errors import PeerMismatch
 
 SILENT_HEARTBEATS = 3
-ASLEEP_HEARTBEATS = 1.5  # without a look: `check` comes at least once a heartbeat, unless this process stands still
+ASLEEP_HEARTBEATS = 1.5  # without a `check`, which comes at least once a heartbeat unless this process is suspended
 MAX_DEAD = 4096
 REFUSAL_KEPT_S = 60.0
 
@@ -24,7 +24,7 @@ class QueueView(msgspec.Struct, frozen=True):
 
 
 class ClusterView:
-    """Heartbeats, the registry's last word, and who is dead by fact."""
+    """Heartbeats, the registry as it was last sent, and which engines are dead as a fact."""
 
     def __init__(self, member: m.Member, heartbeat_s: float, ttl_s: float):
         self.member = member
@@ -45,7 +45,7 @@ class ClusterView:
         self._prefills: list[m.Member] = []
 
     def heard(self, now: float, broker: str, queue_length: int) -> bool:
-        """The broker spoke. Returns whether it is another process than the last one that did."""
+        """A message of the broker has come. Returns whether it is another process than the one before."""
         self.heard_at = now
         self.up = True
         self.queue_length = queue_length
@@ -76,7 +76,8 @@ class ClusterView:
         return self._members.get(self.member.incarnation)
 
     def check(self, now: float) -> None:
-        """A broker that has been silent for too long is away. While we stood still ourselves, nobody asked it."""
+        """A broker that has been silent for too long is away. Not right after this process was suspended: it has not
+        asked the broker in the meantime."""
         if self.up and now - self._checked_at > ASLEEP_HEARTBEATS * self.heartbeat_s:
             self.heard_at = max(self.heard_at, now - self.heartbeat_s)
         self._checked_at = now

@@ -4,10 +4,11 @@ from vllm_pd.core import messages as m
 
 
 class JobCredits:
-    """`jobs`: how many the engine could take beyond those that it has taken."""
+    """`jobs`: how many the engine could take beyond those that it has taken. `failed`: the last credit was not sent."""
 
     def __init__(self) -> None:
         self.jobs = 0
+        self.failed = False
         self._sent: int | None = None
         self._serial = 0  # of the broker's last offer
 
@@ -26,6 +27,7 @@ class JobCredits:
     def send_again(self, new_broker: bool = False) -> None:
         """The broker may not know the last credit. A new one has offered nothing yet."""
         self._sent = None
+        self.failed = False
         if new_broker:
             self._serial = 0
 

@@ -1,22 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that an engine knows and decides as a peer: its two sides, its cluster view and its state, which play together.
+"""What one engine knows and decides as a peer: both halves of the protocol, the cluster view, its state, its credits.
 
-No sockets, no clock, no thread. What is to be sent waits in the outbox for the control thread, what the engine is to
-learn waits for `take_events`. Both use it, under `lock`, which is held for dictionary work only, never for I/O: so
-neither ever waits long for the other, and nothing waits for a peer.
+A sans-IO object. Messages go in with `receive` and come out of `poll_transmit`; what the engine is to do or to know
+comes out of `poll_event`; `handle_timeout` does what is due, `next_timeout` says when. It locks itself: the engine's
+threads and the control thread call it at any time. The lock is held for dictionary work only, never for I/O. The time
+is read under the lock, from the clock that is passed in, so it never runs backwards between two calls.
 """
 import collections
+import functools
 import logging
 import threading
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+import msgspec
 
 from vllm_pd.control.cluster import ClusterView, QueueView
 from vllm_pd.control.credits import JobCredits
 from vllm_pd.control.degraded import Cause, Degraded
 from vllm_pd.control.state import EngineState
 from vllm_pd.core import messages as m
-from vllm_pd.core.actions import EVENTS, Action, Event, Prefill
+from vllm_pd.core.actions import (
+    EVENTS,
+    Action,
+    Event,
+    Fallback,
+    FallbackReason,
+    Outcome,
+    Prefill,
+    Released,
+    ToBroker,
+)
 from vllm_pd.core.decode import AttemptState, DecodeLimits, DecodeProtocol
 from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
 from vllm_pd.errors import PeerMismatch
@@ -28,67 +43,439 @@ logger = logging.getLogger("vllm.pd")
 
 RECONNECT_POLL_S = 0.1  # while the broker is away
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class MessageSource(Enum):
+    """Who sent a message, as the socket shows that it came from."""
+    BROKER = "broker"
+    DECODE = "decode"
+    PREFILL = "prefill"
+    OPERATOR = "operator"
+    FRONT = "front"
+
+
+class WatchedPeers(msgspec.Struct, frozen=True):
+    """Whose deaths matter. `known` are all other engines that are not known to be dead, `introduced` those of them that
+    greeted us or answered us, `busy` the names of those whose death would end something of ours."""
+    known: dict[str, m.Member]
+    introduced: dict[str, m.Member]
+    busy: set[str]
+
+
+def _locked(method: "Callable[Concatenate[PeerProtocol, P], R]") -> "Callable[Concatenate[PeerProtocol, P], R]":
+    """The method holds the lock, which its caller may hold already."""
+
+    @functools.wraps(method)
+    def locked(self: "PeerProtocol", *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
 
 class PeerProtocol:
-    """Of one engine. `member` is its registry entry as it was born, with its addresses. `rouse` is called, with the
-    lock, when there is something new for whoever sends and tells."""
+    """The protocol of one engine. `member` is its registry entry as it was born, with its addresses; `state` what it is
+    at present, to be read only."""
 
-    def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, now: float,
-                 rouse: Callable[[], None]):
-        self.lock = threading.Lock()
+    def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, clock: Callable[[], float]):
         self.member = member
-        self.decode = DecodeProtocol(member, transfer_metadata, DecodeLimits(
+        self.state = EngineState(member)
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._decode = DecodeProtocol(member, transfer_metadata, DecodeLimits(
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
             ttl_s=config.ttl_s))
-        self.prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
-        self.cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
-        self.state = EngineState(member)
+        self._prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
+        self._cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
         self._credits = JobCredits()
-        self._ttl_s = config.ttl_s
-        self.patience_s = config.ttl_s  # for a state of the world that may be over in a moment
+        self.ttl_s = config.ttl_s
         self._broker = config.broker
         self._degraded: Degraded | None = None  # as the engine was last woken for it
-        self._rouse = rouse
-        self._events: list[Event] = []
+        self._wakeup: Callable[[], None] | None = None
+        self._events: collections.deque[Event] = collections.deque()
         self._outbox: collections.deque[Action] = collections.deque()
         self._announced = True
         self._last_number = -1
-        self.decode.broker_is(now, False)
+        self._shut_detail = ""
+        self._decode.broker_is(clock(), False)
 
-    # For the engine.
+    @_locked
+    def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
+        """From now on call this, under the lock, when there is something new for who transmits and wakes the engine;
+        None: nobody does any more."""
+        self._wakeup = wakeup
 
+    @_locked
+    def wake(self) -> None:
+        """Wake who transmits."""
+        if self._wakeup is not None:
+            self._wakeup()
+
+    # For a decode engine.
+
+    @_locked
     def next_attempt(self, request_id: str) -> m.Attempt:
         """A new attempt for this request; its number is larger than that of any before it."""
         self._last_number += 1
         return m.Attempt(self.member.incarnation, request_id, self._last_number)
 
-    def begin_write(self, now: float, attempt: m.Attempt) -> bool:
-        """Whether a write of this attempt may be posted; if so, D is told that it comes."""
-        allowed = self.prefill.may_write(now, attempt)
-        if allowed:
-            self.do(self.prefill.writing(now, attempt))
-        return allowed
+    @_locked
+    def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
+               avoid: tuple[str, ...] = (), deadline_s: float | None = None) -> None:
+        """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`, by a P that is not to `avoid`. The
+        blocks stay the caller's to keep until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the
+        caller's own `abort` ends it, at the latest after `deadline_s` (the configured deadline where None)."""
+        if self._shut_detail:
+            self._do([Fallback(attempt, FallbackReason.CONTROL, Outcome.FAILED, self._shut_detail), Released(attempt)])
+            return
+        self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s))
 
-    def take_events(self) -> list[Event]:
-        """All events since the last call, in order."""
-        events, self._events = self._events, []
-        self._announced = True
-        self._credits.use(_jobs(events))
-        return events
+    @_locked
+    def abort(self, attempt: m.Attempt) -> None:
+        """The request is gone; `Released` follows. No effect on an attempt that has ended."""
+        self._do(self._decode.abort(self._clock(), attempt))
 
+    @_locked
+    def arrived(self, attempt: m.Attempt, rank: int) -> None:
+        """The transfer's notice: all of this rank's data is in our blocks."""
+        self._do(self._decode.arrived(self._clock(), attempt, rank))
+
+    @_locked
+    def view(self, avoid: Collection[str] = ()) -> QueueView:
+        """What the policy wants to know of the cluster, for a request that shall not go to these Ps again."""
+        return self._cluster.view(self._clock(), self._decode.queued(), self._decode.peers, avoid)
+
+    @_locked
+    def writing_since(self) -> float | None:
+        """Since when a P writes into our blocks, as it told us; -inf where one may write and has told us nothing; None
+        where none may."""
+        return self._decode.writing_since()
+
+    # For a prefill engine.
+
+    @_locked
     def set_credits(self, jobs: int) -> None:
-        """How many jobs the engine could take beyond those that it has taken from `take_events`."""
+        """How many jobs the engine could take beyond those that it has taken from `poll_event`."""
         self._credits.set(jobs)
         if self._credits.update(self._free_credits()) is not None:
-            self._rouse()
+            self.wake()
 
+    @_locked
+    def may_write(self, attempt: m.Attempt) -> bool:
+        """Whether the lease stands. To be asked right before each post of a write, and D is told that it comes."""
+        now = self._clock()
+        allowed = self._prefill.may_write(now, attempt)
+        if allowed:
+            self._do(self._prefill.writing(now, attempt))
+        return allowed
+
+    @_locked
+    def lease_stands(self, attempt: m.Attempt) -> bool:
+        """Whether the job is still wanted. D keeps what it granted either way."""
+        return self._prefill.may_write(self._clock(), attempt)
+
+    @_locked
+    def sent(self, attempt: m.Attempt, timings: m.Timings) -> None:
+        """All handles of all ranks are done and released."""
+        self._do(self._prefill.sent(self._clock(), attempt, timings))
+
+    @_locked
+    def failed(self, attempt: m.Attempt, reason: str) -> None:
+        """The engine gave it up; no handle of it exists any more."""
+        self._do(self._prefill.failed(self._clock(), attempt, reason))
+
+    @_locked
+    def ended(self, attempt: m.Attempt) -> None:
+        """The answer to `Cancelled`: no handle of it exists any more."""
+        self._do(self._prefill.ended(self._clock(), attempt))
+
+    @_locked
+    def jobs(self) -> set[m.Attempt]:
+        """The jobs of peers that have a record here."""
+        return set(self._prefill.states())
+
+    # For either engine.
+
+    @_locked
+    def poll_event(self) -> Event | None:
+        """The next event for the engine; None where there is none. An engine that was woken polls until None."""
+        self._announced = True
+        if not self._events:
+            return None
+        event = self._events.popleft()
+        if isinstance(event, Prefill):
+            self._credits.use(1)
+        return event
+
+    @_locked
     def set_load(self, load: m.Load) -> None:
-        """How busy the engine is."""
-        if self.state.told_load(load) or self.state.draining and not (load.running or load.waiting):
-            self._rouse()
+        """How busy the engine is, after each look at its events."""
+        if self.state.set_load(load) or self.state.draining and not (load.running or load.waiting):
+            self.wake()
 
-    def do(self, actions: list[Action]) -> None:
-        """Sort what a side answered: events for the engine, the rest to be sent."""
+    @_locked
+    def degraded(self) -> Degraded | None:
+        """Why this engine has nobody to hand prefills to, or to take them from; None where it has, or is to leave."""
+        if self._shut_detail:
+            return Degraded(Cause.CONTROL, self._shut_detail)
+        if self.state.draining:
+            return None
+        if not self._cluster.up:
+            return Degraded(Cause.BROKER, f"the broker {self._broker} does not answer")
+        decodes = self.state.role.decodes
+        if self._cluster.prefills(self._decode.peers) if decodes else self._prefill.peers():
+            return None
+        mismatch = self.view().mismatch
+        if mismatch is not None:
+            return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
+        return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there")
+
+    @_locked
+    def open_attempts(self) -> list[m.Attempt]:
+        """Every attempt with a record, in either half: empty when all has ended and all fences are down."""
+        return [*self._decode.states(), *self._prefill.states()]
+
+    @_locked
+    def counts(self) -> dict[str, int]:
+        """Gauges: jobs and attempts by state, peers."""
+        states = collections.Counter(self._decode.states().values())
+        return {
+            "decode_queued": states[AttemptState.QUEUED],
+            "decode_granted": states[AttemptState.GRANTED],
+            "decode_fenced": len(self._decode.fenced()),
+            "prefill_jobs": len(self._prefill.states()),
+            "peers": len(self._prefill.peers()) + len(self._decode.peers),
+        }
+
+    @_locked
+    def totals(self) -> dict[str, int]:
+        """Counters of what happened to attempts and jobs since the start."""
+        return merged(decode=self._decode.counters, prefill=self._prefill.counters)
+
+    @_locked
+    def dropped(self) -> dict[str, int]:
+        """Counters of messages that changed nothing: late, duplicate, unknown, refused."""
+        return merged(decode=self._decode.dropped, prefill=self._prefill.dropped)
+
+    # For an operator and the front end.
+
+    @_locked
+    def drain(self) -> None:
+        """Take nothing new from others, finish what is open, then leave the registry for good. To refuse the clients of
+        this engine is its front end's part."""
+        if not self.state.draining:
+            logger.info("draining: no new work, what is open is finished")
+            self.state.drain()
+            self._state_changed()
+
+    @_locked
+    def set_role(self, role: m.Role) -> str:
+        """Act as `role` from now on; what is open is finished. Returns why not, empty where it is done."""
+        problem = self.state.set_role(role)
+        self._state_changed()
+        return problem
+
+    @_locked
+    def set_http(self, http: str) -> None:
+        """The front end serves at this URL."""
+        if self.state.set_http(http):
+            self._state_changed()
+
+    @_locked
+    def status(self, sockets: int, problem: str = "") -> m.StatusReply:
+        """The answer to an operator or the front end. `sockets` are open."""
+        gauges = {**self.counts(), "sockets": sockets, **self.state.gauges()}
+        degraded = self.degraded()
+        return m.StatusReply(self.state.member(), problem, gauges,
+                             "" if degraded is None else f"{degraded.cause}: {degraded.detail}")
+
+    # For the control thread: messages and time.
+
+    @_locked
+    def receive(self, source: MessageSource, sender: str, message: m.Message) -> bool:
+        """A message from a peer or the broker. False: it came too late, for its sender is known to be dead; let in
+        again, it would never be watched."""
+        if source is MessageSource.BROKER:
+            self._receive_from_broker(sender, message)
+            return True
+        if self._cluster.is_dead(sender):
+            return False
+        half = self._decode if source is MessageSource.PREFILL else self._prefill
+        self._do(half.receive(self._clock(), sender, message))
+        return True
+
+    @_locked
+    def poll_transmit(self) -> Action | None:
+        """The next message to send, or connection to open or to close; None where there is none. What could not be sent
+        to the broker goes back with `transmit_failed`."""
+        if self._outbox:
+            return self._outbox.popleft()
+        if not (self._cluster.up and self.member.role.prefills):
+            return None
+        credit = self._credits.update(self._free_credits())
+        if credit is None:
+            return None
+        self._credits.sent(credit)
+        return ToBroker(credit)
+
+    @_locked
+    def transmit_failed(self, message: m.Message) -> None:
+        """This could not be sent to the broker."""
+        now = self._clock()
+        if isinstance(message, m.Credit):
+            self._credits.failed = True
+        elif not isinstance(message, m.Leave):
+            self._cluster.up = False
+        if isinstance(message, m.Put):
+            self._do(self._decode.put_failed(now, message.job.attempt))
+        elif isinstance(message, m.Register):
+            self._cluster.next_heartbeat = now + min(RECONNECT_POLL_S, self._cluster.heartbeat_s)
+            self._check_broker(now)
+
+    @_locked
+    def handle_timeout(self) -> None:
+        """Do what is due. May be called at any time."""
+        now = self._clock()
+        self._leave_if_drained()
+        self._heartbeat(now)
+        self._check_broker(now)
+        self._decode.peers_are(now, self._cluster.prefills(self._decode.peers))
+        self._do(self._decode.handle_timeout(now))
+        self._do(self._prefill.handle_timeout(now))
+        degraded = self.degraded()
+        if degraded != self._degraded:
+            self._degraded = degraded
+            self._announced = False
+
+    @_locked
+    def next_timeout(self) -> float:
+        """When there is next something to do, by the clock or at once (-inf)."""
+        if self._outbox or not self._announced:
+            return float("-inf")
+        due = [self._decode.next_timeout(), self._prefill.next_timeout(), self._cluster.next_timeout()]
+        return min(when for when in due if when is not None)
+
+    @_locked
+    def announce(self) -> bool:
+        """Whether there is something that the engine has neither polled nor been woken for; now it will be."""
+        announced, self._announced = self._announced, True
+        return not announced
+
+    # For the control thread: who fits, who is dead, the end.
+
+    @property
+    def hello_reply(self) -> m.HelloReply:
+        """The answer to every P that fits."""
+        return self._decode.hello_reply
+
+    @_locked
+    def watched_peers(self) -> WatchedPeers:
+        """The engines whose deaths matter."""
+        introduced = {name: peer for name, peer in {**self._decode.peers, **self._prefill.peers()}.items()
+                      if not self._cluster.is_dead(name)}
+        listed = {member.incarnation: member for member in self._cluster.members()}
+        return WatchedPeers(listed | introduced, introduced, self._decode.busy_peers() | self._prefill.busy_peers())
+
+    @_locked
+    def peer_dead(self, incarnation: str) -> None:
+        """That process is gone, as a fact."""
+        now = self._clock()
+        self._cluster.dead(incarnation)
+        self._do(self._decode.peer_dead(now, incarnation))
+        self._do(self._prefill.peer_lost(now, incarnation))
+
+    @_locked
+    def mismatch(self, other_protocol: int | None = None) -> str | None:
+        """Why a peer does not fit, or did not when it last spoke to us. `other_protocol` is the version of a peer that
+        speaks another protocol."""
+        now = self._clock()
+        if other_protocol is not None:
+            self._cluster.refused(now, str(PeerMismatch("protocol", m.PROTOCOL, other_protocol)))
+        for half in (self._decode, self._prefill):
+            if half.mismatch is not None:
+                self._cluster.refused(now, half.mismatch)
+                half.mismatch = None
+        return self.view().mismatch
+
+    @_locked
+    def abort_all(self) -> None:
+        """The engine ends: nothing that it asked for is wanted any more."""
+        for attempt in self._decode.states():
+            self.abort(attempt)
+
+    @_locked
+    def shut(self, detail: str) -> None:
+        """Nobody will send or receive any more: what is open ends, and all that is submitted later, for the reason that
+        `detail` gives."""
+        self._shut_detail = detail
+        now = self._clock()
+        self._cluster.up = False
+        self._do(self._decode.shut(now, detail))
+        self._do(self._prefill.shut(now))
+        self._outbox.clear()
+
+    # Inside.
+
+    def _receive_from_broker(self, sender: str, message: m.Message) -> None:
+        now = self._clock()
+        if isinstance(message, m.Refused):
+            self._cluster.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
+            return
+        length = self._cluster.queue_length if isinstance(message, m.Offer) else message.queue_length
+        if self._cluster.heard(now, sender, length):
+            self._credits.send_again(new_broker=True)
+            if not isinstance(message, m.PutReply):
+                self._do(self._decode.requeue(now))
+        self._do(self._decode.broker_is(now, True))
+        if isinstance(message, m.Peers):
+            self._cluster.peers(message)
+            self.state.listed(self._cluster.listed())
+            if self.member.role.prefills:
+                self._do(self._prefill.members_are(now, self._cluster.members()))
+        elif isinstance(message, m.PutReply):
+            if message.refusal is m.PutRefusal.UNREGISTERED:
+                self._cluster.next_heartbeat = now
+            self._do(self._decode.put_reply(now, message))
+        elif isinstance(message, m.Offer):
+            self._credits.offered(message.serial)
+            if self.member.role.prefills:
+                self._do(self._prefill.offer(now, message.job))
+
+    def _leave_if_drained(self) -> None:
+        """Send goodbye once the drain is complete: nothing is open, nothing waits to be sent or to be polled."""
+        is_open = bool(self.open_attempts() or self._outbox or self._events)
+        if self.state.draining and not self.state.left and self.state.is_drained(is_open, self._cluster.up):
+            self.state.left = True
+            self._outbox.append(ToBroker(m.Leave()))
+            logger.info("drained: nothing is open any more")
+
+    def _heartbeat(self, now: float) -> None:
+        cluster = self._cluster
+        if self._credits.failed:
+            self._credits.send_again()
+        if now < cluster.next_heartbeat:
+            return
+        cluster.next_heartbeat = now + cluster.heartbeat_s
+        if not self.state.left:
+            self._credits.send_again()
+            self._outbox.append(ToBroker(m.Register(self.state.member(), cluster.broker, cluster.version)))
+
+    def _check_broker(self, now: float) -> None:
+        """A broker that has been silent for too long is away."""
+        self._cluster.check(now)
+        if not self._cluster.up:
+            self._do(self._decode.broker_is(max(self._cluster.heard_at, now - self.ttl_s), False))
+
+    def _state_changed(self) -> None:
+        """Everybody is to know soon, the engine included."""
+        self._cluster.next_heartbeat = self._clock()
+        self._announced = False
+        self.wake()
+
+    def _do(self, actions: list[Action]) -> None:
+        """Sort what a half answered: events for the engine, the rest to be sent."""
         for action in actions:
             if isinstance(action, EVENTS):
                 self._events.append(action)
@@ -96,216 +483,15 @@ class PeerProtocol:
             else:
                 self._outbox.append(action)
         if actions:
-            self._rouse()
-
-    # To be looked at.
-
-    def view(self, now: float, avoid: Collection[str] = ()) -> QueueView:
-        """What the policy wants to know of the world, for a request that shall not go to these Ps again."""
-        return self.cluster.view(now, self.decode.queued(), self.decode.peers, avoid)
-
-    def open_attempts(self) -> list[m.Attempt]:
-        """Every attempt with a record, on either side."""
-        return [*self.decode.states(), *self.prefill.states()]
-
-    def counts(self) -> dict[str, int]:
-        """Gauges: jobs and attempts by state, peers."""
-        states = collections.Counter(self.decode.states().values())
-        return {
-            "decode_queued": states[AttemptState.QUEUED],
-            "decode_granted": states[AttemptState.GRANTED],
-            "decode_fenced": len(self.decode.fenced()),
-            "prefill_jobs": len(self.prefill.states()),
-            "peers": len(self.prefill.peers()) + len(self.decode.peers),
-        }
-
-    def mismatch(self, now: float) -> str | None:
-        """Why a peer does not fit, or did not when it last spoke to us."""
-        for side in (self.decode, self.prefill):
-            if side.mismatch is not None:
-                self.cluster.refused(now, side.mismatch)
-                side.mismatch = None
-        return self.cluster.view(now, 0, ()).mismatch
-
-    def degraded(self, now: float) -> Degraded | None:
-        """Why this engine has nobody to hand prefills to, or to take them from; None where it has, or is to leave."""
-        if self.state.draining:
-            return None
-        if not self.cluster.up:
-            return Degraded(Cause.BROKER, f"the broker {self._broker} does not answer")
-        decodes = self.state.role.decodes
-        if self.cluster.prefills(self.decode.peers) if decodes else self.prefill.peers():
-            return None
-        mismatch = self.cluster.view(now, 0, ()).mismatch
-        if mismatch is not None:
-            return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
-        return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there")
-
-    def living_peers(self) -> dict[str, m.Member]:
-        """Those who have been introduced, on either side, and are not known to be dead."""
-        peers = {**self.decode.peers, **self.prefill.peers()}
-        return {name: peer for name, peer in peers.items() if not self.cluster.is_dead(name)}
-
-    def busy_peers(self) -> set[str]:
-        """Those whose death would end something of ours."""
-        return self.decode.busy_peers() | self.prefill.busy_peers()
-
-    # What others say.
-
-    def from_prefill(self, now: float, sender: str, message: m.Message) -> None:
-        """A message from a P."""
-        self.do(self.decode.receive(now, sender, message))
-
-    def from_decode(self, now: float, sender: str, message: m.Message) -> None:
-        """A message from a D."""
-        self.do(self.prefill.receive(now, sender, message))
-
-    def from_broker(self, now: float, sender: str, message: m.Message) -> None:
-        """A message from the broker."""
-        if isinstance(message, m.Refused):
-            self.cluster.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
-            return
-        length = self.cluster.queue_length if isinstance(message, m.Offer) else message.queue_length
-        if self.cluster.heard(now, sender, length):
-            self._credits.send_again(new_broker=True)
-            if not isinstance(message, m.PutReply):
-                self.do(self.decode.requeue(now))
-        self.do(self.decode.broker_is(now, True))
-        if isinstance(message, m.Peers):
-            self.cluster.peers(message)
-            self.state.listed(self.cluster.listed())
-            if self.member.role.prefills:
-                self.do(self.prefill.members_are(now, self.cluster.members()))
-        elif isinstance(message, m.PutReply):
-            if message.refusal is m.PutRefusal.UNREGISTERED:
-                self.cluster.next_heartbeat = now
-            self.do(self.decode.put_reply(now, message))
-        elif isinstance(message, m.Offer):
-            self._credits.offered(message.serial)
-            if self.member.role.prefills:
-                self.do(self.prefill.offer(now, message.job))
-
-    def unsent(self, now: float, message: m.Message) -> None:
-        """This did not reach the broker."""
-        self.cluster.up = False
-        if isinstance(message, m.Put):
-            self.do(self.decode.put_failed(now, message.job.attempt))
-
-    def peer_dead(self, now: float, incarnation: str) -> None:
-        """That process is gone, as a fact."""
-        self.cluster.dead(incarnation)
-        self.do(self.decode.peer_dead(now, incarnation))
-        self.do(self.prefill.peer_lost(now, incarnation))
-
-    # What operators say.
-
-    def drain(self, now: float) -> None:
-        """Take nothing new from others, finish what is open, then leave the registry for good."""
-        if not self.state.draining:
-            logger.info("draining: no new work, what is open is finished")
-            self.state.drain()
-            self._changed(now)
-
-    def set_role(self, now: float, role: m.Role) -> str:
-        """Act as `role` from now on; what is open is finished. Returns why not, empty where it is done."""
-        problem = self.state.set_role(role)
-        self._changed(now)
-        return problem
-
-    def serves(self, now: float, http: str) -> None:
-        """The front end says where it serves."""
-        if self.state.serves(http):
-            self._changed(now)
-
-    def _changed(self, now: float) -> None:
-        """Tell everybody soon, the engine included."""
-        self.cluster.next_heartbeat = now
-        self._announced = False
-        self._rouse()
-
-    # For whoever sends and tells.
-
-    def tick(self, now: float) -> None:
-        """Do what is due."""
-        self.decode.peers_are(now, self.cluster.prefills(self.decode.peers))
-        self.do(self.decode.handle_timeout(now))
-        self.do(self.prefill.handle_timeout(now))
-        degraded = self.degraded(now)
-        if degraded != self._degraded:
-            self._degraded = degraded
-            self._announced = False
-
-    def next_timeout(self) -> float:
-        """When there is next something to do, by the clock or at once (-inf)."""
-        if self._outbox or not self._announced:
-            return float("-inf")
-        due = [self.decode.next_timeout(), self.prefill.next_timeout(), self.cluster.next_timeout()]
-        return min(when for when in due if when is not None)
-
-    def to_send(self) -> tuple[collections.deque[Action], m.Credit | None]:
-        """What is to leave now, and after it, if the broker is there then, how much room there is."""
-        outbox, self._outbox = self._outbox, collections.deque()
-        take = self._credits.update(self._free_credits()) if self.member.role.prefills else None
-        return outbox, take
-
-    def room_told(self, take: m.Credit) -> None:
-        """The broker has been sent this."""
-        self._credits.sent(take)
-
-    def announce(self) -> bool:
-        """Whether there is something that the engine has neither taken nor been woken for; now it will be."""
-        announced, self._announced = self._announced, True
-        return not announced
-
-    def registration(self, now: float) -> m.Register | None:
-        """The heartbeat, where it is due."""
-        cluster = self.cluster
-        if now < cluster.next_heartbeat:
-            return None
-        if self.state.left:
-            cluster.next_heartbeat = now + cluster.heartbeat_s
-            return None
-        return m.Register(self.state.member(), cluster.broker, cluster.version)
-
-    def registered(self, now: float, sent: bool) -> None:
-        """Whether the heartbeat left."""
-        period_s = self.cluster.heartbeat_s
-        self.cluster.next_heartbeat = now + (period_s if sent else min(RECONNECT_POLL_S, period_s))
-        self._credits.send_again()
-        if not sent:
-            self.cluster.up = False
-
-    def check_broker(self, now: float) -> None:
-        """A broker that has been silent for too long is away."""
-        self.cluster.check(now)
-        if not self.cluster.up:
-            self.do(self.decode.broker_is(max(self.cluster.heard_at, now - self._ttl_s), False))
-
-    def leave_if_drained(self) -> bool:
-        """Whether this moment has ended the drain: nothing is open any more, and goodbye may be said."""
-        is_open = bool(self.open_attempts() or self._outbox or self._events)
-        if self.state.left or not self.state.is_drained(is_open, self.cluster.up):
-            return False
-        self.state.left = True
-        return True
-
-    def abort_all(self, now: float) -> None:
-        """The engine ends: nothing that it asked for is wanted any more."""
-        for attempt in self.decode.states():
-            self.do(self.decode.abort(now, attempt))
-
-    def shut(self, now: float, detail: str) -> None:
-        """Nobody will send or tell any more: what is open ends, for the reason that `detail` gives."""
-        self.cluster.up = False
-        self.do(self.decode.shut(now, detail))
-        self.do(self.prefill.shut(now))
-        self._outbox.clear()
+            self.wake()
 
     def _free_credits(self) -> int:
         if not self.state.takes_jobs:
             return 0
-        return max(0, self._credits.jobs - self.prefill.waiting() - _jobs(self._events))
+        waiting = self._prefill.waiting() + sum(isinstance(event, Prefill) for event in self._events)
+        return max(0, self._credits.jobs - waiting)
 
 
-def _jobs(events: list[Event]) -> int:
-    return sum(isinstance(event, Prefill) for event in events)
+def merged(**counters: m.Counters) -> dict[str, int]:
+    """All counters in one dictionary, their names prefixed by the keywords."""
+    return {f"{prefix}_{name}": count for prefix, counter in counters.items() for name, count in counter.items()}

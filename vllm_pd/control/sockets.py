@@ -7,13 +7,13 @@ each decode engine that gives us jobs; and the `BrokerBackend`. Peers are answer
 import collections
 import os
 from collections.abc import Iterator, Set
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import zmq
 
 from vllm_pd.broker.backend import BrokerBackend
 from vllm_pd.broker.zmq_backend import ZmqBackend
+from vllm_pd.control.protocol import MessageSource
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 
 MAX_ROUTES = 4096
 BATCH_MESSAGES = 128
-
-
-class MessageSource(Enum):
-    """Where a message came in."""
-    BROKER = "broker"
-    DECODE = "decode"
-    PREFILL = "prefill"
-    OPERATOR = "operator"
-    FRONT = "front"
 
 
 _EXPECTED = {MessageSource.DECODE: m.TO_PREFILL, MessageSource.PREFILL: m.TO_DECODE, MessageSource.FRONT: m.TO_ENGINE}
@@ -228,6 +219,8 @@ class ControlSockets:
 
     def count(self) -> int:
         """Open sockets."""
+        if self._context.closed:
+            return 0
         return (2 if self._front is None else 3) + len(self._decode)
 
     def close(self, linger_ms: int) -> None:

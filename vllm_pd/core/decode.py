@@ -30,6 +30,7 @@ from vllm_pd.core.actions import (
 )
 from vllm_pd.errors import PeerMismatch
 
+_LONG_AGO = float("-inf")
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
 
 
@@ -256,9 +257,10 @@ class DecodeProtocol:
         return {record.peer for record in self._records.values() if record.fenced}
 
     def writing_since(self) -> float | None:
-        """When a P last said that it writes, or has written, into blocks of ours; None where nobody is."""
-        since = [record.writing_at for record in self._records.values() if record.fenced]
-        return max((when for when in since if when is not None), default=None)
+        """When a P last told us that it writes, or has written, into our blocks; -inf where one may write and has told
+        us nothing; None where none may write."""
+        return max((_LONG_AGO if record.writing_at is None else record.writing_at
+                    for record in self._records.values() if record.fenced), default=None)
 
     def queued(self) -> int:
         """Jobs nobody has claimed yet."""

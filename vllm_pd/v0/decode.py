@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core.actions import Event, Fallback, Prefilled, Released, Timed
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.pace import FallbackPace
@@ -47,9 +47,9 @@ class _Tries:
 class RemotePrefills:
     """All prompts of one decode engine that are, or might be, prefilled elsewhere. Used from the step loop only."""
 
-    def __init__(self, config: PDConfig, agent: ControlAgent, scheduler: Scheduler, metrics: PDMetrics,
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, metrics: PDMetrics,
                  split_requests: Mapping[str, SequenceGroupBase]) -> None:
-        self._agent = agent
+        self._protocol = protocol
         self._scheduler = scheduler
         self._metrics = metrics
         self._split_requests = split_requests
@@ -84,7 +84,7 @@ class RemotePrefills:
         if seq_group in self._local:
             return None
         tries = self._tries.get(seq_group)
-        view = self._agent.view(tries.failed_peers if tries is not None else ())
+        view = self._protocol.view(tries.failed_peers if tries is not None else ())
         decision = self._decide(seq_group, cached_tokens, tries, view, sum(self._held_blocks.values()),
                                 len(self._scheduler.remote_prefilling))
         self._metrics.decision("remote" if decision.remote else "local", decision.reason.value)
@@ -94,7 +94,7 @@ class RemotePrefills:
         if tries is None:
             tries = self._tries[seq_group] = _Tries(time.monotonic())
         tries.made += 1
-        return self._agent.next_attempt(seq_group.request_id)
+        return self._protocol.next_attempt(seq_group.request_id)
 
     def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
         """Whether another part of the same request (n > 1) is parked. Once that one is done, or has to stay here, all
@@ -110,12 +110,12 @@ class RemotePrefills:
             self._computing.remove(seq_group)
         tries = self._tries[seq_group]
         tries.parked_at = time.monotonic()
-        self._agent.submit(attempt, list(seq_group.first_seq.prompt_token_ids), list(block_ids), cached_blocks,
+        self._protocol.submit(attempt, list(seq_group.first_seq.prompt_token_ids), list(block_ids), cached_blocks,
                            tries.failed_peers, self._time_left_s(tries))
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
-        self._agent.abort(attempt)
+        self._protocol.abort(attempt)
         released = self._fallen.pop(attempt, None)
         if released:
             self._freed.append(attempt)  # their Released has come already
@@ -128,7 +128,7 @@ class RemotePrefills:
         if notice is None:
             self._metrics.frames_dropped("notice_malformed")
         else:
-            self._agent.arrived(notice.attempt, notice.rank)
+            self._protocol.arrived(notice.attempt, notice.rank)
 
     def handle(self, event: Event, progress: Progress) -> None:
         """Turn an event of the control thread into news for the scheduler."""
@@ -178,7 +178,7 @@ class RemotePrefills:
             seq_group = self._scheduler.remote_prefilling[attempt]
             tries = self._tries[seq_group]
             if tries.failed_peers not in views:
-                views[tries.failed_peers] = self._agent.view(tries.failed_peers)
+                views[tries.failed_peers] = self._protocol.view(tries.failed_peers)
             free_again = self._held_blocks.get(attempt, 0) if self._fallen[attempt] else 0
             if self._decide(seq_group, 0, tries, views[tries.failed_peers], held_blocks - free_again,
                             len(self._scheduler.remote_prefilling) - 1).remote:

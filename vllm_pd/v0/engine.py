@@ -63,12 +63,13 @@ class Disaggregation(EngineBinding):
         member, metadata, self._transfer = attach_transfer(engine, config.role)
         self._agent = ControlAgent(config, member, metadata, wake=self._bell.ring, front=settings.get("front"))
         self._agent.start()
+        self.protocol = self._agent.protocol
         self._transfer.hold(self._agent.lifeline_fileno())
-        self.remote_prefills = RemotePrefills(config, self._agent, self._scheduler, self._metrics,
+        self.remote_prefills = RemotePrefills(config, self.protocol, self._scheduler, self._metrics,
                                               engine.seq_id_to_seq_group)
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
-            self.prefill_jobs = PrefillJobs(config, self._agent, weakref.proxy(engine), self._metrics)
+            self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics)
         tell = self.prefill_jobs.tell if self.prefill_jobs is not None else _ignore
         self._transfer.start(self._bell.ring, partial(_guarded, self._metrics, tell))
         self._progress = Progress()
@@ -222,7 +223,7 @@ class Disaggregation(EngineBinding):
 
     @property
     def _decodes(self) -> bool:
-        return self._agent.state.hands_over
+        return self.protocol.state.hands_over
 
     def _is_worth_a_step(self) -> bool:
         """For a ring in the async loop: progress may be taken only while no step is under way."""
@@ -279,19 +280,19 @@ class Disaggregation(EngineBinding):
                 self._guard(self.prefill_jobs.ended, end, self._progress)
             for refusal in news.refused:
                 self._guard(self.prefill_jobs.refused, refusal)
-        for event in self._agent.take_events():
+        for event in iter(self.protocol.poll_event, None):
             self._stalled = False
             self._guard(self._handler(event), event, self._progress)
         self._guard(self.remote_prefills.give_back, self._progress, self._stalled)
         if self.prefill_jobs is not None:
             self._guard(self._give_back_jobs)
             self.prefill_jobs.set_credits()
-        self._agent.set_load(self._load())
-        standing = (self._agent.state.role.value, self._agent.state.draining, self._agent.error is not None)
+        self.protocol.set_load(self._load())
+        standing = (self.protocol.state.role.value, self.protocol.state.draining, self._agent.error is not None)
         if standing != self._standing:
             self._standing = standing
             self._metrics.standing(*standing)
-        degraded = self._agent.degraded()
+        degraded = self.protocol.degraded()
         if degraded != self._degraded:
             self._degraded = degraded
             self._metrics.degraded(None if degraded is None else degraded.cause.value)

@@ -21,7 +21,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.prefix import PrefixCost, PrefixReads
@@ -64,8 +64,8 @@ class PrefillJobs:
     """All jobs that this engine has from peers. Used from the step loop only, but for `tell`. `engine` is the owner: a
     weak proxy."""
 
-    def __init__(self, config: PDConfig, agent: ControlAgent, engine: LLMEngine, metrics: PDMetrics) -> None:
-        self._agent = agent
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, engine: LLMEngine, metrics: PDMetrics) -> None:
+        self._protocol = protocol
         self._engine = engine
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
@@ -100,11 +100,11 @@ class PrefillJobs:
         for attempt in attempts:
             logger.info("job %s finds no room beside this engine's own requests that wait for peers", attempt)
             self._engine.abort_request(self._jobs.pop(attempt).request_id)
-            self._agent.failed(attempt, "there is no room for it beside requests that wait for peers in turn")
+            self._protocol.failed(attempt, "there is no room for it beside requests that wait for peers in turn")
 
     def set_credits(self) -> None:
         """How many more jobs this engine takes. To be told after events were handled, all at once."""
-        self._agent.set_credits(max(0, self._max_jobs - len(self._jobs)))
+        self._protocol.set_credits(max(0, self._max_jobs - len(self._jobs)))
 
     def handle(self, event: Event, progress: Progress) -> None:
         """Take what the control thread has for this engine."""
@@ -121,7 +121,7 @@ class PrefillJobs:
         """The scheduler refused the request: it fits neither the pool nor the batch. It owns no blocks."""
         attempt = seq_group.first_seq.remote_decode
         if self._jobs.pop(attempt, None) is not None:
-            self._agent.failed(attempt, "the prompt does not fit this engine")
+            self._protocol.failed(attempt, "the prompt does not fit this engine")
 
     def wants_prefix(self, attempt: Attempt, cached_tokens: int) -> bool:
         """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, shall be read
@@ -172,9 +172,9 @@ class PrefillJobs:
         for attempt, job in list(self._jobs.items()):
             if job.state is not JobStage.COMPUTED:
                 continue
-            if not self._agent.may_write(attempt):
+            if not self._protocol.may_write(attempt):
                 self._end(attempt, progress)
-                self._agent.failed(attempt, "the lease ran out before the write")
+                self._protocol.failed(attempt, "the lease ran out before the write")
                 continue
             job.state = JobStage.SENDING
             self._open[str(attempt)] = job
@@ -191,14 +191,14 @@ class PrefillJobs:
             return
         attempt = job.prefill.attempt
         if job.cancelled:
-            self._agent.ended(attempt)
+            self._protocol.ended(attempt)
         elif job.state is JobStage.READING:
             return  # the job goes on
         elif end.ok:
-            self._agent.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
+            self._protocol.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
                                               measured=True))
         else:
-            self._agent.failed(attempt, f"the transfer failed: {end.error}")
+            self._protocol.failed(attempt, f"the transfer failed: {end.error}")
 
     def ended(self, end: transfer.Finished, progress: Progress) -> None:
         """What is left to do for a write or a read that has ended."""
@@ -215,7 +215,7 @@ class PrefillJobs:
 
     def _read(self, job: PeerJob, end: transfer.Finished, progress: Progress) -> None:
         attempt = job.prefill.attempt
-        arrived = end.ok and not job.cancelled and self._agent.lease_stands(attempt)
+        arrived = end.ok and not job.cancelled and self._protocol.lease_stands(attempt)
         self._metrics.prefix_read("done" if arrived else "late" if end.ok or job.cancelled else "failed",
                                   end.bytes if arrived else 0)
         if arrived:
@@ -225,7 +225,7 @@ class PrefillJobs:
         progress.finished_transfers.append(attempt)
         if job.cancelled:
             del self._jobs[attempt]
-            self._agent.ended(attempt)  # once more, for it may have been given up since `tell`
+            self._protocol.ended(attempt)  # once more, for it may have been given up since `tell`
             return
         if end.ok:
             self._cost.moved(job.read_tokens, end.seconds)
@@ -245,7 +245,7 @@ class PrefillJobs:
         except Exception as error:  # whatever is wrong with a peer's prompt must not end this engine
             logger.warning("job %s can't run here: %s", attempt, error)
             self._engine.abort_request(job.request_id)
-            self._agent.failed(attempt, f"the prefill engine can't run it: {error}")
+            self._protocol.failed(attempt, f"the prefill engine can't run it: {error}")
             return
         self._jobs[attempt] = job
 
@@ -264,14 +264,14 @@ class PrefillJobs:
     def _cancel(self, attempt: Attempt, progress: Progress) -> None:
         job = self._jobs.get(attempt)
         if job is None:
-            self._agent.ended(attempt)
+            self._protocol.ended(attempt)
         elif job.state is JobStage.COMPUTING:
             self._engine.abort_request(job.request_id)
             del self._jobs[attempt]
-            self._agent.ended(attempt)
+            self._protocol.ended(attempt)
         elif job.state is JobStage.COMPUTED:
             self._end(attempt, progress)
-            self._agent.ended(attempt)
+            self._protocol.ended(attempt)
         elif job.state is JobStage.READING:
             self._engine.abort_request(job.request_id)  # which calls `aborted`
         elif not job.cancelled:

@@ -79,7 +79,7 @@ class Engine:
 
     def _step(self) -> None:
         self._stepping = False
-        for event in self.node.take_events():
+        for event in list(iter(self.node.poll_event, None)):
             self.handle(event)
         self.step()
         self.node.set_credits(max(0, JOBS - len(self.jobs)))
