@@ -41,9 +41,7 @@ def open_counts(engine) -> dict[str, int]:
     prefills, jobs = disagg.remote_prefills, disagg.prefill_jobs
     return counts | {
         "open_attempts": len(disagg.protocol.open_attempts()),
-        "held_blocks": len(prefills._held_blocks),
-        "given_up": len(prefills._fallen) + len(prefills._freed),
-        "resumed": len(prefills._arrived) + len(prefills._resumed),
+        **prefills.debug_state(),
         "jobs": len(jobs._jobs) if jobs is not None else 0,
         "live_handles": disagg._transfer.live_handles(),
         "agent_errors": int(disagg._agent.error is not None),
