@@ -31,7 +31,7 @@ from vllm_pd.transfer.device import Device
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.requests import Finished, Flush, TransferRequest
 from vllm_pd.v0.decode import RemotePrefills
-from vllm_pd.v0.idle import Bell
+from vllm_pd.v0.idle import LoopWakeup
 from vllm_pd.v0.interface import EngineBinding
 from vllm_pd.v0.prefill import PrefillJobs
 from vllm_pd.v0.progress import Progress
@@ -58,10 +58,10 @@ class Disaggregation(EngineBinding):
         config = PDConfig.parse(settings["kv_role"], settings["extra"])
         self._scheduler = engine.scheduler[0]
         self._outputs = engine.scheduler_contexts[0].output_queue  # of the last step, with asynchronous processing
-        self._bell = Bell()
+        self._wakeup = LoopWakeup()
         self._metrics = PDMetrics(engine.model_config.served_model_name)
         member, metadata, self._transfer = attach_transfer(engine, config.role)
-        self._agent = ControlAgent(config, member, metadata, wake=self._bell.ring, front=settings.get("front"))
+        self._agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
         self._agent.start()
         self.protocol = self._agent.protocol
         self._transfer.hold(self._agent.lifeline_fileno())
@@ -71,7 +71,7 @@ class Disaggregation(EngineBinding):
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics)
         tell = self.prefill_jobs.tell if self.prefill_jobs is not None else _ignore
-        self._transfer.start(self._bell.ring, partial(_guarded, self._metrics, tell))
+        self._transfer.start(self._wakeup.wake, partial(_guarded, self._metrics, tell))
         self._progress = Progress()
         self._turns = DecodeTurns()
         self._looped = False  # whether an engine loop sleeps for us
@@ -88,7 +88,7 @@ class Disaggregation(EngineBinding):
         self._degraded: Degraded | None = None  # as the gauge shows it
         self._scheduler.disagg = self
         # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
-        self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._bell)
+        self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._wakeup)
         logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation,
                     self._agent.member.address)
 
@@ -166,7 +166,7 @@ class Disaggregation(EngineBinding):
         """The arguments of the `schedule` that follows. A loop that never sleeps, as LLM's, is slowed down here while
         there is nothing to do but wait for peers."""
         if not self._looped and not self.has_work():
-            self._bell.wait(LLM_PAUSE_S)
+            self._wakeup.wait(LLM_PAUSE_S)
         self._sleeping = False
         self._collect()
         progress, self._progress = self._progress, Progress()
@@ -184,7 +184,7 @@ class Disaggregation(EngineBinding):
         self._sleeping = not (self._progress or self._outputs
                               or (self._scheduler.has_schedulable_seqs() and not self._stalled)
                               or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
-        self._bell.ring_at(self._patience.next_look() if self._sleeping else None)
+        self._wakeup.wake_at(self._patience.next_look() if self._sleeping else None)
         if self._sleeping and self._metrics_stale:
             self._metrics_due = 0.0
             self._update_metrics()
@@ -193,13 +193,13 @@ class Disaggregation(EngineBinding):
     def serve(self, async_engine: AsyncLLMEngine) -> None:
         """This engine runs in that loop: wake it, and let it run before the first client asks."""
         self._looped = True
-        self._bell.serve(async_engine, self._is_worth_a_step)
+        self._wakeup.serve(async_engine, self._is_worth_a_step)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return  # the first request starts it
         async_engine.start_background_loop()
-        self._bell.ring()  # for what has come before
+        self._wakeup.wake()  # for what has come before
 
     def poll(self, socket: zmq.Socket, timeout_ms: int) -> int:
         """Sleep until the socket has input or there is work; 0 where neither came within the time."""
@@ -209,7 +209,7 @@ class Disaggregation(EngineBinding):
             if self.has_work():
                 return 1
             remaining_s = deadline - time.monotonic()
-            if self._bell.wait(remaining_s, socket):
+            if self._wakeup.wait(remaining_s, socket):
                 return 1
             if remaining_s <= 0:
                 self._update_metrics()
@@ -226,7 +226,7 @@ class Disaggregation(EngineBinding):
         return self.protocol.state.hands_over
 
     def _is_worth_a_step(self) -> bool:
-        """For a ring in the async loop: progress may be taken only while no step is under way."""
+        """Whether a wake-up of the async loop is to make it step. Progress is taken only while no step is under way."""
         return not self._sleeping or self.has_work()
 
     def _settle_device(self) -> None:
@@ -336,8 +336,8 @@ def _ignore(end: Finished) -> None:
     """A decode engine has no writes that could end."""
 
 
-def _shut(agent: ControlAgent, transfer: EngineTransfer, bell: Bell) -> None:
+def _shut(agent: ControlAgent, transfer: EngineTransfer, wakeup: LoopWakeup) -> None:
     agent.close()
     if transfer.close():
         agent.end_lifeline()
-    bell.close()
+    wakeup.close()
