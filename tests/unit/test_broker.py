@@ -274,14 +274,14 @@ def test_a_broker_that_stood_still_takes_nobody_for_silent(broker, raw, clock):
     deadline = time.monotonic() + 60
     while not broker.counts().get("slept"):
         assert time.monotonic() < deadline
-        broker._waker.set()
+        broker._poller.waker.set()
         time.sleep(0.01)
     assert len(broker.members()) == 2
     raw.ask("d", m.Register(member("d", m.Role.DECODE)))
     while [one.incarnation for one in broker.members()] != ["d"]:  # the other one has its time, and no more
         assert time.monotonic() < deadline and clock.now_s < 115.0
         clock.now_s += 0.5
-        broker._waker.set()
+        broker._poller.waker.set()
         time.sleep(0.05)
         raw.ask("d", m.Register(member("d", m.Role.DECODE)))
     other.close()
@@ -293,7 +293,7 @@ def test_a_broker_that_is_always_late_looks_all_the_same(broker, raw, clock):
     while broker.members():
         assert time.monotonic() < deadline
         clock.now_s += 10.0
-        broker._waker.set()
+        broker._poller.waker.set()
         time.sleep(0.01)
     assert broker.counts()["slept"] >= 1
 

@@ -20,6 +20,7 @@ from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import NatsAddress
+from vllm_pd.rpc.poller import SocketPoller, receive_batch
 from vllm_pd.rpc.sockets import SendResult
 
 if TYPE_CHECKING:
@@ -37,34 +38,31 @@ class ControlSockets:
     else raises for a peer."""
 
     def __init__(self, incarnation: str, config: "PDConfig", front: str | None = None):
-        self.waker = sockets.Waker()
         self._incarnation = incarnation
         self._context = zmq.Context()
-        self._poller = zmq.Poller()
         self._decode: dict[str, zmq.Socket] = {}
         self._peer_of: dict[zmq.Socket, str] = {}
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
-        self._gate: Gate | None = None
+        gate: Gate | None = None
         try:
             self._keys = None if config.keys is None else Keys.load(config.keys)
             if self._keys is not None:
-                self._gate = Gate(self._context, self._keys)
+                gate = Gate(self._context, self._keys)
             self._router = self._listen("bind", config.bind, self._keys)
             self._front = self._listen("front", front, None) if front else None
             self._backend: BrokerBackend = open_backend(self._context, incarnation, config, self._keys)
         except ConfigError:
             self._context.destroy(linger=0)
-            self.waker.close()
             raise
         self.counters = self._backend.counters
         self.address = sockets.endpoint(self._router)
         self._front_route: bytes | None = None
         self._watched: set[int] = set()
-        for pollable in (self.waker.fileno(), self._router, self._front, self._backend.pollable):
+        self._poller = SocketPoller(gate)
+        self.waker = self._poller.waker
+        for pollable in (self._router, self._front, self._backend.pollable):
             if pollable is not None:
-                self._poller.register(pollable, zmq.POLLIN)
-        if self._gate is not None:
-            self._poller.register(self._gate.socket, zmq.POLLIN)
+                self._poller.watch(pollable)
 
     def _listen(self, key: str, address: str, keys: Keys | None) -> zmq.Socket:
         try:
@@ -78,7 +76,7 @@ class ControlSockets:
     def watch(self, descriptor: int) -> None:
         """Let `poll` also return when this can be read; the reading is the caller's business."""
         self._watched.add(descriptor)
-        self._poller.register(descriptor, zmq.POLLIN)
+        self._poller.watch(descriptor)
 
     @property
     def other_protocol(self) -> int | None:
@@ -91,14 +89,7 @@ class ControlSockets:
 
     def poll(self, timeout_s: float | None) -> list["zmq.Socket | int"]:
         """Wait for messages or for the waker, at most so long; returns what has something for `receive`."""
-        # Rounded up: to wake a little late costs less than to wake early and find nothing due.
-        timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))
-        ready = self._poller.poll(timeout_ms)
-        self.waker.clear()
-        if self._gate is not None:
-            self._gate.answer()
-        silent = (self.waker.fileno(), None if self._gate is None else self._gate.socket)
-        return [pollable for pollable, _ in ready if pollable not in silent]
+        return self._poller.wait(timeout_s)
 
     def receive(self, ready: list["zmq.Socket | int"]) -> Iterator[tuple[MessageSource, str, m.Message]]:
         """The messages that wait, a bounded batch from each socket. Bad ones are counted and skipped."""
@@ -108,10 +99,7 @@ class ControlSockets:
                 continue
             if socket in self._watched:
                 continue
-            for _ in range(BATCH_MESSAGES):
-                frames = None if socket.closed else sockets.receive(socket)
-                if frames is None:
-                    break
+            for frames in receive_batch(socket, BATCH_MESSAGES):
                 message = self._open(socket, frames)
                 if message is not None:
                     yield message
@@ -162,13 +150,13 @@ class ControlSockets:
             return
         self._decode[peer] = socket
         self._peer_of[socket] = peer
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.watch(socket)
 
     def disconnect(self, peer: str) -> None:
         """Close it; what has not left by now is lost."""
         socket = self._decode.pop(peer, None)
         if socket is not None:
-            self._poller.unregister(socket)
+            self._poller.forget(socket)
             del self._peer_of[socket]
             socket.close()
 
@@ -230,10 +218,8 @@ class ControlSockets:
             socket.close(linger=linger_ms)
         self._decode.clear()
         self._peer_of.clear()
-        if self._gate is not None:
-            self._gate.close()
+        self._poller.close()
         self._context.term()
-        self.waker.close()
 
 
 def open_backend(context: zmq.Context, incarnation: str, config: "PDConfig", keys: Keys | None) -> BrokerBackend:
