@@ -43,7 +43,7 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True):
-    """D: the timings of an attempt whose `Prefilled` came before P's word did. May never come."""
+    """D: the timings of an attempt whose `Prefilled` came before P's message did. May never come."""
     attempt: Attempt
     timings: Timings
 

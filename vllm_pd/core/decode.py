@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode engine's side of every attempt that it has open.
+"""The decode engine's half of the protocol: every attempt that it has open.
 
 Life of an attempt: `submit` puts a job on the queue (QUEUED); the first claim gets its blocks (GRANTED); the last
-rank's notice ends it (DONE). Or it ends as FAILED (P's word, P's death, no queue, no P), CANCELLED (`abort`) or EXPIRED
-(lease or deadline). Ends are final and come once.
+rank's notice ends it (DONE). Or it ends as FAILED (P's message, P's death, no queue, no P), CANCELLED (`abort`) or
+EXPIRED (lease or deadline). An end is final and comes once.
 
-The *fence* is a second matter: from the grant on, P may write the blocks. They are free again only by P's word (failed,
-stopped, every rank's notice) or by P's death as a fact, never by time. An attempt that has ended with its fence open is
-kept, and P is told to stop again and again, until one of these comes. Then the record goes; a message about an attempt
-without a record changes nothing but a counter.
+The *fence* is separate from the state: from the grant on, P may write the blocks. They are free again only by a message
+of P (failed, stopped, every rank's notice) or by P's death as a fact, never by time. An attempt that has ended while
+its fence is up is kept, and P is asked to stop again and again, until one of these comes. Then the record is deleted; a
+message about an attempt without a record changes nothing but a counter.
 """
 import collections
 from collections.abc import Callable, Collection
@@ -45,7 +45,7 @@ class AttemptState(Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether the engine has been told its end."""
+        """Whether the attempt has ended: the engine has its event."""
         return self not in (AttemptState.QUEUED, AttemptState.GRANTED)
 
 
@@ -60,7 +60,7 @@ class DecodeLimits(msgspec.Struct, frozen=True):
 
 
 class _Record:
-    """One open attempt. Deadlines are in the caller's clock."""
+    """One open attempt. Times are those of the caller's clock."""
 
     def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
                  avoid: tuple[str, ...]):
@@ -83,7 +83,7 @@ class _Record:
 
 
 class DecodeProtocol:
-    """All attempts of one decode engine. No method blocks, raises for a peer's doing, or reads a clock."""
+    """All attempts of one decode engine. No method blocks, reads a clock, or raises because of what a peer does."""
 
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits):
         self.member = member
@@ -108,7 +108,7 @@ class DecodeProtocol:
             m.Stopped: self._on_stopped,
         }
 
-    # What the engine does.
+    # Calls of the engine.
 
     def submit(self, now: float, attempt: m.Attempt, token_ids: list[int], block_ids: list[int],
                cached_blocks: int, avoid: tuple[str, ...] = (), deadline_s: float | None = None) -> list[Action]:
@@ -129,7 +129,7 @@ class DecodeProtocol:
         return self._put(now, record)
 
     def abort(self, now: float, attempt: m.Attempt) -> list[Action]:
-        """The request is no longer wanted. Its end is this call; `Released` follows when the blocks may be reused."""
+        """The client is gone. This call ends the attempt; `Released` follows when the blocks may be reused."""
         record = self._records.get(attempt)
         if record is None or record.state.ended:
             return []
@@ -154,7 +154,7 @@ class DecodeProtocol:
             self._remember(record)
         return [Prefilled(attempt, record.timings)]
 
-    # What others do.
+    # Messages of others.
 
     def receive(self, now: float, sender: str, message: m.Message) -> list[Action]:
         """A message from a P."""
@@ -164,18 +164,18 @@ class DecodeProtocol:
         return handler(now, sender, message)
 
     def put_reply(self, now: float, reply: m.PutReply) -> list[Action]:
-        """The broker's answer to a put."""
+        """The answer of the broker to a `Put`."""
         record = self._records.get(reply.attempt)
         if record is None or record.state is not AttemptState.QUEUED:
             return [] if reply.refusal is None else self._drop("put_reply_unknown")
         if reply.refusal is m.PutRefusal.FULL:
             return self._end(now, record, Outcome.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
-        if reply.refusal is not None:  # a broker that has just started knows nobody yet
+        if reply.refusal is not None:  # a broker that has just started has no members yet
             record.next_put = min(record.next_put, now + self.limits.claim_retry_s / 10)
         return []
 
     def put_failed(self, now: float, attempt: m.Attempt) -> list[Action]:
-        """The broker could not be reached when the first put of this attempt was to leave."""
+        """The broker could not be reached when the first `Put` of this attempt was to be sent."""
         record = self._records.get(attempt)
         if (record is None or record.state is not AttemptState.QUEUED
                 or now - record.submitted >= self.limits.claim_retry_s):
@@ -183,7 +183,7 @@ class DecodeProtocol:
         return self._end(now, record, Outcome.FAILED, FallbackReason.BROKER, "the broker can't be reached")
 
     def broker_is(self, now: float, up: bool) -> list[Action]:
-        """Whether the broker answers. Jobs wait for its return for `ttl_s`, and are queued anew when it is back."""
+        """Whether the broker answers. Jobs wait `ttl_s` for its return, and are put again when it is back."""
         if not up:
             if self._broker_lost_at is None:
                 self._broker_lost_at = now
@@ -202,7 +202,7 @@ class DecodeProtocol:
         return actions
 
     def peers_are(self, now: float, live: Collection[str]) -> None:
-        """The compatible Ps that are known. A job waits for one that it need not avoid for `ttl_s`."""
+        """The compatible Ps that are known. A job waits `ttl_s` for one that it need not avoid."""
         for record in self._records.values():
             if record.state is not AttemptState.QUEUED:
                 continue
@@ -216,11 +216,11 @@ class DecodeProtocol:
         self.peers.pop(incarnation, None)
         actions: list[Action] = []
         for record in [r for r in self._records.values() if r.fenced and r.peer == incarnation]:
-            actions += self._p_is_out(now, record, FallbackReason.PEER, "the prefill engine died")
+            actions += self._p_stopped(now, record, FallbackReason.PEER, "the prefill engine died")
         return actions
 
     def shut(self, now: float, detail: str) -> list[Action]:
-        """The control thread ends: every open attempt falls back. Open fences stay, for nobody hears P any more."""
+        """The control thread ends: every open attempt falls back. Fences stay up, for P can't be heard any more."""
         actions: list[Action] = []
         for record in list(self._records.values()):
             if not record.state.ended:
@@ -242,7 +242,7 @@ class DecodeProtocol:
         """When `handle_timeout` is next due; None where nothing is."""
         return min((self._due(record) for record in self._records.values()), default=None)
 
-    # What the engine and the tests look at.
+    # State, for the engine and the tests.
 
     def states(self) -> dict[m.Attempt, AttemptState]:
         """All attempts that still have a record."""
@@ -285,7 +285,7 @@ class DecodeProtocol:
         return [ToPrefill(sender, self.hello_reply)]
 
     def _forget_idle_peers(self) -> None:
-        """Keep the table bounded. A P that was forgotten is told so when it claims, and says hello again."""
+        """Keep the table bounded. A P that was forgotten is denied its next claim (UNPEERED) and sends Hello again."""
         busy = self.busy_peers() if len(self.peers) >= self.limits.max_peers else set()
         while len(self.peers) >= self.limits.max_peers + len(busy):
             del self.peers[next(name for name in self.peers if name not in busy)]
@@ -341,25 +341,25 @@ class DecodeProtocol:
             return self._drop("sent_unknown" if record is None else "sent_duplicate")
         record.timings = self._measured(record, message.timings)
         record.writing_at = now
-        record.lease_until = now + self.limits.lease_s  # P renews no more, and the engine may be in a long step
+        record.lease_until = now + self.limits.lease_s  # P renews no longer, and the engine may be in a long step
         return []
 
     def _on_failed(self, now: float, sender: str, message: m.Failed) -> list[Action]:
         record = self._held_by(sender, message)
         if record is None:
             return self._drop("failed_unknown")
-        return self._p_is_out(now, record, FallbackReason.FAILED, message.reason)
+        return self._p_stopped(now, record, FallbackReason.FAILED, message.reason)
 
     def _on_stopped(self, now: float, sender: str, message: m.Stopped) -> list[Action]:
         record = self._held_by(sender, message)
         if record is None:
             return self._drop("stopped_unknown")
-        return self._p_is_out(now, record, FallbackReason.FAILED, "the prefill engine stopped")
+        return self._p_stopped(now, record, FallbackReason.FAILED, "the prefill engine stopped")
 
     # Moves.
 
-    def _p_is_out(self, now: float, record: _Record, reason: FallbackReason, detail: str) -> list[Action]:
-        """P will write no more, whatever the attempt's state."""
+    def _p_stopped(self, now: float, record: _Record, reason: FallbackReason, detail: str) -> list[Action]:
+        """P will not write any more, whatever the state of the attempt is."""
         record.fenced = False
         if record.state.ended:
             return self._release(record)
@@ -426,10 +426,10 @@ class DecodeProtocol:
     def _waited_from(record: _Record, lost_at: float) -> float:
         return max(lost_at, record.submitted)
 
-    # Small things.
+    # Helpers.
 
     def _held_by(self, sender: str, message: m.Message) -> _Record | None:
-        """The record that this sender was granted with this claim, if its fence is open."""
+        """The record that was granted to this sender for this claim, if its fence is up; else None."""
         record = self._records.get(message.attempt)
         if record is None or not record.fenced or (record.peer, record.claim) != (sender, message.claim):
             return None
@@ -454,6 +454,6 @@ class DecodeProtocol:
         return msgspec.structs.replace(theirs, queue_s=record.timings.queue_s, measured=True)
 
     def _drop(self, name: str) -> list[Action]:
-        """A message that changes nothing else."""
+        """Count a message that changes nothing else."""
         self.dropped[name] += 1
         return []

@@ -3,10 +3,12 @@
 
 An *incarnation* is one process life of an engine (a random id). An *attempt* is one try at having one request prefilled
 remotely; all state on both sides is keyed by it. A *claim number* is drawn anew by P for every claim that it makes and
-rides in every later message between P and D about it, so that a late word about an earlier claim of the same attempt
+rides in every later message between P and D about it, so that a late message about an earlier claim of the same attempt
 can never be taken for one about the present claim.
 
 Durations are relative (seconds left), never absolute: two machines share no clock.
+
+To go with the next protocol number, for nobody reads them: `Job.cached_tokens`, `Job.lora`, `Hello.transfer_metadata`.
 """
 from enum import StrEnum
 from typing import Annotated
@@ -91,7 +93,7 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """How busy an engine is; told to the registry with every heartbeat, for display only."""
+    """How busy an engine is; sent to the registry with every heartbeat, for display only."""
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0
@@ -167,7 +169,7 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(WireMessage):
-    """P presents itself to D."""
+    """P introduces itself to D."""
     member: Member
     transfer_metadata: Metadata
 
@@ -186,7 +188,7 @@ class Refused(WireMessage):
 
 
 class Claim(WireMessage):
-    """P wants to do this attempt; `ranks` of its processes will write and give notice each."""
+    """P claims this attempt; `ranks` of its processes will write, and each gives notice."""
     attempt: Attempt
     claim: Count
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
@@ -202,14 +204,14 @@ class Grant(WireMessage):
 
 
 class Deny(WireMessage):
-    """P must not do it."""
+    """D does not grant the claim."""
     attempt: Attempt
     claim: Count
     reason: DenyReason
 
 
 class Renew(WireMessage):
-    """P is at it; `stamp` comes back in the answer."""
+    """P still works on it; `stamp` comes back in the answer."""
     attempt: Attempt
     claim: Count
     stamp: Count
@@ -238,20 +240,20 @@ class Sent(WireMessage):
 
 
 class Failed(WireMessage):
-    """P gave the attempt up and writes no more."""
+    """P gave the attempt up and does not write any more."""
     attempt: Attempt
     claim: Count
     reason: Text
 
 
 class Cancel(WireMessage):
-    """D wants no more of it. Repeated until P has answered."""
+    """D asks P to stop. Repeated until P has answered."""
     attempt: Attempt
     claim: Count
 
 
 class Stopped(WireMessage):
-    """P writes no more: the answer to Cancel."""
+    """P does not write any more: the answer to Cancel."""
     attempt: Attempt
     claim: Count
 
@@ -260,14 +262,14 @@ class Stopped(WireMessage):
 
 
 class Register(WireMessage):
-    """Heartbeat: here I am. `broker`, `version`: what was last heard from the registry, so that it can fill a gap."""
+    """Heartbeat. `broker`, `version`: which registry the sender knows, so that a missed change is sent again."""
     member: Member
     broker: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
     version: Count = 0
 
 
 class Heard(WireMessage):
-    """Answer to a heartbeat when there is nothing new."""
+    """Answer to a heartbeat where the sender knows the present registry."""
     broker: Name
     queue_length: Count
 
@@ -281,7 +283,7 @@ class Peers(WireMessage):
 
 
 class Leave(WireMessage):
-    """The sender goes away."""
+    """The sender leaves the registry."""
 
 
 class Put(WireMessage):
@@ -308,7 +310,7 @@ class Credit(WireMessage, tag="Take"):
 
 
 class Offer(WireMessage):
-    """A job for P, which it may claim at D. `serial` counts the offers made to this P."""
+    """A job that P may claim at D. `serial` counts the offers made to this P."""
     job: Job
     serial: Count
 
@@ -335,7 +337,7 @@ class Status(WireMessage):
 
 
 class StatusReply(WireMessage):
-    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `ControlAgent.counts`;
+    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `PeerProtocol.status`;
     `degraded` says why the engine has nobody to work with, empty where it has."""
     member: Member
     problem: Text = ""

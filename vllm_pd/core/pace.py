@@ -2,7 +2,7 @@
 """How fast prompts that come back from a lost prefill engine are let into the batch of their own.
 
 When a prefill engine dies, every prompt that it had comes back at once, and V0 runs prefills before decodes: the
-requests that stream at that moment would stand still until the last of them is computed. So those that came back are
+requests that stream at that moment would get no token until the last of them is computed. So those that came back are
 let in batch by batch: after one that took t seconds the others have `t * (1 - share) / share` for themselves. Nobody
 waits for ever: with n batches of t seconds the last begins after less than `n * t / share`.
 """

@@ -85,7 +85,7 @@ class StopsTooSoon(PrefillProtocol):
     """P answers a cancel before its writes have ended."""
 
     def _stop(self, job):
-        return super()._stop(job) + self._say(job, m.Stopped(job.attempt, job.claim))
+        return super()._stop(job) + self._to_decode(job, m.Stopped(job.attempt, job.claim))
 
 
 class NoLease(PrefillProtocol):
@@ -99,11 +99,11 @@ class NoLease(PrefillProtocol):
 class MeetsOnce(PrefillProtocol):
     """A D that comes back while P still stops its jobs is not met again, so P never hears what it asks."""
 
-    def _part(self, now, incarnation):
+    def _drop_idle(self, now, incarnation):
         peer = self._peering.find(incarnation)
         if peer is not None:
             peer.wanted = False
-        return super()._part(now, incarnation)
+        return super()._drop_idle(now, incarnation)
 
 
 def _without_number(incarnation: str, request_id: str, number: int) -> m.Attempt:
