@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is there, as one engine pieces it together by itself from entries that everybody renews. Pure.
+"""The members, as one engine sees them in entries that each of them renews. Pure.
 
 An entry is as old as its server says, by the server's clock alone: the newest stamp seen is that clock's present.
 """
@@ -16,7 +16,7 @@ class _ListedMember(msgspec.Struct):
 
 
 class Directory:
-    """Entries by key. `version` grows with each change that others should hear of; loads are none."""
+    """Entries by key. `version` grows with each change that matters to others; a new load does not."""
 
     def __init__(self, ttl_s: float, max_members: int = MAX_MEMBERS):
         self.version = 1
@@ -37,7 +37,7 @@ class Directory:
         return next((one for one in self.members() if one.incarnation == incarnation), None)
 
     def age_s(self, now: float, stamp_s: float) -> float:
-        """How long ago the server stamped something, as far as is known."""
+        """How many seconds ago the server stamped something, as far as is known."""
         return 0.0 if self._offset_s is None else max(0.0, now + self._offset_s - stamp_s)
 
     def clock_is(self, now: float, server_s: float) -> None:

@@ -28,7 +28,7 @@ JOIN_S = 1.0
 
 
 class InboxFull(ConnectionError):
-    """The control thread does not fetch what came for it."""
+    """The control thread does not fetch its messages."""
 
 
 class NatsBackend(BrokerBackend):
@@ -76,7 +76,7 @@ class NatsBackend(BrokerBackend):
         ended = self._offered - attempts
         if ended:
             self._offered -= ended
-            self._command(frozenset(ended))  # where it fails the server gives the job to another, who is denied
+            self._command(frozenset(ended))  # if it fails, the server gives the job to another engine, which is denied
 
     def close(self, linger_ms: int) -> None:
         self._closing.set()
@@ -108,7 +108,7 @@ class NatsBackend(BrokerBackend):
     def _main(self) -> None:
         try:
             asyncio.run(self._live())
-        except BaseException as error:  # whatever it is, the engine must learn that its broker is away
+        except BaseException as error:  # whatever it is, the engine must see that its broker is away
             self.error = error
             self.counters["nats_thread"] += 1
             logger.exception("the thread that speaks to NATS ended; no prefill is queued from now on")
@@ -131,10 +131,10 @@ class NatsBackend(BrokerBackend):
                 if await self._connected():
                     pause_s = RETRY_S
             except AWAY as error:
-                self._say(f"NATS at {', '.join(self._address.urls)} can't be used: {error or type(error).__name__}")
-            except Exception as error:  # whatever a server, or whoever may speak there, says ends one connection only
+                self._log(f"NATS at {', '.join(self._address.urls)} can't be used: {error or type(error).__name__}")
+            except Exception as error:  # an error of a server ends one connection only
                 self.counters["nats_stumble"] += 1
-                self._say(f"stumbled over NATS: {error!r}", exc_info=True)
+                self._log(f"unexpected error in the connection to NATS: {error!r}", exc_info=True)
             finally:
                 self._commands = None
                 self._waker.set()
@@ -144,7 +144,7 @@ class NatsBackend(BrokerBackend):
                 pause_s = min(RETRY_MAX_S, 2 * pause_s)
 
     async def _connected(self) -> bool:
-        """One connection, from its beginning to its end."""
+        """One connection, from its beginning to its end. True where it was up."""
         closed = self._closed
         store = await Store.open(self._address, closed.set, self._on_error)
         try:
@@ -181,7 +181,7 @@ class NatsBackend(BrokerBackend):
     def _on_error(self, error: Exception) -> None:
         self.counters["nats_error"] += 1
 
-    def _say(self, problem: str, **more: bool) -> None:
+    def _log(self, problem: str, **more: bool) -> None:
         """Log it once, not with every try."""
         if problem != self._problem:
             self._problem = problem

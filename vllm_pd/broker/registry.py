@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the broker knows, pure: who is there, who can take jobs, which jobs wait.
+"""What the broker knows, pure: the members, their credits, the jobs that wait.
 
 The queue is first in, first out, and holds promises only: a job lost with it is put again by its D, a job offered twice
-is denied there. So nothing here has to survive the process.
+is denied there. So nothing here has to outlive the process.
 """
 import collections
 
@@ -80,7 +80,7 @@ class Registry:
         return []
 
     def handle_timeout(self, now: float) -> list[OutgoingMessage]:
-        """Forget members that fell silent, and jobs whose time is over."""
+        """Remove silent members, and jobs whose time is over."""
         for attempt in [a for a, (_, until) in self._jobs.items() if until <= now]:
             self._remove(attempt)
             self.counters["job_expired"] += 1

@@ -24,8 +24,8 @@ BATCH_MESSAGES = 256
 
 
 class Broker:
-    """Binds at once (ConfigError where it can't); `run` serves until `stop`. With keys only those who have the same
-    ones are heard."""
+    """Binds at once (ConfigError where it can't); `run` serves until `stop`. With keys, only those with the same keys
+    can connect."""
 
     def __init__(self, bind: str, *, ttl_s: float = 5.0, limits: "QueueLimits | None" = None,
                  keys: Keys | None = None, clock: Callable[[], float] = time.monotonic):
@@ -64,8 +64,8 @@ class Broker:
             self._context.term()
 
     def _tick(self, due_s: float) -> float:
-        """Do what is due by time; returns when that is to be done again. While we stood still ourselves nobody's
-        heartbeats were heard: who is there gets the time to say so, once."""
+        """Do what is due by time; returns when that is to be done again. Do not expire members right after this process
+        was suspended: no heartbeat was received meanwhile, so they get the time for one, once."""
         now = self._clock()
         ttl_s = self._registry.limits.ttl_s
         self._slept = not self._slept and now - due_s > ttl_s / 4
@@ -82,7 +82,7 @@ class Broker:
         self._poller.waker.set()
 
     def members(self) -> list[m.Member]:
-        """Who is registered. A glance from another thread; the list may be old when it arrives."""
+        """The registered members. May be called from another thread; the list may then be outdated."""
         return self._registry.members()
 
     def queue_length(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many more jobs a prefill engine could take, and how many the broker was told. Pure."""
+"""How many more jobs a prefill engine could take, and which number the broker has. Pure."""
 from vllm_pd.core import messages as m
 
 

@@ -34,8 +34,8 @@ _EXPECTED = {MessageSource.DECODE: m.TO_PREFILL, MessageSource.PREFILL: m.TO_DEC
 
 
 class ControlSockets:
-    """The constructor raises ConfigError where a setting or `front`, an address on this machine, can't be used; nothing
-    else raises for a peer."""
+    """The constructor raises ConfigError where a setting or `front`, an address on this machine, can't be used. No
+    method raises because of what a peer sends."""
 
     def __init__(self, incarnation: str, config: "PDConfig", front: str | None = None):
         self._incarnation = incarnation
@@ -74,13 +74,14 @@ class ControlSockets:
             raise ConfigError(key, address, f"{error}; name a free address, like tcp://127.0.0.1:0") from error
 
     def watch(self, descriptor: int) -> None:
-        """Let `poll` also return when this can be read; the reading is the caller's business."""
+        """Let `poll` also return when this descriptor is readable; the caller reads it."""
         self._watched.add(descriptor)
         self._poller.watch(descriptor)
 
     @property
     def other_protocol(self) -> int | None:
-        """The version of the last speaker that had another one than ours. To be set to None by whoever has told."""
+        """The protocol version of the last sender whose version is not ours. The caller sets it to None once it is
+        logged."""
         return self._backend.other_protocol
 
     @other_protocol.setter
@@ -88,7 +89,7 @@ class ControlSockets:
         self._backend.other_protocol = version
 
     def poll(self, timeout_s: float | None) -> list["zmq.Socket | int"]:
-        """Wait for messages or for the waker, at most so long; returns what has something for `receive`."""
+        """Wait for messages or for the waker, at most so long. Returns what is readable, for `receive`."""
         return self._poller.wait(timeout_s)
 
     def receive(self, ready: list["zmq.Socket | int"]) -> Iterator[tuple[MessageSource, str, m.Message]]:
@@ -126,7 +127,7 @@ class ControlSockets:
             self.counters["frame_unexpected"] += 1
             return None
         if source is MessageSource.DECODE and self._peer_of.get(socket) != sender:
-            self.counters["frame_other_sender"] += 1  # another process lives at that address now
+            self.counters["frame_other_sender"] += 1  # another process has that address now
             return None
         if source is MessageSource.FRONT:
             self._front_route = frames[0]
@@ -138,7 +139,7 @@ class ControlSockets:
         return source, sender, message
 
     def connect(self, peer: str, address: str) -> None:
-        """Open a connection to a decode engine. An address that is none is counted; the peer then never answers."""
+        """Open a connection to a decode engine. A bad address is counted; that peer then never answers."""
         if peer in self._decode:
             return
         try:
@@ -168,7 +169,7 @@ class ControlSockets:
         return result
 
     def holding(self, attempts: Set[m.Attempt]) -> None:
-        """Which of the offered jobs this engine still holds."""
+        """The offered jobs that this engine still works on."""
         self._backend.holding(attempts)
 
     def to_decode(self, peer: str, message: m.Message) -> SendResult:
@@ -176,11 +177,12 @@ class ControlSockets:
         return self._send(self._decode.get(peer), None, message)
 
     def is_connected(self, peer: str, greeting: m.HelloReply) -> bool:
-        """Whether the connection that this prefill engine opened to us stands. It is greeted once more to find out."""
+        """Whether the connection that this prefill engine opened to us is still open. `greeting` is sent to find
+        out."""
         return self._routes.get(peer) is not None and self.to_prefill(peer, greeting) is not SendResult.UNREACHABLE
 
     def to_prefill(self, peer: str, message: m.Message) -> SendResult:
-        """Send to a prefill engine that has spoken to us."""
+        """Send to a prefill engine that has sent us a message before."""
         route = self._routes.get(peer)
         return self._send(None if route is None else self._router, route, message)
 
@@ -189,7 +191,7 @@ class ControlSockets:
         return self.to_prefill(name, message)
 
     def to_front(self, message: m.Message) -> None:
-        """Tell the front end, if one has spoken to us."""
+        """Send to the front end, if it has sent us a message before."""
         if self._front_route is not None:
             self._send(self._front, self._front_route, message)
 
@@ -212,7 +214,7 @@ class ControlSockets:
         return (2 if self._front is None else 3) + len(self._decode)
 
     def close(self, linger_ms: int) -> None:
-        """Close all; last words get so long to leave."""
+        """Close all sockets. Messages that wait may leave for so long."""
         self._backend.close(linger_ms)
         for socket in [self._router, *self._decode.values(), *([self._front] if self._front is not None else [])]:
             socket.close(linger=linger_ms)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a thread that owns sockets waits with: its sockets, a wake-up by other threads, and the questions of a gate."""
+"""How a thread waits for its sockets, for a wake-up by other threads, and for the requests of a gate."""
 from collections.abc import Iterator
 
 import zmq
