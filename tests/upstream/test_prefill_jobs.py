@@ -98,7 +98,7 @@ def write_of(jobs, progress) -> transfer.Write:
 
 def end(jobs, finished: transfer.Finished, progress: Progress) -> None:
     """As the transfer thread and then the step loop see it."""
-    jobs.tell(finished)
+    jobs.report_end(finished)
     jobs.ended(finished, progress)
 
 
@@ -117,7 +117,7 @@ def test_life_of_a_job(jobs, agent, engine):
     assert jobs.sending and jobs.find(ATTEMPT) is JobStage.SENDING
     assert not progress
     finished = transfer.Finished(write.key, True, bytes=100, seconds=0.5)
-    jobs.tell(finished)
+    jobs.report_end(finished)
     assert agent.names() == ["sent"] and not progress  # the peer need not wait for the step loop
     jobs.ended(finished, progress)
     assert progress.finished_transfers == [ATTEMPT] and not jobs.sending
@@ -282,7 +282,7 @@ class TestReading:
         jobs.handle(Cancelled(ATTEMPT), progress)
         assert jobs.take_requests(progress) == []
         finished = transfer.Finished(reading.key, True, bytes=64, seconds=0.1)
-        jobs.tell(finished)
+        jobs.report_end(finished)
         assert agent.names() == ["ended"]
         jobs.ended(finished, progress)
         assert progress.failed_prefills == progress.finished_transfers == [ATTEMPT] and not progress.read_prefixes

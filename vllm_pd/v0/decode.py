@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode engine's half of the binding: which prompts leave, and what became of them.
+"""The decode engine's half of the binding: which prompts go to a peer, and what becomes of them.
 
 Life of a parked group: `choose` draws an attempt for it, the scheduler parks it and calls `start`; then an event of the
 protocol ends the attempt, which the scheduler learns with the next step. After an attempt that failed the group waits
@@ -68,7 +68,7 @@ class RemoteAttempt:
 
 
 class RemotePrefills:
-    """All prompts of one decode engine that are, or might be, prefilled elsewhere. Used from the step loop only."""
+    """All prompts of one decode engine that are, or may be, prefilled elsewhere. Used from the step loop only."""
 
     def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, metrics: PDMetrics,
                  split_requests: Mapping[str, SequenceGroupBase]) -> None:
@@ -127,7 +127,8 @@ class RemotePrefills:
         return any(group.first_seq.status is SequenceStatus.REMOTE_PREFILLING for group in self._siblings(seq_group))
 
     def start(self, attempt: Attempt, seq_group: SequenceGroup, block_ids: list[int], cached_tokens: int) -> None:
-        """The group is parked: queue its job. `block_ids` cover the whole prompt, the cached prefix included."""
+        """The group is parked: submit its job. `block_ids` are those of the whole prompt, the cached prefix
+        included."""
         cached_blocks = cached_tokens // self._block_size
         request = self._requests[seq_group]
         request.parked_at = time.monotonic()
@@ -148,7 +149,7 @@ class RemotePrefills:
         remote.stage = AttemptStage.LEFT
 
     def notice(self, payload: bytes) -> None:
-        """A peer's write has landed. What is no notice of ours is counted and dropped."""
+        """A notice has arrived with a peer's write. One that can't be decoded is counted and dropped."""
         notice = ArrivalNotice.decode(payload)
         if notice is None:
             self._metrics.frames_dropped("notice_malformed")
@@ -181,7 +182,7 @@ class RemotePrefills:
                 self._free(event.attempt, progress)
 
     def scheduled(self) -> None:
-        """The scheduler has taken back the groups whose KV has come."""
+        """The scheduler has resumed the groups whose KV has come."""
         for seq_group in self._resuming:
             request = self._requests[seq_group]
             if request.resumed_at is None:
@@ -189,8 +190,8 @@ class RemotePrefills:
                 self._metrics.parked(time.monotonic() - request.parked_at)
 
     def give_back(self, progress: Progress, stalled: bool) -> None:
-        """Let the scheduler have the groups whose attempt failed: at once where another peer will be tried, else as
-        fast as the running ones can bear. `stalled`: the last batch can't run with what blocks there are."""
+        """Give the groups whose attempt failed back to the scheduler: at once where another peer will be tried, else at
+        the pace that the running ones can bear. `stalled`: the last batch can't run with the free blocks."""
         now = time.monotonic()
         if all(not group.is_prefill() or group.is_finished() for group in self._batch):
             self._batch.clear()
@@ -225,7 +226,7 @@ class RemotePrefills:
             self._give_back(attempt, progress)
 
     def update_metrics(self) -> None:
-        """Gauges, and the first steps that have happened since the last call."""
+        """Set the gauges, and count the first tokens since the last call."""
         quarantined = sum(remote.blocks for attempt, remote in self._attempts.items()
                           if attempt in self._scheduler.quarantined)
         self._metrics.quarantined_blocks.set(quarantined)
@@ -250,12 +251,12 @@ class RemotePrefills:
         return sum(remote.blocks for remote in self._attempts.values())
 
     def _siblings(self, seq_group: SequenceGroup) -> Collection[SequenceGroup]:
-        """All parts of a request with n > 1 that have not ended, itself among them."""
+        """All groups of a request with n > 1 that have not ended, this one included; none of any other request."""
         split = self._split_requests.get(seq_group.request_id)
         return split.to_be_finished.values() if split is not None else ()
 
     def _stay(self, seq_group: SequenceGroup) -> None:
-        """Neither this group nor a sibling of it is asked about any more."""
+        """Keep this group and its siblings here: `choose` decides about none of them again."""
         for group in (seq_group, *self._siblings(seq_group)):
             self._request(group).stays = True
 
@@ -291,7 +292,7 @@ class RemotePrefills:
 
     def _decide(self, seq_group: SequenceGroup, cached_tokens: int, request: RemoteRequest, view: QueueView,
                 parked_blocks: int, parked_requests: int) -> Decision:
-        """What is parked is counted without the group itself."""
+        """Apply the policy. `parked_blocks` and `parked_requests` do not count the group itself."""
         seq = seq_group.first_seq
         prompt_tokens = seq.get_len()
         attempts = request.attempts

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Disaggregation`: the object that the patched V0 engine and scheduler know.
+"""`Disaggregation`: the object that the patched V0 engine and scheduler call.
 
-One per engine, owned by it. Every method runs in the step loop's thread and returns at once, but for `poll`, which is
-where the loop sleeps. Nothing that a peer, a message or a transfer does can make one raise.
+One per engine, owned by it. Every method runs in the step loop's thread and returns at once, except `poll`, where the
+loop sleeps. No method raises because of what a peer, a message or a transfer does.
 
-A step: `take_progress` gathers what the control thread and the worker's transfers report and hands it to `schedule`;
-the scheduler parks and resumes groups with `choose_remote_prefill`, `start_remote_prefill`, `abort_remote_prefill` and
-`start_transfer`; `after_schedule` puts on the step what the worker shall do.
+A step: `take_progress` collects the events of the protocol and of the worker's transfers for `schedule`; the scheduler
+parks and resumes groups with `choose_remote_prefill`, `start_remote_prefill`, `abort_remote_prefill` and
+`start_transfer`; `after_schedule` adds to the step what the worker is to transfer.
 """
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
-LLM_PAUSE_S = 0.02  # of a loop that never sleeps by itself, before a step with nothing to do
+LLM_PAUSE_S = 0.02  # of a loop that never sleeps by itself, before an empty step
 METRICS_PERIOD_S = 0.2
 _PREFILL_EVENTS = (Prefill, Cancelled, AddPeer, DropPeer)
 
@@ -70,21 +70,21 @@ class Disaggregation(EngineBinding):
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics)
-        tell = self.prefill_jobs.tell if self.prefill_jobs is not None else _ignore
-        self._transfer.start(self._wakeup.wake, partial(_guarded, self._metrics, tell))
+        report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else _ignore
+        self._transfer.start(self._wakeup.wake, partial(_guarded, self._metrics, report_end))
         self._progress = Progress()
         self._turns = DecodeTurns()
-        self._looped = False  # whether an engine loop sleeps for us
-        self._sleeping = False  # whether that loop was told to wait
+        self._looped = False  # whether an engine loop sleeps with `poll` or `serve`
+        self._sleeping = False  # whether that loop waits for a wake-up
         self._device: Device = engine.model_executor.driver_worker.worker.transfer.device
         self._flush_due = False  # the next step may read what a peer has written
-        self._was_busy = False  # whether the device was, when it should not have been
+        self._was_busy = False  # whether the device was busy when it should have been idle
         self._stalled = False  # whether the last schedule() could do nothing for those that wait
         self._patience = JobPatience()
         self._metrics_due = 0.0
         self._metrics_stale = True
         self._counted: dict[str, int] = {}
-        self._standing: tuple[str, bool, bool] | None = None  # as the gauges show it
+        self._shown: tuple[str, bool, bool] | None = None  # role, draining, thread ended: as in the gauges
         self._degraded: Degraded | None = None  # as the gauge shows it
         self._scheduler.disagg = self
         # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
@@ -92,19 +92,19 @@ class Disaggregation(EngineBinding):
         logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation,
                     self._agent.member.address)
 
-    # What the scheduler calls.
+    # Calls of the scheduler.
 
     def choose_remote_prefill(self, seq_group: SequenceGroup, num_cached_tokens: int) -> Attempt | None:
-        """The attempt under which a peer shall prefill this waiting group, or None: prefill it here. A peer's own job
-        is parked where the beginning of its prompt shall be read from that peer first."""
+        """The attempt under which a peer is to prefill this waiting group, or None: prefill it here. A peer's own job
+        is parked where the beginning of its prompt is to be read from that peer first."""
         attempt = seq_group.first_seq.remote_decode
         if attempt is not None:
             return attempt if self.prefill_jobs.wants_prefix(attempt, num_cached_tokens) else None
         return self.remote_prefills.choose(seq_group, num_cached_tokens) if self._decodes else None
 
     def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
-        """Whether another sequence of this waiting group's request has its prompt, the same one, prefilled by a
-        peer right now: then it waits, without standing in anybody's way, and finds the prompt in the prefix cache."""
+        """Whether a peer prefills the same prompt for another sample of this waiting group's request now. Then the
+        group is passed over, and finds the prompt in the prefix cache later."""
         return self._decodes and self.remote_prefills.waits_for_sibling(seq_group)
 
     def start_remote_prefill(self, attempt: Attempt, seq_group: SequenceGroup, block_ids: list[int],
@@ -117,14 +117,14 @@ class Disaggregation(EngineBinding):
             self.remote_prefills.start(attempt, seq_group, block_ids, num_cached_tokens)
 
     def abort_remote_prefill(self, attempt: Attempt) -> None:
-        """The parked group is gone; its blocks stay with the scheduler until this attempt's transfers have finished."""
+        """The parked group was aborted; the scheduler keeps its blocks until this attempt's transfers have finished."""
         if self.prefill_jobs is not None and self.prefill_jobs.find(attempt) is not None:
             self.prefill_jobs.aborted(attempt)
         else:
             self.remote_prefills.abort(attempt)
 
     def start_transfer(self, attempt: Attempt, block_ids: list[int]) -> None:
-        """A group that was prefilled for a peer has finished; the scheduler holds its blocks until they were sent."""
+        """A group that was prefilled for a peer has finished; the scheduler keeps its blocks until they were sent."""
         self.prefill_jobs.computed(attempt, block_ids, self._progress)
 
     def allows_prefills(self) -> bool:
@@ -132,7 +132,7 @@ class Disaggregation(EngineBinding):
         return self._turns.allows_prefills()
 
     def after_schedule(self, outputs: SchedulerOutputs) -> None:
-        """Give the step that was just scheduled what the worker is to do with it."""
+        """Add to the step that was just scheduled what the worker is to transfer."""
         self._turns.scheduled(outputs.num_prefill_groups)
         self._note_stall(outputs)
         self.remote_prefills.scheduled()
@@ -147,13 +147,13 @@ class Disaggregation(EngineBinding):
         outputs.memory_transfer_requests = flush + self.prefill_jobs.take_requests(self._progress)
 
     def return_transfer_requests(self, outputs: SchedulerOutputs) -> None:
-        """The step that was to carry these down was given up."""
+        """The step with these requests was given up: they go with the next one."""
         requests = outputs.memory_transfer_requests
         self._flush_due = Flush() in requests
         if self.prefill_jobs is not None:
             self.prefill_jobs.return_requests([request for request in requests if request != Flush()])
 
-    # What the engine and its loops call.
+    # Calls of the engine and its loops.
 
     def get_num_client_requests(self) -> int:
         """Unfinished requests of this engine's own clients: all but the jobs of peers."""
@@ -163,23 +163,23 @@ class Disaggregation(EngineBinding):
                                  *scheduler.remote_prefilling.values()))
 
     def take_progress(self) -> dict[str, Any]:
-        """The arguments of the `schedule` that follows. A loop that never sleeps, as LLM's, is slowed down here while
-        there is nothing to do but wait for peers."""
+        """The arguments of the `schedule` that follows. A loop that never sleeps, as that of `LLM`, is slowed down here
+        while it only waits for peers."""
         if not self._looped and not self.has_work():
             self._wakeup.wait(LLM_PAUSE_S)
         self._sleeping = False
         self._collect()
         progress, self._progress = self._progress, Progress()
         if self._device.needs_flush and progress.brings_kv:
-            self._flush_due = True  # until a step has carried it down
+            self._flush_due = True  # until a step has taken it
         if not self._scheduler.remote_prefilling.keys().isdisjoint(progress.finished_prefills):
-            self._turns.resume()  # not for those that were aborted
+            self._turns.resume()  # not for aborted ones
         self._update_metrics()
         self._metrics_stale = True  # the step that follows changes what was counted
         return progress.arguments()
 
     def has_work(self) -> bool:
-        """Whether a step would do something, with what peers have sent up to now."""
+        """Whether a step would do anything, given what has arrived up to now."""
         self._collect()
         self._sleeping = not (self._progress or self._outputs
                               or (self._scheduler.has_schedulable_seqs() and not self._stalled)
@@ -191,7 +191,8 @@ class Disaggregation(EngineBinding):
         return not self._sleeping
 
     def serve(self, async_engine: AsyncLLMEngine) -> None:
-        """This engine runs in that loop: wake it, and let it run before the first client asks."""
+        """This engine runs in the loop of `async_engine`: wake it, and start it before the first request of a
+        client."""
         self._looped = True
         self._wakeup.serve(async_engine, self._is_worth_a_step)
         try:
@@ -199,7 +200,7 @@ class Disaggregation(EngineBinding):
         except RuntimeError:
             return  # the first request starts it
         async_engine.start_background_loop()
-        self._wakeup.wake()  # for what has come before
+        self._wakeup.wake()  # for what has arrived before
 
     def poll(self, socket: zmq.Socket, timeout_ms: int) -> int:
         """Sleep until the socket has input or there is work; 0 where neither came within the time."""
@@ -230,10 +231,10 @@ class Disaggregation(EngineBinding):
         return not self._sleeping or self.has_work()
 
     def _settle_device(self) -> None:
-        """A peer is about to be offered blocks: to read, and to write where kernels of ours may have worked before. It
-        does both past the device's own order, so the device must be done. Sampling ends each step with a copy to the
-        host, on which V0 waits, so it is; that is looked at, not trusted. The other ranks are as far as the collectives
-        before it."""
+        """Blocks are about to be offered to a peer, to read and to write, where our kernels may have worked before. The
+        peer does both outside the order of the device, so the device must be idle. It is, for sampling ends each step
+        with a copy to the host on which V0 waits; this is checked, not assumed. The other ranks have by then taken part
+        in the last collective before it."""
         if not self._device.is_idle() and not self._was_busy:
             self._was_busy = True
             logger.error("the device was busy between two steps: sampling does not wait for it. Blocks are offered "
@@ -241,8 +242,8 @@ class Disaggregation(EngineBinding):
         self._transfer.synchronize()
 
     def _note_stall(self, outputs: SchedulerOutputs) -> None:
-        """Groups may wait for seats or blocks that parked, fenced or sending ones hold. Only news can change that, and
-        news wakes the loop, so it need not run step after step until then."""
+        """Groups may wait for seats or blocks that parked, fenced or sending ones hold. Only an event can change that,
+        and an event wakes the loop, so it need not run step after step until then."""
         scheduler = self._scheduler
         held = scheduler.remote_prefilling or scheduler.quarantined or scheduler.prefill_sending
         self._stalled = bool(held and not self._turns.held and not outputs.scheduled_seq_groups
@@ -272,13 +273,13 @@ class Disaggregation(EngineBinding):
         """Move everything that has happened since the last call into `_progress`."""
         if self.remote_prefills.waiting_for_peers:
             self._guard(self._transfer.look)
-        news = self._transfer.take_progress()
-        for notice in news.notices:
+        transfers = self._transfer.take_progress()
+        for notice in transfers.notices:
             self._guard(self.remote_prefills.notice, notice.payload)
         if self.prefill_jobs is not None:
-            for end in news.finished:
+            for end in transfers.finished:
                 self._guard(self.prefill_jobs.ended, end, self._progress)
-            for refusal in news.refused:
+            for refusal in transfers.refused:
                 self._guard(self.prefill_jobs.refused, refusal)
         for event in iter(self.protocol.poll_event, None):
             self._stalled = False
@@ -288,10 +289,10 @@ class Disaggregation(EngineBinding):
             self._guard(self._give_back_jobs)
             self.prefill_jobs.set_credits()
         self.protocol.set_load(self._load())
-        standing = (self.protocol.state.role.value, self.protocol.state.draining, self._agent.error is not None)
-        if standing != self._standing:
-            self._standing = standing
-            self._metrics.standing(*standing)
+        shown = (self.protocol.state.role.value, self.protocol.state.draining, self._agent.error is not None)
+        if shown != self._shown:
+            self._shown = shown
+            self._metrics.standing(*shown)
         degraded = self.protocol.degraded()
         if degraded != self._degraded:
             self._degraded = degraded
@@ -333,7 +334,7 @@ def _guarded(metrics: PDMetrics, call: Callable[..., Any], *arguments: Any) -> A
 
 
 def _ignore(end: Finished) -> None:
-    """A decode engine has no writes that could end."""
+    """Nothing: a decode engine has no writes that could end."""
 
 
 def _shut(agent: ControlAgent, transfer: EngineTransfer, wakeup: LoopWakeup) -> None:

@@ -3,13 +3,13 @@
 
 Life of a job: a Prefill event becomes a request for one token (COMPUTING); when that has finished, the scheduler holds
 its blocks in `prefill_sending` and calls `computed`; the write is posted with the next step (SENDING). When it ends,
-the peer is told at once, in the thread that saw the end, and the step loop frees the blocks when it comes by. Whatever
-goes wrong on the way, the peer is told and the blocks are freed.
+the end is reported to the peer at once, in the thread that saw it, and the step loop frees the blocks later. Whatever
+goes wrong on the way, the peer gets a message and the blocks are freed.
 
 Where the peer has more of the prompt in its prefix cache than this engine, and reading that is quicker than computing
 it, the request is parked before it is computed, and the read goes into its pending blocks (READING). When it has ended
-they enter this engine's prefix cache and the request waits again, in front. That is so only if the read went well and
-the job still stands by then: of a read that failed, or came too late, nothing is kept.
+they enter this engine's prefix cache and the request waits again, in front. That is so only if the read succeeded and
+the lease is still valid: of a read that failed, or ended too late, nothing is kept.
 """
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class PeerJob:
 
 
 class PrefillJobs:
-    """All jobs that this engine has from peers. Used from the step loop only, but for `tell`. `engine` is the owner: a
-    weak proxy."""
+    """All jobs that this engine has from peers. Used from the step loop only, except `report_end`. `engine` is the
+    owner: a weak proxy."""
 
     def __init__(self, config: PDConfig, protocol: PeerProtocol, engine: LLMEngine, metrics: PDMetrics) -> None:
         self._protocol = protocol
@@ -70,7 +70,7 @@ class PrefillJobs:
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
         self._jobs: dict[Attempt, PeerJob] = {}
-        self._open: dict[str, PeerJob] = {}  # those with a write or a read under way, by its key
+        self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
         self._requests: list[transfer.TransferRequest] = []
         caching = engine.cache_config.enable_prefix_caching
         self._cost = PrefixCost(PrefixReads(config.prefix_reads) if caching else PrefixReads.NEVER,
@@ -82,12 +82,12 @@ class PrefillJobs:
 
     @property
     def sending(self) -> bool:
-        """Whether a write or a read is under way, or its end not dealt with yet."""
+        """Whether a write or a read is under way, or its end is not processed yet."""
         return bool(self._open)
 
     @property
     def has_requests(self) -> bool:
-        """Whether the next step has something to carry down to the worker."""
+        """Whether the next step has transfer requests for the worker."""
         return bool(self._requests) or any(job.state is JobStage.COMPUTED for job in self._jobs.values())
 
     @property
@@ -96,18 +96,18 @@ class PrefillJobs:
         return [attempt for attempt, job in self._jobs.items() if _waits(job)]
 
     def give_back(self, attempts: Iterable[Attempt]) -> None:
-        """Give up these jobs, which wait for their first step: their owners have them done elsewhere."""
+        """Give up these jobs, which wait for their first step: their decode engines try another peer."""
         for attempt in attempts:
             logger.info("job %s finds no room beside this engine's own requests that wait for peers", attempt)
             self._engine.abort_request(self._jobs.pop(attempt).request_id)
             self._protocol.failed(attempt, "there is no room for it beside requests that wait for peers in turn")
 
     def set_credits(self) -> None:
-        """How many more jobs this engine takes. To be told after events were handled, all at once."""
+        """Tell the protocol how many more jobs this engine takes. To be called after events were handled."""
         self._protocol.set_credits(max(0, self._max_jobs - len(self._jobs)))
 
     def handle(self, event: Event, progress: Progress) -> None:
-        """Take what the control thread has for this engine."""
+        """Handle an event of the protocol."""
         if isinstance(event, Prefill):
             self._start(event)
         elif isinstance(event, Cancelled):
@@ -124,8 +124,8 @@ class PrefillJobs:
             self._protocol.failed(attempt, "the prompt does not fit this engine")
 
     def wants_prefix(self, attempt: Attempt, cached_tokens: int) -> bool:
-        """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, shall be read
-        from the peer first. Once a job: a read that was of no use is not made again."""
+        """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, is to be read
+        from the peer first. At most once a job: a read that failed is not repeated."""
         job = self._jobs.get(attempt)
         if job is None or job.read_tokens:
             return False
@@ -150,9 +150,9 @@ class PrefillJobs:
             self._requests.append(transfer.CancelWrite(_read_key(attempt)))
 
     def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
-        """The KV is there, in these blocks of the whole prompt; the scheduler holds them for us."""
+        """The prompt is computed, in these blocks of the whole prompt, which the scheduler keeps for us."""
         job = self._jobs.get(attempt)
-        if job is None:  # nobody wants it any more
+        if job is None:  # it was cancelled
             progress.finished_transfers.append(attempt)
             return
         first = job.prefill.cached_blocks
@@ -163,11 +163,11 @@ class PrefillJobs:
         job.state = JobStage.COMPUTED
 
     def return_requests(self, requests: list[transfer.TransferRequest]) -> None:
-        """These were taken, but no step carried them down."""
+        """These were taken by `take_requests`, but their step was given up."""
         self._requests[:0] = requests
 
     def take_requests(self, progress: Progress) -> list[transfer.TransferRequest]:
-        """What the step that is about to run carries down. The lease is looked at here, right before the post."""
+        """The transfer requests of the step that is about to run. The lease is checked here, right before the post."""
         requests, self._requests = self._requests, []
         for attempt, job in list(self._jobs.items()):
             if job.state is not JobStage.COMPUTED:
@@ -183,9 +183,9 @@ class PrefillJobs:
         self._metrics.sending_blocks.set(sum(len(j.local_block_ids) for j in self._jobs.values()))
         return requests
 
-    def tell(self, end: transfer.Finished) -> None:
-        """Tell the peer that a write, or the read of a job that it gave up, has ended: no byte of it moves any more.
-        Called in any thread, before `ended`; the step loop may be in a forward pass."""
+    def report_end(self, end: transfer.Finished) -> None:
+        """Report to the peer that a write, or the read of a job that it cancelled, has ended: no byte of it moves any
+        more. Called in any thread, before `ended`; the step loop may be in a forward pass."""
         job = self._open.get(end.key)
         if job is None:
             return
@@ -201,7 +201,7 @@ class PrefillJobs:
             self._protocol.failed(attempt, f"the transfer failed: {end.error}")
 
     def ended(self, end: transfer.Finished, progress: Progress) -> None:
-        """What is left to do for a write or a read that has ended."""
+        """Free what a write or a read held that has ended."""
         job = self._open.pop(end.key, None)
         if job is None:
             return
@@ -225,7 +225,7 @@ class PrefillJobs:
         progress.finished_transfers.append(attempt)
         if job.cancelled:
             del self._jobs[attempt]
-            self._protocol.ended(attempt)  # once more, for it may have been given up since `tell`
+            self._protocol.ended(attempt)  # again, for it may have been cancelled since `report_end`
             return
         if end.ok:
             self._cost.moved(job.read_tokens, end.seconds)
@@ -234,7 +234,7 @@ class PrefillJobs:
         job.state = JobStage.COMPUTING
 
     def refused(self, refusal: transfer.Refusal) -> None:
-        """The transport could not take a peer: its writes will fail, one by one."""
+        """The transport could not add a peer: its writes will fail, one by one."""
         logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.reason)
 
     def _start(self, prefill: Prefill) -> None:
@@ -242,7 +242,7 @@ class PrefillJobs:
         job = PeerJob(prefill, f"pd-{attempt}", time.monotonic())
         try:
             self._add_request(job)
-        except Exception as error:  # whatever is wrong with a peer's prompt must not end this engine
+        except Exception as error:  # an error in a peer's prompt must not end this engine
             logger.warning("job %s can't run here: %s", attempt, error)
             self._engine.abort_request(job.request_id)
             self._protocol.failed(attempt, f"the prefill engine can't run it: {error}")
@@ -279,7 +279,7 @@ class PrefillJobs:
             self._requests.append(transfer.CancelWrite(str(attempt)))
 
     def _learn(self, job: PeerJob) -> None:
-        """How fast prompts are computed here. The time of a job that has read began with its read."""
+        """Measure how fast prompts are computed here. Not of a job with a read, whose time began with it."""
         began_at = job.group.metrics.first_scheduled_time
         if began_at is not None and not job.read_tokens:
             self._cost.computed(len(job.prefill.token_ids) - job.cached_tokens, time.time() - began_at)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class _Report(NamedTuple):
-    """What a rank says when it is ready: plain values, for they travel in the executor's own queue."""
+    """What a rank reports when it is ready: plain values, for they go through the executor's own queue."""
     rank: int
     metadata: bytes
     layout: str
