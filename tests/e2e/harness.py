@@ -185,8 +185,7 @@ class EngineProcess:
     def wait_for(self, *peers: "EngineProcess") -> None:
         """Until these prefill engines, and no others, can be used: one that died may count until it is found dead."""
         names = sorted(peer.incarnation() for peer in peers)
-        self.wait_until(f"{PROTOCOL}.view().broker_up and "
-                        f"sorted({PROTOCOL}._cluster.prefills({PROTOCOL}._decode.peers)) == {names!r}")
+        self.wait_until(f"{PROTOCOL}.view().broker_up and {PROTOCOL}.debug_state()['prefill_peers'] == {names!r}")
 
     def incarnation(self) -> str:
         return self.evaluate("disagg._agent.member.incarnation")
@@ -234,8 +233,7 @@ while True:
 
     def hear_last_words(self) -> None:
         """Until this decode engine has counted what peers say of a transfer after its end."""
-        self.wait_until(f"not {PROTOCOL}._decode._done")
-        self.execute(f"with {PROTOCOL}._lock: pass")  # what emptied it has left word
+        self.wait_until(f"not {PROTOCOL}.debug_state()['awaited_timings']")
         self.do("step", count=1)
 
     def hear_cancel(self, before: "Counters") -> None:

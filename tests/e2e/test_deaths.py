@@ -169,7 +169,7 @@ def test_b21_another_p_takes_over(stage):
         p.do("hold", held=True)
     stage.d.add(tokens, "x")
     stage.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
-    [name] = stage.d.evaluate(f"list({PROTOCOL}._decode.fenced().values())")
+    [name] = stage.d.evaluate(f"[one['peer'] for one in {PROTOCOL}.debug_state()['decode'].values() if one['peer']]")
     [victim] = [p for p in stage.ps if p.incarnation() == name]
     stage.bury(victim)
     stage.p.do("hold", held=False)

@@ -23,7 +23,7 @@ def stop_first(progress):
     return requests
 jobs.take_requests = stop_first
 """
-GRANTED = f"[state.value for state in {PROTOCOL}._prefill.states().values()].count('running')"
+GRANTED = f"[known['state'].value for known in {PROTOCOL}.debug_state()['prefill'].values()].count('running')"
 LENGTHS = (2, 15, 16, 17, 33, 60, 120, 300)  # twice these is what D parks at most
 
 
@@ -122,7 +122,7 @@ def test_b28_only_one_of_two_ranks_arrives(trio, two, mono):
     two.execute(STOP_BEFORE_WRITE.format(pid=other))
     name = trio.d.add(tokens)
     try:
-        arrived = f"[sorted(record.arrived) for record in {PROTOCOL}._decode._records.values()]"
+        arrived = f"[known['arrived'] for known in {PROTOCOL}.debug_state()['decode'].values()]"
         trio.d.wait_until(f"any({arrived})")
         assert trio.d.evaluate(arrived) == [[0]]
         assert trio.d.stats()["remote_prefilling"] == 1 and trio.d.stats()["running"] == 0

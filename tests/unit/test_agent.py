@@ -96,6 +96,11 @@ class Engine:
         self.protocol.submit(attempt, tokens, list(range(10, 10 + -(-len(tokens) // 16))), cached_blocks)
         return attempt
 
+    def state_of(self, attempt):
+        """What the half of the protocol that has a record of this attempt knows of it."""
+        state = self.protocol.debug_state()
+        return (state["decode"] | state["prefill"])[attempt]
+
     def expect(self, kind, timeout_s=WAIT_S):
         """The next event of this kind; events that came before it stay in `events`."""
         deadline = time.monotonic() + timeout_s
@@ -192,9 +197,8 @@ def hand_over(decode, prefill, request_id="r"):
     decode.bell.wait(2)
     prefill.protocol.set_credits(4)
     prefill.protocol.sent(attempt, m.Timings(prefill_s=0.5, transfer_s=0.25, bytes=7))
-    record = decode.protocol._decode._records.get(attempt)
     deadline = time.monotonic() + WAIT_S
-    while not record.timings.measured:
+    while not decode.state_of(attempt)["measured"]:
         assert time.monotonic() < deadline, "its word that all was sent has not come"
         time.sleep(0.001)
     decode.protocol.arrived(attempt, 0)
@@ -288,8 +292,8 @@ def test_leases_are_renewed_while_work_goes_on(broker, engine):
     prefill.expect(Prefill)
     for _ in range(8):
         clock.ahead_s += 0.4 * settings.lease_s
-        for record in (decode.protocol._decode._records[attempt], prefill.protocol._prefill._jobs[attempt]):
-            until(lambda record=record: record.lease_until - clock() > 0.7 * settings.lease_s)
+        for one in (decode, prefill):
+            until(lambda one=one: one.state_of(attempt)["lease_until"] - clock() > 0.7 * settings.lease_s)
         assert prefill.protocol.may_write(attempt)
     assert take_events(decode) == []
 
@@ -388,8 +392,8 @@ def test_b26_gone_at_submit_and_back_without_a_restart_of_anything(broker, engin
 def until_queued(decode, jobs):
     """The broker has said that it has so many."""
     deadline = time.monotonic() + WAIT_S
-    while decode.protocol._cluster.queue_length != jobs:
-        assert time.monotonic() < deadline, decode.protocol._cluster.queue_length
+    while (length := decode.protocol.debug_state()["queue_length"]) != jobs:
+        assert time.monotonic() < deadline, length
         time.sleep(0.005)
 
 
@@ -534,7 +538,7 @@ def test_b21_death_is_believed_at_a_second_look_and_what_comes_late_is_dropped(b
         time.sleep(0.005)
     assert not line.socket.poll(300), "a dead one is not let in again, for nothing would watch it"
     line.close()
-    assert name not in decode.protocol._decode.peers
+    assert name not in decode.protocol.debug_state()["peers"]
     assert decode.protocol.view().prefill_peers == 0
     decode.assert_clean()
 
@@ -544,7 +548,7 @@ def test_b25_a_prefill_engine_that_is_listed_but_does_not_reach_us_is_not_waited
     monkeypatch.setattr(PrefillProtocol, "members_are", lambda *_: [])
     decode, prefill = (engine(Settings(broker.address), role) for role in (m.Role.DECODE, m.Role.PREFILL))
     fall_back_soon(decode)
-    until(decode.protocol._cluster.members)
+    until(lambda: decode.protocol.debug_state()["members"])
     assert decode.protocol.view().broker_up and decode.protocol.view().prefill_peers == 0
     attempt = decode.submit()
     fallback = decode.expect(Fallback)
@@ -567,8 +571,7 @@ def test_b22_prefill_engine_stopped_for_longer_than_its_lease(broker, engine):
         fallback = decode.expect(Fallback)
         assert (fallback.attempt, fallback.reason, fallback.outcome) == (attempt, FallbackReason.LEASE, Outcome.EXPIRED)
         clock.ahead_s += 10_000.0
-        record = decode.protocol._decode._records[attempt]
-        until(lambda: record.next_cancel > clock())
+        until(lambda: decode.state_of(attempt)["next_cancel"] > clock())
         assert take_events(decode) == [] and decode.protocol.open_attempts() == [attempt], "not by time alone"
         child.send_signal(signal.SIGCONT)
         assert decode.expect(Released).attempt == attempt

@@ -252,8 +252,8 @@ def test_b81_a_decode_engines_socket(broker, context):
         deadline = time.monotonic() + 100
         while agent.protocol.open_attempts():
             assert time.monotonic() < deadline and agent.error is None
-            for record in list(agent.protocol._decode._records.values()):
-                sockets[0].send(codec.encode(record.peer or "x0", m.Stopped(record.attempt, record.claim)))
+            for attempt, known in agent.protocol.debug_state()["decode"].items():
+                sockets[0].send(codec.encode(known["peer"] or "x0", m.Stopped(attempt, max(0, known["claim"]))))
             time.sleep(0.05)
             answers += fuzz.drain(*sockets)
         ends.update(type(event).__name__ for event in take_events(agent))
@@ -264,7 +264,7 @@ def test_b81_a_decode_engines_socket(broker, context):
         dropped = agent.dropped()
         assert all(dropped[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), dropped
         assert "link_frame_stumble" not in dropped and len(dropped) < 60, dropped
-        assert len(agent.protocol._decode.peers) <= agent.protocol._decode.limits.max_peers
+        assert len(agent.protocol.debug_state()["peers"]) <= agent.protocol._decode.limits.max_peers
         decode.bell.clear()
         decode.events.clear()
         for event in take_events(prefill):  # it may have got one before it heard that it has no room

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from enum import Enum
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -258,6 +258,19 @@ class PeerProtocol:
     def dropped(self) -> dict[str, int]:
         """Counters of messages that changed nothing: late, duplicate, unknown, refused."""
         return merged(decode=self._decode.dropped, prefill=self._prefill.dropped)
+
+    @_locked
+    def debug_state(self) -> dict[str, Any]:
+        """What tests and chaos look at, as plain values; not for the product."""
+        return {
+            "decode": self._decode.debug_state(),
+            "prefill": self._prefill.debug_state(),
+            "awaited_timings": self._decode.awaited_timings(),
+            "peers": {*self._decode.peers, *self._prefill.peers()},
+            "prefill_peers": sorted(self._cluster.prefills(self._decode.peers)),
+            "members": sorted(member.incarnation for member in self._cluster.members()),
+            "queue_length": self._cluster.queue_length,
+        }
 
     # For an operator and the front end.
 

@@ -13,6 +13,7 @@ message about an attempt without a record changes nothing but a counter.
 import collections
 from collections.abc import Callable, Collection
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -262,9 +263,20 @@ class DecodeProtocol:
         return max((_LONG_AGO if record.writing_at is None else record.writing_at
                     for record in self._records.values() if record.fenced), default=None)
 
+    def awaited_timings(self) -> int:
+        """Attempts that are DONE, and whose `Sent` has not come."""
+        return len(self._done)
+
     def queued(self) -> int:
         """Jobs nobody has claimed yet."""
         return sum(record.state is AttemptState.QUEUED for record in self._records.values())
+
+    def debug_state(self) -> dict[m.Attempt, dict[str, Any]]:
+        """What is known of each attempt with a record, for tests alone. Times are those of the caller's clock."""
+        return {attempt: {"state": record.state, "peer": record.peer if record.fenced else "",
+                          "claim": record.claim, "arrived": sorted(record.arrived), "measured": record.timings.measured,
+                          "lease_until": record.lease_until, "next_cancel": record.next_cancel}
+                for attempt, record in self._records.items()}
 
     # Messages, one by one.
 

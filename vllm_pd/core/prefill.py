@@ -11,6 +11,7 @@ is deleted only when no handle of the job can write; so a cancel of a claim with
 import collections
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -213,6 +214,10 @@ class PrefillProtocol:
     def busy_peers(self) -> set[str]:
         """Decode engines with a job here."""
         return {attempt.incarnation for attempt in self._jobs}
+
+    def debug_state(self) -> dict[m.Attempt, dict[str, Any]]:
+        """What is known of each job with a record, for tests alone. Times are those of the caller's clock."""
+        return {attempt: {"state": job.state, "lease_until": job.lease_until} for attempt, job in self._jobs.items()}
 
     # Messages, one by one.
 
