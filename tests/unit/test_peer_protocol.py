@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine decides as a peer, in a time that is passed in: heartbeats, room for jobs, news, leaving."""
+"""What an engine decides as a peer, in a time that is passed in: heartbeats, credits, events, leaving."""
 import msgspec
 import pytest
 
