@@ -15,8 +15,8 @@ REFUSAL_KEPT_S = 60.0
 
 
 class QueueView(msgspec.Struct, frozen=True):
-    """For the policy. `prefill_peers` are alive as far as is known, fit, and have reached us; `mismatch` says why
-    another does not fit."""
+    """For the policy. `prefill_peers` counts those that fit, have greeted us and are not known to be dead; `mismatch`
+    says why another one does not fit."""
     broker_up: bool
     queue_length: int
     prefill_peers: int
@@ -55,24 +55,24 @@ class ClusterView:
         return new
 
     def peers(self, message: m.Peers) -> None:
-        """The registry, whole."""
+        """The whole registry has come."""
         self.version = message.version
         self._members = {member.incarnation: member for member in message.members}
-        self._judge()
+        self._sort_members()
 
     def dead(self, incarnation: str) -> None:
-        """That process is gone."""
+        """The process of this engine is gone, as a fact."""
         self._dead[incarnation] = None
         if len(self._dead) > MAX_DEAD:
             self._dead.popitem(last=False)
-        self._judge()
+        self._sort_members()
 
     def is_dead(self, incarnation: str) -> bool:
-        """Whether that process is known to be gone."""
+        """Whether the process of this engine is known to be gone."""
         return incarnation in self._dead
 
     def listed(self) -> m.Member | None:
-        """Ourselves, as the registry lists us; None where it does not."""
+        """The entry of this engine in the registry; None where there is none."""
         return self._members.get(self.member.incarnation)
 
     def check(self, now: float) -> None:
@@ -89,16 +89,16 @@ class ClusterView:
         return min(self.next_heartbeat, self.heard_at + self.silent_s) if self.up else self.next_heartbeat
 
     def members(self) -> list[m.Member]:
-        """The registry without ourselves and the dead."""
+        """The registry without this engine and the dead ones."""
         return [member for name, member in self._members.items()
                 if name != self.member.incarnation and name not in self._dead]
 
     def prefills(self, greeted: Collection[str]) -> list[str]:
-        """Prefill engines among them that fit, and that have greeted us: one that can't reach us takes no job."""
+        """The registered prefill engines that fit and are in `greeted`: one that can't reach us takes no job."""
         return [member.incarnation for member in self._prefills if member.incarnation in greeted]
 
     def refused(self, now: float, mismatch: str) -> None:
-        """A peer did not fit, as was seen when it spoke to us."""
+        """A peer did not fit when it sent a message to us."""
         self._refused, self._refused_at = mismatch, now
 
     def view(self, now: float, own_queued: int, greeted: Collection[str],
@@ -109,8 +109,8 @@ class ClusterView:
         refused = self._refused if now - self._refused_at < REFUSAL_KEPT_S else None
         return QueueView(self.up, max(self.queue_length, own_queued), prefills, self.mismatch or refused)
 
-    def _judge(self) -> None:
-        """Sort the members into those that fit and those that don't."""
+    def _sort_members(self) -> None:
+        """Find out which members fit."""
         ours = self.member.fingerprint
         self._prefills = []
         self.mismatch = None

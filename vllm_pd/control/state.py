@@ -65,17 +65,17 @@ class EngineState:
             self._load = None
 
     def listed(self, member: m.Member | None) -> None:
-        """How the registry lists us; it does not where None."""
+        """The entry of this engine in the registry; None where there is none."""
         self.listed_as_draining = member is not None and member.draining
 
     def is_drained(self, open_attempts: bool, broker_up: bool) -> bool:
-        """Whether nothing is open, and nothing more can come: the broker, if there is one, knows that we drain."""
+        """Whether nothing is open, and nothing more can come: the broker, if it is up, lists us as draining."""
         if not self.draining or open_attempts or self._load is None or self._load.running or self._load.waiting:
             return False
         return self.listed_as_draining or not broker_up
 
     def gauges(self) -> dict[str, int]:
-        """For a status."""
+        """Gauges for a status."""
         load = self._load or m.Load()
         return {"running": load.running, "waiting": load.waiting, "free_blocks": load.free_blocks,
                 "drained": int(self.left)}
