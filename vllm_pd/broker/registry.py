@@ -37,6 +37,7 @@ class _RegisteredMember:
         self.credits = self.seen = self.offered = 0
 
     def free(self) -> int:
+        """How many more offers it may get now."""
         return self.credits - max(0, self.offered - self.seen)
 
 

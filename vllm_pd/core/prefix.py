@@ -29,11 +29,13 @@ class _Rate:
         self._amount, self._seconds = start / 10, 0.1
 
     def observe(self, amount: float, seconds: float) -> None:
+        """This amount took so many seconds."""
         self._amount = KEPT * self._amount + amount
         self._seconds = KEPT * self._seconds + seconds
 
     @property
     def per_s(self) -> float:
+        """The rate, by all observations."""
         return self._amount / self._seconds
 
 

@@ -39,6 +39,7 @@ class ArrivalNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     rank: int
 
     def encode(self) -> bytes:
+        """The bytes of the notice, for the transport."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
