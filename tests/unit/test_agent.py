@@ -22,11 +22,11 @@ from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
     AddPeer,
+    AttemptEnd,
     Cancelled,
     DropPeer,
     Fallback,
     FallbackReason,
-    Outcome,
     Prefill,
     Prefilled,
     Released,
@@ -264,7 +264,7 @@ def test_b30_failed_at_once_is_not_delivered_again(broker, engine):
     assert prefill.expect(Prefill).attempt == attempt
     prefill.protocol.set_credits(4)
     prefill.protocol.failed(attempt, "token id 99999 is not in the vocabulary")
-    assert decode.expect(Fallback) == Fallback(attempt, FallbackReason.FAILED, Outcome.FAILED,
+    assert decode.expect(Fallback) == Fallback(attempt, FallbackReason.FAILED, AttemptEnd.FAILED,
                                                "token id 99999 is not in the vocabulary",
                                                prefill.agent.member.incarnation)
     assert decode.expect(Released).attempt == attempt
@@ -501,7 +501,8 @@ def test_b21_prefill_engine_killed(broker, engine):
         until_said(child, "Prefill")
         child.kill()  # and not yet waited for: what is left of it is no process
         fallback = decode.expect(Fallback, timeout_s=20.0)  # neither the lease, of 30 s, nor the registry, of 60
-        assert (fallback.attempt, fallback.reason, fallback.outcome) == (attempt, FallbackReason.PEER, Outcome.FAILED)
+        assert fallback.attempt == attempt
+        assert (fallback.reason, fallback.outcome) == (FallbackReason.PEER, AttemptEnd.FAILED)
         assert decode.expect(Released).attempt == attempt
         decode.expect_view(lambda view: view.prefill_peers == 0, timeout_s=20.0)
     decode.assert_clean()
@@ -569,7 +570,8 @@ def test_b22_prefill_engine_stopped_for_longer_than_its_lease(broker, engine):
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         clock.ahead_s += settings.lease_s
         fallback = decode.expect(Fallback)
-        assert (fallback.attempt, fallback.reason, fallback.outcome) == (attempt, FallbackReason.LEASE, Outcome.EXPIRED)
+        assert fallback.attempt == attempt
+        assert (fallback.reason, fallback.outcome) == (FallbackReason.LEASE, AttemptEnd.EXPIRED)
         clock.ahead_s += 10_000.0
         until(lambda: decode.state_of(attempt)["next_cancel"] > clock())
         assert take_events(decode) == [] and decode.protocol.open_attempts() == [attempt], "not by time alone"

@@ -8,9 +8,9 @@ import pytest
 
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
+    AttemptEnd,
     Fallback,
     FallbackReason,
-    Outcome,
     Prefilled,
     Released,
     Timed,
@@ -94,7 +94,7 @@ def test_b28_every_rank_must_give_notice(side):
     assert side.dropped == {"notice_duplicate": 1, "notice_unknown": 2}
     # at the end of the lease D moves on; the missing notice only lifts the fence
     fallback, cancel = side.handle_timeout(11.0)
-    assert fallback == Fallback(one, FallbackReason.LEASE, Outcome.EXPIRED, fallback.detail, "p")
+    assert fallback == Fallback(one, FallbackReason.LEASE, AttemptEnd.EXPIRED, fallback.detail, "p")
     assert cancel == ToPrefill("p", m.Cancel(one, 7))
     assert side.arrived(12.0, one, 1) == [Released(one)]
     assert_empty(side)
@@ -191,7 +191,7 @@ def test_b25_abort_while_granted_releases_on_ps_word(side, word):
 def test_p_gives_up_means_fallback_and_release(side):
     one = granted(side)
     assert side.receive(1.0, "p", m.Failed(one, 7, "too long")) == [
-        Fallback(one, FallbackReason.FAILED, Outcome.FAILED, "too long", "p"), Released(one)]
+        Fallback(one, FallbackReason.FAILED, AttemptEnd.FAILED, "too long", "p"), Released(one)]
     assert_empty(side)
 
 
@@ -214,7 +214,7 @@ def test_renewal_holds_the_lease_and_ends_with_the_attempt(side):
         assert side.receive(float(second), "p", m.Renew(one, 7, second)) == [
             ToPrefill("p", m.Renewed(one, 7, second, 10.0))]
     (fallback, _) = side.handle_timeout(60.0)
-    assert (fallback.reason, fallback.outcome) == (FallbackReason.DEADLINE, Outcome.EXPIRED)
+    assert (fallback.reason, fallback.outcome) == (FallbackReason.DEADLINE, AttemptEnd.EXPIRED)
     assert side.receive(61.0, "p", m.Renew(one, 7, 99)) == [ToPrefill("p", m.Cancel(one, 7))]
 
 
@@ -224,7 +224,7 @@ def test_unclaimed_job_is_put_again_until_its_deadline(side):
             if isinstance(action.message, m.Put)]
     assert puts == list(range(2, 60, 2))
     fallback, withdraw, released = side.handle_timeout(60.0)
-    assert (fallback.reason, fallback.outcome) == (FallbackReason.DEADLINE, Outcome.EXPIRED)
+    assert (fallback.reason, fallback.outcome) == (FallbackReason.DEADLINE, AttemptEnd.EXPIRED)
     assert withdraw == ToBroker(m.Withdraw(attempt(1))) and released == Released(attempt(1))
     assert_empty(side)
 
@@ -246,7 +246,7 @@ def test_b26_broker_lost_while_waiting(side):
     side.broker_is(1.0, False)
     assert not any(isinstance(action, Fallback) for now in (2.0, 4.0, 5.9) for action in side.handle_timeout(now))
     fallback, released = side.handle_timeout(6.0)
-    assert fallback == Fallback(attempt(2), FallbackReason.BROKER, Outcome.FAILED, fallback.detail)
+    assert fallback == Fallback(attempt(2), FallbackReason.BROKER, AttemptEnd.FAILED, fallback.detail)
     assert released == Released(attempt(2))
     assert side.states() == {one: AttemptState.GRANTED}, "what is granted needs no broker"
 

@@ -12,7 +12,7 @@ from vllm_pd import metrics
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Cause
-from vllm_pd.core.actions import FallbackReason, Outcome
+from vllm_pd.core.actions import AttemptEnd, FallbackReason
 from vllm_pd.core.messages import PROTOCOL, DenyReason, Fingerprint, Role
 from vllm_pd.core.policy import Reason
 from vllm_pd.liveness.process import local_member
@@ -61,7 +61,7 @@ def test_b97_every_family_of_upstreams_is_described():
     assert families == set(re.findall(r"`(vllm:(?!pd_)\w+)`", section.partition("\nBeside them")[0]))
 
 
-@pytest.mark.parametrize("words", [Reason, FallbackReason, Outcome, metrics.STAGES, Cause], ids=str)
+@pytest.mark.parametrize("words", [Reason, FallbackReason, AttemptEnd, metrics.STAGES, Cause], ids=str)
 def test_every_label_is_described(words):
     """Each value that a label takes."""
     assert {getattr(word, "value", word) for word in words} <= TICKED

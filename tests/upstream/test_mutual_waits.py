@@ -17,7 +17,16 @@ from simulated_engine import BLOCK_SIZE, RemoteWork, SimulatedEngine
 
 import vllm_pd.v0.engine
 from vllm_pd.control.cluster import QueueView
-from vllm_pd.core.actions import Cancelled, Event, Fallback, FallbackReason, Outcome, Prefill, Prefilled, Released
+from vllm_pd.core.actions import (
+    AttemptEnd,
+    Cancelled,
+    Event,
+    Fallback,
+    FallbackReason,
+    Prefill,
+    Prefilled,
+    Released,
+)
 from vllm_pd.core.messages import Attempt, Role, Timings
 from vllm_pd.transfer.device import HostDevice
 from vllm_pd.transfer.requests import Finished, TransferProgress, Write
@@ -172,7 +181,7 @@ class Node:
     def failed(self, attempt: Attempt, reason: str) -> None:
         self.failures += 1
         self.ring.find(attempt.incarnation).events += [
-            Fallback(attempt, FallbackReason.FAILED, Outcome.FAILED, reason, self.name), Released(attempt)]
+            Fallback(attempt, FallbackReason.FAILED, AttemptEnd.FAILED, reason, self.name), Released(attempt)]
 
 
 class Ring:

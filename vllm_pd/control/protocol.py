@@ -24,10 +24,10 @@ from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
     EVENTS,
     Action,
+    AttemptEnd,
     Event,
     Fallback,
     FallbackReason,
-    Outcome,
     Prefill,
     Released,
     ToBroker,
@@ -128,7 +128,8 @@ class PeerProtocol:
         blocks stay the caller's to keep until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the
         caller's own `abort` ends it, at the latest after `deadline_s` (the configured deadline where None)."""
         if self._shut_detail:
-            self._do([Fallback(attempt, FallbackReason.CONTROL, Outcome.FAILED, self._shut_detail), Released(attempt)])
+            end = Fallback(attempt, FallbackReason.CONTROL, AttemptEnd.FAILED, self._shut_detail)
+            self._do([end, Released(attempt)])
             return
         self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s))
 

@@ -10,7 +10,7 @@ import msgspec
 from vllm_pd.core.messages import Attempt, Message, Timings
 
 
-class Outcome(StrEnum):
+class AttemptEnd(StrEnum):
     """How an attempt ended."""
     DONE = "done"
     FAILED = "failed"
@@ -53,7 +53,7 @@ class Fallback(msgspec.Struct, frozen=True):
     its `Released`. `peer` is the P that had the grant, empty where none had."""
     attempt: Attempt
     reason: FallbackReason
-    outcome: Outcome
+    outcome: AttemptEnd
     detail: str = ""
     peer: str = ""
 

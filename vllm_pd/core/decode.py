@@ -20,9 +20,9 @@ import msgspec
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
     Action,
+    AttemptEnd,
     Fallback,
     FallbackReason,
-    Outcome,
     Prefilled,
     Released,
     Timed,
@@ -124,9 +124,9 @@ class DecodeProtocol:
         record.submitted = now
         record.deadline = now + (self.limits.deadline_s if deadline_s is None else deadline_s)
         if len(attempt.request_id) > m.MAX_ID_CHARS:
-            return self._end(now, record, Outcome.FAILED, FallbackReason.FEATURE, "the request id is too long")
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.FEATURE, "the request id is too long")
         if self._broker_lost_at is not None:
-            return self._end(now, record, Outcome.FAILED, FallbackReason.BROKER, "no answer from the broker")
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.BROKER, "no answer from the broker")
         return self._put(now, record)
 
     def abort(self, now: float, attempt: m.Attempt) -> list[Action]:
@@ -134,7 +134,7 @@ class DecodeProtocol:
         record = self._records.get(attempt)
         if record is None or record.state.ended:
             return []
-        return self._end(now, record, Outcome.CANCELLED, None)
+        return self._end(now, record, AttemptEnd.CANCELLED, None)
 
     def arrived(self, now: float, attempt: m.Attempt, rank: int) -> list[Action]:
         """The transfer's notice: all of this rank's data is in our blocks."""
@@ -170,7 +170,7 @@ class DecodeProtocol:
         if record is None or record.state is not AttemptState.QUEUED:
             return [] if reply.refusal is None else self._drop("put_reply_unknown")
         if reply.refusal is m.PutRefusal.FULL:
-            return self._end(now, record, Outcome.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
         if reply.refusal is not None:  # a broker that has just started has no members yet
             record.next_put = min(record.next_put, now + self.limits.claim_retry_s / 10)
         return []
@@ -181,7 +181,7 @@ class DecodeProtocol:
         if (record is None or record.state is not AttemptState.QUEUED
                 or now - record.submitted >= self.limits.claim_retry_s):
             return []
-        return self._end(now, record, Outcome.FAILED, FallbackReason.BROKER, "the broker can't be reached")
+        return self._end(now, record, AttemptEnd.FAILED, FallbackReason.BROKER, "the broker can't be reached")
 
     def broker_is(self, now: float, up: bool) -> list[Action]:
         """Whether the broker answers. Jobs wait `ttl_s` for its return, and are put again when it is back."""
@@ -225,7 +225,7 @@ class DecodeProtocol:
         actions: list[Action] = []
         for record in list(self._records.values()):
             if not record.state.ended:
-                actions += self._end(now, record, Outcome.FAILED, FallbackReason.CONTROL, detail)
+                actions += self._end(now, record, AttemptEnd.FAILED, FallbackReason.CONTROL, detail)
         self._broker_lost_at = now
         return actions
 
@@ -375,9 +375,9 @@ class DecodeProtocol:
         record.fenced = False
         if record.state.ended:
             return self._release(record)
-        return self._end(now, record, Outcome.FAILED, reason, detail)
+        return self._end(now, record, AttemptEnd.FAILED, reason, detail)
 
-    def _end(self, now: float, record: _Record, outcome: Outcome, reason: FallbackReason | None,
+    def _end(self, now: float, record: _Record, outcome: AttemptEnd, reason: FallbackReason | None,
              detail: str = "") -> list[Action]:
         """The one place where an attempt ends other than DONE."""
         was_queued = record.state is AttemptState.QUEUED
@@ -424,13 +424,13 @@ class DecodeProtocol:
         if record.state.ended:
             return self._cancel(now, record)
         if now >= record.deadline:
-            return self._end(now, record, Outcome.EXPIRED, FallbackReason.DEADLINE, "the attempt took too long")
+            return self._end(now, record, AttemptEnd.EXPIRED, FallbackReason.DEADLINE, "the attempt took too long")
         if record.state is AttemptState.GRANTED:
-            return self._end(now, record, Outcome.EXPIRED, FallbackReason.LEASE, "the prefill engine fell silent")
+            return self._end(now, record, AttemptEnd.EXPIRED, FallbackReason.LEASE, "the prefill engine fell silent")
         for lost_at, reason, detail in ((self._broker_lost_at, FallbackReason.BROKER, "the broker went away"),
                                         (record.peers_lost_at, FallbackReason.PEER, "no prefill engine is left")):
             if lost_at is not None and now >= self._waited_from(record, lost_at) + self.limits.ttl_s:
-                return self._end(now, record, Outcome.FAILED, reason, detail)
+                return self._end(now, record, AttemptEnd.FAILED, reason, detail)
         self.counters["requeued"] += 1
         return self._put(now, record)
 
