@@ -106,8 +106,11 @@ class ClusterView:
         """For the policy. `greeted` are the prefill engines that have said hello to us. The broker's queue length
         is up to a heartbeat old, our own part of it is not."""
         prefills = sum(name not in avoid for name in self.prefills(greeted))
-        refused = self._refused if now - self._refused_at < REFUSAL_KEPT_S else None
-        return QueueView(self.up, max(self.queue_length, own_queued), prefills, self.mismatch or refused)
+        return QueueView(self.up, max(self.queue_length, own_queued), prefills, self.find_mismatch(now))
+
+    def find_mismatch(self, now: float) -> str | None:
+        """Why another engine does not fit: a registered one, or one that sent us a message lately."""
+        return self.mismatch or (self._refused if now - self._refused_at < REFUSAL_KEPT_S else None)
 
     def _sort_members(self) -> None:
         """Find out which members fit."""

@@ -76,12 +76,13 @@ def _locked(method: "Callable[Concatenate[PeerProtocol, P], R]") -> "Callable[Co
 
 
 class PeerProtocol:
-    """The protocol of one engine. `member` is its registry entry as it was born, with its addresses; `state` what it is
-    at present, to be read only."""
+    """The protocol of one engine. `member` is its registry entry as it was born, with its addresses. To be read only:
+    `state`, what the engine is at present, and `last_degraded`, what `degraded` was at the last `handle_timeout`."""
 
     def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, clock: Callable[[], float]):
         self.member = member
         self.state = EngineState(member)
+        self.last_degraded: Degraded | None = None
         self._clock = clock
         self._lock = threading.RLock()
         self._decode = DecodeProtocol(member, transfer_metadata, DecodeLimits(
@@ -92,7 +93,6 @@ class PeerProtocol:
         self._credits = JobCredits()
         self.ttl_s = config.ttl_s
         self._broker = config.broker
-        self._degraded: Degraded | None = None  # as the engine was last woken for it
         self._wakeup: Callable[[], None] | None = None
         self._events: collections.deque[Event] = collections.deque()
         self._outbox: collections.deque[Action] = collections.deque()
@@ -228,7 +228,7 @@ class PeerProtocol:
         decodes = self.state.role.decodes
         if self._cluster.prefills(self._decode.peers) if decodes else self._prefill.peers():
             return None
-        mismatch = self.view().mismatch
+        mismatch = self._cluster.find_mismatch(self._clock())
         if mismatch is not None:
             return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
         return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there")
@@ -359,8 +359,8 @@ class PeerProtocol:
         self._do(self._decode.handle_timeout(now))
         self._do(self._prefill.handle_timeout(now))
         degraded = self.degraded()
-        if degraded != self._degraded:
-            self._degraded = degraded
+        if degraded != self.last_degraded:
+            self.last_degraded = degraded
             self._announced = False
 
     @_locked
@@ -411,7 +411,7 @@ class PeerProtocol:
             if half.mismatch is not None:
                 self._cluster.refused(now, half.mismatch)
                 half.mismatch = None
-        return self.view().mismatch
+        return self._cluster.find_mismatch(now)
 
     @_locked
     def abort_all(self) -> None:
@@ -459,8 +459,10 @@ class PeerProtocol:
 
     def _leave_if_drained(self) -> None:
         """Send goodbye once the drain is complete: nothing is open, nothing waits to be sent or to be polled."""
+        if not self.state.draining or self.state.left:
+            return
         is_open = bool(self.open_attempts() or self._outbox or self._events)
-        if self.state.draining and not self.state.left and self.state.is_drained(is_open, self._cluster.up):
+        if self.state.is_drained(is_open, self._cluster.up):
             self.state.left = True
             self._outbox.append(ToBroker(m.Leave()))
             logger.info("drained: nothing is open any more")

@@ -116,7 +116,7 @@ class ControlThread:
         self._check_liveness()
         self._warn()
         self._protocol.handle_timeout()
-        line = self._degraded_log.line(self._clock(), self._protocol.degraded())
+        line = self._degraded_log.line(self._clock(), self._protocol.last_degraded)
         if line is not None:
             logger.warning(line)
         self._transmit()
