@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine knows and decides as a peer: both halves of the protocol, the cluster view, its state, its credits.
+"""The protocol of one engine: both halves, the cluster view, the engine's state and its job credits, in one object.
 
-A sans-IO object. Messages go in with `receive` and come out of `poll_transmit`; what the engine is to do or to know
-comes out of `poll_event`; `handle_timeout` does what is due, `next_timeout` says when. It locks itself: the engine's
-threads and the control thread call it at any time. The lock is held for dictionary work only, never for I/O. The time
-is read under the lock, from the clock that is passed in, so it never runs backwards between two calls.
+A sans-IO object. Messages go in with `receive` and come out of `poll_transmit`; events for the engine come out of
+`poll_event`; `handle_timeout` does what is due, `next_timeout` says when. It locks itself: the engine's threads and the
+control thread may call it at any time. The lock is held for dictionary work only, never for socket I/O. The time is
+read under the lock, from the clock that is passed in, so it never runs backwards between two calls.
 """
 import collections
 import functools
@@ -48,7 +48,7 @@ R = TypeVar("R")
 
 
 class MessageSource(Enum):
-    """Who sent a message, as the socket shows that it came from."""
+    """The kind of sender of a message, known by the socket that it came from."""
     BROKER = "broker"
     DECODE = "decode"
     PREFILL = "prefill"
@@ -65,7 +65,7 @@ class WatchedPeers(msgspec.Struct, frozen=True):
 
 
 def _locked(method: "Callable[Concatenate[PeerProtocol, P], R]") -> "Callable[Concatenate[PeerProtocol, P], R]":
-    """The method holds the lock, which its caller may hold already."""
+    """Let the method hold the lock. Its caller may hold it already."""
 
     @functools.wraps(method)
     def locked(self: "PeerProtocol", *args: P.args, **kwargs: P.kwargs) -> R:
@@ -103,13 +103,13 @@ class PeerProtocol:
 
     @_locked
     def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
-        """From now on call this, under the lock, when there is something new for who transmits and wakes the engine;
-        None: nobody does any more."""
+        """From now on call this, under the lock, when there is something to transmit or to wake the engine for. None:
+        call nothing any more."""
         self._wakeup = wakeup
 
     @_locked
     def wake(self) -> None:
-        """Wake who transmits."""
+        """Call the wakeup, so that the thread that transmits looks what is new."""
         if self._wakeup is not None:
             self._wakeup()
 
@@ -135,7 +135,7 @@ class PeerProtocol:
 
     @_locked
     def abort(self, attempt: m.Attempt) -> None:
-        """The request is gone; `Released` follows. No effect on an attempt that has ended."""
+        """The client is gone; `Released` follows. No effect on an attempt that has ended."""
         self._do(self._decode.abort(self._clock(), attempt))
 
     @_locked
@@ -145,7 +145,7 @@ class PeerProtocol:
 
     @_locked
     def view(self, avoid: Collection[str] = ()) -> QueueView:
-        """What the policy wants to know of the cluster, for a request that shall not go to these Ps again."""
+        """The cluster as the policy needs it, for a request that is not to go to the Ps in `avoid` again."""
         return self._cluster.view(self._clock(), self._decode.queued(), self._decode.peers, avoid)
 
     @_locked
@@ -158,7 +158,7 @@ class PeerProtocol:
 
     @_locked
     def set_credits(self, jobs: int) -> None:
-        """How many jobs the engine could take beyond those that it has taken from `poll_event`."""
+        """The engine could take so many jobs beyond those that it has got from `poll_event`."""
         self._credits.set(jobs)
         if self._credits.update(self._free_credits()) is not None:
             self.wake()
@@ -179,17 +179,17 @@ class PeerProtocol:
 
     @_locked
     def sent(self, attempt: m.Attempt, timings: m.Timings) -> None:
-        """All handles of all ranks are done and released."""
+        """The job was written: all transfer handles of all ranks are done and released."""
         self._do(self._prefill.sent(self._clock(), attempt, timings))
 
     @_locked
     def failed(self, attempt: m.Attempt, reason: str) -> None:
-        """The engine gave it up; no handle of it exists any more."""
+        """The engine gave the job up; no transfer handle of it exists any more."""
         self._do(self._prefill.failed(self._clock(), attempt, reason))
 
     @_locked
     def ended(self, attempt: m.Attempt) -> None:
-        """The answer to `Cancelled`: no handle of it exists any more."""
+        """The answer to `Cancelled`: no transfer handle of the job exists any more."""
         self._do(self._prefill.ended(self._clock(), attempt))
 
     @_locked
@@ -218,7 +218,7 @@ class PeerProtocol:
 
     @_locked
     def degraded(self) -> Degraded | None:
-        """Why this engine has nobody to hand prefills to, or to take them from; None where it has, or is to leave."""
+        """Why this engine can't hand prefills over, or get any; None where it can, or drains."""
         if self._shut_detail:
             return Degraded(Cause.CONTROL, self._shut_detail)
         if self.state.draining:
