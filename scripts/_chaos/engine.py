@@ -149,7 +149,7 @@ class EngineUnderTest:
 
     def _watch_fallbacks(self) -> None:
         """Reports when an attempt falls back, at the moment at which the step loop has it."""
-        from vllm_pd.core.events import Fallback
+        from vllm_pd.core.actions import Fallback
         prefills = self.disagg.remote_prefills
         handle = prefills.handle
 

@@ -40,10 +40,8 @@ def open_counts(engine) -> dict[str, int]:
         return counts
     prefills, jobs = disagg.remote_prefills, disagg.prefill_jobs
     return counts | {
-        "open_attempts": len(disagg._agent.open_attempts()),
-        "held_blocks": len(prefills._held_blocks),
-        "given_up": len(prefills._fallen) + len(prefills._freed),
-        "resumed": len(prefills._arrived) + len(prefills._resumed),
+        "open_attempts": len(disagg.protocol.open_attempts()),
+        **prefills.debug_state(),
         "jobs": len(jobs._jobs) if jobs is not None else 0,
         "live_handles": disagg._transfer.live_handles(),
         "agent_errors": int(disagg._agent.error is not None),
@@ -61,5 +59,5 @@ def counters_of(disagg) -> dict[str, float]:
                 counters[":".join(filter(None, [sample.name.removeprefix("vllm:pd_"), labels]))] = sample.value
     if disagg is not None:
         agent = disagg._agent
-        counters |= {f"agent:{name}": count for name, count in (agent.totals() | agent.dropped()).items()}
+        counters |= {f"agent:{name}": count for name, count in (agent.protocol.totals() | agent.dropped()).items()}
     return counters

@@ -40,12 +40,12 @@ BROKEN_AND_EXPLORED = {
     "-DLATCHED": broken.LatchedRunning,
     "-DCACHED_STOP": broken.CachedStop,
     "-DSHM -DNO_WAKEUP": broken.NoWakeup,
-    "-DSHM -DEDGE_WAKE": broken.EdgeTriggeredWakeup,
+    "-DSHM -DEDGE_WAKE": broken.EdgeTriggeredWakeInMemory,
     "-DSHM -DCACHED_STOP": broken.CachedStop,
     f"{LEAVES} -DLEAVES_AT_ONCE": broken.LeavesAtOnce,
     f"{LEAVES} -DENDS_EARLY": broken.EndsWhenNobodyNeedsIt,
     f"{CALL} -DNO_WAIT -DNOT_FINAL": broken.CallsBeforeTheFinalStep,
-    f"{CALL} -DPOSTPONES=1 -DFORGETS": broken.ForgetsWhatIsPostponed,
+    f"{CALL} -DPOSTPONES=1 -DFORGETS": broken.ForgetsPostponedCall,
     f"{CALL} -DSTOPS=1 -DNO_DONE": broken.WatchesNoCall,
 }
 

@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"  # of which an engine'
 START_S = 400
 WAIT_S = 150  # nothing here takes a tenth of it, but on a machine that is busy with others
 VOCABULARY = range(1000, 40000)  # plain tokens of the models' tokenizer
-SIDES = "disagg._agent._sides"
+PROTOCOL = "disagg.protocol"
 CANCELLED = "agent:prefill_cancelled"
 # Somebody who stands still for some seconds, because others need the machine, is not taken for one that is gone.
 PATIENT = {"heartbeat_s": 1.5, "ttl_s": 8, "lease_s": 60}
@@ -178,13 +178,12 @@ class EngineProcess:
         return self.do("wait_until", expression=expression, timeout_s=timeout_s, answer_s=timeout_s + 10)
 
     def wait_for_peers(self, count: int = 1) -> None:
-        self.wait_until(f"disagg._agent.view().broker_up and disagg._agent.view().prefill_peers == {count}")
+        self.wait_until(f"disagg.protocol.view().broker_up and disagg.protocol.view().prefill_peers == {count}")
 
     def wait_for(self, *peers: "EngineProcess") -> None:
         """Until these prefill engines, and no others, can be used: one that died may count until it is found dead."""
         names = sorted(peer.incarnation() for peer in peers)
-        self.wait_until(f"disagg._agent.view().broker_up and sorted({SIDES}.outlook.prefills({SIDES}.decode.peers)) "
-                        f"== {names!r}")
+        self.wait_until(f"{PROTOCOL}.view().broker_up and {PROTOCOL}.debug_state()['prefill_peers'] == {names!r}")
 
     def incarnation(self) -> str:
         return self.evaluate("disagg._agent.member.incarnation")
@@ -195,15 +194,15 @@ class EngineProcess:
         self.execute(f"""
 soon = time.monotonic() + 0.3
 while True:
-    with {SIDES}.lock:
-        records = [record for record in {SIDES}.decode._records.values() if not record.state.ended]
+    with {PROTOCOL}._lock:
+        records = [record for record in {PROTOCOL}._decode._records.values() if not record.state.ended]
         for record in records:
             record.{limit} = min(record.{limit}, soon)
     if not records:
         break
     if time.monotonic() > soon + {WAIT_S}:
         raise TimeoutError("attempts outlive their {limit}")
-    disagg._agent._rouse()
+    disagg.protocol.wake()
     time.sleep(0.02)
 """)
 
@@ -232,8 +231,7 @@ while True:
 
     def hear_last_words(self) -> None:
         """Until this decode engine has counted what peers say of a transfer after its end."""
-        self.wait_until(f"not {SIDES}.decode._done")
-        self.execute(f"with {SIDES}.lock: pass")  # what emptied it has left word
+        self.wait_until(f"not {PROTOCOL}.debug_state()['awaited_timings']")
         self.do("step", count=1)
 
     def hear_cancel(self, before: "Counters") -> None:

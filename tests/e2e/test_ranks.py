@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENT, SIDES, WAIT_S, EngineProcess, Pair, eventually, prompt
+from harness import PATIENT, PROTOCOL, WAIT_S, EngineProcess, Pair, eventually, prompt
 
 from tests.forked import freeze
 
@@ -25,7 +25,7 @@ def stop_first(progress):
     return requests
 jobs.take_requests = stop_first
 """
-GRANTED = f"[state.value for state in {SIDES}.prefill.states().values()].count('running')"
+GRANTED = f"[known['state'].value for known in {PROTOCOL}.debug_state()['prefill'].values()].count('running')"
 LENGTHS = (2, 15, 16, 17, 33, 60, 120, 300)  # twice these is what D parks at most
 
 
@@ -68,14 +68,14 @@ def worker_pids(engine: EngineProcess) -> list[int]:
 
 def keep_away(d: EngineProcess, p: EngineProcess) -> None:
     """The next attempt of D is none of P's business; those that follow are."""
-    d.execute("def submit(attempt, token_ids, block_ids, cached_blocks, avoid, *rest, start=disagg._agent.submit):\n"
-              "    del disagg._agent.submit\n"
+    d.execute("def submit(attempt, token_ids, block_ids, cached_blocks, avoid, *rest, start=disagg.protocol.submit):\n"
+              "    del disagg.protocol.submit\n"
               f"    start(attempt, token_ids, block_ids, cached_blocks, (*avoid, {p.incarnation()!r}), *rest)\n"
-              "disagg._agent.submit = submit")
+              "disagg.protocol.submit = submit")
 
 
 def takes_jobs(engine: EngineProcess, jobs: int) -> None:
-    engine.execute(f"disagg.prefill_jobs._max_jobs = {jobs}; disagg.prefill_jobs.tell_room()")
+    engine.execute(f"disagg.prefill_jobs._max_jobs = {jobs}; disagg.prefill_jobs.set_credits()")
 
 
 def test_b40_b44_two_ranks_and_one_prefill_side_by_side(trio, two, mono):
@@ -124,7 +124,7 @@ def test_b28_only_one_of_two_ranks_arrives(trio, two, mono):
     two.execute(STOP_BEFORE_WRITE.format(pid=other))
     name = trio.d.add(tokens)
     try:
-        arrived = f"[sorted(record.arrived) for record in {SIDES}.decode._records.values()]"
+        arrived = f"[known['arrived'] for known in {PROTOCOL}.debug_state()['decode'].values()]"
         trio.d.wait_until(f"any({arrived})")
         assert trio.d.evaluate(arrived) == [[0]]
         assert trio.d.stats()["remote_prefilling"] == 1 and trio.d.stats()["running"] == 0

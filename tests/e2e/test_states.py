@@ -9,8 +9,8 @@ from harness import GREEDY, PATIENT, ChildError, eventually, prompt
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.process import local_member
 from vllm_pd.core.messages import Fingerprint, Role
+from vllm_pd.liveness.process import local_member
 
 GRANTED = "disagg._agent.counts()['decode_granted'] == {}"
 LOCAL = {"prompt_logprobs": 0}  # what makes a request stay on D
@@ -151,7 +151,7 @@ def test_b26_broker_gone_and_back(pair, mono):
         [result] = pair.d.wait(["waiting"])
         assert result["outputs"][0]["token_ids"] == expected[0]
         pair.p.thaw()
-        pair.d.wait_until("not disagg._agent.view().broker_up")
+        pair.d.wait_until("not disagg.protocol.view().broker_up")
         assert pair.d.tokens(prompts[1:3]) == expected[1:3]
         counted = pair.d.counters().since(before)
         assert counted["decisions_total:local,broker"] == 2
@@ -168,15 +168,15 @@ def test_b26_broker_gone_and_back(pair, mono):
 def test_b29_notices_that_are_none(pair, mono):
     """B29: garbage, and notices of unknown, finished and foreign attempts, sent by a real peer while one is awaited."""
     first, second = prompt(60, 2900), prompt(60, 2901)
-    pair.d.execute("driver.seen = []; start = disagg._agent.submit\n"
+    pair.d.execute("driver.seen = []; start = disagg.protocol.submit\n"
                    "def submit(attempt, *rest):\n    driver.seen.append(attempt)\n    start(attempt, *rest)\n"
-                   "disagg._agent.submit = submit")
+                   "disagg.protocol.submit = submit")
     [expected_first, expected_second] = mono.tokens([first, second])
     assert pair.d.tokens([first]) == [expected_first]
     before = pair.d.counters()
     granted(pair, "x", second)
     [done, parked] = pair.d.evaluate("[[a.incarnation, a.request_id, a.number] for a in driver.seen]")
-    pair.d.execute("del disagg._agent.submit")
+    pair.d.execute("del disagg.protocol.submit")
     older = [parked[0], parked[1], parked[2] - 1]
     notices = [b"", b"\xc1", b"noise" * 50000, msgspec.msgpack.encode([done, 0]), msgspec.msgpack.encode([older, 0]),
                msgspec.msgpack.encode([["nobody", "x", 1], 0]), msgspec.msgpack.encode([parked, 1]),
@@ -286,7 +286,7 @@ def stranger(pair):
         config = PDConfig.parse("kv_producer", {"broker": pair.broker.url, **PATIENT})
         agent = ControlAgent(config, member, b"", wake=lambda: None)
         agent.start()
-        agent.set_room(8)
+        agent.protocol.set_credits(8)
         agents.append(agent)
         return agent
 
@@ -305,20 +305,20 @@ def test_b42_a_peer_that_differs(key, value, ours, pair, mono, stranger):
     """B42: refused, both values named on both sides, traffic stays local, and the one that fits is used again."""
     tokens = prompt(60, 4200 + len(key))
     pair.p.freeze()
-    pair.d.wait_until("disagg._agent.view().prefill_peers == 0")
+    pair.d.wait_until("disagg.protocol.view().prefill_peers == 0")
     agent = stranger(**{key: value})
-    pair.d.wait_until(f"{key!r} in (disagg._agent.view().mismatch or '')")
-    named = pair.d.evaluate("disagg._agent.view().mismatch")
+    pair.d.wait_until(f"{key!r} in (disagg.protocol.view().mismatch or '')")
+    named = pair.d.evaluate("disagg.protocol.view().mismatch")
     assert key in named and str(value) in named and ours in named
-    pair.d.wait_until("disagg._agent.degraded().cause == 'mismatch'")
+    pair.d.wait_until("disagg.protocol.degraded().cause == 'mismatch'")
     pair.d.wait_until("disagg._degraded is not None and disagg._degraded.cause == 'mismatch'")
     assert pair.d.counters().with_prefix("degraded:") == {"broker": 0, "control": 0, "mismatch": 1, "peer": 0}
     before = pair.d.counters()
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     assert pair.d.counters().since(before)["decisions_total:local,peer"] == 1
-    eventually(lambda: agent.view().mismatch is not None, "the stranger is told, too")
-    assert key in agent.view().mismatch and str(value) in agent.view().mismatch
-    assert not agent.take_events()
+    eventually(lambda: agent.protocol.view().mismatch is not None, "the stranger is told, too")
+    assert key in agent.protocol.view().mismatch and str(value) in agent.protocol.view().mismatch
+    assert agent.protocol.poll_event() is None
     assert agent.error is None
 
 

@@ -27,10 +27,10 @@ import torch
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.process import local_member
-from vllm_pd.core import events as e
+from vllm_pd.core import actions as e
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Cancelled, Fallback, Prefill, Prefilled, Released
+from vllm_pd.core.actions import Cancelled, Fallback, Prefill, Prefilled, Released
+from vllm_pd.liveness.process import local_member
 from vllm_pd.transfer import requests as transfer
 from vllm_pd.transfer.layout import describe
 from vllm_pd.transfer.nixl import NixlTransport
@@ -98,23 +98,24 @@ class LightEngine:
 
     def do_state(self) -> dict:
         process = psutil.Process()
-        return {"free": len(self.free), "open": len(self.agent.open_attempts()), "jobs": len(self.jobs),
+        return {"free": len(self.free), "open": len(self.agent.protocol.open_attempts()), "jobs": len(self.jobs),
                 "waiting": len(self.waiting) + len(self.prompts), "handles": self.worker.live_handles(),
-                "counts": self.agent.counts(), "totals": self.agent.totals(), "dropped": self.agent.dropped(),
-                "view": msgspec.structs.asdict(self.agent.view()), "role": self.agent.standing.role.value,
-                "left": self.agent.standing.left, "error": repr(self.agent.error) if self.agent.error else None,
+                "counts": self.agent.counts(), "totals": self.agent.protocol.totals(), "dropped": self.agent.dropped(),
+                "view": msgspec.structs.asdict(self.agent.protocol.view()),
+                "role": self.agent.protocol.state.role.value, "left": self.agent.protocol.state.left,
+                "error": repr(self.agent.error) if self.agent.error else None,
                 "fds": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss,
                 "moved": self.moved, "reached": self._reached()}
 
     def _reached(self) -> list[str]:
         """The peers whose lifelines have been found once: from now on their deaths are seen there."""
-        return [name for name, peer in list(self.agent._thread._vitals._pulse._peers.items()) if peer.reached]
+        return [name for name, peer in list(self.agent._thread._liveness._rules._peers.items()) if peer.reached]
 
     def do_drain(self) -> None:
-        self.agent.drain()
+        self.agent.protocol.drain()
 
     def do_role(self, role: str) -> str:
-        return self.agent.set_role(m.Role(role))
+        return self.agent.protocol.set_role(m.Role(role))
 
     def do_work(self, seconds: float) -> None:
         """How long a prefill takes, those that wait included."""
@@ -156,17 +157,17 @@ class LightEngine:
         self._collect()
         self._start_waiting()
         self._compute()
-        self.agent.set_room(max(0, self.room - len(self.jobs)))
-        self.agent.set_load(m.Load(len(self.prompts) + len(self.jobs), len(self.waiting), len(self.free)))
+        self.agent.protocol.set_credits(max(0, self.room - len(self.jobs)))
+        self.agent.protocol.set_load(m.Load(len(self.prompts) + len(self.jobs), len(self.waiting), len(self.free)))
 
     def _collect(self) -> None:
         progress = self.worker.take_progress()
         for notice in progress.notices:
             arrival = ArrivalNotice.decode(notice.payload)
-            self.agent.arrived(arrival.attempt, arrival.rank)
+            self.agent.protocol.arrived(arrival.attempt, arrival.rank)
         for end in progress.finished:
             self._written(end)
-        for event in self.agent.take_events():
+        for event in iter(self.agent.protocol.poll_event, None):
             self._on_event(event)
 
     def _on_event(self, event: object) -> None:
@@ -192,16 +193,16 @@ class LightEngine:
             if count > len(self.free):
                 return
             self.waiting.popleft()
-            view = self.agent.view()
-            if not (self.agent.standing.hands_over and view.broker_up and view.prefill_peers):
+            view = self.agent.protocol.view()
+            if not (self.agent.protocol.state.hands_over and view.broker_up and view.prefill_peers):
                 self.ended[name] = "local"
                 continue
             blocks, self.free = self.free[:count], self.free[count:]
             for layer in self.memory:
                 layer[:, blocks] = 0
-            attempt = self.agent.next_attempt(name)
+            attempt = self.agent.protocol.next_attempt(name)
             self.prompts[attempt] = (name, tokens, blocks)
-            self.agent.submit(attempt, tokens, blocks, 0)
+            self.agent.protocol.submit(attempt, tokens, blocks, 0)
 
     def _prefilled(self, attempt: m.Attempt) -> None:
         name, tokens, blocks = self.prompts.pop(attempt)
@@ -214,9 +215,9 @@ class LightEngine:
             count = len(job.prefill.block_ids)
             if job.blocks or job.due > time.monotonic() or count > len(self.free):
                 continue
-            if not self.agent.may_write(attempt):
+            if not self.agent.protocol.may_write(attempt):
                 del self.jobs[attempt]
-                self.agent.failed(attempt, "the lease ran out")
+                self.agent.protocol.failed(attempt, "the lease ran out")
                 continue
             job.blocks, self.free = self.free[:count], self.free[count:]
             for layer in self.memory:
@@ -230,17 +231,17 @@ class LightEngine:
         self.free += job.blocks
         self.moved += end.bytes
         if job.cancelled:
-            self.agent.ended(attempt)
+            self.agent.protocol.ended(attempt)
         elif end.ok:
-            self.agent.sent(attempt, m.Timings(bytes=end.bytes, measured=True))
+            self.agent.protocol.sent(attempt, m.Timings(bytes=end.bytes, measured=True))
         else:
-            self.agent.failed(attempt, end.error)
+            self.agent.protocol.failed(attempt, end.error)
 
     def _cancelled(self, attempt: m.Attempt) -> None:
         job = self.jobs.get(attempt)
         if job is None or not job.blocks:
             self.jobs.pop(attempt, None)
-            self.agent.ended(attempt)
+            self.agent.protocol.ended(attempt)
         elif not job.cancelled:
             job.cancelled = True
             self.worker.execute([transfer.CancelTransfer(str(attempt))])

@@ -18,9 +18,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from vllm_pd import hooks
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.process import local_member
 from vllm_pd.core import messages as m
 from vllm_pd.frontend import connection
+from vllm_pd.liveness.process import local_member
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 LOCAL = ((b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json"))
@@ -62,7 +62,7 @@ async def serving(tmp_path, api_token=None, host="127.0.0.1", **settings):
     agent = ControlAgent(PDConfig.parse("kv_both", extra), local_member(m.Role.BOTH, FINGERPRINT), b"", lambda: None,
                          front=address)
     agent.start()
-    agent.set_load(m.Load())
+    agent.protocol.set_load(m.Load())
     release, stops, server = asyncio.Event(), [], Server(host)
 
     async def completions(request):
@@ -132,7 +132,7 @@ def test_b43_sigterm_refuses_new_requests_and_waits_for_the_open_one(tmp_path):
     async def body(served):
         served.server.handle_exit(signal.SIGTERM, None)
         assert served.server.exits == [], "the server goes on accepting"
-        served.agent.set_load(m.Load(running=1))
+        served.agent.protocol.set_load(m.Load(running=1))
         asked = asyncio.create_task(served.ask("POST", "/v1/completions"))
         await until(lambda: served.drain.open_requests)
         served.on_sigterm()
@@ -142,8 +142,8 @@ def test_b43_sigterm_refuses_new_requests_and_waits_for_the_open_one(tmp_path):
         assert (await served.ask("GET", "/health"))[0] == (await served.ask("POST", "/tokenize"))[0] == 200
         status, said, _ = await served.ask("GET", "/pd/status")
         assert (status, said["draining"], said["drained"], said["open_requests"]) == (200, True, False, 1)
-        served.agent.set_load(m.Load())
-        await until(lambda: served.agent.standing.left)
+        served.agent.protocol.set_load(m.Load())
+        await until(lambda: served.agent.protocol.state.left)
         await asyncio.sleep(0.1)
         assert served.stops == [], "a client still reads"
         served.release.set()
@@ -156,7 +156,7 @@ def test_b43_sigterm_refuses_new_requests_and_waits_for_the_open_one(tmp_path):
 
 def test_b43_the_second_sigterm_and_the_timeout_end_it(tmp_path):
     async def impatient(served):
-        served.agent.set_load(m.Load(running=1))
+        served.agent.protocol.set_load(m.Load(running=1))
         served.on_sigterm()
         await asyncio.sleep(0.1)
         assert served.stops == []
@@ -164,7 +164,7 @@ def test_b43_the_second_sigterm_and_the_timeout_end_it(tmp_path):
         assert served.stops == [1]
 
     async def late(served):
-        served.agent.set_load(m.Load(running=1))
+        served.agent.protocol.set_load(m.Load(running=1))
         served.on_sigterm()
         await until(lambda: served.stops)
 
@@ -236,9 +236,9 @@ def test_b82_an_address_that_a_header_may_have_made_up_is_not_believed(tmp_path)
 
 def test_b43_what_an_operator_asks_elsewhere_is_seen_here(tmp_path):
     async def body(served):
-        await until(lambda: served.agent._thread._links._front_route is not None)
-        served.agent.drain()
-        served.agent.set_load(m.Load())
+        await until(lambda: served.agent._thread._sockets._front_route is not None)
+        served.agent.protocol.drain()
+        served.agent.protocol.set_load(m.Load())
         while (await served.ask("GET", "/pd/status"))[1].get("drained") is not True:
             await asyncio.sleep(0.01)
         assert (await served.ask("POST", "/v1/completions"))[0] == 503
@@ -331,9 +331,9 @@ def test_b63_health_generate_goes_a_completions_way(tmp_path):
         status, said, _ = await served.ask("GET", "/health_generate", headers=[(b"accept", b"*/*")])
         assert (status, said["text"], said["asked"]["max_tokens"]) == (200, "done", 1)
         assert served.drain.open_requests == 0
-        served.agent.set_load(m.Load(running=1))
+        served.agent.protocol.set_load(m.Load(running=1))
         served.on_sigterm()
-        await until(lambda: served.agent.standing.draining)
+        await until(lambda: served.agent.protocol.state.draining)
         assert (await served.ask("GET", "/health_generate"))[0] == 503
 
     run(body, tmp_path)
@@ -352,6 +352,6 @@ def test_b63_health_generate_wants_the_servers_key(tmp_path):
                                        ("0.0.0.0", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")])
 def test_the_registry_hears_where_the_server_is(tmp_path, host, url):
     async def body(served):
-        await until(lambda: served.agent.standing.member().http == url)
+        await until(lambda: served.agent.protocol.state.member().http == url)
 
     run(body, tmp_path, host=host)

@@ -14,32 +14,34 @@ import time
 import pytest
 
 from tests.fakes.light_engine import WAIT_S
-from vllm_pd.control.lifeline import GREETING_BYTES, Lifeline, Prober, greeting
-from vllm_pd.control.pulse import GRACE_S, IDLE_RETRY_S, SILENT_S, Answer, Pulse
-from vllm_pd.control.vitals import Vitals
 from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Role
+from vllm_pd.liveness.lifeline import GREETING_BYTES, Lifeline, greeting
+from vllm_pd.liveness.monitor import LivenessMonitor
+from vllm_pd.liveness.probe import TcpProbes
+from vllm_pd.liveness.rules import GRACE_S, IDLE_RETRY_S, SILENT_S, LivenessRules
+from vllm_pd.liveness.rules import ProbeAnswer as Answer
 
 ADDRESS = "tcp://10.0.0.1:5"
 
 
 class Judge:
-    """A Pulse and a clock."""
+    """The rules and a clock."""
 
     def __init__(self, busy=True):
         self.now = 100.0
-        self.pulse = Pulse()
+        self.rules = LivenessRules()
         self.look(busy)
 
     def look(self, busy=True):
-        self.pulse.watch(self.now, {"p": ADDRESS}, {"p"} if busy else set())
+        self.rules.watch(self.now, {"p": ADDRESS}, {"p"} if busy else set())
 
     def ask(self, answer):
         """Wait for the next probe, and answer it."""
-        due = self.pulse.next_deadline()
+        due = self.rules.next_timeout()
         assert due is not None
         waited, self.now = max(0.0, due - self.now), max(self.now, due)
-        assert self.pulse.due(self.now, 64) == [("p", ADDRESS)] and self.pulse.due(self.now, 64) == []
-        return self.pulse.answered(self.now, "p", answer), waited
+        assert self.rules.due(self.now, 64) == [("p", ADDRESS)] and self.rules.due(self.now, 64) == []
+        return self.rules.answered(self.now, "p", answer), waited
 
 
 def test_b21_a_peer_that_greeted_and_is_refused_twice_is_dead():
@@ -73,7 +75,7 @@ def test_a_word_by_other_ways_stands_against_a_refusal():
     judge = Judge()
     judge.ask(Answer.GREETED)
     judge.ask(Answer.REFUSED)
-    judge.pulse.heard(judge.now, "p")
+    judge.rules.heard(judge.now, "p")
     assert [judge.ask(Answer.REFUSED)[0] for _ in range(2)] == [False, True]
 
 
@@ -81,24 +83,24 @@ def test_only_a_silent_peer_that_matters_is_probed():
     judge = Judge(busy=False)
     assert judge.ask(Answer.NOTHING) == (False, 0.0)
     assert judge.ask(Answer.GREETED) == (False, IDLE_RETRY_S), "until it has been reached once"
-    assert judge.pulse.next_deadline() is None
+    assert judge.rules.next_timeout() is None
     judge.look(busy=True)
-    assert judge.pulse.next_deadline() == judge.now + SILENT_S
+    assert judge.rules.next_timeout() == judge.now + SILENT_S
     for _ in range(10):
         judge.now += SILENT_S / 2
-        judge.pulse.heard(judge.now, "p")
-        assert judge.pulse.due(judge.now, 64) == []
-    judge.pulse.watch(judge.now, {}, set())
-    assert len(judge.pulse) == 0 and judge.pulse.next_deadline() is None
-    assert not judge.pulse.answered(judge.now, "p", Answer.REFUSED)
+        judge.rules.heard(judge.now, "p")
+        assert judge.rules.due(judge.now, 64) == []
+    judge.rules.watch(judge.now, {}, set())
+    assert len(judge.rules) == 0 and judge.rules.next_timeout() is None
+    assert not judge.rules.answered(judge.now, "p", Answer.REFUSED)
 
 
 def test_probes_are_bounded_and_the_longest_due_come_first():
-    pulse = Pulse()
+    rules = LivenessRules()
     for now in range(100):
-        pulse.watch(float(now), {f"p{number}": ADDRESS for number in range(now + 1)}, set())
-    assert [name for name, _ in pulse.due(100.0, 3)] == ["p0", "p1", "p2"]
-    assert [name for name, _ in pulse.due(100.0, 2)] == ["p3", "p4"]
+        rules.watch(float(now), {f"p{number}": ADDRESS for number in range(now + 1)}, set())
+    assert [name for name, _ in rules.due(100.0, 3)] == ["p0", "p1", "p2"]
+    assert [name for name, _ in rules.due(100.0, 2)] == ["p3", "p4"]
 
 
 # Sockets and processes.
@@ -114,16 +116,16 @@ def found(*arguments, **options):
 
 def probe(address, incarnation="p", timeout_s=WAIT_S, serve=None):
     """One probe, from its beginning to its answer."""
-    prober = Prober()
+    prober = TcpProbes()
     deadline = time.monotonic() + timeout_s
     try:
-        prober.begin(time.monotonic(), incarnation, address)
-        while not (answers := prober.turn(time.monotonic())):
+        prober.start(time.monotonic(), incarnation, address)
+        while not (answers := prober.poll(time.monotonic())):
             assert time.monotonic() < deadline
             select.select([prober], [], [], 0.02)
             if serve is not None:
-                serve.turn()
-        assert prober.room() == 64 and answers[0][0] == incarnation
+                serve.accept_waiting()
+        assert prober.count_free() == 64 and answers[0][0] == incarnation
         return answers[0][1]
     finally:
         prober.close()
@@ -131,12 +133,12 @@ def probe(address, incarnation="p", timeout_s=WAIT_S, serve=None):
 
 CHILD = """
 import select, sys
-from vllm_pd.control.lifeline import Lifeline
+from vllm_pd.liveness.lifeline import Lifeline
 line = Lifeline(sys.argv[1], "127.0.0.1")
 print(line.address, flush=True)
 while sys.argv[2] == "serving":
     select.select([line], [], [])
-    line.turn()
+    line.accept_waiting()
 sys.stdin.read()
 """
 
@@ -196,36 +198,36 @@ def test_a_child_that_was_forked_keeps_it_open():
 def test_b22_a_refusal_is_no_death_while_the_connection_stands():
     """A gateway may begin to refuse in the place of a peer that lives; it leaves the connections alone that stand."""
     fingerprint = Fingerprint(PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
-    line, vitals = Lifeline("p", "127.0.0.1"), Vitals()
+    line, monitor = Lifeline("p", "127.0.0.1"), LivenessMonitor()
     peer = Member("p", Role.PREFILL, "", fingerprint, lifeline=line.address)
     probes = []
 
     def turns(connected, enough=lambda: False):
         dead, end = [], time.monotonic() + WAIT_S
-        vitals.look(time.monotonic(), {"p": peer}, {"p"})
+        monitor.watch(time.monotonic(), {"p": peer}, {"p"})
         while not dead and not enough():
             assert time.monotonic() < end
-            vitals.look(time.monotonic(), {"p": peer}, {"p"})
-            dead = vitals.probe(time.monotonic(), lambda name: probes.append(name) or connected)
+            monitor.watch(time.monotonic(), {"p": peer}, {"p"})
+            dead = monitor.poll_probes(time.monotonic(), lambda name: probes.append(name) or connected)
             if line.fileno() >= 0:
-                line.turn()
+                line.accept_waiting()
             time.sleep(0.005)
         return dead
 
-    assert turns(True, lambda: vitals._pulse._peers["p"].reached) == []
+    assert turns(True, lambda: monitor._rules._peers["p"].reached) == []
     line.close()
     began = time.monotonic()
     assert turns(True, lambda: len(probes) == 4) == []
     assert time.monotonic() - began > 3 * GRACE_S, "asked again at a bounded rate"
     assert turns(False) == ["p"]
-    vitals.close()
+    monitor.close()
 
 
 @pytest.mark.parametrize("words", [b"", b"SSH-2.0-x\r\n", greeting("p")[:-1], greeting("p") + b"x", b"\0" * 100_000])
 def test_b81_what_is_no_greeting_is_no_answer(words):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        prober = Prober()
-        prober.begin(time.monotonic(), "p", f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        prober = TcpProbes()
+        prober.start(time.monotonic(), "p", f"tcp://127.0.0.1:{server.getsockname()[1]}")
         guest, _ = server.accept()
         guest.setblocking(False)
         if words:
@@ -234,7 +236,7 @@ def test_b81_what_is_no_greeting_is_no_answer(words):
         answers = []
         deadline = time.monotonic() + WAIT_S
         while not answers and time.monotonic() < deadline:
-            answers = prober.turn(time.monotonic())
+            answers = prober.poll(time.monotonic())
         prober.close()
         assert answers == [("p", Answer.NOTHING)]
 
@@ -266,7 +268,7 @@ def test_strangers_get_a_digest_and_are_bounded():
     host, port = line.address.removeprefix("tcp://").split(":")
     guests = [socket.create_connection((host, int(port)), timeout=5) for _ in range(100)]
     for _ in range(2):
-        line.turn()
+        line.accept_waiting()
     for guest in guests:
         said = guest.recv(1000)
         assert said == greeting("secret name") and len(said) == GREETING_BYTES and b"secret" not in said
@@ -352,7 +354,7 @@ def test_b81_a_process_without_descriptors_turns_strangers_away():
             while True:
                 taken.append(os.open(os.devnull, os.O_RDONLY))
         for _ in guests:
-            line.turn()
+            line.accept_waiting()
         poller = select.poll()
         poller.register(line, select.POLLIN)
         assert poller.poll(0) == []

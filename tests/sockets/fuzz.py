@@ -31,7 +31,7 @@ class Words:
         self.attempts = list(attempts)
         self._types: dict[type, inspect.Type] = {}
 
-    def message(self, kind: type[m.Wire]) -> m.Message:
+    def message(self, kind: type[m.WireMessage]) -> m.Message:
         """Of this kind, all else by chance."""
         if kind not in self._types:
             self._types[kind] = inspect.type_info(kind)
@@ -86,7 +86,7 @@ class Words:
 class Fuzzer:
     """Frames for a socket that expects messages of `kinds`. The name in a field of `owners` is mostly the sender's."""
 
-    def __init__(self, words: Words, kinds: Sequence[type[m.Wire]], odd: Sequence[type[m.Wire]] = (), *,
+    def __init__(self, words: Words, kinds: Sequence[type[m.WireMessage]], odd: Sequence[type[m.WireMessage]] = (), *,
                  good: float = 0.5, owners: Sequence[str] = ("member",)):
         self.words = words
         self.dice = words.dice
@@ -177,7 +177,7 @@ class Fuzzer:
 def plain(value: Any) -> Any:
     """A struct as lists, as it is on the wire."""
     if isinstance(value, msgspec.Struct):
-        head = [type(value).__name__] if isinstance(value, m.Wire) else []
+        head = [type(value).__struct_config__.tag] if isinstance(value, m.WireMessage) else []
         return head + [plain(getattr(value, name)) for name in value.__struct_fields__]
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]

@@ -54,33 +54,33 @@ def offered(letters):
 def test_jobs_wait_in_order_for_room(registry):
     for number in range(3):
         assert put(registry, number) == ([], m.PutReply(m.Attempt("d", "r", number), None, number + 1))
-    assert offered(registry.receive(1.0, "p", m.Take(2, 0))) == [("p", 0), ("p", 1)]
-    assert registry.receive(1.0, "p", m.Take(0, 2)) == [] and len(registry) == 1
-    assert offered(registry.receive(1.0, "q", m.Take(5, 0))) == [("q", 2)] and len(registry) == 0
+    assert offered(registry.receive(1.0, "p", m.Credit(2, 0))) == [("p", 0), ("p", 1)]
+    assert registry.receive(1.0, "p", m.Credit(0, 2)) == [] and len(registry) == 1
+    assert offered(registry.receive(1.0, "q", m.Credit(5, 0))) == [("q", 2)] and len(registry) == 0
     assert offered(put(registry, 3)[0]) == [("q", 3)]
 
 
 def test_offers_count_their_time_and_number(registry):
     put(registry, 1, deadline_s=10.0)
-    ((_, offer),) = registry.receive(4.0, "p", m.Take(1, 0))
+    ((_, offer),) = registry.receive(4.0, "p", m.Credit(1, 0))
     assert offer.job.deadline_s == 6.0 and offer.serial == 1
 
 
 def test_room_that_crosses_an_offer_on_the_wire_is_not_counted_twice(registry):
-    registry.receive(0.0, "p", m.Take(1, 0))
+    registry.receive(0.0, "p", m.Credit(1, 0))
     assert offered(put(registry, 1)[0]) == [("p", 1)]
     put(registry, 2)
     # p said this before it saw offer 1
-    assert registry.receive(0.1, "p", m.Take(1, 0)) == []
-    assert offered(registry.receive(0.2, "p", m.Take(1, 1))) == [("p", 2)]
+    assert registry.receive(0.1, "p", m.Credit(1, 0)) == []
+    assert offered(registry.receive(0.2, "p", m.Credit(1, 1))) == [("p", 2)]
 
 
 def test_an_offer_lost_with_its_connection_does_not_hold_room_for_ever(registry):
-    registry.receive(0.0, "p", m.Take(1, 0))
+    registry.receive(0.0, "p", m.Credit(1, 0))
     put(registry, 1)
     put(registry, 2)
-    assert registry.receive(1.0, "p", m.Take(1, 0)) == []
-    assert offered(registry.receive(6.0, "p", m.Take(1, 0))) == [("p", 2)]
+    assert registry.receive(1.0, "p", m.Credit(1, 0)) == []
+    assert offered(registry.receive(6.0, "p", m.Credit(1, 0))) == [("p", 2)]
 
 
 def test_a_member_that_was_dropped_and_came_back_gets_no_more_than_its_room(registry):
@@ -88,16 +88,16 @@ def test_a_member_that_was_dropped_and_came_back_gets_no_more_than_its_room(regi
         put(registry, number)
     for name in "dq":
         registry.receive(5.0, name, m.Register(member(name, m.Role.DECODE)))
-    registry.tick(6.5)  # p was silent
+    registry.handle_timeout(6.5)  # p was silent
     registry.receive(7.0, "p", m.Register(member("p", m.Role.PREFILL)))
-    assert len(offered(registry.receive(7.0, "p", m.Take(2, 900)))) == 2
+    assert len(offered(registry.receive(7.0, "p", m.Credit(2, 900)))) == 2
     # said before it saw these offers: two more at most, not the whole queue
-    assert len(offered(registry.receive(7.1, "p", m.Take(2, 900)))) == 2
+    assert len(offered(registry.receive(7.1, "p", m.Credit(2, 900)))) == 2
 
 
 def test_most_room_first(registry):
-    registry.receive(0.0, "p", m.Take(1, 0))
-    registry.receive(0.0, "q", m.Take(3, 0))
+    registry.receive(0.0, "p", m.Credit(1, 0))
+    registry.receive(0.0, "q", m.Credit(3, 0))
     assert [offered(put(registry, number)[0])[0][0] for number in range(4)] == ["q", "q", "p", "q"]
 
 
@@ -105,7 +105,7 @@ def test_put_again_of_a_queued_job_changes_nothing(registry):
     put(registry, 1)
     put(registry, 2)
     assert put(registry, 1)[1].queue_length == 2
-    assert offered(registry.receive(0.0, "p", m.Take(1, 0))) == [("p", 1)]
+    assert offered(registry.receive(0.0, "p", m.Credit(1, 0))) == [("p", 1)]
 
 
 def test_refusals_of_a_put():
@@ -122,18 +122,18 @@ def test_refusals_of_a_put():
 
 def test_b42_jobs_go_only_to_engines_that_fit():
     registry = registered(member("d", m.Role.DECODE), member("x", m.Role.PREFILL, OTHER), member("p", m.Role.PREFILL))
-    registry.receive(0.0, "x", m.Take(9, 0))
+    registry.receive(0.0, "x", m.Credit(9, 0))
     assert put(registry, 1)[0] == []
-    assert offered(registry.receive(0.0, "p", m.Take(9, 0))) == [("p", 1)]
+    assert offered(registry.receive(0.0, "p", m.Credit(9, 0))) == [("p", 1)]
 
 
 def test_nobody_gets_its_own_job():
     registry = registered(member("d", m.Role.BOTH))
-    registry.receive(0.0, "d", m.Take(9, 0))
+    registry.receive(0.0, "d", m.Credit(9, 0))
     assert put(registry, 1)[1].refusal is m.PutRefusal.NO_PEER
     registry.receive(0.0, "e", m.Register(member("e", m.Role.BOTH)))
     assert put(registry, 1) == ([], m.PutReply(m.Attempt("d", "r", 1), None, 1))
-    assert offered(registry.receive(0.0, "e", m.Take(1, 0))) == [("e", 1)]
+    assert offered(registry.receive(0.0, "e", m.Credit(1, 0))) == [("e", 1)]
 
 
 def test_withdrawn_expired_and_orphaned_jobs_go(registry):
@@ -142,7 +142,7 @@ def test_withdrawn_expired_and_orphaned_jobs_go(registry):
     assert registry.receive(0.0, "p", m.Withdraw(m.Attempt("d", "r", 1))) == [] and len(registry) == 4
     registry.receive(0.0, "d", m.Withdraw(m.Attempt("d", "r", 1)))
     assert len(registry) == 3
-    registry.tick(1.0)
+    registry.handle_timeout(1.0)
     assert len(registry) == 2
     registry.receive(1.0, "d", m.Leave())
     assert len(registry) == 0 and registry._tokens == 0
@@ -166,23 +166,23 @@ def test_change_is_told_to_all_and_a_gap_is_filled(registry):
 def test_silence_ends_a_membership(registry):
     for second in range(1, 8):
         registry.receive(float(second), "d", m.Register(member("d", m.Role.DECODE), "b", registry.version))
-        registry.tick(float(second))
+        registry.handle_timeout(float(second))
     assert [one.incarnation for one in registry.members()] == ["d"]
 
 
 def test_what_can_not_be_delivered_comes_back_to_the_front(registry):
-    registry.receive(0.0, "p", m.Take(1, 0))
+    registry.receive(0.0, "p", m.Credit(1, 0))
     ((to, offer),) = put(registry, 1)[0]
     put(registry, 2)
     letters = registry.undeliverable(0.0, to, offer, gone=True)
     assert [one.incarnation for one in registry.members()] == ["d", "q"] and letters[0][1].members
-    assert offered(registry.receive(0.0, "q", m.Take(2, 0))) == [("q", 1), ("q", 2)] and registry._tokens == 0
+    assert offered(registry.receive(0.0, "q", m.Credit(2, 0))) == [("q", 1), ("q", 2)] and registry._tokens == 0
 
 
 def test_foreign_words_change_nothing(registry):
     registry.receive(0.0, "p", m.Register(member("someone else", m.Role.PREFILL)))
     assert registry.receive(0.0, "p", m.Put(job(1))) == []
-    registry.receive(0.0, "nobody", m.Take(4, 0))
+    registry.receive(0.0, "nobody", m.Credit(4, 0))
     registry.receive(0.0, "p", m.Heard("b", 1))
     assert registry.counters == {"foreign": 2, "unregistered": 1, "unexpected": 1}
     assert len(registry) == 0 and len(registry.members()) == 3
@@ -255,7 +255,7 @@ def test_through_a_socket(broker, raw, clock):
     assert len(other.ask("p", m.Register(member("p", m.Role.PREFILL))).members) == 2
     assert len(raw.answer().members) == 2
     assert raw.ask("d", m.Put(job(1))).queue_length == 1
-    offer = other.ask("p", m.Take(1, 0))
+    offer = other.ask("p", m.Credit(1, 0))
     assert offer.job.attempt.number == 1
     other.close()  # gone without a word: its silence ends its membership, and the other is told
     deadline = time.monotonic() + 60
@@ -274,14 +274,14 @@ def test_a_broker_that_stood_still_takes_nobody_for_silent(broker, raw, clock):
     deadline = time.monotonic() + 60
     while not broker.counts().get("slept"):
         assert time.monotonic() < deadline
-        broker._waker.set()
+        broker._poller.waker.set()
         time.sleep(0.01)
     assert len(broker.members()) == 2
     raw.ask("d", m.Register(member("d", m.Role.DECODE)))
     while [one.incarnation for one in broker.members()] != ["d"]:  # the other one has its time, and no more
         assert time.monotonic() < deadline and clock.now_s < 115.0
         clock.now_s += 0.5
-        broker._waker.set()
+        broker._poller.waker.set()
         time.sleep(0.05)
         raw.ask("d", m.Register(member("d", m.Role.DECODE)))
     other.close()
@@ -293,7 +293,7 @@ def test_a_broker_that_is_always_late_looks_all_the_same(broker, raw, clock):
     while broker.members():
         assert time.monotonic() < deadline
         clock.now_s += 10.0
-        broker._waker.set()
+        broker._poller.waker.set()
         time.sleep(0.01)
     assert broker.counts()["slept"] >= 1
 
@@ -306,7 +306,7 @@ def test_b42_other_protocol_is_answered_with_both_versions(raw):
 def test_b81_noise_is_counted_and_dropped(broker, raw):
     dice = random.Random(7)
     good = [codec.encode("d", message) for message in (
-        m.Register(member("d", m.Role.DECODE)), m.Put(job(1)), m.Take(1, 0), m.Withdraw(m.Attempt("d", "r", 1)))]
+        m.Register(member("d", m.Role.DECODE)), m.Put(job(1)), m.Credit(1, 0), m.Withdraw(m.Attempt("d", "r", 1)))]
     odd = [codec.encode("d", m.Cancel(m.Attempt("d", "r", 1), 1)), codec.encode("d", m.Heard("b", 1))]
     send_noise(raw.socket, dice, good, odd, 1500)
     huge = Raw(broker.address)

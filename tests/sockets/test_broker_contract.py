@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from tests.fakes.brokers import KINDS, EmbeddedBroker, patience, running  # noqa: F401
-from vllm_pd.control.links import open_uplink
+from vllm_pd.control.sockets import open_backend
 from vllm_pd.core import messages as m
 from vllm_pd.rpc.sockets import SendResult
 
@@ -36,7 +36,7 @@ class Speaker:
         self.context = zmq.Context()
         self.name = f"{role.value.replace('_', '-')}-{next(_NUMBERS)}"
         self.member = m.Member(self.name, role, "tcp://127.0.0.1:1", fingerprint, **more)
-        self.line = open_uplink(self.context, self.name, settings, None)
+        self.line = open_backend(self.context, self.name, settings, None)
         self.heard = []
         self.members = []  # of the last list
         self.broker, self.version = "", 0
@@ -105,7 +105,7 @@ class Speaker:
         return self.expect(m.PutReply, lambda reply: reply.attempt == job.attempt)
 
     def take(self, room):
-        self.say(m.Take(room, self.serial))
+        self.say(m.Credit(room, self.serial))
 
     def offer(self, within_s=60.0):
         offer = self.expect(m.Offer, within_s=within_s)
@@ -206,7 +206,7 @@ def test_silence_ends_a_membership(forgetful, speaker):
 
 def test_a_census(pair):
     d, p = pair
-    d.say(m.Census())
+    d.say(m.ListMembers())
     assert {one.incarnation for one in d.expect(m.Peers).members} == {d.name, p.name}
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order a turn of the control thread does things, and how often it has its engine look for notices."""
+import contextlib
 import threading
 
 import pytest
@@ -8,64 +9,72 @@ import zmq
 from tests.fakes.brokers import serving
 from tests.sockets.test_agent import FINGERPRINT, Engine, Settings
 from vllm_pd.control.notices import SHORT_WRITE_S, Notices
-from vllm_pd.control.process import local_member
 from vllm_pd.core import messages as m
-from vllm_pd.core.decode import DecodeLimits, DecodeSide
+from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.liveness.process import local_member
 from vllm_pd.rpc import codec
 
 ANSWER_S = 60
 
 
-def test_a_peer_has_its_answer_before_the_thread_looks_after_others():
-    """The look at the processes of all peers, which each introduction hastens, takes as long as there are peers."""
-    answered, in_time = threading.Event(), []
-
-    def is_gone(member: m.Member) -> bool:
-        in_time.append(answered.wait(2 * ANSWER_S))
-        return False
-
+@pytest.fixture
+def greeted():
+    """Have a decode engine look after a peer: (the engine, the peer's socket). `is_gone` is what the look asks."""
     peer = local_member(m.Role.PREFILL, FINGERPRINT)
-    with serving() as broker, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        decode = Engine(Settings(broker.address), m.Role.DECODE, is_gone=is_gone)
-        try:
+    with contextlib.ExitStack() as stack:
+
+        def greet(is_gone):
+            broker, context = stack.enter_context(serving()), stack.enter_context(zmq.Context())
+            decode = Engine(Settings(broker.address), m.Role.DECODE, is_gone=is_gone)
+            stack.callback(decode.close)
+            socket = stack.enter_context(context.socket(zmq.DEALER))
             socket.linger = 0
             socket.connect(decode.agent.member.address)
             socket.send(codec.encode(peer.incarnation, m.Hello(peer, b"memory")))
-            assert socket.poll(1000 * ANSWER_S), "the answer waits for the look"
-            assert isinstance(codec.decode(socket.recv_multipart())[1], m.HelloReply)
-            answered.set()
-        finally:
-            answered.set()
-            decode.close()
-    assert in_time and all(in_time)
+            return decode, socket
+
+        yield greet
 
 
-def test_a_stop_in_the_thread_itself_does_not_wait_for_it():
-    """The garbage collector may run anywhere."""
-    stopped = threading.Event()
+def test_a_peer_has_its_answer_before_the_thread_looks_after_others(greeted):
+    """The look at the processes of all peers, which each introduction hastens, takes as long as there are peers."""
+    answered, looked, in_time = threading.Event(), threading.Event(), []
 
     def is_gone(member: m.Member) -> bool:
+        in_time.append(answered.wait(2 * ANSWER_S))
+        looked.set()
+        return False
+
+    _, socket = greeted(is_gone)
+    try:
+        assert socket.poll(1000 * ANSWER_S), "the answer waits for the look"
+        assert isinstance(codec.decode(socket.recv_multipart())[1], m.HelloReply)
+    finally:
+        answered.set()
+    assert looked.wait(ANSWER_S) and all(in_time)
+
+
+def test_a_stop_in_the_thread_itself_does_not_wait_for_it(greeted):
+    """The garbage collector may run anywhere."""
+    stopped, greets = threading.Event(), threading.Event()
+
+    def is_gone(member: m.Member) -> bool:
+        greets.wait(ANSWER_S)
         decode.agent.close()
         stopped.set()
         return False
 
-    peer = local_member(m.Role.PREFILL, FINGERPRINT)
-    with serving() as broker, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        decode = Engine(Settings(broker.address), m.Role.DECODE, is_gone=is_gone)
-        try:
-            socket.linger = 0
-            socket.connect(decode.agent.member.address)
-            socket.send(codec.encode(peer.incarnation, m.Hello(peer, b"memory")))
-            assert stopped.wait(ANSWER_S)
-        finally:
-            decode.close()
-        assert decode.agent.error is None
+    decode, _ = greeted(is_gone)
+    greets.set()
+    assert stopped.wait(ANSWER_S)
+    decode.close()
+    assert decode.agent.error is None
 
 
 @pytest.fixture
 def granted():
     """A decode side, and its one attempt, which `p` was granted."""
-    side = DecodeSide(local_member(m.Role.DECODE, FINGERPRINT), b"", DecodeLimits())
+    side = DecodeProtocol(local_member(m.Role.DECODE, FINGERPRINT), b"", DecodeLimits())
     attempt = m.Attempt(side.member.incarnation, "r", 0)
     side.submit(0.0, attempt, [1] * 20, [1, 2], 0)
     side.receive(0.0, "p", m.Hello(m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:1", FINGERPRINT), b""))
@@ -73,11 +82,11 @@ def granted():
     return side, attempt
 
 
-def looks(decode: DecodeSide, begin: float, seconds: float = SHORT_WRITE_S) -> int:
+def looks(decode: DecodeProtocol, begin: float, seconds: float = SHORT_WRITE_S) -> int:
     """How often the engine is woken, if the thread asks each tenth of a millisecond."""
     notices = Notices()
-    notices.hasten(begin)
-    return sum(notices.are_due(begin + tick * 1e-4, decode) for tick in range(int(seconds * 1e4)))
+    notices.look_soon(begin)
+    return sum(notices.are_due(begin + tick * 1e-4, decode.writing_since()) for tick in range(int(seconds * 1e4)))
 
 
 def test_the_younger_a_write_the_more_often_its_notice_is_looked_for(granted):

@@ -23,11 +23,11 @@ from nats.aio.msg import Msg
 
 from tests.fakes.brokers import NatsServer, serving
 from tests.sockets import fuzz
-from tests.sockets.test_agent import FINGERPRINT, Engine, Settings, hand_over, peered
+from tests.sockets.test_agent import FINGERPRINT, Engine, Settings, hand_over, peered, take_events
 from vllm_pd.broker import nats_store
 from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Cancelled, Prefill
+from vllm_pd.core.actions import Cancelled, Prefill
 from vllm_pd.errors import TransferError
 from vllm_pd.rpc import codec
 from vllm_pd.transfer.transport import RanksMetadata
@@ -184,7 +184,7 @@ def test_b81_the_brokers_socket(context):
             if number % 50 == 0:
                 answers += fuzz.drain(*sockets)
         fresh, = connect(context, broker.address, 1)
-        fresh.send(codec.encode("fresh", m.Census()))
+        fresh.send(codec.encode("fresh", m.ListMembers()))
         deadline = time.monotonic() + 60
         while not fresh.poll(20):
             assert time.monotonic() < deadline and thread.is_alive()
@@ -222,7 +222,7 @@ def test_b81_a_decode_engines_socket(broker, context):
     decode, prefill = Engine(settings, m.Role.DECODE), Engine(settings, m.Role.PREFILL)
     with closing(decode, prefill):
         peered(decode, prefill)
-        prefill.agent.set_room(0)
+        prefill.protocol.set_credits(0)
         time.sleep(0.2)
         agent = decode.agent
         sockets = connect(context, agent.member.address, 6)
@@ -238,41 +238,41 @@ def test_b81_a_decode_engines_socket(broker, context):
         for number in range(total):
             if number % 50 == 0:
                 answers += fuzz.drain(*sockets)
-                ends.update(type(event).__name__ for event in agent.take_events())
+                ends.update(type(event).__name__ for event in take_events(agent))
                 attempts.append(decode.submit(f"r{number % 7}"))
-                agent.arrived(dice.choice(attempts), dice.choice([0, 0, 1, -1, 2**40]))
+                agent.protocol.arrived(dice.choice(attempts), dice.choice([0, 0, 1, -1, 2**40]))
                 if len(attempts) > 200:  # what was sent is heard some thousand frames later
-                    agent.abort(attempts.popleft())
+                    agent.protocol.abort(attempts.popleft())
                 words.attempts = [*attempts, m.Attempt(agent.member.incarnation, "r1", 2**61), m.Attempt("z", "r1", 1)]
             dice.choice(sockets).send_multipart(fuzzer.frames())
             growth.note(1)
         for attempt in attempts:
-            agent.abort(attempt)
+            agent.protocol.abort(attempt)
         # Those who were granted something say at last that they write no more: whatever claim they had.
         deadline = time.monotonic() + 100
-        while agent.open_attempts():
+        while agent.protocol.open_attempts():
             assert time.monotonic() < deadline and agent.error is None
-            for record in list(agent._sides.decode._records.values()):
-                sockets[0].send(codec.encode(record.peer or "x0", m.Stopped(record.attempt, record.claim)))
+            for attempt, known in agent.protocol.debug_state()["decode"].items():
+                sockets[0].send(codec.encode(known["peer"] or "x0", m.Stopped(attempt, max(0, known["claim"]))))
             time.sleep(0.05)
             answers += fuzz.drain(*sockets)
-        ends.update(type(event).__name__ for event in agent.take_events())
+        ends.update(type(event).__name__ for event in take_events(agent))
         growth.check()
-        print(dict(ends), agent.totals(), agent.dropped())
+        print(dict(ends), agent.protocol.totals(), agent.dropped())
         assert ends["Released"] + ends["Prefilled"] == len(range(0, total, 50)), "each attempt came to its end"
-        assert ends["Prefilled"] and agent.totals()["decode_granted"] > 10 and answers > total / 20
+        assert ends["Prefilled"] and agent.protocol.totals()["decode_granted"] > 10 and answers > total / 20
         dropped = agent.dropped()
         assert all(dropped[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), dropped
         assert "link_frame_stumble" not in dropped and len(dropped) < 60, dropped
-        assert len(agent._sides.decode.peers) <= agent._sides.decode.limits.max_peers
+        assert len(agent.protocol.debug_state()["peers"]) <= agent.protocol._decode.limits.max_peers
         decode.bell.clear()
         decode.events.clear()
-        for event in prefill.agent.take_events():  # it may have got one before it heard that it has no room
+        for event in take_events(prefill):  # it may have got one before it heard that it has no room
             if isinstance(event, Cancelled):
-                prefill.agent.ended(event.attempt)
+                prefill.protocol.ended(event.attempt)
         prefill.events.clear()
-        prefill.agent.set_room(4)
-        agent._sides.decode.limits = msgspec.structs.replace(agent._sides.decode.limits, lease_s=60.0)
+        prefill.protocol.set_credits(4)
+        agent.protocol._decode.limits = msgspec.structs.replace(agent.protocol._decode.limits, lease_s=60.0)
         hand_over(decode, prefill, "afterwards")
 
 
@@ -287,7 +287,7 @@ def test_b81_an_engine_that_is_told_to_drain_again_and_again(broker, context):
             dice.choice(sockets).send_multipart(fuzzer.frames())
             if number % 50 == 0:
                 fuzz.drain(*sockets)
-                engine.agent.take_events()
+                take_events(engine)
         fresh, = connect(context, engine.agent.member.address, 1)
         fresh.send(codec.encode("fresh", m.Status()))
         assert fresh.poll(60_000)
@@ -316,7 +316,7 @@ def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context
                    member("away", m.Role.DECODE, "tcp://127.0.0.1:1")]
         names = [one.incarnation for one in members] + ["b1", "b2"]
         words = fuzz.Words(dice, names, members, [])
-        of_broker = fuzz.Fuzzer(words, m.FROM_BROKER, [m.Grant, m.Hello, m.Census])
+        of_broker = fuzz.Fuzzer(words, m.FROM_BROKER, [m.Grant, m.Hello, m.ListMembers])
         of_decode = fuzz.Fuzzer(words, m.TO_PREFILL, [m.Offer, m.Claim, m.Drain], good=0.6,
                                 owners=("member", "attempt"))
         total = frames(45_000)
@@ -344,17 +344,17 @@ def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context
                                 grant = m.Grant(message.attempt, message.claim, [1, 2, 3], 1, 0.2)
                                 with contextlib.suppress(zmq.ZMQError):
                                     socket.send_multipart([back, codec.encode(f"d{index}", grant)])
-                for event in agent.take_events():
+                for event in take_events(agent):
                     ends[type(event).__name__] += 1
                     if isinstance(event, Cancelled):
-                        agent.ended(event.attempt)
+                        agent.protocol.ended(event.attempt)
                     elif isinstance(event, Prefill) and dice.random() < 0.7:
-                        agent.may_write(event.attempt)
+                        agent.protocol.may_write(event.attempt)
                         if dice.random() < 0.5:
-                            agent.sent(event.attempt, m.Timings())
+                            agent.protocol.sent(event.attempt, m.Timings())
                         else:
-                            agent.failed(event.attempt, "no")
-                agent.set_room(8)
+                            agent.protocol.failed(event.attempt, "no")
+                agent.protocol.set_credits(8)
                 low = number // 25
                 words.attempts = [*(m.Attempt(dice.choice(["d0", "d1", us]), f"r{low + i}", low + i) for i in range(3)),
                                   *(claim.attempt for claim in claims)]
@@ -373,17 +373,18 @@ def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context
                 broker.send_multipart([route, *of_broker.frames()])
             growth.note(1)
         deadline = time.monotonic() + 100
-        while agent.open_attempts():  # leases end by themselves
-            assert time.monotonic() < deadline and agent.error is None, agent.open_attempts()
-            for event in agent.take_events():
+        while agent.protocol.open_attempts():  # leases end by themselves
+            assert time.monotonic() < deadline and agent.error is None, agent.protocol.open_attempts()
+            for event in take_events(agent):
                 if isinstance(event, Cancelled):
-                    agent.ended(event.attempt)
-            for attempt in agent.open_attempts():
-                agent.failed(attempt, "the end")
+                    agent.protocol.ended(event.attempt)
+            for attempt in agent.protocol.open_attempts():
+                agent.protocol.failed(attempt, "the end")
             time.sleep(0.05)
         growth.check()
-        print(dict(ends), agent.totals(), f"{heard} words heard")
-        assert ends["AddPeer"] and ends["Prefill"] > 10 and ends["Cancelled"] and agent.totals()["prefill_granted"] > 10
+        print(dict(ends), agent.protocol.totals(), f"{heard} words heard")
+        assert ends["AddPeer"] and ends["Prefill"] > 10 and ends["Cancelled"]
+        assert agent.protocol.totals()["prefill_granted"] > 10
         dropped = agent.dropped()
         assert all(dropped[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), dropped
         assert "link_frame_stumble" not in dropped and len(dropped) < 60, dropped
@@ -405,7 +406,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
     words = fuzz.Words(dice, [*names, *(one.incarnation for one in ours)],
                        [*(member(name, dice.choice(list(m.Role))) for name in names)],
                        [m.Attempt(name, "r", number) for name in [*names, ours[0].incarnation] for number in range(4)])
-    jobs = fuzz.Fuzzer(words, [m.Put], [m.Register, m.Take, m.Offer])
+    jobs = fuzz.Fuzzer(words, [m.Put], [m.Register, m.Credit, m.Offer])
     values = fuzz.Fuzzer(words, [m.Register], [m.Put, m.Leave])
     replies = [b"", b"{}", b"[]", b"null", b'{"error": {"code": 503, "err_code": 1, "description": "x"}}', b"\xff",
                b'{"type": "x"}', b'{"stream": 1, "seq": "x"}', b'{"error": 1}', b'{"error": {}}', b'{"seq": -1}']
@@ -437,12 +438,12 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
             if number % 100 == 0:
                 await client.flush()
                 await asyncio.sleep(0.01)
-                prefill.agent.set_room(4)
-                for event in prefill.agent.take_events():
+                prefill.protocol.set_credits(4)
+                for event in take_events(prefill):
                     if isinstance(event, Prefill):
-                        prefill.agent.failed(event.attempt, "")
+                        prefill.protocol.failed(event.attempt, "")
                     elif isinstance(event, Cancelled):
-                        prefill.agent.ended(event.attempt)
+                        prefill.protocol.ended(event.attempt)
             growth.note(1)
         await client.close()
 
@@ -453,11 +454,11 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
             asyncio.run(spray())
             deadline = time.monotonic() + 100
             for one in (decode, prefill):
-                while prefill.agent.open_attempts() or not one.agent.view().broker_up:
-                    assert time.monotonic() < deadline, prefill.agent.open_attempts()
-                    prefill.agent.take_events()
+                while prefill.protocol.open_attempts() or not one.protocol.view().broker_up:
+                    assert time.monotonic() < deadline, prefill.protocol.open_attempts()
+                    take_events(prefill)
                     time.sleep(0.05)
-                line = one.agent._thread._links._uplink
+                line = one.agent._thread._sockets._backend
                 assert line.error is None and one.agent.error is None
             growth.check()
             counts = prefill.agent.dropped()
@@ -465,9 +466,9 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
             assert all(counts[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), counts
             assert "link_frame_stumble" not in counts and len(counts) < 60
             decode.expect_view(lambda view: view.broker_up and view.prefill_peers >= 1)
-            prefill.agent.take_events(), decode.agent.take_events()
+            take_events(prefill), take_events(decode)
             prefill.events.clear(), decode.events.clear()
-            prefill.agent.set_room(4)
+            prefill.protocol.set_credits(4)
             hand_over(decode, prefill, "afterwards")
     finally:
         server.kill()

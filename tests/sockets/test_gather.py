@@ -12,9 +12,9 @@ import time
 import msgspec
 import pytest
 
-from vllm_pd.control import process
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
+from vllm_pd.liveness import process
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.gather import (
     ENDS_PER_MESSAGE,

@@ -22,10 +22,10 @@ from tests.sockets import test_agent, test_broker_contract
 from tests.sockets.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
 from vllm_pd.admin import doctor, members
 from vllm_pd.admin.members import Access, list_members
-from vllm_pd.broker import nats_census, nats_session, nats_store, nats_uplink
+from vllm_pd.broker import nats_backend, nats_members, nats_session, nats_store
 from vllm_pd.broker.directory import Directory
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Fallback, FallbackReason
+from vllm_pd.core.actions import Fallback, FallbackReason
 from vllm_pd.errors import ControlError
 from vllm_pd.rpc import codec
 from vllm_pd.rpc.sockets import SendResult
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(0.3)
-    assert d.line.send(m.Census()) is SendResult.UNREACHABLE
+    assert d.line.send(m.ListMembers()) is SendResult.UNREACHABLE
     told = words()
     assert len(told) == 1 and "no work queue" in told[0] and "nats_prefix" in told[0], "said once"
 
@@ -253,14 +253,14 @@ class Death(BaseException):
 
 def test_a_fault_of_ours_ends_one_connection_only(speaker, monkeypatch):
     d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
-    register, first = nats_session.Session._register, iter([True])
+    register, first = nats_session.NatsSession._register, iter([True])
 
     async def stumble(self, message):
         if next(first, False):
             raise KeyError("a fault of ours")
         await register(self, message)
 
-    monkeypatch.setattr(nats_session.Session, "_register", stumble)
+    monkeypatch.setattr(nats_session.NatsSession, "_register", stumble)
     deadline = time.monotonic() + 60
     while not d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"]:
         assert time.monotonic() < deadline
@@ -285,9 +285,9 @@ async def test_a_cancellation_that_is_lost_does_not_keep_a_session(monkeypatch):
     async def listen(callback):
         return "inbox"
 
-    monkeypatch.setattr(nats_session.Session, "_watch", stubborn)
+    monkeypatch.setattr(nats_session.NatsSession, "_watch", stubborn)
     commands = nats_session.Mailbox(asyncio.get_running_loop(), 1)
-    session = nats_session.Session(SimpleNamespace(listen=listen), "b", 1.0, None, collections.Counter(), None)
+    session = nats_session.NatsSession(SimpleNamespace(listen=listen), "b", 1.0, None, collections.Counter(), None)
     commands.put(None)
     await asyncio.wait_for(session.run(commands), 60)
 
@@ -320,15 +320,15 @@ def test_a_servers_clock_that_was_set_back_is_taken_anew(speaker, monkeypatch):
 
 
 def test_no_task_is_left_behind_by_a_reconnect(server, prefix, speaker, monkeypatch):
-    monkeypatch.setattr(nats_uplink, "RETRY_S", 0.01)
-    monkeypatch.setattr(nats_uplink, "RETRY_MAX_S", 0.01)
+    monkeypatch.setattr(nats_backend, "RETRY_S", 0.01)
+    monkeypatch.setattr(nats_backend, "RETRY_MAX_S", 0.01)
     tries = []
 
     async def fail(self):
         tries.append(self)
         raise ConnectionError("away")
 
-    monkeypatch.setattr(nats_uplink.NatsUplink, "_connected", fail)
+    monkeypatch.setattr(nats_backend.NatsBackend, "_connected", fail)
     d, deadline = speaker(m.Role.DECODE), time.monotonic() + 60
     while len(tries) < 20:
         assert time.monotonic() < deadline
@@ -341,7 +341,7 @@ def test_the_death_of_the_thread_is_logged_and_counts_as_a_broker_that_is_away(s
     decode, prefill = (test_agent.Engine(settings, role) for role in (m.Role.DECODE, m.Role.PREFILL))
     try:
         test_agent.peered(decode, prefill)
-        line = decode.agent._thread._links._uplink
+        line = decode.agent._thread._sockets._backend
 
         async def fail():
             raise Death
@@ -368,17 +368,17 @@ def test_both_ways_are_bounded(speaker, monkeypatch):
     while d.line._commands._waiting:  # heartbeats of one that was answered late
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    gate, limit = asyncio.Event(), nats_uplink.MAX_WAITING
+    gate, limit = asyncio.Event(), nats_backend.MAX_WAITING
 
     async def wait(self, command):
         await gate.wait()
 
-    monkeypatch.setattr(nats_session.Session, "do", wait)
-    results = collections.Counter(d.line.send(m.Census()) for _ in range(limit + 500))
+    monkeypatch.setattr(nats_session.NatsSession, "do", wait)
+    results = collections.Counter(d.line.send(m.ListMembers()) for _ in range(limit + 500))
     assert limit <= results[SendResult.SENT] <= limit + 1 and results[SendResult.FULL] >= 499, "one may be in work"
-    monkeypatch.setattr(nats_uplink, "MAX_WAITING", 3)
+    monkeypatch.setattr(nats_backend, "MAX_WAITING", 3)
     d.line._inbox.extend([("b", m.Heard("b", 0))] * 3)
-    with pytest.raises(nats_uplink.InboxFull):
+    with pytest.raises(nats_backend.InboxFull):
         d.line._report(type("Any", (), {"generation": "b"}), m.Heard("b", 1))
     d.line._inbox.clear()
     d.line._call(gate.set)
@@ -481,7 +481,7 @@ def test_b82_tls_is_checked(tmp_path):
             while "CERTIFICATE_VERIFY_FAILED" not in stranger.line._problem:
                 assert time.monotonic() < deadline, stranger.line._problem
                 time.sleep(0.02)
-            assert stranger.line.send(m.Census()) is SendResult.UNREACHABLE
+            assert stranger.line.send(m.ListMembers()) is SendResult.UNREACHABLE
             stranger.close()
     finally:
         server.kill()
@@ -512,7 +512,7 @@ class SlowStore:
 
     def __init__(self, monkeypatch):
         self.time_s = 100.0
-        for module in (nats_session, nats_census):
+        for module in (nats_session, nats_members):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.time_s))
 
     async def open(self, *_, **__):
@@ -524,7 +524,7 @@ class SlowStore:
 
     async def watch_members(self):
         frame = codec.encode("a", m.Register(m.Member("a", m.Role.DECODE, "", FINGERPRINT)))
-        yield nats_store.Member("a", frame, self.time_s - 0.5)
+        yield nats_store.BucketEntry("a", frame, self.time_s - 0.5)
         yield None
 
     async def all_waiting(self):
@@ -537,9 +537,9 @@ class SlowStore:
 async def test_a_server_that_is_slow_to_say_its_time_makes_nobody_old(monkeypatch):
     store, told = SlowStore(monkeypatch), []
     store.generation = "g"
-    monkeypatch.setattr(nats_census, "Store", store)
-    assert len((await nats_census._read(None, ttl_s=1.0))[0]) == 1
-    await nats_session.Session(store, "b", 1.0, told.append, collections.Counter(), None)._watch()
+    monkeypatch.setattr(nats_members, "Store", store)
+    assert len((await nats_members._read(None, ttl_s=1.0))[0]) == 1
+    await nats_session.NatsSession(store, "b", 1.0, told.append, collections.Counter(), None)._watch()
     assert [len(peers.members) for peers in told] == [1]
 
 
@@ -555,7 +555,7 @@ def test_the_directory_trusts_one_clock_and_counts_from_its_stamps():
     assert directory.find("a") == one
     assert directory.find("b") == two and directory.find("c") is None
     version = directory.version
-    assert not directory.expire(105.9) and directory.next_deadline() <= 106.0
+    assert not directory.expire(105.9) and directory.next_timeout() <= 106.0
     assert directory.expire(106.1) and len(directory) == 0 and directory.version == version + 1
     assert not directory.left("a")
     assert directory.age_s(106.1, 9000.0) == 0.0

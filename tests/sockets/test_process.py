@@ -7,10 +7,10 @@ import subprocess
 import msgspec
 import pytest
 
-from vllm_pd.control import process
-from vllm_pd.control.pulse import GRACE_S
-from vllm_pd.control.vitals import Vitals
 from vllm_pd.core import messages as m
+from vllm_pd.liveness import process
+from vllm_pd.liveness.monitor import LivenessMonitor
+from vllm_pd.liveness.rules import GRACE_S
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 
@@ -130,23 +130,23 @@ def test_at_the_descriptor_limit_no_rank_is_lost(proc, child):
 
 def test_b21_what_is_gone_is_buried_at_a_second_look():
     """What it had on the way may still come and be copied in between. The loop wakes for that look."""
-    vitals = Vitals()
-    vitals.look(10.0, {}, set())
-    assert vitals.next_deadline() is None
-    assert vitals.buried(10.0, ["p"]) == []
-    assert vitals.next_deadline() == 10.0 + GRACE_S and vitals.is_due(10.0 + GRACE_S)
-    vitals.look(10.1, {}, set())  # hastened
-    assert vitals.buried(10.1, ["p", "q"]) == []
-    assert vitals.next_deadline() == 10.0 + GRACE_S
-    vitals.look(10.0 + GRACE_S, {}, set())
-    assert vitals.buried(10.0 + GRACE_S, ["p", "q"]) == ["p"]
-    assert vitals.next_deadline() == 10.1 + GRACE_S
-    vitals.look(10.1 + GRACE_S, {}, set())
-    assert vitals.buried(10.1 + GRACE_S, ["q"]) == ["q"] and vitals.next_deadline() is None
+    monitor = LivenessMonitor()
+    monitor.watch(10.0, {}, set())
+    assert monitor.next_timeout() is None
+    assert monitor.confirm_gone(10.0, ["p"]) == []
+    assert monitor.next_timeout() == 10.0 + GRACE_S and monitor.is_due(10.0 + GRACE_S)
+    monitor.watch(10.1, {}, set())  # hastened
+    assert monitor.confirm_gone(10.1, ["p", "q"]) == []
+    assert monitor.next_timeout() == 10.0 + GRACE_S
+    monitor.watch(10.0 + GRACE_S, {}, set())
+    assert monitor.confirm_gone(10.0 + GRACE_S, ["p", "q"]) == ["p"]
+    assert monitor.next_timeout() == 10.1 + GRACE_S
+    monitor.watch(10.1 + GRACE_S, {}, set())
+    assert monitor.confirm_gone(10.1 + GRACE_S, ["q"]) == ["q"] and monitor.next_timeout() is None
 
 
 def test_b22_a_process_that_is_back_at_the_second_look_is_not_buried():
-    vitals = Vitals()
+    monitor = LivenessMonitor()
     for now, gone in ((1.0, ["p"]), (1.0 + GRACE_S, []), (1.0 + 2 * GRACE_S, ["p"])):
-        vitals.look(now, {}, set())
-        assert vitals.buried(now, gone) == []
+        monitor.watch(now, {}, set())
+        assert monitor.confirm_gone(now, gone) == []

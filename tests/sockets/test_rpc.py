@@ -25,7 +25,7 @@ MESSAGES = [
     m.Failed(ATTEMPT, 1, "w"), m.Cancel(ATTEMPT, 1), m.Writing(ATTEMPT, 1), m.Stopped(ATTEMPT, 1),
     m.Register(MEMBER, "b", 2), m.Heard("b", 1),
     m.Peers("b", 1, [MEMBER], 2), m.Leave(), m.Put(JOB), m.PutReply(ATTEMPT, m.PutRefusal.FULL, 3), m.Withdraw(ATTEMPT),
-    m.Take(1, 2), m.Offer(JOB, 3), m.Census(), m.Drain(), m.SetRole(m.Role.PREFILL), m.Status(),
+    m.Credit(1, 2), m.Offer(JOB, 3), m.ListMembers(), m.Drain(), m.SetRole(m.Role.PREFILL), m.Status(),
     m.StatusReply(MEMBER, "why", {"peers": 1}),
 ]
 
@@ -91,7 +91,7 @@ def test_b81_damaged_frames_raise_nothing_else(data):
         sender, message = codec.decode([frame])
     except BadFrame:
         return
-    assert sender and isinstance(message, m.Wire)
+    assert sender and isinstance(message, m.WireMessage)
 
 
 def test_too_large_a_message_is_refused_before_it_leaves():

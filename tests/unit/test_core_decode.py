@@ -5,17 +5,17 @@ import msgspec
 import pytest
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.decode import DecodeLimits, DecodeSide, State
-from vllm_pd.core.events import (
+from vllm_pd.core.actions import (
+    AttemptEnd,
     Fallback,
     FallbackReason,
-    Outcome,
     Prefilled,
     Released,
     Timed,
     ToBroker,
     ToPrefill,
 )
+from vllm_pd.core.decode import AttemptState, DecodeLimits, DecodeProtocol
 
 BLOCK = 16
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", BLOCK, 2, 2, 64, "hnd")
@@ -34,7 +34,7 @@ def attempt(number, request_id="r"):
 @pytest.fixture
 def side():
     """A decode engine that knows two prefill engines."""
-    side = DecodeSide(member("d", m.Role.DECODE), b"memory", LIMITS)
+    side = DecodeProtocol(member("d", m.Role.DECODE), b"memory", LIMITS)
     for name in ("p", "q"):
         (reply,) = side.receive(0.0, name, m.Hello(member(name, m.Role.PREFILL), b""))
         assert reply == ToPrefill(name, m.HelloReply(side.member, b"memory"))
@@ -51,7 +51,7 @@ def granted(side, number=1, now=0.0, claim=7, ranks=1):
 
 
 def assert_empty(side):
-    assert side.states() == {} and side.fenced() == {} and side.next_deadline() is None
+    assert side.states() == {} and side.fenced() == {} and side.next_timeout() is None
     assert side.writing_since() is None and side.queued() == 0
 
 
@@ -59,10 +59,10 @@ def test_life_of_an_attempt_that_is_done(side):
     # 1. The job carries no block id, only how much is cached.
     (put,) = side.submit(1.0, attempt(1), TOKENS, [5, 6, 9], 1)
     assert put == ToBroker(m.Put(m.Job(attempt(1), "tcp://127.0.0.1:1", TOKENS, BLOCK, 60.0)))
-    assert side.states() == {attempt(1): State.QUEUED}
+    assert side.states() == {attempt(1): AttemptState.QUEUED}
     # 2. The claim brings the blocks.
     side.receive(3.0, "p", m.Claim(attempt(1), 7))
-    assert side.fenced() == {attempt(1): "p"} and side.writing_since() is None
+    assert side.fenced() == {attempt(1): "p"} and side.writing_since() == float("-inf")
     # 3. P begins to write: from now on the notice may come.
     assert side.receive(3.5, "p", m.Writing(attempt(1), 7)) == [] and side.writing_since() == 3.5
     # 4. P's word is a wake-up, not the end.
@@ -91,8 +91,8 @@ def test_b28_every_rank_must_give_notice(side):
     assert side.arrived(1.0, one, 2) == side.arrived(1.0, one, 3) == side.arrived(1.0, one, -1) == []
     assert side.dropped == {"notice_duplicate": 1, "notice_unknown": 2}
     # at the end of the lease D moves on; the missing notice only lifts the fence
-    fallback, cancel = side.tick(11.0)
-    assert fallback == Fallback(one, FallbackReason.LEASE, Outcome.EXPIRED, fallback.detail, "p")
+    fallback, cancel = side.handle_timeout(11.0)
+    assert fallback == Fallback(one, FallbackReason.LEASE, AttemptEnd.EXPIRED, fallback.detail, "p")
     assert cancel == ToPrefill("p", m.Cancel(one, 7))
     assert side.arrived(12.0, one, 1) == [Released(one)]
     assert_empty(side)
@@ -110,21 +110,21 @@ def test_the_word_that_all_is_sent_renews_the_lease(side):
     """P renews no more, while the engine may be in a step that lasts longer than the lease."""
     one = granted(side)
     side.receive(9.0, "p", m.Sent(one, 7, m.Timings()))
-    assert side.tick(18.9) == []
+    assert side.handle_timeout(18.9) == []
     (prefilled, ) = side.arrived(18.9, one, 0)
     assert prefilled.attempt == one
     two = granted(side, 2)
     side.receive(9.0, "p", m.Sent(two, 7, m.Timings()))
-    fallback, _ = side.tick(19.0)
+    fallback, _ = side.handle_timeout(19.0)
     assert fallback.reason is FallbackReason.LEASE
 
 
 def test_b22_no_release_by_time_alone(side):
     one = granted(side)
-    assert Released(one) not in side.tick(11.0)
+    assert Released(one) not in side.handle_timeout(11.0)
     cancels = 0
     for second in range(12, 4000):
-        actions = side.tick(float(second))
+        actions = side.handle_timeout(float(second))
         assert all(action == ToPrefill("p", m.Cancel(one, 7)) for action in actions)
         cancels += len(actions)
     assert 300 < cancels < 500, "asked again and again, at a bounded rate"
@@ -138,13 +138,13 @@ def test_late_word_of_an_older_claim_lifts_no_fence(side):
     one = granted(side, claim=7)
     for word in (m.Failed(one, 6, "timeout"), m.Stopped(one, 6), m.Sent(one, 6, m.Timings()), m.Writing(one, 6)):
         assert side.receive(1.0, "p", word) == []
-    assert side.states() == {one: State.GRANTED} and side.fenced() == {one: "p"}
+    assert side.states() == {one: AttemptState.GRANTED} and side.fenced() == {one: "p"}
     assert sum(side.dropped.values()) == 4
 
 
 def test_b29_words_of_others_change_nothing(side):
     one = granted(side)
-    before = (side.states(), side.fenced(), side.next_deadline())
+    before = (side.states(), side.fenced(), side.next_timeout())
     words = [("q", m.Failed(one, 7, "")), ("q", m.Stopped(one, 7)), ("q", m.Sent(one, 7, m.Timings())),
              ("p", m.Failed(attempt(99), 7, "")), ("p", m.Stopped(attempt(99), 7)), ("p", m.Heard("b", 0)),
              ("p", m.Sent(m.Attempt("old", "r", 1), 7, m.Timings())), ("d", m.Hello(side.member, b""))]
@@ -153,7 +153,7 @@ def test_b29_words_of_others_change_nothing(side):
         assert sum(side.dropped.values()) == count
     for late in (attempt(0), m.Attempt("d", "r2", 1), m.Attempt("old", "r", 1)):
         assert side.arrived(1.0, late, 0) == []
-    assert (side.states(), side.fenced(), side.next_deadline()) == before
+    assert (side.states(), side.fenced(), side.next_timeout()) == before
 
 
 def test_a_grant_is_repeated_to_its_holder_and_denied_to_all_others(side):
@@ -181,7 +181,7 @@ def test_b25_abort_while_queued_releases_at_once(side):
 def test_b25_abort_while_granted_releases_on_ps_word(side, word):
     one = granted(side)
     assert side.abort(1.0, one) == [ToPrefill("p", m.Cancel(one, 7))]
-    assert side.states() == {one: State.CANCELLED}
+    assert side.states() == {one: AttemptState.CANCELLED}
     assert side.receive(2.0, "p", word) == [Released(one)]
     assert_empty(side)
 
@@ -189,7 +189,7 @@ def test_b25_abort_while_granted_releases_on_ps_word(side, word):
 def test_p_gives_up_means_fallback_and_release(side):
     one = granted(side)
     assert side.receive(1.0, "p", m.Failed(one, 7, "too long")) == [
-        Fallback(one, FallbackReason.FAILED, Outcome.FAILED, "too long", "p"), Released(one)]
+        Fallback(one, FallbackReason.FAILED, AttemptEnd.FAILED, "too long", "p"), Released(one)]
     assert_empty(side)
 
 
@@ -201,27 +201,28 @@ def test_b21_death_of_p_ends_and_releases_what_it_held(side):
     actions = side.peer_dead(2.0, "p")
     assert [a for a in actions if isinstance(a, Released)] == [Released(one), Released(two)]
     assert [a.attempt for a in actions if isinstance(a, Fallback)] == [one]
-    assert side.states() == {attempt(3): State.QUEUED}
+    assert side.states() == {attempt(3): AttemptState.QUEUED}
     assert side.peer_dead(2.0, "p") == []
 
 
 def test_renewal_holds_the_lease_and_ends_with_the_attempt(side):
     one = granted(side)
     for second in range(5, 60, 5):
-        assert side.tick(float(second)) == []
+        assert side.handle_timeout(float(second)) == []
         assert side.receive(float(second), "p", m.Renew(one, 7, second)) == [
             ToPrefill("p", m.Renewed(one, 7, second, 10.0))]
-    (fallback, _) = side.tick(60.0)
-    assert (fallback.reason, fallback.outcome) == (FallbackReason.DEADLINE, Outcome.EXPIRED)
+    (fallback, _) = side.handle_timeout(60.0)
+    assert (fallback.reason, fallback.outcome) == (FallbackReason.DEADLINE, AttemptEnd.EXPIRED)
     assert side.receive(61.0, "p", m.Renew(one, 7, 99)) == [ToPrefill("p", m.Cancel(one, 7))]
 
 
 def test_unclaimed_job_is_put_again_until_its_deadline(side):
     side.submit(0.0, attempt(1), TOKENS, [1, 2, 3], 0)
-    puts = [now for now in range(1, 60) for action in side.tick(float(now)) if isinstance(action.message, m.Put)]
+    puts = [now for now in range(1, 60) for action in side.handle_timeout(float(now))
+            if isinstance(action.message, m.Put)]
     assert puts == list(range(2, 60, 2))
-    fallback, withdraw, released = side.tick(60.0)
-    assert (fallback.reason, fallback.outcome) == (FallbackReason.DEADLINE, Outcome.EXPIRED)
+    fallback, withdraw, released = side.handle_timeout(60.0)
+    assert (fallback.reason, fallback.outcome) == (FallbackReason.DEADLINE, AttemptEnd.EXPIRED)
     assert withdraw == ToBroker(m.Withdraw(attempt(1))) and released == Released(attempt(1))
     assert_empty(side)
 
@@ -241,11 +242,11 @@ def test_b26_broker_lost_while_waiting(side):
     one = granted(side, 1)
     side.submit(0.5, attempt(2), TOKENS, [1, 2, 4], 0)
     side.broker_is(1.0, False)
-    assert not any(isinstance(action, Fallback) for now in (2.0, 4.0, 5.9) for action in side.tick(now))
-    fallback, released = side.tick(6.0)
-    assert fallback == Fallback(attempt(2), FallbackReason.BROKER, Outcome.FAILED, fallback.detail)
+    assert not any(isinstance(action, Fallback) for now in (2.0, 4.0, 5.9) for action in side.handle_timeout(now))
+    fallback, released = side.handle_timeout(6.0)
+    assert fallback == Fallback(attempt(2), FallbackReason.BROKER, AttemptEnd.FAILED, fallback.detail)
     assert released == Released(attempt(2))
-    assert side.states() == {one: State.GRANTED}, "what is granted needs no broker"
+    assert side.states() == {one: AttemptState.GRANTED}, "what is granted needs no broker"
 
 
 def test_b26_broker_back_in_time(side):
@@ -253,15 +254,15 @@ def test_b26_broker_back_in_time(side):
     side.broker_is(1.0, False)
     (put,) = side.broker_is(4.0, True)
     assert put.message.job.attempt == attempt(1) and put.message.job.deadline_s == 56.0
-    assert not any(isinstance(action, Fallback) for action in side.tick(6.5))
+    assert not any(isinstance(action, Fallback) for action in side.handle_timeout(6.5))
 
 
 def test_no_prefill_engine_left(side):
     side.submit(0.0, attempt(1), TOKENS, [1, 2, 4], 0)
     side.peers_are(1.0, [])
     side.peers_are(2.0, [])
-    side.tick(2.0)
-    fallback, *_ = side.tick(6.0)
+    side.handle_timeout(2.0)
+    fallback, *_ = side.handle_timeout(6.0)
     assert fallback.reason is FallbackReason.PEER
 
 
@@ -274,8 +275,8 @@ def test_b21_a_job_waits_for_no_peer_that_it_avoids(side):
     side.peers_are(1.0, ["p"])
     side.peers_are(2.0, ["p", "q"])
     side.peers_are(3.0, ["p"])
-    assert not any(isinstance(action, Fallback) for action in side.tick(7.9))
-    fallback, *_ = side.tick(8.0)
+    assert not any(isinstance(action, Fallback) for action in side.handle_timeout(7.9))
+    fallback, *_ = side.handle_timeout(8.0)
     assert fallback.reason is FallbackReason.PEER and fallback.peer == ""
 
 
@@ -292,7 +293,7 @@ def test_put_into_a_full_queue(side):
 def test_b26_broker_that_knows_nobody_yet_gets_the_job_again_soon(side, refusal):
     side.submit(0.0, attempt(1), TOKENS, [1, 2, 4], 0)
     assert side.put_reply(0.1, m.PutReply(attempt(1), refusal, 0)) == []
-    (put,) = side.tick(0.4)
+    (put,) = side.handle_timeout(0.4)
     assert isinstance(put.message, m.Put)
 
 
@@ -305,7 +306,7 @@ def test_numbers_must_grow_so_that_a_reused_request_id_is_another_attempt(side):
         side.submit(2.0, m.Attempt("other", "r", 5), TOKENS, [1, 2, 3], 0)
     side.submit(2.0, attempt(2), TOKENS, [1, 2, 3], 0)
     assert side.arrived(2.0, one, 0) == [], "an old notice is not for the new attempt of the same request"
-    assert side.states() == {attempt(2): State.QUEUED}
+    assert side.states() == {attempt(2): AttemptState.QUEUED}
 
 
 def test_b42_other_fingerprint_is_refused_with_both_values(side):
@@ -323,7 +324,7 @@ def test_b42_other_fingerprint_is_refused_with_both_values(side):
 
 
 def test_peers_are_bounded_and_those_at_work_are_kept():
-    side = DecodeSide(member("d", m.Role.DECODE), b"", DecodeLimits(lease_s=LIMITS.lease_s, max_peers=3))
+    side = DecodeProtocol(member("d", m.Role.DECODE), b"", DecodeLimits(lease_s=LIMITS.lease_s, max_peers=3))
     side.receive(0.0, "p", m.Hello(member("p", m.Role.PREFILL), b""))
     granted(side)
     for number in range(50):

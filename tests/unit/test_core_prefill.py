@@ -3,8 +3,8 @@
 import pytest
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
-from vllm_pd.core.prefill import JobState, PrefillLimits, PrefillSide
+from vllm_pd.core.actions import AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
+from vllm_pd.core.prefill import JobState, PrefillLimits, PrefillProtocol
 
 BLOCK = 16
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", BLOCK, 2, 2, 64, "hnd")
@@ -30,7 +30,7 @@ def grant(claim=1, lease_s=9.0, blocks=(5, 6, 9), cached=1, attempt=ONE):
 @pytest.fixture
 def stranger():
     """A prefill engine that knows nobody."""
-    return PrefillSide(member("p", m.Role.PREFILL), b"p", PrefillLimits())
+    return PrefillProtocol(member("p", m.Role.PREFILL), b"p", PrefillLimits())
 
 
 @pytest.fixture
@@ -63,21 +63,21 @@ def test_lease_counts_from_before_the_claim_and_from_before_the_renewal(side):
     side.offer(0.0, job())
     side.receive(2.0, "d", grant())  # of 9 s, asked for at 0
     assert side.may_write(8.99, ONE) and not side.may_write(9.0, ONE)
-    (renew,) = side.tick(5.0)
+    (renew,) = side.handle_timeout(5.0)
     assert renew == ToDecode("d", m.Renew(ONE, 1, 1))
     assert side.receive(7.0, "d", m.Renewed(ONE, 1, 1, 9.0)) == []  # asked for at 5
     assert side.may_write(13.99, ONE) and not side.may_write(14.0, ONE)
     # B29: the answer to an older renewal holds nothing
-    side.tick(8.0)
+    side.handle_timeout(8.0)
     assert side.receive(8.5, "d", m.Renewed(ONE, 1, 1, 900.0)) == []
     assert not side.may_write(14.0, ONE) and side.dropped["renewed_unknown"] == 1
 
 
 def test_b22_end_of_the_lease_stops_the_job(side):
     running(side)
-    assert side.tick(20.0) == [Cancelled(ONE)]
+    assert side.handle_timeout(20.0) == [Cancelled(ONE)]
     assert side.receive(20.0, "d", m.Renewed(ONE, 1, 0, 100.0)) == [] and not side.may_write(20.0, ONE)
-    assert side.tick(25.0) == []
+    assert side.handle_timeout(25.0) == []
     assert side.ended(26.0, ONE) == [ToDecode("d", m.Stopped(ONE, 1))]
     assert side.states() == {}
 
@@ -86,7 +86,7 @@ def test_b41_job_before_its_peer_waits_for_it(stranger):
     connect, hello = stranger.offer(0.0, job())
     assert isinstance(connect, Connect) and isinstance(hello.message, m.Hello)
     assert stranger.states() == {ONE: JobState.PEERING} and stranger.waiting() == 1
-    assert stranger.tick(0.6) == [hello]
+    assert stranger.handle_timeout(0.6) == [hello]
     assert stranger.receive(0.7, "d", m.HelloReply(D, b"memory")) == [
         AddPeer("d", b"memory"), ToDecode("d", m.Claim(ONE, 1, 1))]
 
@@ -94,7 +94,7 @@ def test_b41_job_before_its_peer_waits_for_it(stranger):
 def test_b41_the_wait_is_bounded(stranger):
     stranger.offer(0.0, job())
     for tenth in range(60):
-        stranger.tick(tenth / 10)
+        stranger.handle_timeout(tenth / 10)
     assert stranger.states() == {} and stranger.counters["peering_timeout"] == 1
     for number in range(1000):
         stranger.offer(0.0, job(number))
@@ -102,8 +102,8 @@ def test_b41_the_wait_is_bounded(stranger):
     assert stranger.dropped["offer_too_many"] == 1000 - PrefillLimits().max_jobs
     # a peer that neither answers nor is registered is forgotten too
     for second in range(2, 20):
-        actions = stranger.tick(float(second))
-    assert actions == [] and stranger.next_deadline() is None
+        actions = stranger.handle_timeout(float(second))
+    assert actions == [] and stranger.next_timeout() is None
 
 
 def test_b42_refused_once_and_not_asked_again(stranger):
@@ -118,7 +118,7 @@ def test_b42_refused_once_and_not_asked_again(stranger):
 
 def test_claims_are_repeated_then_given_up_with_a_word(side):
     side.offer(0.0, job())
-    says = [action.message for tenth in range(1, 60) for action in side.tick(tenth / 10)]
+    says = [action.message for tenth in range(1, 60) for action in side.handle_timeout(tenth / 10)]
     assert says[:-1] == [m.Claim(ONE, 1, 1)] * 9
     assert says[-1] == m.Failed(ONE, 1, says[-1].reason)  # D may have granted it
     assert side.receive(6.0, "d", grant()) == [] and side.dropped["grant_unknown"] == 1
@@ -126,7 +126,7 @@ def test_claims_are_repeated_then_given_up_with_a_word(side):
 
 def test_a_new_claim_never_takes_the_grant_of_an_older_one(side):
     side.offer(0.0, job())
-    side.tick(5.5)
+    side.handle_timeout(5.5)
     (claim,) = side.offer(6.0, job())
     assert claim.message == m.Claim(ONE, 2, 1)
     assert side.receive(6.0, "d", grant(claim=1)) == [] and side.states() == {ONE: JobState.CLAIMING}
@@ -194,7 +194,7 @@ def test_d_that_forgot_us_is_greeted_and_asked_again(side):
     (hello,) = side.receive(0.0, "d", m.Deny(ONE, 1, m.DenyReason.UNPEERED))
     assert isinstance(hello.message, m.Hello)
     assert side.receive(0.01, "d", m.HelloReply(D, b"memory")) == []
-    assert side.tick(0.1) == [ToDecode("d", m.Claim(ONE, 2, 1))]
+    assert side.handle_timeout(0.1) == [ToDecode("d", m.Claim(ONE, 2, 1))]
 
 
 def test_offers_of_ourselves_and_twice_are_dropped(side):
@@ -210,7 +210,7 @@ def test_b23_lost_d_is_dropped_when_nothing_of_it_is_open(side):
     assert side.states() == {ONE: JobState.STOPPING}
     assert side.peer_lost(1.0, "d") == []
     assert side.ended(2.0, ONE) == [ToDecode("d", m.Stopped(ONE, 1)), DropPeer("d"), Disconnect("d")]
-    assert side.states() == {} and side.peers() == {} and side.next_deadline() is None
+    assert side.states() == {} and side.peers() == {} and side.next_timeout() is None
 
 
 def test_b23_a_d_that_is_heard_of_while_it_is_dropped_is_met_anew(side):
@@ -223,7 +223,7 @@ def test_b23_a_d_that_is_heard_of_while_it_is_dropped_is_met_anew(side):
     assert connect == Connect("d", D.address) and isinstance(hello.message, m.Hello)
     assert side.receive(3.0, "d", m.Cancel(ONE, 1)) == [ToDecode("d", m.Stopped(ONE, 1))]
     assert side.receive(3.0, "d", m.HelloReply(D, b"memory")) == [AddPeer("d", b"memory")]
-    side.tick(60.0)
+    side.handle_timeout(60.0)
     assert side.peers() == {"d": D}, "it is listed"
 
 
@@ -239,7 +239,7 @@ def test_b23_a_d_that_was_met_is_greeted_again_whatever_its_role_is_by_now(side)
 
 
 def test_what_is_kept_of_those_that_were_met_is_bounded():
-    side = PrefillSide(member("p", m.Role.PREFILL), b"p", PrefillLimits(max_peers=3))
+    side = PrefillProtocol(member("p", m.Role.PREFILL), b"p", PrefillLimits(max_peers=3))
     for number in range(10):
         one = member(f"d{number}", m.Role.DECODE)
         side.members_are(0.0, [one])
@@ -261,12 +261,12 @@ def test_b41_a_job_that_comes_while_its_d_is_dropped_is_claimed_when_they_have_m
 
 def test_d_is_lost_when_the_registry_and_itself_are_silent_for_long(side):
     side.members_are(10.0, [])
-    assert side.tick(14.9) == []
+    assert side.handle_timeout(14.9) == []
     side.members_are(14.9, [D])
-    assert side.tick(30.0) == []
+    assert side.handle_timeout(30.0) == []
     side.members_are(30.0, [])
     side.receive(33.0, "d", m.Cancel(ONE, 9))  # it lives
-    assert side.tick(36.0) == []
-    assert side.tick(38.0) == [DropPeer("d"), Disconnect("d")]
+    assert side.handle_timeout(36.0) == []
+    assert side.handle_timeout(38.0) == [DropPeer("d"), Disconnect("d")]
     connect, hello = side.members_are(40.0, [D])  # and if it was only slow, it is greeted anew
     assert isinstance(connect, Connect) and isinstance(hello.message, m.Hello)

@@ -12,11 +12,11 @@ from vllm_pd import metrics
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Cause
-from vllm_pd.control.process import local_member
-from vllm_pd.core.events import FallbackReason, Outcome
+from vllm_pd.core.actions import AttemptEnd, FallbackReason
 from vllm_pd.core.messages import PROTOCOL, DenyReason, Fingerprint, Role
 from vllm_pd.core.policy import Reason
 from vllm_pd.events.metrics import EventFamilies
+from vllm_pd.liveness.process import local_member
 from vllm_pd.rpc.codec import FrameFault
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_b97_every_family_of_upstreams_is_described():
     assert families == set(re.findall(r"`(vllm:(?!pd_)\w+)`", section.partition("\nBeside them")[0]))
 
 
-@pytest.mark.parametrize("words", [Reason, FallbackReason, Outcome, metrics.STAGES, Cause], ids=str)
+@pytest.mark.parametrize("words", [Reason, FallbackReason, AttemptEnd, metrics.STAGES, Cause], ids=str)
 def test_every_label_is_described(words):
     """Each value that a label takes."""
     assert {getattr(word, "value", word) for word in words} <= TICKED
@@ -84,7 +84,7 @@ def test_every_gauge_of_the_control_thread_is_described():
     config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
     member = local_member(Role.BOTH, Fingerprint(PROTOCOL, "m", "f", "f", 16, 1, 1, 8, "l"))
     agent = ControlAgent(config, member, b"", wake=lambda: None)
-    gauges = agent.counts().keys() | agent.standing.gauges().keys()
+    gauges = agent.counts().keys() | agent.protocol.state.gauges().keys()
     assert len(gauges) >= 10 and gauges <= TICKED
 
 

@@ -9,8 +9,8 @@ from vllm.core.scheduler import Scheduler
 
 from tests.fakes.simulated_engine import BLOCK_SIZE, FakePeers, SimulatedEngine
 from vllm_pd.config import PDConfig
-from vllm_pd.control.outlook import QueueView
-from vllm_pd.core.events import Fallback, FallbackReason, Outcome, Prefilled, Released
+from vllm_pd.control.cluster import QueueView
+from vllm_pd.core.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0 import decode
@@ -107,7 +107,7 @@ def decoder(monkeypatch):
 
 
 def lost(attempt: Attempt, reason=FallbackReason.PEER, peer="p") -> Fallback:
-    return Fallback(attempt, reason, Outcome.FAILED, "", peer)
+    return Fallback(attempt, reason, AttemptEnd.FAILED, "", peer)
 
 
 def test_b21_a_second_attempt_goes_to_another_peer_in_fresh_blocks(decoder):

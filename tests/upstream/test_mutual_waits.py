@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 
 import vllm_pd.v0.engine
 from tests.fakes.simulated_engine import BLOCK_SIZE, RemoteWork, SimulatedEngine
-from vllm_pd.control.outlook import QueueView
-from vllm_pd.core.events import Cancelled, Event, Fallback, FallbackReason, Outcome, Prefill, Prefilled, Released
+from vllm_pd.control.cluster import QueueView
+from vllm_pd.core.actions import (
+    AttemptEnd,
+    Cancelled,
+    Event,
+    Fallback,
+    FallbackReason,
+    Prefill,
+    Prefilled,
+    Released,
+)
 from vllm_pd.core.messages import Attempt, Role, Timings
 from vllm_pd.transfer.device import HostDevice
 from vllm_pd.transfer.requests import Finished, TransferProgress, Write
@@ -58,7 +67,7 @@ class Transfer:
 
 
 class Node:
-    """One engine, which is its own control agent."""
+    """One engine, which is its own control agent and protocol."""
     error = None
 
     def __init__(self, ring: "Ring", name: str, fraction: float, **sizes) -> None:
@@ -76,7 +85,7 @@ class Node:
         self.vllm_config = self
         self.seq_id_to_seq_group: dict = {}
         self.member = SimpleNamespace(incarnation=name, address="")
-        self.standing = SimpleNamespace(role=Role.BOTH, draining=False, hands_over=True)
+        self.state = SimpleNamespace(role=Role.BOTH, draining=False, hands_over=True)
         self.transfer, self.events, self.room, self.failures = Transfer(), list[Event](), 0, 0
         self._numbers = 0
         extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE, "prefix_reads": "never",
@@ -115,7 +124,11 @@ class Node:
     def abort_request(self, request_id: str) -> None:
         self.sim.abort(request_id)
 
-    # The control agent's part.
+    # The control agent's part, and the protocol's.
+
+    @property
+    def protocol(self) -> "Node":
+        return self
 
     def start(self) -> None:
         pass
@@ -135,9 +148,8 @@ class Node:
         self.ring.queue.append((Prefill(attempt, token_ids, block_ids[cached_blocks:], cached_blocks,
                                         block_ids[:cached_blocks], self.name), avoid))
 
-    def take_events(self) -> list[Event]:
-        events, self.events = self.events, []
-        return events
+    def poll_event(self) -> Event | None:
+        return self.events.pop(0) if self.events else None
 
     def lifeline_fileno(self) -> int:
         return -1
@@ -151,7 +163,7 @@ class Node:
     def ended(self, attempt: Attempt) -> None:
         pass
 
-    def set_room(self, jobs: int) -> None:
+    def set_credits(self, jobs: int) -> None:
         self.room = jobs
 
     def set_load(self, load) -> None:
@@ -169,7 +181,7 @@ class Node:
     def failed(self, attempt: Attempt, reason: str) -> None:
         self.failures += 1
         self.ring.find(attempt.incarnation).events += [
-            Fallback(attempt, FallbackReason.FAILED, Outcome.FAILED, reason, self.name), Released(attempt)]
+            Fallback(attempt, FallbackReason.FAILED, AttemptEnd.FAILED, reason, self.name), Released(attempt)]
 
 
 class Ring:

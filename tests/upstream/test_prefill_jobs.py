@@ -10,11 +10,11 @@ import torch
 from vllm.sequence import SequenceStatus
 
 from vllm_pd.config import PDConfig
-from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Prefill
+from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Prefill
 from vllm_pd.core.messages import Attempt
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer import requests as transfer
-from vllm_pd.v0.prefill import JobState, PrefillJobs
+from vllm_pd.v0.prefill import JobStage, PrefillJobs
 from vllm_pd.v0.progress import ArrivalNotice, Progress
 
 ATTEMPT = Attempt("decode-incarnation", "request", 7)
@@ -29,7 +29,7 @@ class Agent:
         self.lease_is_over = False
         self.room = -1
 
-    def set_room(self, jobs: int) -> None:
+    def set_credits(self, jobs: int) -> None:
         self.room = jobs
 
     def may_write(self, attempt: Attempt) -> bool:
@@ -98,7 +98,7 @@ def write_of(jobs, progress) -> transfer.Write:
 
 def end(jobs, finished: transfer.Finished, progress: Progress) -> None:
     """As the transfer thread and then the step loop see it."""
-    jobs.tell(finished)
+    jobs.report_end(finished)
     jobs.ended(finished, progress)
 
 
@@ -106,7 +106,7 @@ def test_life_of_a_job(jobs, agent, engine):
     progress = Progress()
     jobs.handle(prefill(), progress)
     assert engine.scheduler[0].waiting[0].first_seq.remote_decode == ATTEMPT
-    jobs.tell_room()
+    jobs.set_credits()
     assert agent.room == 1
     assert not jobs.has_requests and not jobs.sending
     jobs.computed(ATTEMPT, [5, 6, 7], progress)
@@ -114,17 +114,17 @@ def test_life_of_a_job(jobs, agent, engine):
     write = write_of(jobs, progress)
     assert (write.local_block_ids, write.remote_block_ids) == ([6, 7], [21, 22])  # D has the first one
     assert [ArrivalNotice.decode(notice) for notice in write.notices] == [ArrivalNotice(ATTEMPT, 0)]
-    assert jobs.sending and jobs.find(ATTEMPT) is JobState.SENDING
+    assert jobs.sending and jobs.find(ATTEMPT) is JobStage.SENDING
     assert not progress
     finished = transfer.Finished(write.key, True, bytes=100, seconds=0.5)
-    jobs.tell(finished)
+    jobs.report_end(finished)
     assert agent.names() == ["sent"] and not progress  # the peer need not wait for the step loop
     jobs.ended(finished, progress)
     assert progress.finished_transfers == [ATTEMPT] and not jobs.sending
     assert agent.names() == ["sent"]
     timings = agent.calls[0][2]
     assert (timings.transfer_s, timings.bytes, timings.measured) == (0.5, 100, True)
-    jobs.tell_room()
+    jobs.set_credits()
     assert agent.room == 2
 
 
@@ -157,7 +157,7 @@ def test_b30_a_job_that_can_not_run_is_answered_at_once(jobs, agent, engine, tok
     jobs.handle(prefill(tokens), progress)
     assert agent.names() == ["failed"]
     assert engine.scheduler[0].waiting == []
-    jobs.tell_room()
+    jobs.set_credits()
     assert agent.room == 2  # its place is free again
 
 
@@ -266,7 +266,7 @@ class TestReading:
         progress = Progress()
         end(jobs, transfer.Finished(reading.key, False, error="ERR"), progress)
         assert progress.failed_prefills == progress.finished_transfers == [ATTEMPT] and not progress.read_prefixes
-        assert jobs.find(ATTEMPT) is JobState.COMPUTING and agent.calls == []
+        assert jobs.find(ATTEMPT) is JobStage.COMPUTING and agent.calls == []
 
     def test_b22_a_read_that_outlived_its_lease_leaves_nothing(self, jobs, agent, reading):
         progress = Progress()
@@ -283,7 +283,7 @@ class TestReading:
         jobs.handle(Cancelled(ATTEMPT), progress)
         assert jobs.take_requests(progress) == []
         finished = transfer.Finished(reading.key, True, bytes=64, seconds=0.1)
-        jobs.tell(finished)
+        jobs.report_end(finished)
         assert agent.names() == ["ended"]
         jobs.ended(finished, progress)
         assert progress.failed_prefills == progress.finished_transfers == [ATTEMPT] and not progress.read_prefixes
@@ -307,9 +307,9 @@ def test_b30_jobs_that_have_not_begun_can_be_given_back(jobs, agent, engine):
     jobs.computed(attempts[1], [5, 6, 7], progress)
     assert jobs.waiting == [attempts[2]]
     jobs.give_back(jobs.waiting)
-    assert not jobs.waiting and [jobs.find(attempt) for attempt in attempts] == [JobState.COMPUTING,
-                                                                                  JobState.COMPUTED, None]
+    assert not jobs.waiting and [jobs.find(attempt) for attempt in attempts] == [JobStage.COMPUTING,
+                                                                                  JobStage.COMPUTED, None]
     assert engine.aborted == [f"pd-{attempts[2]}"]
     assert [call[:2] for call in agent.calls] == [("failed", attempts[2])] and "no room" in agent.calls[0][2]
-    jobs.tell_room()
+    jobs.set_credits()
     assert agent.room == 0

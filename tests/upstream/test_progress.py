@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine
 from tests.upstream.test_fallbacks import Decoder
-from vllm_pd.core.events import Prefilled, Released
+from vllm_pd.core.actions import Prefilled, Released
 from vllm_pd.core.messages import Timings
 
 
@@ -27,9 +27,10 @@ def test_b31_running_sequences_grow_while_many_are_parked(monkeypatch, cap, chun
         running = set(engine.scheduler.running)
         decoder.step()
         preempted += sum(group in engine.scheduler.waiting for group in running)
-        held = decoder.prefills._held_blocks
-        parked_most = max(parked_most, sum(held.values()))
-        assert sum(held.values()) <= cap * 64
+        held = decoder.prefills._attempts
+        blocks = sum(remote.blocks for remote in held.values())
+        parked_most = max(parked_most, blocks)
+        assert blocks <= cap * 64
         waiting_for_peer += [a for a in engine.scheduler.remote_prefilling if a not in waiting_for_peer]
         if len(waiting_for_peer) > 3 or number > 60:  # the peers are slow
             for attempt in waiting_for_peer[:1]:

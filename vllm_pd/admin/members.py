@@ -56,10 +56,10 @@ def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = No
     access = access or Access()
     if NatsAddress.is_url(broker):
         try:
-            from vllm_pd.broker.nats_census import take_nats_census
+            from vllm_pd.broker.nats_members import list_nats_members
         except ImportError as error:
             raise ConfigError(key, broker, f"{error}; pip install 'nats-py[nkeys]'") from error
-        members, queue_length = take_nats_census(access.nats(key, broker), TTL_S, timeout_s)
+        members, queue_length = list_nats_members(access.nats(key, broker), TTL_S, timeout_s)
         return MemberList(tuple(members), queue_length)
     keys = access.load_keys()
     host, port = parse_endpoint(key, broker, keyed=keys is not None)
@@ -69,7 +69,7 @@ def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = No
 def _ask(broker: str, keys: Keys | None, timeout_s: float) -> MemberList:
     deadline = time.monotonic() + timeout_s
     with Call("broker", broker, keys, only_connected=True) as call:
-        if not call.say(messages.Census(), deadline):
+        if not call.say(messages.ListMembers(), deadline):
             raise ControlError(f"no broker answers at {broker}: there is none, or it has another key")
         for _, message in call.answers(deadline):
             if isinstance(message, Refused):

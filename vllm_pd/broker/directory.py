@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is there, as one engine pieces it together by itself from entries that everybody renews. Pure.
+"""The members, as one engine sees them in entries that each of them renews. Pure.
 
 An entry is as old as its server says, by the server's clock alone: the newest stamp seen is that clock's present.
 """
@@ -10,19 +10,19 @@ from vllm_pd.core import messages as m
 MAX_MEMBERS = 1024
 
 
-class _Entry(msgspec.Struct):
+class _ListedMember(msgspec.Struct):
     member: m.Member
     heard_at: float
 
 
 class Directory:
-    """Entries by key. `version` grows with each change that others should hear of; loads are none."""
+    """Entries by key. `version` grows with each change that matters to others; a new load does not."""
 
     def __init__(self, ttl_s: float, max_members: int = MAX_MEMBERS):
         self.version = 1
         self._ttl_s = ttl_s
         self._max_members = max_members
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _ListedMember] = {}
         self._offset_s: float | None = None  # the server's clock less ours; too small by the way's time, never too big
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class Directory:
         return next((one for one in self.members() if one.incarnation == incarnation), None)
 
     def age_s(self, now: float, stamp_s: float) -> float:
-        """How long ago the server stamped something, as far as is known."""
+        """How many seconds ago the server stamped something, as far as is known."""
         return 0.0 if self._offset_s is None else max(0.0, now + self._offset_s - stamp_s)
 
     def clock_is(self, now: float, server_s: float) -> None:
@@ -56,7 +56,7 @@ class Directory:
         if entry is None:
             if len(self._entries) >= self._max_members:
                 return False
-            self._entries[key] = _Entry(member, heard_at)
+            self._entries[key] = _ListedMember(member, heard_at)
             return self._changed(True)
         changed = msgspec.structs.replace(member, load=entry.member.load) != entry.member
         entry.member, entry.heard_at = member, max(entry.heard_at, heard_at)
@@ -73,7 +73,7 @@ class Directory:
             del self._entries[key]
         return self._changed(bool(silent))
 
-    def next_deadline(self) -> float | None:
+    def next_timeout(self) -> float | None:
         """When `expire` is next due."""
         return min((entry.heard_at + self._ttl_s for entry in self._entries.values()), default=None)
 

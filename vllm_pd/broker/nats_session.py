@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's dealings with a JetStream server during one connection, in the messages of the other broker.
+"""One connection of an engine to a JetStream server, in the messages of the embedded broker.
 
-What the other broker's process does for all, each engine does here for itself: it keeps the list of members from the
-bucket's changes, says whether a job can be queued, and asks for as many jobs as it has room for. A job is acknowledged
-when it has ended here, whatever its end, and until then the server hears every `PROGRESS_S` that it is worked on: so
-the job of a P that died is given to another one. Jobs that are not for this engine are handed back after a pause that
-grows, or struck off where nobody can want them any more.
+What the embedded broker does for all engines, each engine does here for itself: it keeps the list of members from the
+changes of the bucket, decides whether a job can be queued, and asks for as many jobs as it has credits. A job is
+acknowledged when it has ended here, whatever its end. Until then the server is told every `PROGRESS_S` that it is in
+progress, so the job of a P that died is given to another one. A job that is not for this engine is handed back after a
+growing pause, or terminated where no engine can want it any more.
 """
 import asyncio
 import collections
@@ -44,9 +44,9 @@ PAUSE_S = 0.1
 PAUSE_MAX_S = 0.5
 STRANGE_DELIVERIES = 4  # so often a job of a D that is not known, yet, is handed back
 MAX_NUMBERS = 8192
-MAX_ROOM = 4096
+MAX_CREDITS = 4096
 
-Command = m.Message | frozenset[m.Attempt] | None  # a message, attempts that have ended here, the end of it all
+Command = m.Message | frozenset[m.Attempt] | None  # a message, attempts that have ended here, or the end of the session
 
 
 class Mailbox:
@@ -59,8 +59,8 @@ class Mailbox:
         self._some = asyncio.Event()
 
     def put(self, command: Command) -> bool:
-        """From any thread; whether there was room. The end of it all always has some. Raises RuntimeError where the
-        loop has ended."""
+        """From any thread. Returns whether it was taken; None always is. Raises RuntimeError where the loop has
+        ended."""
         if command is not None and len(self._waiting) >= self._limit:
             return False
         self._waiting.append(command)
@@ -68,16 +68,16 @@ class Mailbox:
         return True
 
     async def get(self) -> Command:
-        """The next one, in the loop."""
+        """The next command; waits for it. In the loop."""
         while not self._waiting:
             self._some.clear()
             await self._some.wait()
         return self._waiting.popleft()
 
 
-class Session:
-    """`report` takes what the engine is to hear, `counters` what was dropped. All in one event loop. A method that
-    raises ends the session; the caller then closes it."""
+class NatsSession:
+    """`report` is called with each message for the engine; `counters` counts what was dropped. All runs in one event
+    loop. A method that raises ends the session; the caller then closes it."""
 
     def __init__(self, store: Store, incarnation: str, ttl_s: float, report: Callable[[m.Message], None],
                  counters: m.Counters, note_protocol: Callable[[int], None]):
@@ -93,24 +93,24 @@ class Session:
         self._group = ""
         self._queue_length = 0
         self._numbers: collections.OrderedDict[m.Attempt, int] = collections.OrderedDict()
-        self._room = 0
+        self._credits = 0
         self._serial = 0
         self._inbox = ""
         self._pull_number = 0
-        self._pull_until = 0.0  # one job has been asked for, and may come until then
+        self._pull_until = 0.0  # one job has been requested, and may come until then
         self._held: dict[m.Attempt, Msg] = {}
         self._next_progress = 0.0
         self._seen_at = time.monotonic()
 
     async def run(self, commands: Mailbox) -> None:
-        """Serve until None comes. Raises where the connection is of no more use."""
+        """Serve until the command None. Raises where the connection can't be used any more."""
         self._inbox = await self._store.listen(self._on_delivered)
         tasks = [asyncio.create_task(work) for work in (self._watch(), self._tick(), self._serve(commands))]
         try:
             for ended in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
                 await ended
         finally:
-            while not all(task.done() for task in tasks):  # wait_for loses one to a word that comes just then
+            while not all(task.done() for task in tasks):  # wait_for may lose a cancellation
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks, timeout=CANCEL_S)
@@ -121,7 +121,7 @@ class Session:
             await self.do(command)
 
     async def do(self, command: "Command") -> None:
-        """What the engine says."""
+        """Carry out a command of the engine."""
         match command:
             case m.Register():
                 await self._register(command)
@@ -129,10 +129,10 @@ class Session:
                 await self._put(command.job)
             case m.Withdraw():
                 await self._withdraw(command.attempt)
-            case m.Take():
-                self._room = min(MAX_ROOM, command.room) - max(0, self._serial - command.serial)
+            case m.Credit():
+                self._credits = min(MAX_CREDITS, command.jobs) - max(0, self._serial - command.serial)
                 await self._pull()
-            case m.Census():
+            case m.ListMembers():
                 self._report(self._peers())
             case m.Leave():
                 await self._leave()
@@ -232,8 +232,8 @@ class Session:
         return None
 
     async def _replace(self, job: m.Job, frame: bytes) -> int | None:
-        """The job is there already. It keeps its place if nobody has got it; else whoever did has not claimed it, and
-        another one shall have it."""
+        """The job is queued already. It keeps its place if no engine has got it; else the one that did has not claimed
+        it, and another one is to get it."""
         number = self._numbers.get(job.attempt)
         self._queue_length, given = await self._store.waiting(self._group)
         if number is None:
@@ -257,9 +257,9 @@ class Session:
     # P's jobs.
 
     async def _pull(self) -> None:
-        """Ask for a job if there is room for one. One at a time: so a job that was handed back goes to all others that
-        wait before it comes here again, and none comes when there is no room any more."""
-        if (self._room <= 0 or time.monotonic() < self._pull_until or not self._complete or self._member is None
+        """Request a job where there is a credit for one. One at a time: so a job that was handed back goes to all
+        others that wait before it comes here again, and none comes once there is no credit."""
+        if (self._credits <= 0 or time.monotonic() < self._pull_until or not self._complete or self._member is None
                 or not self._member.role.prefills or self._member.draining):
             return
         self._pull_number += 1
@@ -276,12 +276,12 @@ class Session:
                 self._counters["frame_unexpected"] += 1
         except Exception:  # one message must not silence the queue
             self._counters["frame_stumble"] += 1
-            logger.exception("stumbled over a message on %s", delivered.subject)
+            logger.exception("unexpected error in a message on %s", delivered.subject)
 
     async def _on_pull_end(self, delivered: Msg) -> None:
         if delivered.subject.rpartition(".")[2] == str(self._pull_number):
             ended = status(delivered) == TIMED_OUT
-            self._pull_until = 0.0 if ended else time.monotonic() + TICK_S  # else something is wrong for the moment
+            self._pull_until = 0.0 if ended else time.monotonic() + TICK_S  # else there is an error at the moment
             await self._pull()
 
     async def _on_job(self, delivered: Msg) -> None:
@@ -297,7 +297,7 @@ class Session:
             await self._pull()
             return
         job = put.job
-        if job.attempt in self._held:  # the server thought that we had forgotten it
+        if job.attempt in self._held:  # the server took it for forgotten here
             self._held[job.attempt] = delivered
             await delivered.in_progress()
             await self._pull()
@@ -307,12 +307,12 @@ class Session:
         if left_s <= 0 or (theirs is None and deliveries >= STRANGE_DELIVERIES):
             self._counters["job_expired" if left_s <= 0 else "job_orphaned"] += 1
             await delivered.term()
-        elif theirs is None or self._room <= 0 or not may_take(self._member, job, theirs):
+        elif theirs is None or self._credits <= 0 or not may_take(self._member, job, theirs):
             self._counters["job_passed_on"] += 1
             await self._pass_on(delivered, deliveries)
         else:
             self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), self._serial + 1))
-            self._room -= 1
+            self._credits -= 1
             self._serial += 1
             self._held[job.attempt] = delivered
         await self._pull()
@@ -346,7 +346,7 @@ class Session:
 
 def open_entry(key: str, frame: bytes, counters: m.Counters,
                note_protocol: Callable[[int], None] = lambda version: None) -> m.Member | None:
-    """Who speaks in an entry of the bucket; None, and a count, where it is nobody who may."""
+    """The member of an entry of the bucket; None, and counted, where another one than its owner wrote it."""
     register = _open(frame, m.Register, counters, note_protocol)
     if register is not None and token(register.member.incarnation) != key:
         counters["foreign"] += 1
@@ -354,9 +354,9 @@ def open_entry(key: str, frame: bytes, counters: m.Counters,
     return None if register is None else register.member
 
 
-def _open(frame: bytes, kind: type[m.Wire], counters: m.Counters,
+def _open(frame: bytes, kind: type[m.WireMessage], counters: m.Counters,
           note_protocol: Callable[[int], None]) -> m.Message | None:
-    """What a stored value says, if its sender speaks of itself."""
+    """The message of a stored value; None, and counted, where it is bad or its sender is not its owner."""
     try:
         sender, message = codec.decode([frame])
     except codec.BadFrame as fault:

@@ -55,7 +55,7 @@ class Unsuitable(nats.errors.Error):
 
 
 @dataclass(frozen=True)
-class Member:
+class BucketEntry:
     """A change in the bucket. `frame` is None where the entry was taken away."""
     key: str
     frame: bytes | None
@@ -73,12 +73,12 @@ def group(fingerprint: m.Fingerprint) -> str:
 
 
 def is_refusal(delivered: Msg) -> bool:
-    """Whether this is the server's word about a pull instead of a job."""
+    """Whether this is the server's status of a pull instead of a job."""
     return bool(delivered.headers) and _STATUS in delivered.headers
 
 
 def status(refusal: Msg) -> str:
-    """What such a word says, as a number."""
+    """The status of a pull, as a number."""
     return refusal.headers[_STATUS]
 
 
@@ -184,7 +184,7 @@ class Store:
         """Say that it is not."""
         await self._bucket.delete(token(incarnation))
 
-    async def watch_members(self) -> AsyncIterator[Member | None]:
+    async def watch_members(self) -> AsyncIterator[BucketEntry | None]:
         """All entries, then None, then every change, for as long as the connection lasts."""
         watcher = await self._bucket.watchall()
         while True:
@@ -195,7 +195,7 @@ class Store:
             if entry is None:
                 yield None
             else:
-                yield Member(entry.key, None if entry.operation else entry.value, entry.created.timestamp())
+                yield BucketEntry(entry.key, None if entry.operation else entry.value, entry.created.timestamp())
 
     # Jobs.
 
@@ -233,12 +233,12 @@ class Store:
         await self._js.purge_stream(self._stream, subject=self._subject(name, attempt))
 
     async def waiting(self, name: str) -> tuple[int, int]:
-        """(jobs that nobody has got yet, the largest number that somebody has)."""
+        """(jobs that no engine has got yet, the largest number that one has)."""
         info = await self._js.consumer_info(self._stream, name)
         return info.num_pending or 0, info.delivered.stream_seq if info.delivered else 0
 
     async def all_waiting(self) -> int:
-        """Jobs that nobody has got yet, of all groups."""
+        """Jobs that no engine has got yet, of all groups."""
         info = await self._js.stream_info(self._stream)
         given = [one.num_ack_pending or 0 for one in await self._js.consumers_info(self._stream)]
         return max(0, info.state.messages - sum(given))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the broker knows, pure: who is there, who has room, which jobs wait.
+"""What the broker knows, pure: the members, their credits, the jobs that wait.
 
 The queue is first in, first out, and holds promises only: a job lost with it is put again by its D, a job offered twice
-is denied there. So nothing here has to survive the process.
+is denied there. So nothing here has to outlive the process.
 """
 import collections
 
@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_pd.core import messages as m
 
-Letter = tuple[str, m.Message]
+OutgoingMessage = tuple[str, m.Message]
 
 
 class QueueLimits(msgspec.Struct, frozen=True):
@@ -28,27 +28,28 @@ def may_take(taker: m.Member, job: m.Job, owner: m.Member) -> bool:
             and taker.fingerprint.first_difference(owner.fingerprint) is None)
 
 
-class _Entry:
-    """One member. `room` is what it said it can take beyond offer number `seen`; `offered` offers went to it."""
+class _RegisteredMember:
+    """One member. It could take `credits` jobs when it had seen offer number `seen`; it got `offered` offers."""
 
     def __init__(self, member: m.Member):
         self.member = member
         self.heard_at = self.offered_at = 0.0
-        self.room = self.seen = self.offered = 0
+        self.credits = self.seen = self.offered = 0
 
     def free(self) -> int:
-        return self.room - max(0, self.offered - self.seen)
+        """How many more offers it may get now."""
+        return self.credits - max(0, self.offered - self.seen)
 
 
 class Registry:
-    """Members and queue of one broker process. Methods return letters (to whom, what)."""
+    """Members and queue of one broker process. Methods return messages to send, each with its receiver."""
 
     def __init__(self, incarnation: str, limits: QueueLimits):
         self.incarnation = incarnation
         self.limits = limits
         self.version = 1
         self.counters: m.Counters = collections.Counter()
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _RegisteredMember] = {}
         self._jobs: dict[m.Attempt, tuple[m.Job, float]] = {}  # insertion order is the queue's
         self._front: collections.deque[tuple[m.Job, float]] = collections.deque()  # offers that came back, served first
         self._tokens = 0
@@ -60,27 +61,27 @@ class Registry:
         """Everybody who is registered."""
         return [entry.member for entry in self._entries.values()]
 
-    def receive(self, now: float, sender: str, message: m.Message) -> list[Letter]:
+    def receive(self, now: float, sender: str, message: m.Message) -> list[OutgoingMessage]:
         """A message from an engine."""
         if isinstance(message, m.Register):
             return self._register(now, sender, message)
         if isinstance(message, m.Put):
             return self._put(now, sender, message.job)
-        if isinstance(message, m.Take):
-            return self._take(now, sender, message)
+        if isinstance(message, m.Credit):
+            return self._credit(now, sender, message)
         if isinstance(message, m.Withdraw):
             if message.attempt.incarnation == sender:
                 self._remove(message.attempt)
             return []
         if isinstance(message, m.Leave):
             return self._drop_members([sender])
-        if isinstance(message, m.Census):
+        if isinstance(message, m.ListMembers):
             return [(sender, self._peers())]
         self.counters["unexpected"] += 1
         return []
 
-    def tick(self, now: float) -> list[Letter]:
-        """Forget members that fell silent, and jobs whose time is over."""
+    def handle_timeout(self, now: float) -> list[OutgoingMessage]:
+        """Remove silent members, and jobs whose time is over."""
         for attempt in [a for a, (_, until) in self._jobs.items() if until <= now]:
             self._remove(attempt)
             self.counters["job_expired"] += 1
@@ -88,19 +89,19 @@ class Registry:
         self.counters["member_silent"] += len(silent)
         return self._drop_members(silent) + self._offers(now)
 
-    def undeliverable(self, now: float, to: str, message: m.Message, gone: bool) -> list[Letter]:
-        """A letter that the socket did not take. `gone`: nobody is connected under that name."""
+    def undeliverable(self, now: float, to: str, message: m.Message, gone: bool) -> list[OutgoingMessage]:
+        """A message that the socket did not take. `gone`: nobody is connected under that name."""
         entry = self._entries.get(to)
         if isinstance(message, m.Offer):
             self._front.append((message.job, now + message.job.deadline_s))
             self._tokens += len(message.job.token_ids)
         if entry is not None:
-            entry.room = 0
+            entry.credits = 0
         return (self._drop_members([to]) if gone else []) + self._offers(now)
 
     # Messages, one by one.
 
-    def _register(self, now: float, sender: str, message: m.Register) -> list[Letter]:
+    def _register(self, now: float, sender: str, message: m.Register) -> list[OutgoingMessage]:
         member = message.member
         if member.incarnation != sender:
             self.counters["foreign"] += 1
@@ -110,7 +111,7 @@ class Registry:
             if len(self._entries) >= self.limits.max_members:
                 self.counters["too_many_members"] += 1
                 return []
-            entry = self._entries[sender] = _Entry(member)
+            entry = self._entries[sender] = _RegisteredMember(member)
             entry.heard_at = now
             return self._changed()
         changed = msgspec.structs.replace(member, load=entry.member.load) != entry.member
@@ -122,7 +123,7 @@ class Registry:
             return [(sender, self._peers())]
         return [(sender, m.Heard(self.incarnation, len(self)))]
 
-    def _put(self, now: float, sender: str, job: m.Job) -> list[Letter]:
+    def _put(self, now: float, sender: str, job: m.Job) -> list[OutgoingMessage]:
         attempt = job.attempt
         if attempt.incarnation != sender:
             self.counters["foreign"] += 1
@@ -145,22 +146,22 @@ class Registry:
             return m.PutRefusal.NO_PEER
         return None
 
-    def _take(self, now: float, sender: str, message: m.Take) -> list[Letter]:
+    def _credit(self, now: float, sender: str, message: m.Credit) -> list[OutgoingMessage]:
         entry = self._entries.get(sender)
         if entry is None:
             self.counters["unregistered"] += 1
             return []
         # One that was dropped and came back still has the numbers of its former entry.
-        entry.room, entry.seen = message.room, min(message.serial, entry.offered)
+        entry.credits, entry.seen = message.jobs, min(message.serial, entry.offered)
         if now - entry.offered_at >= self.limits.ttl_s:
             entry.seen = entry.offered  # an offer unseen for so long was lost with its connection
         return self._offers(now)
 
     # Moves.
 
-    def _offers(self, now: float) -> list[Letter]:
-        """Jobs to whoever has room, oldest job first, most room first."""
-        letters: list[Letter] = []
+    def _offers(self, now: float) -> list[OutgoingMessage]:
+        """Offer jobs to those who can take some: the oldest job first, to the one with the most credits."""
+        messages: list[OutgoingMessage] = []
         open_to = [entry for entry in self._entries.values() if entry.free() > 0]
         for from_front, job, until in self._in_order() if open_to else ():
             fitting = [entry for entry in open_to if self._fits(entry, job)] if until > now else ()
@@ -175,23 +176,23 @@ class Registry:
             else:
                 self._remove(job.attempt)
             offer = m.Offer(msgspec.structs.replace(job, deadline_s=max(0.0, until - now)), entry.offered)
-            letters.append((entry.member.incarnation, offer))
+            messages.append((entry.member.incarnation, offer))
             if entry.free() <= 0:
                 open_to.remove(entry)
                 if not open_to:
                     break
-        return letters
+        return messages
 
     def _in_order(self) -> list[tuple[bool, m.Job, float]]:
         return [(True, job, until) for job, until in self._front] + [
             (False, job, until) for job, until in self._jobs.values()]
 
-    def _fits(self, entry: _Entry, job: m.Job) -> bool:
+    def _fits(self, entry: _RegisteredMember, job: m.Job) -> bool:
         """Whether this member may take that job."""
         theirs = self._entries.get(job.attempt.incarnation)
         return theirs is not None and may_take(entry.member, job, theirs.member)
 
-    def _drop_members(self, names: list[str]) -> list[Letter]:
+    def _drop_members(self, names: list[str]) -> list[OutgoingMessage]:
         dropped = [name for name in names if self._entries.pop(name, None) is not None]
         if not dropped:
             return []
@@ -207,7 +208,7 @@ class Registry:
         if item is not None:
             self._tokens -= len(item[0].token_ids)
 
-    def _changed(self) -> list[Letter]:
+    def _changed(self) -> list[OutgoingMessage]:
         self.version += 1
         peers = self._peers()
         return [(name, peers) for name in self._entries]

@@ -2,7 +2,7 @@
 """The broker's process: one socket in front of a `Registry`.
 
 It may be killed and restarted at any moment: engines register again with their next heartbeat, put their unclaimed jobs
-again, and say anew how much room they have.
+again, and send their credits again.
 """
 import collections
 import time
@@ -11,20 +11,21 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from vllm_pd.broker.registry import Letter, QueueLimits, Registry
+from vllm_pd.broker.registry import OutgoingMessage, QueueLimits, Registry
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.poller import SocketPoller, receive_batch
 
 TICK_S = 0.5
 BATCH_MESSAGES = 256
 
 
 class Broker:
-    """Binds at once (ConfigError where it can't); `run` serves until `stop`. With keys only those who have the same
-    ones are heard."""
+    """Binds at once (ConfigError where it can't); `run` serves until `stop`. With keys, only those with the same keys
+    can connect."""
 
     def __init__(self, bind: str, *, ttl_s: float = 5.0, limits: "QueueLimits | None" = None,
                  keys: Keys | None = None, clock: Callable[[], float] = time.monotonic):
@@ -33,66 +34,55 @@ class Broker:
         self.counters: m.Counters = collections.Counter()
         self._clock = clock
         self._context = zmq.Context()
-        self._gate = None if keys is None else Gate(self._context, keys)
+        gate = None if keys is None else Gate(self._context, keys)
         try:
             self._socket = sockets.server(self._context, bind, keys)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError("bind", bind, f"{error}; choose a free address like tcp://127.0.0.1:5700") from error
         self.address = sockets.endpoint(self._socket)
+        self._poller = SocketPoller(gate)
+        self._poller.watch(self._socket)
         self._registry = Registry(uuid.uuid4().hex, limits or QueueLimits(ttl_s=ttl_s))
         self._routes: dict[str, bytes] = {}
-        self._waker = sockets.Waker()
         self._stopping = False
         self._slept = False
 
     def run(self) -> None:
         """Serve until `stop`, then close the socket."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
-        if self._gate is not None:
-            poller.register(self._gate.socket, zmq.POLLIN)
         next_tick = self._clock() + TICK_S
         try:
             while not self._stopping:
-                poller.poll(max(0, int((next_tick - self._clock()) * 1000) + 1))
-                if self._gate is not None:
-                    self._gate.answer()
-                for _ in range(BATCH_MESSAGES):
-                    frames = sockets.receive(self._socket)
-                    if frames is None:
-                        break
+                self._poller.wait(next_tick - self._clock())
+                for frames in receive_batch(self._socket, BATCH_MESSAGES):
                     self._on_frames(frames)
                 if self._clock() >= next_tick:
                     next_tick = self._tick(next_tick)
         finally:
             self._socket.close()
-            if self._gate is not None:
-                self._gate.close()
+            self._poller.close()
             self._context.term()
-            self._waker.close()
 
     def _tick(self, due_s: float) -> float:
-        """Do what is due by time; returns when that is to be done again. While we stood still ourselves nobody's
-        heartbeats were heard: who is there gets the time to say so, once."""
+        """Do what is due by time; returns when that is to be done again. Do not expire members right after this process
+        was suspended: no heartbeat was received meanwhile, so they get the time for one, once."""
         now = self._clock()
         ttl_s = self._registry.limits.ttl_s
         self._slept = not self._slept and now - due_s > ttl_s / 4
         if self._slept:
             self.counters["slept"] += 1
             return now + ttl_s / 2
-        self._deliver(self._registry.tick(now))
+        self._deliver(self._registry.handle_timeout(now))
         self._prune_routes()
         return now + TICK_S
 
     def stop(self) -> None:
         """End `run`. Safe from any thread and from a signal handler."""
         self._stopping = True
-        self._waker.set()
+        self._poller.waker.set()
 
     def members(self) -> list[m.Member]:
-        """Who is registered. A glance from another thread; the list may be old when it arrives."""
+        """The registered members. May be called from another thread; the list may then be outdated."""
         return self._registry.members()
 
     def queue_length(self) -> int:
@@ -119,8 +109,8 @@ class Broker:
         self._routes[sender] = route
         self._deliver(self._registry.receive(self._clock(), sender, message))
 
-    def _deliver(self, letters: list[Letter]) -> None:
-        queue = collections.deque(letters)
+    def _deliver(self, messages: list[OutgoingMessage]) -> None:
+        queue = collections.deque(messages)
         while queue:
             to, message = queue.popleft()
             route = self._routes.get(to)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speaks for an engine: its door (`agent`), the thread (`thread`) and what it decides by (`sides`)."""
+"""What speaks for an engine: the peer protocol, the thread that owns the sockets, and their life cycle (`agent`)."""

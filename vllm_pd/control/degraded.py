@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an engine can do its part in disaggregation at present, and if not, why. Pure.
 
-A degraded engine serves its clients by itself: answers stay right, time suffers. So it must say so (`vllm:pd_degraded`,
-`/pd/status`, one line of the log), or nobody notices that nothing is handed over.
+A degraded engine serves its clients by itself: answers stay right, latency suffers. So it reports it
+(`vllm:pd_degraded`, `/pd/status`, one line of the log), or nobody would notice that nothing is handed over.
 """
 from enum import StrEnum
 
@@ -12,8 +12,8 @@ import msgspec
 class Cause(StrEnum):
     """Why an engine is degraded; a label of `vllm:pd_degraded`."""
     BROKER = "broker"  # it does not answer
-    PEER = "peer"  # nobody is there for this engine to work with
-    MISMATCH = "mismatch"  # somebody is, and does not fit
+    PEER = "peer"  # there is no engine to work with
+    MISMATCH = "mismatch"  # there is one, and it does not fit
     CONTROL = "control"  # the control thread has ended
 
 
@@ -24,23 +24,23 @@ class Degraded(msgspec.Struct, frozen=True):
 
 
 class DegradedLog:
-    """What the log is told: each cause once, after it has lasted for `patience_s`, as it does not at every start and
-    restart of somebody; and its end."""
+    """When to log a change. Each cause once, after it has lasted for `after_s`, so that no start or restart of an
+    engine is logged; and its end."""
 
-    def __init__(self, patience_s: float):
-        self._patience_s = patience_s
+    def __init__(self, after_s: float):
+        self._after_s = after_s
         self._cause: Cause | None = None
         self._since = 0.0
-        self._told: Cause | None = None
+        self._logged: Cause | None = None
 
     def line(self, now: float, degraded: Degraded | None) -> str | None:
-        """What is to be logged now, if anything. To be asked now and then."""
+        """The line to log now; None where there is nothing to log. To be called at each turn."""
         cause = None if degraded is None else degraded.cause
         if cause != self._cause:
             self._cause, self._since = cause, now
-        if cause == self._told or now - self._since < self._patience_s:
+        if cause == self._logged or now - self._since < self._after_s:
             return None
-        self._told = cause
+        self._logged = cause
         if degraded is None:
             return "no longer degraded: prompts can be prefilled elsewhere again"
         return f"degraded ({cause}): {degraded.detail}; all prompts are prefilled where they arrive"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol, pure: messages, the two sides of an attempt, the policy. No sockets, threads, clock, vllm or torch."""
+"""The protocol, pure: messages, its two halves, the policy. No sockets, threads, clock, vllm or torch."""

@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode engine's side of every attempt that it has open.
+"""The decode engine's half of the protocol: every attempt that it has open.
 
 Life of an attempt: `submit` puts a job on the queue (QUEUED); the first claim gets its blocks (GRANTED); the last
-rank's notice ends it (DONE). Or it ends as FAILED (P's word, P's death, no queue, no P), CANCELLED (`abort`) or EXPIRED
-(lease or deadline). Ends are final and come once.
+rank's notice ends it (DONE). Or it ends as FAILED (P's message, P's death, no queue, no P), CANCELLED (`abort`) or
+EXPIRED (lease or deadline). An end is final and comes once.
 
-The *fence* is a second matter: from the grant on, P may write the blocks. They are free again only by P's word (failed,
-stopped, every rank's notice) or by P's death as a fact, never by time. An attempt that has ended with its fence open is
-kept, and P is told to stop again and again, until one of these comes. Then the record goes; a message about an attempt
-without a record changes nothing but a counter.
+The *fence* is separate from the state: from the grant on, P may write the blocks. They are free again only by a message
+of P (failed, stopped, every rank's notice) or by P's death as a fact, never by time. An attempt that has ended while
+its fence is up is kept, and P is asked to stop again and again, until one of these comes. Then the record is deleted; a
+message about an attempt without a record changes nothing but a counter.
 """
 import collections
 from collections.abc import Callable, Collection
 from enum import Enum
+from typing import Any
 
 import msgspec
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import (
+from vllm_pd.core.actions import (
     Action,
+    AttemptEnd,
     Fallback,
     FallbackReason,
-    Outcome,
     Prefilled,
     Released,
     Timed,
@@ -30,10 +31,11 @@ from vllm_pd.core.events import (
 )
 from vllm_pd.errors import PeerMismatch
 
+_LONG_AGO = float("-inf")
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
 
 
-class State(Enum):
+class AttemptState(Enum):
     """Where an attempt is on D."""
     QUEUED = "queued"
     GRANTED = "granted"
@@ -44,8 +46,8 @@ class State(Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether the engine has been told its end."""
-        return self not in (State.QUEUED, State.GRANTED)
+        """Whether the attempt has ended: the engine has its event."""
+        return self not in (AttemptState.QUEUED, AttemptState.GRANTED)
 
 
 class DecodeLimits(msgspec.Struct, frozen=True):
@@ -59,7 +61,7 @@ class DecodeLimits(msgspec.Struct, frozen=True):
 
 
 class _Record:
-    """One open attempt. Deadlines are in the caller's clock."""
+    """One open attempt. Times are those of the caller's clock."""
 
     def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
                  avoid: tuple[str, ...]):
@@ -68,7 +70,7 @@ class _Record:
         self.token_ids = token_ids
         self.block_ids = block_ids
         self.cached_blocks = cached_blocks
-        self.state = State.QUEUED
+        self.state = AttemptState.QUEUED
         self.fenced = False
         self.submitted = self.deadline = self.next_put = 0.0
         self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
@@ -81,8 +83,8 @@ class _Record:
         self.timings = m.Timings()
 
 
-class DecodeSide:
-    """All attempts of one decode engine. No method blocks, raises for a peer's doing, or reads a clock."""
+class DecodeProtocol:
+    """All attempts of one decode engine. No method blocks, reads a clock, or raises because of what a peer does."""
 
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits):
         self.member = member
@@ -107,7 +109,7 @@ class DecodeSide:
             m.Stopped: self._on_stopped,
         }
 
-    # What the engine does.
+    # Calls of the engine.
 
     def submit(self, now: float, attempt: m.Attempt, token_ids: list[int], block_ids: list[int],
                cached_blocks: int, avoid: tuple[str, ...] = (), deadline_s: float | None = None) -> list[Action]:
@@ -122,17 +124,17 @@ class DecodeSide:
         record.submitted = now
         record.deadline = now + (self.limits.deadline_s if deadline_s is None else deadline_s)
         if len(attempt.request_id) > m.MAX_ID_CHARS:
-            return self._end(now, record, Outcome.FAILED, FallbackReason.FEATURE, "the request id is too long")
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.FEATURE, "the request id is too long")
         if self._broker_lost_at is not None:
-            return self._end(now, record, Outcome.FAILED, FallbackReason.BROKER, "no answer from the broker")
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.BROKER, "no answer from the broker")
         return self._put(now, record)
 
     def abort(self, now: float, attempt: m.Attempt) -> list[Action]:
-        """The request is no longer wanted. Its end is this call; `Released` follows when the blocks may be reused."""
+        """The client is gone. This call ends the attempt; `Released` follows when the blocks may be reused."""
         record = self._records.get(attempt)
         if record is None or record.state.ended:
             return []
-        return self._end(now, record, Outcome.CANCELLED, None)
+        return self._end(now, record, AttemptEnd.CANCELLED, None)
 
     def arrived(self, now: float, attempt: m.Attempt, rank: int) -> list[Action]:
         """The transfer's notice: all of this rank's data is in our blocks."""
@@ -146,14 +148,14 @@ class DecodeSide:
             return []
         if record.state.ended:
             return self._release(record)
-        record.state = State.DONE
+        record.state = AttemptState.DONE
         self.counters["done"] += 1
         del self._records[attempt]
         if not record.timings.measured:
             self._remember(record)
         return [Prefilled(attempt, record.timings)]
 
-    # What others do.
+    # Messages of others.
 
     def receive(self, now: float, sender: str, message: m.Message) -> list[Action]:
         """A message from a P."""
@@ -163,25 +165,26 @@ class DecodeSide:
         return handler(now, sender, message)
 
     def put_reply(self, now: float, reply: m.PutReply) -> list[Action]:
-        """The broker's answer to a put."""
+        """The answer of the broker to a `Put`."""
         record = self._records.get(reply.attempt)
-        if record is None or record.state is not State.QUEUED:
+        if record is None or record.state is not AttemptState.QUEUED:
             return [] if reply.refusal is None else self._drop("put_reply_unknown")
         if reply.refusal is m.PutRefusal.FULL:
-            return self._end(now, record, Outcome.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
-        if reply.refusal is not None:  # a broker that has just started knows nobody yet
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
+        if reply.refusal is not None:  # a broker that has just started has no members yet
             record.next_put = min(record.next_put, now + self.limits.claim_retry_s / 10)
         return []
 
     def put_failed(self, now: float, attempt: m.Attempt) -> list[Action]:
-        """The broker could not be reached when the first put of this attempt was to leave."""
+        """The broker could not be reached when the first `Put` of this attempt was to be sent."""
         record = self._records.get(attempt)
-        if record is None or record.state is not State.QUEUED or now - record.submitted >= self.limits.claim_retry_s:
+        if (record is None or record.state is not AttemptState.QUEUED
+                or now - record.submitted >= self.limits.claim_retry_s):
             return []
-        return self._end(now, record, Outcome.FAILED, FallbackReason.BROKER, "the broker can't be reached")
+        return self._end(now, record, AttemptEnd.FAILED, FallbackReason.BROKER, "the broker can't be reached")
 
     def broker_is(self, now: float, up: bool) -> list[Action]:
-        """Whether the broker answers. Jobs wait for its return for `ttl_s`, and are queued anew when it is back."""
+        """Whether the broker answers. Jobs wait `ttl_s` for its return, and are put again when it is back."""
         if not up:
             if self._broker_lost_at is None:
                 self._broker_lost_at = now
@@ -195,14 +198,14 @@ class DecodeSide:
         """Put every unclaimed job again: the broker that had them is gone."""
         actions: list[Action] = []
         for record in list(self._records.values()):
-            if record.state is State.QUEUED:
+            if record.state is AttemptState.QUEUED:
                 actions += self._put(now, record)
         return actions
 
     def peers_are(self, now: float, live: Collection[str]) -> None:
-        """The compatible Ps that are known. A job waits for one that it need not avoid for `ttl_s`."""
+        """The compatible Ps that are known. A job waits `ttl_s` for one that it need not avoid."""
         for record in self._records.values():
-            if record.state is not State.QUEUED:
+            if record.state is not AttemptState.QUEUED:
                 continue
             if any(name not in record.avoid for name in live):
                 record.peers_lost_at = None
@@ -214,21 +217,21 @@ class DecodeSide:
         self.peers.pop(incarnation, None)
         actions: list[Action] = []
         for record in [r for r in self._records.values() if r.fenced and r.peer == incarnation]:
-            actions += self._p_is_out(now, record, FallbackReason.PEER, "the prefill engine died")
+            actions += self._p_stopped(now, record, FallbackReason.PEER, "the prefill engine died")
         return actions
 
     def shut(self, now: float, detail: str) -> list[Action]:
-        """The control thread ends: every open attempt falls back. Open fences stay, for nobody hears P any more."""
+        """The control thread ends: every open attempt falls back. Fences stay up, for P can't be heard any more."""
         actions: list[Action] = []
         for record in list(self._records.values()):
             if not record.state.ended:
-                actions += self._end(now, record, Outcome.FAILED, FallbackReason.CONTROL, detail)
+                actions += self._end(now, record, AttemptEnd.FAILED, FallbackReason.CONTROL, detail)
         self._broker_lost_at = now
         return actions
 
     # Time.
 
-    def tick(self, now: float) -> list[Action]:
+    def handle_timeout(self, now: float) -> list[Action]:
         """Do what is due."""
         actions: list[Action] = []
         for record in list(self._records.values()):
@@ -236,13 +239,13 @@ class DecodeSide:
                 actions += self._on_due(now, record)
         return actions
 
-    def next_deadline(self) -> float | None:
-        """When `tick` is next due; None where nothing is."""
+    def next_timeout(self) -> float | None:
+        """When `handle_timeout` is next due; None where nothing is."""
         return min((self._due(record) for record in self._records.values()), default=None)
 
-    # What the engine and the tests look at.
+    # State, for the engine and the tests.
 
-    def states(self) -> dict[m.Attempt, State]:
+    def states(self) -> dict[m.Attempt, AttemptState]:
         """All attempts that still have a record."""
         return {attempt: record.state for attempt, record in self._records.items()}
 
@@ -255,13 +258,25 @@ class DecodeSide:
         return {record.peer for record in self._records.values() if record.fenced}
 
     def writing_since(self) -> float | None:
-        """When a P last said that it writes, or has written, into blocks of ours; None where nobody is."""
-        since = [record.writing_at for record in self._records.values() if record.fenced]
-        return max((when for when in since if when is not None), default=None)
+        """When a P last told us that it writes, or has written, into our blocks; -inf where one may write and has told
+        us nothing; None where none may write."""
+        return max((_LONG_AGO if record.writing_at is None else record.writing_at
+                    for record in self._records.values() if record.fenced), default=None)
+
+    def awaited_timings(self) -> int:
+        """Attempts that are DONE, and whose `Sent` has not come."""
+        return len(self._done)
 
     def queued(self) -> int:
         """Jobs nobody has claimed yet."""
-        return sum(record.state is State.QUEUED for record in self._records.values())
+        return sum(record.state is AttemptState.QUEUED for record in self._records.values())
+
+    def debug_state(self) -> dict[m.Attempt, dict[str, Any]]:
+        """What is known of each attempt with a record, for tests alone. Times are those of the caller's clock."""
+        return {attempt: {"state": record.state, "peer": record.peer if record.fenced else "",
+                          "claim": record.claim, "arrived": sorted(record.arrived), "measured": record.timings.measured,
+                          "lease_until": record.lease_until, "next_cancel": record.next_cancel}
+                for attempt, record in self._records.items()}
 
     # Messages, one by one.
 
@@ -282,7 +297,7 @@ class DecodeSide:
         return [ToPrefill(sender, self.hello_reply)]
 
     def _forget_idle_peers(self) -> None:
-        """Keep the table bounded. A P that was forgotten is told so when it claims, and says hello again."""
+        """Keep the table bounded. A P that was forgotten is denied its next claim (UNPEERED) and sends Hello again."""
         busy = self.busy_peers() if len(self.peers) >= self.limits.max_peers else set()
         while len(self.peers) >= self.limits.max_peers + len(busy):
             del self.peers[next(name for name in self.peers if name not in busy)]
@@ -300,12 +315,12 @@ class DecodeSide:
         fingerprint = self.peers[sender].fingerprint
         if message.ranks != fingerprint.tp * fingerprint.pp:
             return self._drop("claim_ranks")  # with fewer, D would begin before all has arrived
-        if record.state is State.GRANTED:
+        if record.state is AttemptState.GRANTED:
             if (record.peer, record.claim) != (sender, message.claim):
                 return self._deny(sender, message, m.DenyReason.TAKEN)
             self.dropped["claim_duplicate"] += 1
             return [ToPrefill(sender, self._grant(record))]
-        record.state, record.fenced = State.GRANTED, True
+        record.state, record.fenced = AttemptState.GRANTED, True
         record.peer, record.claim, record.ranks = sender, message.claim, message.ranks
         record.granted_at = now
         record.lease_until = now + self.limits.lease_s
@@ -338,35 +353,35 @@ class DecodeSide:
             return self._drop("sent_unknown" if record is None else "sent_duplicate")
         record.timings = self._measured(record, message.timings)
         record.writing_at = now
-        record.lease_until = now + self.limits.lease_s  # P renews no more, and the engine may be in a long step
+        record.lease_until = now + self.limits.lease_s  # P renews no longer, and the engine may be in a long step
         return []
 
     def _on_failed(self, now: float, sender: str, message: m.Failed) -> list[Action]:
         record = self._held_by(sender, message)
         if record is None:
             return self._drop("failed_unknown")
-        return self._p_is_out(now, record, FallbackReason.FAILED, message.reason)
+        return self._p_stopped(now, record, FallbackReason.FAILED, message.reason)
 
     def _on_stopped(self, now: float, sender: str, message: m.Stopped) -> list[Action]:
         record = self._held_by(sender, message)
         if record is None:
             return self._drop("stopped_unknown")
-        return self._p_is_out(now, record, FallbackReason.FAILED, "the prefill engine stopped")
+        return self._p_stopped(now, record, FallbackReason.FAILED, "the prefill engine stopped")
 
     # Moves.
 
-    def _p_is_out(self, now: float, record: _Record, reason: FallbackReason, detail: str) -> list[Action]:
-        """P will write no more, whatever the attempt's state."""
+    def _p_stopped(self, now: float, record: _Record, reason: FallbackReason, detail: str) -> list[Action]:
+        """P will not write any more, whatever the state of the attempt is."""
         record.fenced = False
         if record.state.ended:
             return self._release(record)
-        return self._end(now, record, Outcome.FAILED, reason, detail)
+        return self._end(now, record, AttemptEnd.FAILED, reason, detail)
 
-    def _end(self, now: float, record: _Record, outcome: Outcome, reason: FallbackReason | None,
+    def _end(self, now: float, record: _Record, outcome: AttemptEnd, reason: FallbackReason | None,
              detail: str = "") -> list[Action]:
         """The one place where an attempt ends other than DONE."""
-        was_queued = record.state is State.QUEUED
-        record.state = State(outcome.value)
+        was_queued = record.state is AttemptState.QUEUED
+        record.state = AttemptState(outcome.value)
         self.counters[outcome.value] += 1
         actions: list[Action] = []
         if reason is not None:
@@ -395,13 +410,13 @@ class DecodeSide:
         return [ToBroker(m.Put(job))]
 
     def _due(self, record: _Record) -> float:
-        if record.state is State.QUEUED:
+        if record.state is AttemptState.QUEUED:
             due = min(record.deadline, record.next_put)
             for lost_at in (self._broker_lost_at, record.peers_lost_at):
                 if lost_at is not None:
                     due = min(due, self._waited_from(record, lost_at) + self.limits.ttl_s)
             return due
-        if record.state is State.GRANTED:
+        if record.state is AttemptState.GRANTED:
             return min(record.deadline, record.lease_until)
         return record.next_cancel
 
@@ -409,13 +424,13 @@ class DecodeSide:
         if record.state.ended:
             return self._cancel(now, record)
         if now >= record.deadline:
-            return self._end(now, record, Outcome.EXPIRED, FallbackReason.DEADLINE, "the attempt took too long")
-        if record.state is State.GRANTED:
-            return self._end(now, record, Outcome.EXPIRED, FallbackReason.LEASE, "the prefill engine fell silent")
+            return self._end(now, record, AttemptEnd.EXPIRED, FallbackReason.DEADLINE, "the attempt took too long")
+        if record.state is AttemptState.GRANTED:
+            return self._end(now, record, AttemptEnd.EXPIRED, FallbackReason.LEASE, "the prefill engine fell silent")
         for lost_at, reason, detail in ((self._broker_lost_at, FallbackReason.BROKER, "the broker went away"),
                                         (record.peers_lost_at, FallbackReason.PEER, "no prefill engine is left")):
             if lost_at is not None and now >= self._waited_from(record, lost_at) + self.limits.ttl_s:
-                return self._end(now, record, Outcome.FAILED, reason, detail)
+                return self._end(now, record, AttemptEnd.FAILED, reason, detail)
         self.counters["requeued"] += 1
         return self._put(now, record)
 
@@ -423,10 +438,10 @@ class DecodeSide:
     def _waited_from(record: _Record, lost_at: float) -> float:
         return max(lost_at, record.submitted)
 
-    # Small things.
+    # Helpers.
 
     def _held_by(self, sender: str, message: m.Message) -> _Record | None:
-        """The record that this sender was granted with this claim, if its fence is open."""
+        """The record that was granted to this sender for this claim, if its fence is up; else None."""
         record = self._records.get(message.attempt)
         if record is None or not record.fenced or (record.peer, record.claim) != (sender, message.claim):
             return None
@@ -451,6 +466,6 @@ class DecodeSide:
         return msgspec.structs.replace(theirs, queue_s=record.timings.queue_s, measured=True)
 
     def _drop(self, name: str) -> list[Action]:
-        """A message that changes nothing else."""
+        """Count a message that changes nothing else."""
         self.dropped[name] += 1
         return []

@@ -3,10 +3,12 @@
 
 An *incarnation* is one process life of an engine (a random id). An *attempt* is one try at having one request prefilled
 remotely; all state on both sides is keyed by it. A *claim number* is drawn anew by P for every claim that it makes and
-rides in every later message between P and D about it, so that a late word about an earlier claim of the same attempt
+rides in every later message between P and D about it, so that a late message about an earlier claim of the same attempt
 can never be taken for one about the present claim.
 
 Durations are relative (seconds left), never absolute: two machines share no clock.
+
+To go with the next protocol number, for nobody reads them: `Job.cached_tokens`, `Job.lora`, `Hello.transfer_metadata`.
 """
 from enum import StrEnum
 from typing import Annotated
@@ -91,7 +93,7 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """How busy an engine is; told to the registry with every heartbeat, for display only."""
+    """How busy an engine is; sent to the registry with every heartbeat, for display only."""
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0
@@ -159,40 +161,40 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     avoid: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_AVOIDED)] = ()
 
 
-class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all wire messages."""
+class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all wire messages. The tag on the wire is the class name, or the name that it once had."""
 
 
 # Between P (sends Hello, Claim, Renew, Writing, Sent, Failed, Stopped) and D (the others). P opens the connection.
 
 
-class Hello(Wire):
-    """P presents itself to D."""
+class Hello(WireMessage):
+    """P introduces itself to D."""
     member: Member
     transfer_metadata: Metadata
 
 
-class HelloReply(Wire):
+class HelloReply(WireMessage):
     """D accepts P and says how its memory is reached."""
     member: Member
     transfer_metadata: Metadata
 
 
-class Refused(Wire):
+class Refused(WireMessage):
     """The two don't fit. `ours` is the sender's value."""
     key: Text
     ours: Text
     theirs: Text
 
 
-class Claim(Wire):
-    """P wants to do this attempt; `ranks` of its processes will write and give notice each."""
+class Claim(WireMessage):
+    """P claims this attempt; `ranks` of its processes will write, and each gives notice."""
     attempt: Attempt
     claim: Count
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
 
 
-class Grant(Wire):
+class Grant(WireMessage):
     """P may write `block_ids[cached_blocks:]`, for `lease_s` counted from before its claim was sent."""
     attempt: Attempt
     claim: Count
@@ -201,21 +203,21 @@ class Grant(Wire):
     lease_s: Seconds
 
 
-class Deny(Wire):
-    """P must not do it."""
+class Deny(WireMessage):
+    """D does not grant the claim."""
     attempt: Attempt
     claim: Count
     reason: DenyReason
 
 
-class Renew(Wire):
-    """P is at it; `stamp` comes back in the answer."""
+class Renew(WireMessage):
+    """P still works on it; `stamp` comes back in the answer."""
     attempt: Attempt
     claim: Count
     stamp: Count
 
 
-class Renewed(Wire):
+class Renewed(WireMessage):
     """The lease runs anew from the moment the renewal with this stamp was sent."""
     attempt: Attempt
     claim: Count
@@ -223,13 +225,13 @@ class Renewed(Wire):
     lease_s: Seconds
 
 
-class Writing(Wire):
+class Writing(WireMessage):
     """P posts its writes now: D's transport may have to help them along, and the notice comes soon."""
     attempt: Attempt
     claim: Count
 
 
-class Sent(Wire):
+class Sent(WireMessage):
     """All handles of all of P's ranks are done. A wake-up with timings; the proof of arrival is the transfer's notice.
     """
     attempt: Attempt
@@ -237,21 +239,21 @@ class Sent(Wire):
     timings: Timings
 
 
-class Failed(Wire):
-    """P gave the attempt up and writes no more."""
+class Failed(WireMessage):
+    """P gave the attempt up and does not write any more."""
     attempt: Attempt
     claim: Count
     reason: Text
 
 
-class Cancel(Wire):
-    """D wants no more of it. Repeated until P has answered."""
+class Cancel(WireMessage):
+    """D asks P to stop. Repeated until P has answered."""
     attempt: Attempt
     claim: Count
 
 
-class Stopped(Wire):
-    """P writes no more: the answer to Cancel."""
+class Stopped(WireMessage):
+    """P does not write any more: the answer to Cancel."""
     attempt: Attempt
     claim: Count
 
@@ -259,20 +261,20 @@ class Stopped(Wire):
 # Between an engine and the broker.
 
 
-class Register(Wire):
-    """Heartbeat: here I am. `broker`, `version`: what was last heard from the registry, so that it can fill a gap."""
+class Register(WireMessage):
+    """Heartbeat. `broker`, `version`: which registry the sender knows, so that a missed change is sent again."""
     member: Member
     broker: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
     version: Count = 0
 
 
-class Heard(Wire):
-    """Answer to a heartbeat when there is nothing new."""
+class Heard(WireMessage):
+    """Answer to a heartbeat where the sender knows the present registry."""
     broker: Name
     queue_length: Count
 
 
-class Peers(Wire):
+class Peers(WireMessage):
     """The registry, whole; pushed when it changes. `broker` is the incarnation of the broker's process."""
     broker: Name
     version: Count
@@ -280,62 +282,62 @@ class Peers(Wire):
     queue_length: Count
 
 
-class Leave(Wire):
-    """The sender goes away."""
+class Leave(WireMessage):
+    """The sender leaves the registry."""
 
 
-class Put(Wire):
+class Put(WireMessage):
     """Queue this job; a second put of a queued job changes nothing."""
     job: Job
 
 
-class PutReply(Wire):
+class PutReply(WireMessage):
     """`refusal` is None where the job is in the queue."""
     attempt: Attempt
     refusal: PutRefusal | None
     queue_length: Count
 
 
-class Withdraw(Wire):
+class Withdraw(WireMessage):
     """Take this job out of the queue."""
     attempt: Attempt
 
 
-class Take(Wire):
-    """P can take `room` jobs beyond those whose offer it has seen; `serial` is the last offer seen."""
-    room: Count
+class Credit(WireMessage, tag="Take"):
+    """P can take `jobs` more jobs than those whose offer it has seen; `serial` is the last offer seen."""
+    jobs: Count
     serial: Count
 
 
-class Offer(Wire):
-    """A job for P, which it may claim at D. `serial` counts the offers made to this P."""
+class Offer(WireMessage):
+    """A job that P may claim at D. `serial` counts the offers made to this P."""
     job: Job
     serial: Count
 
 
-class Census(Wire):
-    """Anybody asks the broker who is there. The answer is a `Peers`."""
+class ListMembers(WireMessage, tag="Census"):
+    """Request the list of members from the broker. Anybody may; the answer is a `Peers`."""
 
 
 # Between an operator and an engine, on the engine's control socket.
 
 
-class Drain(Wire):
+class Drain(WireMessage):
     """Take nothing new, finish what is open, leave the registry."""
 
 
-class SetRole(Wire):
+class SetRole(WireMessage):
     """Act as `role` from now on; what is open is finished. Only a `kv_both` engine can change."""
     role: Role
 
 
-class Status(Wire):
-    """How are you? The engine's own front end says with it where it serves."""
+class Status(WireMessage):
+    """Request a StatusReply. The engine's own front end sends with it where it serves."""
     http: Text = ""
 
 
-class StatusReply(Wire):
-    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `ControlAgent.counts`;
+class StatusReply(WireMessage):
+    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `PeerProtocol.status`;
     `degraded` says why the engine has nobody to work with, empty where it has."""
     member: Member
     problem: Text = ""
@@ -343,16 +345,16 @@ class StatusReply(Wire):
     degraded: Text = ""
 
 
-TO_DECODE: tuple[type[Wire], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped)
-TO_PREFILL: tuple[type[Wire], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
-TO_BROKER: tuple[type[Wire], ...] = (Register, Leave, Put, Withdraw, Take, Census)
-TO_ENGINE: tuple[type[Wire], ...] = (Drain, SetRole, Status)  # from an operator
-TO_OPERATOR: tuple[type[Wire], ...] = (StatusReply,)
-FROM_BROKER: tuple[type[Wire], ...] = (Heard, Peers, PutReply, Offer, Refused)
+TO_DECODE: tuple[type[WireMessage], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped)
+TO_PREFILL: tuple[type[WireMessage], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
+TO_BROKER: tuple[type[WireMessage], ...] = (Register, Leave, Put, Withdraw, Credit, ListMembers)
+TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Status)  # from an operator
+TO_OPERATOR: tuple[type[WireMessage], ...] = (StatusReply,)
+FROM_BROKER: tuple[type[WireMessage], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
 Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
-           | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Take | Offer | Census | Drain
-           | SetRole | Status | StatusReply)
+           | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Credit | Offer | ListMembers
+           | Drain | SetRole | Status | StatusReply)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why no two engines, and no ring of them, wait for each other.
+"""How engines avoid waiting for each other in a circle.
 
 An engine that both decodes and prefills holds seats and blocks for its own parked requests, which wait for jobs at
 other engines. A peer's job that waits here for those seats or blocks, or behind a request that does, waits for another

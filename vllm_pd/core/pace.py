@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast prompts that come back from a lost prefill engine are let into the batch of their own.
+"""How fast prompts that come back from a lost prefill engine are prefilled here.
 
 When a prefill engine dies, every prompt that it had comes back at once, and V0 runs prefills before decodes: the
-requests that stream at that moment would stand still until the last of them is computed. So those that came back are
-let in batch by batch: after one that took t seconds the others have `t * (1 - share) / share` for themselves. Nobody
+requests that stream at that moment would get no token until the last of them is computed. So those that came back are
+let in batch by batch: after one that took t seconds the others have `t * (1 - share) / share` for themselves. No prompt
 waits for ever: with n batches of t seconds the last begins after less than `n * t / share`.
 """
 
@@ -18,7 +18,7 @@ class FallbackPace:
         self._rest_until = float("-inf")
 
     def may_begin(self, now: float, others_run: bool) -> bool:
-        """Whether the next batch may be let in. `others_run`: someone would have to wait for it."""
+        """Whether the next batch may be let in. `others_run`: a running request would have to wait for it."""
         return self._began_at is None and (not others_run or now >= self._rest_until)
 
     def began(self, now: float) -> None:

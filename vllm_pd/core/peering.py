@@ -2,21 +2,21 @@
 """The decode engines that a prefill engine knows.
 
 Life of one: the registry or a job names it, and it is greeted (GREETED) until its reply makes it a peer (PEER), or
-until one of the two refuses the other (REFUSED). One that is lost is LEAVING while a job of it may still write here,
-and is dropped then; if it was heard of in the meantime, it is met anew.
+until one of the two refuses the other (REFUSED). One that is lost is LEAVING while a job of it may still write there,
+and is dropped afterwards; if the registry or a job named it in the meantime, it is greeted again.
 """
 from enum import Enum
 
 import msgspec
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Action, AddPeer, Connect, Disconnect, DropPeer, ToDecode
+from vllm_pd.core.actions import Action, AddPeer, Connect, Disconnect, DropPeer, ToDecode
 
 _NEVER = float("inf")
 
 
 class PeerState(Enum):
-    """What D is to this engine."""
+    """What a decode engine is to this engine."""
     GREETED = "greeted"
     PEER = "peer"
     REFUSED = "refused"
@@ -41,11 +41,11 @@ class Peer:
         self.next_hello = 0.0
         self.last_heard = 0.0
         self.missing_since: float | None = None
-        self.wanted = False  # it was heard of again while it was leaving
+        self.wanted = False  # the registry or a job named it while it was leaving
 
 
 class Peering:
-    """Of one prefill engine, which introduces itself by `hello`; its jobs are `PrefillSide`'s, `dropped` too."""
+    """The peers of one prefill engine, which introduces itself with `hello`. It counts in the caller's `dropped`."""
 
     def __init__(self, hello: m.Hello, limits: PeeringLimits, dropped: m.Counters):
         self.limits = limits
@@ -55,17 +55,17 @@ class Peering:
         self._met: dict[str, None] = {}  # every D that was a peer, the latest last
 
     def find(self, incarnation: str) -> Peer | None:
-        """That one, if it is known."""
+        """The peer of this name; None where it is not known."""
         return self._peers.get(incarnation)
 
     def members(self) -> dict[str, m.Member]:
-        """Those that have answered."""
+        """The members of those that have answered."""
         return {name: peer.member for name, peer in self._peers.items() if peer.member is not None}
 
     # Coming.
 
     def greet(self, now: float, incarnation: str, address: str) -> tuple[Peer | None, list[Action]]:
-        """That one, which is greeted where it is new; None where there is no room for it."""
+        """The peer of this name, greeted if it is new; None where there are too many."""
         peer = self._peers.get(incarnation)
         if peer is not None:
             peer.wanted = peer.state is PeerState.LEAVING
@@ -79,12 +79,13 @@ class Peering:
         return peer, [Connect(incarnation, address), self.introduce(incarnation)]
 
     def introduce(self, incarnation: str) -> Action:
-        """Say hello to it."""
+        """The Hello to send to it."""
         return ToDecode(incarnation, self._hello)
 
     def members_are(self, now: float, members: list[m.Member]) -> list[Action]:
-        """The registry. Fitting decode engines are greeted before they send their first job. One that was a peer is,
-        whatever its role is now: it may still wait for our word, and can ask only on a connection of ours."""
+        """The registry lists these. Fitting decode engines are greeted before they send their first job. One that was a
+        peer is greeted whatever its role is now: it may still wait for an answer of ours, and can only ask on a
+        connection that we open."""
         us = self._hello.member
         actions: list[Action] = []
         listed = {member.incarnation for member in members}
@@ -99,8 +100,8 @@ class Peering:
                 peer.missing_since = now
         return actions
 
-    def meet(self, peer: Peer, message: m.HelloReply) -> list[Action]:
-        """It has answered, and fits."""
+    def accept(self, peer: Peer, message: m.HelloReply) -> list[Action]:
+        """It has answered, and fits: it is a peer."""
         peer.member = message.member
         peer.state = PeerState.PEER
         self._met.pop(peer.incarnation, None)
@@ -112,21 +113,21 @@ class Peering:
     # Going.
 
     def refuse(self, peer: Peer) -> list[Action]:
-        """We don't fit. It is remembered, so that it is not greeted again."""
+        """The two don't fit. It is remembered, so that it is not greeted again."""
         peer.state = PeerState.REFUSED
         return [Disconnect(peer.incarnation)]
 
     def lose(self, peer: Peer) -> list[Action]:
-        """It is gone. One that was a peer stays until `part`."""
+        """It is gone. One that was a peer stays until `drop_if_leaving`."""
         if peer.state in (PeerState.PEER, PeerState.LEAVING):
             peer.state, peer.wanted = PeerState.LEAVING, False
             return []
         del self._peers[peer.incarnation]
         return [Disconnect(peer.incarnation)]
 
-    def part(self, now: float, incarnation: str) -> list[Action]:
-        """No job of it can write any more: drop it, if it is leaving. One that was heard of since is met anew: it may
-        still wait for our word about what was stopped."""
+    def drop_if_leaving(self, now: float, incarnation: str) -> list[Action]:
+        """No job of it can write any more: drop it, if it is leaving. One that was named since is greeted again: it may
+        still wait for our answer about what was stopped."""
         peer = self._peers.get(incarnation)
         if peer is None or peer.state is not PeerState.LEAVING:
             return []
@@ -140,20 +141,20 @@ class Peering:
     # Time.
 
     def due(self, now: float) -> list[Peer]:
-        """Those that are to be lost, where they are `overdue`, or else greeted again, by `hail`."""
+        """Those that are lost, where `is_silent`, or else to be greeted again with `greet_again`."""
         return [peer for peer in self._peers.values() if self._due(peer) <= now]
 
-    def overdue(self, now: float, peer: Peer) -> bool:
-        """Whether neither the registry nor the peer itself has given a sign of its life for `ttl_s`."""
+    def is_silent(self, now: float, peer: Peer) -> bool:
+        """Whether for `ttl_s` neither the registry has listed it nor a message of it has come."""
         return now >= self._missed_at(peer)
 
-    def hail(self, now: float, peer: Peer) -> list[Action]:
-        """Say hello once more."""
+    def greet_again(self, now: float, peer: Peer) -> list[Action]:
+        """Send Hello once more."""
         peer.next_hello = now + self.limits.hello_retry_s
         return [self.introduce(peer.incarnation)]
 
-    def next_deadline(self) -> float:
-        """When somebody is next `due`; infinite where nobody is."""
+    def next_timeout(self) -> float:
+        """When a peer is next `due`; infinite where none is."""
         return min((self._due(peer) for peer in self._peers.values()), default=_NEVER)
 
     def _due(self, peer: Peer) -> float:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a prompt is prefilled: a pure function of the request and the moment.
+"""Where a prompt is prefilled: a pure function of the request and the present state of the cluster.
 
-The order of the checks is the order in which a reader would ask: is it worth it, may it, can it. The first "no" is the
-reason that is counted.
+The checks ask in this order: is it worth it, may it, can it. The first "no" is the reason that is counted.
 """
 from enum import StrEnum
 
@@ -10,7 +9,7 @@ import msgspec
 
 
 class Reason(StrEnum):
-    """Why a prompt went where it went. LENGTH is the reason to go remote, the others are reasons to stay."""
+    """Why a prompt is prefilled where it is. LENGTH is the reason for a peer, the others are reasons to stay here."""
     LENGTH = "length"
     THRESHOLD = "threshold"  # too short to be worth it
     FEATURE = "feature"  # something in the request can't go remote
@@ -30,7 +29,7 @@ class PolicyConfig(msgspec.Struct, frozen=True):
 
 
 class PolicyInput(msgspec.Struct, frozen=True):
-    """One request, and what is known at this moment. `parked_blocks` counts quarantined ones too; `blocks` are those
+    """One request, and the present state. `parked_blocks` counts quarantined ones too; `blocks` are those
     this request would set aside beyond its prefix hit; `total_blocks` is the size of the pool, `total_requests` the
     most that may run at a time. `prefill_peers` are those that have not failed at it; `time_left_s` is what is left
     of the time that all its attempts may take together."""
@@ -50,7 +49,7 @@ class PolicyInput(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What to do, and why."""
+    """Whether a peer is to prefill the prompt, and why."""
     remote: bool
     reason: Reason
 

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill engine's side of every job that it was offered.
+"""The prefill engine's half of the protocol: every job that it was offered.
 
 Life of a job: an offer from the queue waits until D is a peer (PEERING), is claimed at D (CLAIMING) and, once granted,
-handed to the engine (RUNNING), which reports `sent` or `failed`; then the record goes. A cancel from D, the end of the
-lease or the loss of D moves it to STOPPING: the engine is told, and its `ended` is what D is waiting for.
+handed to the engine (RUNNING), which reports `sent` or `failed`; then the record is deleted. A cancel from D, the end
+of the lease or the loss of D moves it to STOPPING: the engine gets `Cancelled`, and D waits for the engine's `ended`.
 
 The lease counts from before the claim was sent, on this engine's clock, so it ends here before it ends on D. A record
-is dropped only when no handle of the job can write; so a cancel for a claim that is not on record is answered at once.
+is deleted only when no handle of the job can write; so a cancel of a claim without a record is answered at once.
 """
 import collections
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import msgspec
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Action, Cancelled, Prefill, ToDecode
+from vllm_pd.core.actions import Action, Cancelled, Prefill, ToDecode
 from vllm_pd.core.peering import Peer, Peering, PeeringLimits, PeerState
 from vllm_pd.errors import PeerMismatch
 
@@ -39,8 +40,8 @@ class PrefillLimits(PeeringLimits, frozen=True):
 _NEVER = float("inf")
 
 
-class _Job:
-    """One job. Deadlines are in the caller's clock."""
+class _OfferedJob:
+    """One job. Times are those of the caller's clock."""
 
     def __init__(self, job: m.Job, now: float):
         self.job = job
@@ -52,12 +53,12 @@ class _Job:
         self.lease_s = self.lease_until = 0.0
         self.next_renew = self.renewed_at = 0.0
         self.stamp = 0
-        self.said_writing = False
+        self.sent_writing = False
         self.claim_s = 0.0
 
 
-class PrefillSide:
-    """All jobs of one prefill engine. No method blocks, raises for a peer's doing, or reads a clock."""
+class PrefillProtocol:
+    """All jobs of one prefill engine. No method blocks, reads a clock, or raises because of what a peer does."""
 
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits):
         self.member = member
@@ -65,7 +66,7 @@ class PrefillSide:
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.mismatch: str | None = None
-        self._jobs: dict[m.Attempt, _Job] = {}
+        self._jobs: dict[m.Attempt, _OfferedJob] = {}
         self._peering = Peering(m.Hello(member, transfer_metadata), limits, self.dropped)
         self._claims = 0
         self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
@@ -77,31 +78,31 @@ class PrefillSide:
             m.Cancel: self._on_cancel,
         }
 
-    # What the engine does.
+    # Calls of the engine.
 
     def may_write(self, now: float, attempt: m.Attempt) -> bool:
-        """Whether a write of this attempt may be posted now. To be asked right before each post."""
+        """Whether a write of this attempt may be posted now. To be called right before each post."""
         job = self._jobs.get(attempt)
         return job is not None and job.state is JobState.RUNNING and now < job.lease_until
 
     def writing(self, now: float, attempt: m.Attempt) -> list[Action]:
-        """Writes of this attempt, which `may_write`, are about to be posted."""
+        """Writes of this attempt, for which `may_write` was true, are about to be posted."""
         job = self._jobs.get(attempt)
-        if job is None or job.said_writing:
+        if job is None or job.sent_writing:
             return []
-        job.said_writing = True
-        return self._say(job, m.Writing(attempt, job.claim))
+        job.sent_writing = True
+        return self._to_decode(job, m.Writing(attempt, job.claim))
 
     def sent(self, now: float, attempt: m.Attempt, timings: m.Timings) -> list[Action]:
-        """All handles of all ranks are done."""
+        """All transfer handles of all ranks are done."""
         job = self._forget(attempt)
         if job is None:
             return []
         if job.state is JobState.STOPPING:
-            return self._say(job, m.Stopped(attempt, job.claim)) + self._part(now, attempt.incarnation)
+            return self._to_decode(job, m.Stopped(attempt, job.claim)) + self._drop_idle(now, attempt.incarnation)
         timings = msgspec.structs.replace(timings, claim_s=job.claim_s)
         self.counters["sent"] += 1
-        return self._say(job, m.Sent(attempt, job.claim, timings))
+        return self._to_decode(job, m.Sent(attempt, job.claim, timings))
 
     def failed(self, now: float, attempt: m.Attempt, reason: str) -> list[Action]:
         """The engine gave the attempt up; no handle of it can write any more."""
@@ -109,19 +110,20 @@ class PrefillSide:
         if job is None:
             return []
         self.counters["failed"] += 1
-        return self._say(job, m.Failed(attempt, job.claim, reason[:1000])) + self._part(now, attempt.incarnation)
+        failed = self._to_decode(job, m.Failed(attempt, job.claim, reason[:1000]))
+        return failed + self._drop_idle(now, attempt.incarnation)
 
     def ended(self, now: float, attempt: m.Attempt) -> list[Action]:
         """The engine's answer to `Cancelled`: no handle of it can write any more."""
         job = self._forget(attempt)
         if job is None:
             return []
-        return self._say(job, m.Stopped(attempt, job.claim)) + self._part(now, attempt.incarnation)
+        return self._to_decode(job, m.Stopped(attempt, job.claim)) + self._drop_idle(now, attempt.incarnation)
 
-    # What others do.
+    # Messages of others.
 
     def offer(self, now: float, job: m.Job) -> list[Action]:
-        """The queue has a job for us."""
+        """The broker offers this job."""
         attempt = job.attempt
         if attempt.incarnation == self.member.incarnation:
             return self._drop("offer_own")
@@ -132,14 +134,14 @@ class PrefillSide:
         peer, actions = self._peering.greet(now, attempt.incarnation, job.address)
         if peer is None or peer.state is PeerState.REFUSED:
             return self._drop("offer_refused_peer")
-        record = self._jobs[attempt] = _Job(job, now)
+        record = self._jobs[attempt] = _OfferedJob(job, now)
         record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
         if peer.state is PeerState.PEER:
             actions += self._claim(now, record)
         return actions
 
     def members_are(self, now: float, members: list[m.Member]) -> list[Action]:
-        """The registry."""
+        """The registry lists these members."""
         return self._peering.members_are(now, members)
 
     def receive(self, now: float, sender: str, message: m.Message) -> list[Action]:
@@ -162,7 +164,7 @@ class PrefillSide:
                 actions += self._stop(job)
             elif job.state is not JobState.STOPPING:
                 self._forget(job.attempt)
-        return actions + self._peering.lose(peer) + self._part(now, incarnation)
+        return actions + self._peering.lose(peer) + self._drop_idle(now, incarnation)
 
     def shut(self, now: float) -> list[Action]:
         """The control thread ends: every job is to be stopped."""
@@ -176,26 +178,26 @@ class PrefillSide:
 
     # Time.
 
-    def tick(self, now: float) -> list[Action]:
+    def handle_timeout(self, now: float) -> list[Action]:
         """Do what is due."""
         actions: list[Action] = []
         for job in list(self._jobs.values()):
             if self._due(job) <= now:
                 actions += self._on_due(now, job)
         for peer in self._peering.due(now):
-            if self._peering.overdue(now, peer):
+            if self._peering.is_silent(now, peer):
                 self.counters["peer_lost"] += 1
                 actions += self.peer_lost(now, peer.incarnation)
             else:
-                actions += self._peering.hail(now, peer)
+                actions += self._peering.greet_again(now, peer)
         return actions
 
-    def next_deadline(self) -> float | None:
-        """When `tick` is next due; None where nothing is."""
-        due = min([self._peering.next_deadline(), *(self._due(job) for job in self._jobs.values())])
+    def next_timeout(self) -> float | None:
+        """When `handle_timeout` is next due; None where nothing is."""
+        due = min([self._peering.next_timeout(), *(self._due(job) for job in self._jobs.values())])
         return None if due == _NEVER else due
 
-    # What the engine and the tests look at.
+    # State, for the engine and the tests.
 
     def states(self) -> dict[m.Attempt, JobState]:
         """All jobs that still have a record."""
@@ -213,6 +215,10 @@ class PrefillSide:
         """Decode engines with a job here."""
         return {attempt.incarnation for attempt in self._jobs}
 
+    def debug_state(self) -> dict[m.Attempt, dict[str, Any]]:
+        """What is known of each job with a record, for tests alone. Times are those of the caller's clock."""
+        return {attempt: {"state": job.state, "lease_until": job.lease_until} for attempt, job in self._jobs.items()}
+
     # Messages, one by one.
 
     def _on_hello_reply(self, now: float, sender: str, message: m.HelloReply) -> list[Action]:
@@ -222,7 +228,7 @@ class PrefillSide:
         difference = self.member.fingerprint.first_difference(message.member.fingerprint)
         if difference is not None:
             return self._refuse(peer, *difference)
-        actions = self._peering.meet(peer, message)
+        actions = self._peering.accept(peer, message)
         for job in list(self._jobs.values()):
             if job.attempt.incarnation == sender and job.state is JobState.PEERING:
                 actions += self._claim(now, job)
@@ -251,7 +257,7 @@ class PrefillSide:
         return [Prefill(job.attempt, job.job.token_ids, grant.block_ids[grant.cached_blocks:], grant.cached_blocks,
                         grant.block_ids[:grant.cached_blocks], sender)]
 
-    def _problem(self, now: float, job: _Job, grant: m.Grant) -> str:
+    def _problem(self, now: float, job: _OfferedJob, grant: m.Grant) -> str:
         block_size = self.member.fingerprint.block_size
         blocks = -(-len(job.job.token_ids) // block_size)
         if len(grant.block_ids) != blocks or len(set(grant.block_ids)) != blocks:
@@ -269,7 +275,7 @@ class PrefillSide:
         self.counters["denied_" + deny.reason.value] += 1
         if deny.reason is not m.DenyReason.UNPEERED or now >= job.peering_until:
             self._forget(job.attempt)
-            return self._part(now, sender)
+            return self._drop_idle(now, sender)
         job.state = JobState.PEERING
         job.claim = -1
         job.next_claim = now + self.limits.claim_retry_s / 10
@@ -295,7 +301,7 @@ class PrefillSide:
         if job.state is JobState.STOPPING:
             return self._drop("cancel_duplicate")
         self._forget(job.attempt)
-        return self._say(job, m.Stopped(job.attempt, job.claim))
+        return self._to_decode(job, m.Stopped(job.attempt, job.claim))
 
     # Moves.
 
@@ -306,30 +312,30 @@ class PrefillSide:
             self._forget(job.attempt)
         return self._peering.refuse(peer)
 
-    def _claim(self, now: float, job: _Job) -> list[Action]:
+    def _claim(self, now: float, job: _OfferedJob) -> list[Action]:
         self._claims += 1
         job.claim = self._claims
         job.state = JobState.CLAIMING
         job.claimed_at = now
         job.next_claim = now + self.limits.claim_retry_s
-        return self._say(job, self._claim_of(job))
+        return self._to_decode(job, self._claim_of(job))
 
-    def _claim_of(self, job: _Job) -> m.Claim:
+    def _claim_of(self, job: _OfferedJob) -> m.Claim:
         fingerprint = self.member.fingerprint
         return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp)
 
-    def _stop(self, job: _Job) -> list[Action]:
+    def _stop(self, job: _OfferedJob) -> list[Action]:
         job.state = JobState.STOPPING
         return [Cancelled(job.attempt)]
 
-    def _part(self, now: float, incarnation: str) -> list[Action]:
+    def _drop_idle(self, now: float, incarnation: str) -> list[Action]:
         """Drop a peer that is leaving, once no job of it can write."""
         if any(job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
                for job in self._jobs.values()):
             return []
-        return self._peering.part(now, incarnation)
+        return self._peering.drop_if_leaving(now, incarnation)
 
-    def _due(self, job: _Job) -> float:
+    def _due(self, job: _OfferedJob) -> float:
         if job.state is JobState.PEERING:
             return min(job.peering_until, job.next_claim or _NEVER)
         if job.state is JobState.CLAIMING:
@@ -338,7 +344,7 @@ class PrefillSide:
             return min(job.lease_until, job.next_renew)
         return _NEVER
 
-    def _on_due(self, now: float, job: _Job) -> list[Action]:
+    def _on_due(self, now: float, job: _OfferedJob) -> list[Action]:
         if job.state is JobState.PEERING:
             if now >= job.peering_until:
                 self._forget(job.attempt)
@@ -350,32 +356,32 @@ class PrefillSide:
                 self.counters["claim_timeout"] += 1
                 return self.failed(now, job.attempt, "the claim was not answered in time")
             job.next_claim = now + self.limits.claim_retry_s
-            return self._say(job, self._claim_of(job))
+            return self._to_decode(job, self._claim_of(job))
         if now >= job.lease_until:
             self.counters["lease_over"] += 1
             return self._stop(job)
         job.stamp += 1
         job.renewed_at = now
         job.next_renew = now + job.lease_s / 3
-        return self._say(job, m.Renew(job.attempt, job.claim, job.stamp))
+        return self._to_decode(job, m.Renew(job.attempt, job.claim, job.stamp))
 
-    # Small things.
+    # Helpers.
 
-    def _held(self, sender: str, message: m.Message, state: JobState) -> _Job | None:
-        """The job that this answer is about, if it is in that state, by that claim, and of that sender."""
+    def _held(self, sender: str, message: m.Message, state: JobState) -> _OfferedJob | None:
+        """The job that this answer is about; None where its state, claim or sender is another."""
         job = self._jobs.get(message.attempt)
         if job is None or job.state is not state or job.claim != message.claim or job.attempt.incarnation != sender:
             return None
         return job
 
-    def _forget(self, attempt: m.Attempt) -> _Job | None:
+    def _forget(self, attempt: m.Attempt) -> _OfferedJob | None:
         return self._jobs.pop(attempt, None)
 
     @staticmethod
-    def _say(job: _Job, message: m.Message) -> list[Action]:
+    def _to_decode(job: _OfferedJob, message: m.Message) -> list[Action]:
         return [ToDecode(job.attempt.incarnation, message)]
 
     def _drop(self, name: str) -> list[Action]:
-        """A message that changes nothing else."""
+        """Count a message that changes nothing else."""
         self.dropped[name] += 1
         return []

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a prefill engine reads the beginning of a prompt from the decode engine's cache, or computes it.
 
-Both costs are estimated from what this engine has seen: how fast KV moved between it and its peers, and how fast it
-computed prompts. Until something was seen, figures stand in for it that neither a fast network nor a fast model needs
-long to correct. The estimate decides about time only; a wrong one costs some of it.
+Both costs are estimated from what this engine has measured: how fast KV moved between it and its peers, and how fast it
+computed prompts. The start values are replaced by measurements soon. The estimate decides about time only; a wrong one
+costs some of it.
 """
 from enum import StrEnum
 
-READ_OVERHEAD_S = 0.005  # a read makes a prompt wait for a step of its own, at least
+READ_OVERHEAD_S = 0.005  # a read costs a prompt one step at least
 START_BYTES_PER_S = 2e9
 START_TOKENS_PER_S = 5e3
 MIN_BYTES = 1 << 20  # what is smaller tells about latencies, not about rates
@@ -16,24 +16,26 @@ KEPT = 0.8  # the weight of all earlier observations together, after each new on
 
 
 class PrefixReads(StrEnum):
-    """What an operator may want."""
+    """The values of the setting `prefix_reads`."""
     AUTO = "auto"  # read where it takes less time than computing
     ALWAYS = "always"
     NEVER = "never"
 
 
 class _Rate:
-    """Amount per second, the latest observations weighing most. It starts as if `start` had been seen for a while."""
+    """Amount per second; the latest observations have the most weight. Starts as if `start` had been measured."""
 
     def __init__(self, start: float) -> None:
         self._amount, self._seconds = start / 10, 0.1
 
-    def saw(self, amount: float, seconds: float) -> None:
+    def observe(self, amount: float, seconds: float) -> None:
+        """This amount took so many seconds."""
         self._amount = KEPT * self._amount + amount
         self._seconds = KEPT * self._seconds + seconds
 
     @property
     def per_s(self) -> float:
+        """The rate, by all observations."""
         return self._amount / self._seconds
 
 
@@ -49,12 +51,12 @@ class PrefixCost:
     def moved(self, tokens: int, seconds: float) -> None:
         """The KV of so many tokens went from one engine to another in this time."""
         if tokens * self._token_bytes >= MIN_BYTES and seconds > 0:
-            self._moves.saw(tokens * self._token_bytes, seconds)
+            self._moves.observe(tokens * self._token_bytes, seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """So many tokens of a prompt were computed here in this time."""
         if tokens >= MIN_TOKENS and seconds > 0:
-            self._computes.saw(tokens, seconds)
+            self._computes.observe(tokens, seconds)
 
     def read_s(self, tokens: int) -> float:
         """How long a read of so many tokens' KV would take."""

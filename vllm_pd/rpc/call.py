@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command's short connection to one broker or engine: it says something and hears the answers."""
+"""A command's short connection to one broker or engine: it sends a message and receives the answers."""
 import time
 import uuid
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from vllm_pd.rpc.sockets import SendResult
 
 
 class Call:
-    """Also a context manager. `kind` is what listens at `address`, in the words of an error. With `only_connected`
-    nothing is said before somebody listens. Raises ControlError for what is no address."""
+    """Also a context manager. `kind` is what should listen at `address`, for error messages. With `only_connected`
+    nothing is sent before a connection is open. Raises ControlError for a bad address."""
 
     def __init__(self, kind: str, address: str, keys: Keys | None, *, only_connected: bool):
         self._kind = kind
@@ -35,12 +35,12 @@ class Call:
         self.close()
 
     def say(self, message: m.Message, deadline: float) -> bool:
-        """Whether it could be sent until then, by the monotonic clock."""
+        """Send a message. Returns whether it left before the deadline, a time of the monotonic clock."""
         return (bool(self._socket.poll(_left_ms(deadline), zmq.POLLOUT))
                 and sockets.send(self._socket, codec.encode(self._name, message)) is SendResult.SENT)
 
     def answers(self, deadline: float) -> Iterator[tuple[str, m.Message]]:
-        """(sender, message) of all that comes until then. Raises ControlError for what is no message of ours."""
+        """(sender, message) of each message that comes before the deadline. Raises ControlError for a bad one."""
         while self._socket.poll(_left_ms(deadline)):
             try:
                 yield codec.decode(self._socket.recv_multipart())
@@ -48,7 +48,7 @@ class Call:
                 raise ControlError(f"what listens at {self._address} is no {self._kind}: {fault}") from fault
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
         self._context.term()
 

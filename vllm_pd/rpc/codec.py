@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames: two bytes of magic, one of version, then a message in msgpack; those of the control sockets are envelopes.
 
-The version stands outside the message so that an engine of another version is told apart from noise.
+The version stands outside the message, so that an engine of another version can be told from noise.
 """
 from collections.abc import Sequence
 from enum import StrEnum

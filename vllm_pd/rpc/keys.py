@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key of a cluster: one CURVE pair that all its processes share.
 
-Whoever has the file is a member: a socket with a key encrypts, and speaks to nobody who does not have the same one.
+Every process with the file is a member: a socket with a key encrypts, and connects to those with the same key only.
 """
 import os
 import re

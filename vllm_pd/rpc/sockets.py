@@ -47,7 +47,7 @@ def server(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.
         socket.curve_server = True
         socket.curve_secretkey = keys.secret
         socket.zap_domain = gate.DOMAIN
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate nobody comes in
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no client is admitted
     try:
         socket.bind(address[:-2] + ":*" if address.endswith(":0") else address)
     except zmq.ZMQError:
@@ -58,7 +58,7 @@ def server(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.
 
 def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Keys | None = None) -> zmq.Socket:
     """A DEALER that connects, and reconnects, in the background. With `only_connected` a send fails at once while no
-    connection stands; else a bounded number of messages waits for it. Raises zmq.ZMQError for what is no address."""
+    connection stands; else a bounded number of messages waits for it. Raises zmq.ZMQError for a bad address."""
     socket = _bounded(context, zmq.DEALER, address)
     socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -75,7 +75,7 @@ def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Ke
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine can reach what is bound there."""
+    """Whether only this machine can reach a socket that is bound to this address."""
     return address.startswith(("ipc://", "inproc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:"))
 
 
@@ -119,7 +119,7 @@ class Waker:
 
     def set(self) -> None:
         """Wake the poll, or the next one."""
-        with contextlib.suppress(OSError):  # as many wake-ups as fit are waiting already, or nobody is there to wake
+        with contextlib.suppress(OSError):  # the pipe is full of wake-ups already, or closed
             os.write(self._write, b"\0")
 
     def clear(self) -> None:

@@ -2,8 +2,8 @@
 """Prefix caching of an engine with disaggregation, where the user did not choose.
 
 V0 has it off by default. Without it there are no prefix hits, no prefix reads, and the samples of a request with n > 1
-can't share a prefill: most of what disaggregation saves is silently gone. So it is on unless the user says otherwise,
-or unless V0's prefix cache is not right for what the engine serves.
+can't share a prefill: most of what disaggregation saves would silently be lost. So it is on unless the user says
+otherwise, or unless V0's prefix cache is not right for what the engine serves.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.pd")
 
 
 def choose_prefix_caching(engine_args: EngineArgs) -> None:
-    """Switch prefix caching on if it was neither asked for nor declined, and say so, or why not, in the log."""
+    """Switch prefix caching on if the user did not choose, and log that, or why not."""
     if engine_args.enable_prefix_caching is not None:
         return
     obstacle = _obstacle(engine_args)

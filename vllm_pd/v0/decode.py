@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode engine's half of the binding: which prompts leave, and what became of them.
+"""The decode engine's half of the binding: which prompts go to a peer, and what becomes of them.
 
-A group's stay: `choose` draws an attempt for it, the scheduler parks it and calls `start`; then one of the control
-thread's events ends the stay and becomes the scheduler's news. After an attempt that failed the group waits again, in
-front, and `choose` is asked anew: for another attempt, on another peer, or for none. Those that will be prefilled here
-are given back batch by batch, so that the running ones go on. The blocks belong to the scheduler throughout.
+Life of a parked group: `choose` draws an attempt for it, the scheduler parks it and calls `start`; then an event of the
+protocol ends the attempt, which the scheduler learns with the next step. After an attempt that failed the group waits
+again, in front, and `choose` is asked anew: for another attempt, on another peer, or for none. Groups that will be
+prefilled here are given back batch by batch, so that the running ones go on. The blocks belong to the scheduler
+throughout.
+
+Two records hold all that is known: a `RemoteRequest` for as long as its group lives, and a `RemoteAttempt` for as long
+as blocks are set aside for an attempt. A request may have a second attempt while a peer may still write the first one's
+blocks.
 """
 from __future__ import annotations
 
@@ -13,11 +18,12 @@ import time
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core.events import Event, Fallback, Prefilled, Released, Timed
+from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.core.actions import Event, Fallback, Prefilled, Released, Timed
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.pace import FallbackPace
 from vllm_pd.core.policy import Decision, PolicyConfig, PolicyInput, decide
@@ -29,27 +35,44 @@ if TYPE_CHECKING:
     from vllm.core.scheduler import Scheduler
     from vllm.sequence import SequenceGroup, SequenceGroupBase
 
-    from vllm_pd.control.outlook import QueueView
+    from vllm_pd.control.cluster import QueueView
 
 logger = logging.getLogger("vllm.pd")
 
 
 @dataclass
-class _Tries:
-    """The attempts of one request: when the first began, when its group was last parked, how many there were, and the
-    peers that failed at it."""
-    began_at: float
-    parked_at: float = 0.0
-    made: int = 0
+class RemoteRequest:
+    """A request that was decided about. Times are those of the monotonic clock, `resumed_at` that of the wall clock."""
+    stays: bool = False  # it is not asked about again
+    began_at: float | None = None  # its first attempt
+    parked_at: float = 0.0  # the last time
+    resumed_at: float | None = None  # scheduled again with its KV
+    attempts: int = 0
     failed_peers: tuple[str, ...] = ()
 
 
-class RemotePrefills:
-    """All prompts of one decode engine that are, or might be, prefilled elsewhere. Used from the step loop only."""
+class AttemptStage(Enum):
+    """What became of an attempt here."""
+    PARKED = "parked"  # its group is parked, and waits for a peer
+    FAILED = "failed"  # it has ended without the KV; its group is parked until its turn
+    LEFT = "left"  # its group was aborted or waits again
 
-    def __init__(self, config: PDConfig, agent: ControlAgent, scheduler: Scheduler, metrics: PDMetrics,
+
+@dataclass
+class RemoteAttempt:
+    """An attempt with `blocks` set aside for it, beyond its prefix hit, until they may be reused."""
+    request: RemoteRequest
+    blocks: int
+    stage: AttemptStage = AttemptStage.PARKED
+    released: bool = False  # no peer will write the blocks any more, but its group has them still
+
+
+class RemotePrefills:
+    """All prompts of one decode engine that are, or may be, prefilled elsewhere. Used from the step loop only."""
+
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, metrics: PDMetrics,
                  split_requests: Mapping[str, SequenceGroupBase]) -> None:
-        self._agent = agent
+        self._protocol = protocol
         self._scheduler = scheduler
         self._metrics = metrics
         self._split_requests = split_requests
@@ -61,40 +84,41 @@ class RemotePrefills:
                                     attempts=config.attempts)
         self._deadline_s = config.attempt_deadline_s
         self._batch_tokens = scheduler.scheduler_config.max_num_batched_tokens
-        self._local: weakref.WeakSet[SequenceGroup] = weakref.WeakSet()
-        self._tries: weakref.WeakKeyDictionary[SequenceGroup, _Tries] = weakref.WeakKeyDictionary()
-        # Blocks that an attempt holds beyond its prefix hit, until they may be reused.
-        self._held_blocks: dict[Attempt, int] = {}
-        # Failed attempts whose group is still parked until its turn, and whether their blocks may be reused already.
-        self._fallen: dict[Attempt, bool] = {}
-        self._freed: list[Attempt] = []  # of those, the ones that were aborted there
+        self._requests: weakref.WeakKeyDictionary[SequenceGroup, RemoteRequest] = weakref.WeakKeyDictionary()
+        self._attempts: dict[Attempt, RemoteAttempt] = {}
+        self._resuming: list[SequenceGroup] = []  # their KV has come; they have no token yet
         self._pace = FallbackPace(config.max_fallback_share)
-        self._computing: list[SequenceGroup] = []  # the last batch that was given back
-        self._arrived: list[SequenceGroup] = []  # not scheduled again yet
-        self._resumed: list[tuple[SequenceGroup, float]] = []  # no token yet; since when they are scheduled again
+        self._batch: list[SequenceGroup] = []  # the last ones that were given back to be prefilled here
 
     @property
     def waiting_for_peers(self) -> bool:
         """Whether a notice may arrive."""
-        return bool(self._held_blocks)
+        return bool(self._attempts)
+
+    def debug_state(self) -> dict[str, int]:
+        """How many attempts have blocks, how many of them failed and were not given back, and how many groups wait for
+        their first token: for tests and chaos. All are 0 at rest."""
+        return {"held_blocks": len(self._attempts),
+                "given_up": sum(attempt.stage is AttemptStage.FAILED or attempt.released
+                                for attempt in self._attempts.values()),
+                "resumed": len(self._resuming)}
 
     def choose(self, seq_group: SequenceGroup, cached_tokens: int) -> Attempt | None:
         """The attempt under which the group's prompt is to be prefilled elsewhere, or None. Counted once a stay in
         the waiting queue: a group that is to stay is not asked about again."""
-        if seq_group in self._local:
+        request = self._request(seq_group)
+        if request.stays:
             return None
-        tries = self._tries.get(seq_group)
-        view = self._agent.view(tries.failed_peers if tries is not None else ())
-        decision = self._decide(seq_group, cached_tokens, tries, view, sum(self._held_blocks.values()),
-                                len(self._scheduler.remote_prefilling))
+        decision = self._decide(seq_group, cached_tokens, request, self._protocol.view(request.failed_peers),
+                                self._count_blocks(), len(self._scheduler.remote_prefilling))
         self._metrics.decision("remote" if decision.remote else "local", decision.reason.value)
         if not decision.remote:
             self._stay(seq_group)
             return None
-        if tries is None:
-            tries = self._tries[seq_group] = _Tries(time.monotonic())
-        tries.made += 1
-        return self._agent.next_attempt(seq_group.request_id)
+        if request.began_at is None:
+            request.began_at = time.monotonic()
+        request.attempts += 1
+        return self._protocol.next_attempt(seq_group.request_id)
 
     def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
         """Whether another part of the same request (n > 1) is parked. Once that one is done, or has to stay here, all
@@ -103,84 +127,89 @@ class RemotePrefills:
         return any(group.first_seq.status is SequenceStatus.REMOTE_PREFILLING for group in self._siblings(seq_group))
 
     def start(self, attempt: Attempt, seq_group: SequenceGroup, block_ids: list[int], cached_tokens: int) -> None:
-        """The group is parked: queue its job. `block_ids` cover the whole prompt, the cached prefix included."""
+        """The group is parked: submit its job. `block_ids` are those of the whole prompt, the cached prefix
+        included."""
         cached_blocks = cached_tokens // self._block_size
-        self._held_blocks[attempt] = len(block_ids) - cached_blocks
-        if seq_group in self._computing:  # it was to be prefilled here, but now there is a peer for it
-            self._computing.remove(seq_group)
-        tries = self._tries[seq_group]
-        tries.parked_at = time.monotonic()
-        self._agent.submit(attempt, list(seq_group.first_seq.prompt_token_ids), list(block_ids), cached_blocks,
-                           tries.failed_peers, self._time_left_s(tries))
+        request = self._requests[seq_group]
+        request.parked_at = time.monotonic()
+        self._attempts[attempt] = RemoteAttempt(request, len(block_ids) - cached_blocks)
+        if seq_group in self._batch:  # it was to be prefilled here, but now there is a peer for it
+            self._batch.remove(seq_group)
+        self._protocol.submit(attempt, list(seq_group.first_seq.prompt_token_ids), list(block_ids), cached_blocks,
+                              request.failed_peers, self._time_left_s(request))
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
-        self._agent.abort(attempt)
-        released = self._fallen.pop(attempt, None)
-        if released:
-            self._freed.append(attempt)  # their Released has come already
-        if released is None and attempt in self._held_blocks:  # else it has ended, and was counted
+        self._protocol.abort(attempt)
+        remote = self._attempts.get(attempt)
+        if remote is None:
+            return
+        if remote.stage is AttemptStage.PARKED:  # else it has ended, and was counted
             self._metrics.attempt("cancelled")
+        remote.stage = AttemptStage.LEFT
 
     def notice(self, payload: bytes) -> None:
-        """A peer's write has landed. What is no notice of ours is counted and dropped."""
+        """A notice has arrived with a peer's write. One that can't be decoded is counted and dropped."""
         notice = ArrivalNotice.decode(payload)
         if notice is None:
             self._metrics.frames_dropped("notice_malformed")
         else:
-            self._agent.arrived(notice.attempt, notice.rank)
+            self._protocol.arrived(notice.attempt, notice.rank)
 
     def handle(self, event: Event, progress: Progress) -> None:
-        """Turn an event of the control thread into news for the scheduler."""
+        """Turn an event of the protocol into progress for the scheduler."""
         if isinstance(event, Prefilled):
-            self._held_blocks.pop(event.attempt, None)
+            remote = self._attempts.pop(event.attempt, None)
             progress.finished_prefills.append(event.attempt)
             self._metrics.attempt("done")
             self._count_timings(event.timings)
             seq_group = self._scheduler.remote_prefilling.get(event.attempt)
             if seq_group is not None:
-                self._tries[seq_group].made = self._policy.attempts  # if it is preempted later, it stays here (B8)
-                self._local.update(group for group in self._siblings(seq_group) if group is not seq_group)
-                self._arrived.append(seq_group)
+                remote.request.attempts = self._policy.attempts  # if it is preempted later, it stays here (B8)
+                for sibling in self._siblings(seq_group):
+                    if sibling is not seq_group:
+                        self._request(sibling).stays = True
+                self._resuming.append(seq_group)
         elif isinstance(event, Timed):
             self._count_timings(event.timings)
         elif isinstance(event, Fallback):
             self._fall_back(event)
         elif isinstance(event, Released):
-            if event.attempt in self._fallen:
-                self._fallen[event.attempt] = True  # its group has them still
+            remote = self._attempts.get(event.attempt)
+            if remote is not None and remote.stage is AttemptStage.FAILED:
+                remote.released = True
             else:
                 self._free(event.attempt, progress)
 
     def scheduled(self) -> None:
-        """The scheduler has taken back the groups whose KV has come."""
-        for seq_group in self._arrived:
-            self._metrics.parked(time.monotonic() - self._tries[seq_group].parked_at)
-            self._resumed.append((seq_group, time.time()))
-        self._arrived.clear()
+        """The scheduler has resumed the groups whose KV has come."""
+        for seq_group in self._resuming:
+            request = self._requests[seq_group]
+            if request.resumed_at is None:
+                request.resumed_at = time.time()
+                self._metrics.parked(time.monotonic() - request.parked_at)
 
     def give_back(self, progress: Progress, stalled: bool) -> None:
-        """Let the scheduler have the groups whose attempt failed: at once where another peer will be tried, else as
-        fast as the running ones can bear. `stalled`: the last batch can't run with what blocks there are."""
-        for attempt in self._freed:
-            self._free(attempt, progress)
-        self._freed.clear()
+        """Give the groups whose attempt failed back to the scheduler: at once where another peer will be tried, else at
+        the pace that the running ones can bear. `stalled`: the last batch can't run with the free blocks."""
         now = time.monotonic()
-        if all(not group.is_prefill() or group.is_finished() for group in self._computing):
-            self._computing.clear()
+        if all(not group.is_prefill() or group.is_finished() for group in self._batch):
+            self._batch.clear()
             self._pace.ended(now)
-        if not self._fallen:
+        for attempt, remote in list(self._attempts.items()):
+            if remote.stage is AttemptStage.LEFT and remote.released:
+                self._free(attempt, progress)  # it was aborted after its Released had come
+        failed = [item for item in self._attempts.items() if item[1].stage is AttemptStage.FAILED]
+        if not failed:
             return
         views: dict[tuple[str, ...], QueueView] = {}
-        held_blocks = sum(self._held_blocks.values())
-        local = []
-        for attempt in list(self._fallen):
-            seq_group = self._scheduler.remote_prefilling[attempt]
-            tries = self._tries[seq_group]
-            if tries.failed_peers not in views:
-                views[tries.failed_peers] = self._agent.view(tries.failed_peers)
-            free_again = self._held_blocks.get(attempt, 0) if self._fallen[attempt] else 0
-            if self._decide(seq_group, 0, tries, views[tries.failed_peers], held_blocks - free_again,
+        blocks, local = self._count_blocks(), []
+        for attempt, remote in failed:
+            seq_group, avoid = self._scheduler.remote_prefilling[attempt], remote.request.failed_peers
+            if avoid not in views:
+                views[avoid] = self._protocol.view(avoid)
+            free_again = remote.blocks if remote.released else 0
+            if self._decide(seq_group, 0, remote.request, views[avoid], blocks - free_again,
                             len(self._scheduler.remote_prefilling) - 1).remote:
                 self._give_back(attempt, progress)
             else:
@@ -193,32 +222,43 @@ class RemotePrefills:
             tokens += seq_group.first_seq.get_len()
             if tokens > self._batch_tokens and seq_group is not local[0][1]:
                 break
-            self._computing.append(seq_group)
+            self._batch.append(seq_group)
             self._give_back(attempt, progress)
 
     def update_metrics(self) -> None:
-        """Gauges, and the first steps that have happened since the last call."""
-        quarantined = sum(self._held_blocks.get(attempt, 0) for attempt in self._scheduler.quarantined)
+        """Set the gauges, and count the first tokens since the last call."""
+        quarantined = sum(remote.blocks for attempt, remote in self._attempts.items()
+                          if attempt in self._scheduler.quarantined)
         self._metrics.quarantined_blocks.set(quarantined)
-        self._metrics.parked_blocks.set(sum(self._held_blocks.values()) - quarantined)
+        self._metrics.parked_blocks.set(self._count_blocks() - quarantined)
         waiting = []
-        for seq_group, resumed_at in self._resumed:
-            first_token_at = seq_group.metrics.first_token_time
-            if first_token_at is not None:
+        for seq_group in self._resuming:
+            resumed_at, first_token_at = self._requests[seq_group].resumed_at, seq_group.metrics.first_token_time
+            if resumed_at is not None and first_token_at is not None:
                 self._metrics.handover("first_step", max(0.0, first_token_at - resumed_at))
-            elif not seq_group.is_finished():
-                waiting.append((seq_group, resumed_at))
-        self._resumed = waiting
+            elif resumed_at is None or not seq_group.is_finished():
+                waiting.append(seq_group)
+        self._resuming = waiting
+
+    def _request(self, seq_group: SequenceGroup) -> RemoteRequest:
+        request = self._requests.get(seq_group)
+        if request is None:
+            request = self._requests[seq_group] = RemoteRequest()
+        return request
+
+    def _count_blocks(self) -> int:
+        """Blocks that are set aside for attempts, quarantined ones included."""
+        return sum(remote.blocks for remote in self._attempts.values())
 
     def _siblings(self, seq_group: SequenceGroup) -> Collection[SequenceGroup]:
-        """All parts of a request with n > 1 that have not ended, itself among them."""
+        """All groups of a request with n > 1 that have not ended, this one included; none of any other request."""
         split = self._split_requests.get(seq_group.request_id)
         return split.to_be_finished.values() if split is not None else ()
 
     def _stay(self, seq_group: SequenceGroup) -> None:
-        """Neither this group nor a sibling of it is asked about any more."""
-        self._local.add(seq_group)
-        self._local.update(self._siblings(seq_group))
+        """Keep this group and its siblings here: `choose` decides about none of them again."""
+        for group in (seq_group, *self._siblings(seq_group)):
+            self._request(group).stays = True
 
     def _fall_back(self, event: Fallback) -> None:
         attempt = event.attempt
@@ -228,41 +268,43 @@ class RemotePrefills:
         seq_group = self._scheduler.remote_prefilling.get(attempt)
         if seq_group is None:
             return  # aborted in the meantime
-        self._fallen[attempt] = False
-        tries = self._tries[seq_group]
+        remote = self._attempts[attempt] = self._attempts.pop(attempt)  # failed ones are in the order of their failures
+        remote.stage = AttemptStage.FAILED
         if not event.reason.another_may_help:
-            tries.made = self._policy.attempts
+            remote.request.attempts = self._policy.attempts
         elif event.peer:
-            tries.failed_peers += (event.peer, )
+            remote.request.failed_peers += (event.peer, )
 
     def _give_back(self, attempt: Attempt, progress: Progress) -> None:
         progress.failed_prefills.append(attempt)
-        if self._fallen.pop(attempt):
+        remote = self._attempts[attempt]
+        remote.stage = AttemptStage.LEFT
+        if remote.released:
             self._free(attempt, progress)
 
     def _free(self, attempt: Attempt, progress: Progress) -> None:
         """No peer will write its blocks any more."""
-        self._held_blocks.pop(attempt, None)
+        self._attempts.pop(attempt, None)
         progress.finished_transfers.append(attempt)
 
-    def _time_left_s(self, tries: _Tries | None) -> float:
-        return self._deadline_s - (time.monotonic() - tries.began_at if tries is not None else 0.0)
+    def _time_left_s(self, request: RemoteRequest) -> float:
+        return self._deadline_s - (time.monotonic() - request.began_at if request.began_at is not None else 0.0)
 
-    def _decide(self, seq_group: SequenceGroup, cached_tokens: int, tries: _Tries | None, view: QueueView,
+    def _decide(self, seq_group: SequenceGroup, cached_tokens: int, request: RemoteRequest, view: QueueView,
                 parked_blocks: int, parked_requests: int) -> Decision:
-        """What is parked is counted without the group itself."""
+        """Apply the policy. `parked_blocks` and `parked_requests` do not count the group itself."""
         seq = seq_group.first_seq
         prompt_tokens = seq.get_len()
-        made = tries.made if tries is not None else 0
+        attempts = request.attempts
         if seq.get_output_len():  # preempted: a job is a prompt, and its blocks would be taken to hold the outputs too
-            made = self._policy.attempts
+            attempts = self._policy.attempts
         return decide(
             PolicyInput(prompt_tokens=prompt_tokens,
                         cached_tokens=cached_tokens,
                         blocks=-(-prompt_tokens // self._block_size) - cached_tokens // self._block_size,
                         can_go_remote=can_go_remote(seq_group, () if self._caching else self._split_requests),
-                        attempts_made=made,
-                        time_left_s=self._time_left_s(tries),
+                        attempts_made=attempts,
+                        time_left_s=self._time_left_s(request),
                         broker_up=view.broker_up,
                         prefill_peers=view.prefill_peers,
                         queue_length=view.queue_length,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Disaggregation`: the object that the patched V0 engine and scheduler know.
+"""`Disaggregation`: the object that the patched V0 engine and scheduler call.
 
-One per engine, owned by it. Every method runs in the step loop's thread and returns at once, but for `poll`, which is
-where the loop sleeps. Nothing that a peer, a message or a transfer does can make one raise.
+One per engine, owned by it. Every method runs in the step loop's thread and returns at once, except `poll`, where the
+loop sleeps. No method raises because of what a peer, a message or a transfer does.
 
-A step: `take_progress` gathers what the control thread and the worker's transfers report and hands it to `schedule`;
-the scheduler parks and resumes groups with `choose_remote_prefill`, `start_remote_prefill`, `abort_remote_prefill` and
-`start_transfer`; `after_schedule` puts on the step what the worker shall do.
+A step: `take_progress` collects the events of the protocol and of the worker's transfers for `schedule`; the scheduler
+parks and resumes groups with `choose_remote_prefill`, `start_remote_prefill`, `abort_remote_prefill` and
+`start_transfer`; `after_schedule` adds to the step what the worker is to transfer.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import zmq
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Degraded
-from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.core.mutual import JobPatience
 from vllm_pd.metrics import PDMetrics
@@ -31,7 +31,7 @@ from vllm_pd.transfer.device import Device
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.requests import Finished, Flush, TransferRequest
 from vllm_pd.v0.decode import RemotePrefills
-from vllm_pd.v0.idle import Bell
+from vllm_pd.v0.idle import LoopWakeup
 from vllm_pd.v0.interface import EngineBinding
 from vllm_pd.v0.pending_blocks import PendingBlocks
 from vllm_pd.v0.prefill import PrefillJobs
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
-LLM_PAUSE_S = 0.02  # of a loop that never sleeps by itself, before a step with nothing to do
+LLM_PAUSE_S = 0.02  # of a loop that never sleeps by itself, before an empty step
 METRICS_PERIOD_S = 0.2
 _PREFILL_EVENTS = (Prefill, Cancelled, AddPeer, DropPeer)
 
@@ -60,52 +60,53 @@ class Disaggregation(EngineBinding):
         self._scheduler = engine.scheduler[0]
         self.pending_blocks = PendingBlocks(self._scheduler.block_manager)
         self._outputs = engine.scheduler_contexts[0].output_queue  # of the last step, with asynchronous processing
-        self._bell = Bell()
+        self._wakeup = LoopWakeup()
         self._metrics = PDMetrics(engine.model_config.served_model_name)
         member, metadata, self._transfer = attach_transfer(engine, config.role)
-        self._agent = ControlAgent(config, member, metadata, wake=self._bell.ring, front=settings.get("front"))
+        self._agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
         self._agent.start()
+        self.protocol = self._agent.protocol
         self._transfer.hold(self._agent.lifeline_fileno())
-        self.remote_prefills = RemotePrefills(config, self._agent, self._scheduler, self._metrics,
+        self.remote_prefills = RemotePrefills(config, self.protocol, self._scheduler, self._metrics,
                                               engine.seq_id_to_seq_group)
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
-            self.prefill_jobs = PrefillJobs(config, self._agent, weakref.proxy(engine), self._metrics)
-        tell = self.prefill_jobs.tell if self.prefill_jobs is not None else _ignore
-        self._transfer.start(self._bell.ring, partial(_guarded, self._metrics, tell))
+            self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics)
+        report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else _ignore
+        self._transfer.start(self._wakeup.wake, partial(_guarded, self._metrics, report_end))
         self._progress = Progress()
         self._turns = DecodeTurns()
-        self.in_loop = False
-        self._sleeping = False  # whether that loop was told to wait
+        self._looped = False  # whether an engine loop sleeps with `poll` or `serve`
+        self._sleeping = False  # whether that loop waits for a wake-up
         self._device: Device = engine.model_executor.driver_worker.worker.transfer.device
         self._flush_due = False  # the next step may read what a peer has written
-        self._was_busy = False  # whether the device was, when it should not have been
+        self._was_busy = False  # whether the device was busy when it should have been idle
         self._stalled = False  # whether the last schedule() could do nothing for those that wait
         self._patience = JobPatience()
         self._metrics_due = 0.0
         self._metrics_stale = True
         self._counted: dict[str, int] = {}
-        self._standing: tuple[str, bool, bool] | None = None  # as the gauges show it
+        self._shown: tuple[str, bool, bool] | None = None  # role, draining, thread ended: as in the gauges
         self._degraded: Degraded | None = None  # as the gauge shows it
         self._scheduler.disagg = self
         # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
-        self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._bell)
+        self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._wakeup)
         logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation,
                     self._agent.member.address)
 
-    # What the scheduler calls.
+    # Calls of the scheduler.
 
     def choose_remote_prefill(self, seq_group: SequenceGroup, num_cached_tokens: int) -> Attempt | None:
-        """The attempt under which a peer shall prefill this waiting group, or None: prefill it here. A peer's own job
-        is parked where the beginning of its prompt shall be read from that peer first."""
+        """The attempt under which a peer is to prefill this waiting group, or None: prefill it here. A peer's own job
+        is parked where the beginning of its prompt is to be read from that peer first."""
         attempt = seq_group.first_seq.remote_decode
         if attempt is not None:
             return attempt if self.prefill_jobs.wants_prefix(attempt, num_cached_tokens) else None
         return self.remote_prefills.choose(seq_group, num_cached_tokens) if self._decodes else None
 
     def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
-        """Whether another sequence of this waiting group's request has its prompt, the same one, prefilled by a
-        peer right now: then it waits, without standing in anybody's way, and finds the prompt in the prefix cache."""
+        """Whether a peer prefills the same prompt for another sample of this waiting group's request now. Then the
+        group is passed over, and finds the prompt in the prefix cache later."""
         return self._decodes and self.remote_prefills.waits_for_sibling(seq_group)
 
     def start_remote_prefill(self, attempt: Attempt, seq_group: SequenceGroup, block_ids: list[int],
@@ -118,14 +119,14 @@ class Disaggregation(EngineBinding):
             self.remote_prefills.start(attempt, seq_group, block_ids, num_cached_tokens)
 
     def abort_remote_prefill(self, attempt: Attempt) -> None:
-        """The parked group is gone; its blocks stay with the scheduler until this attempt's transfers have finished."""
+        """The parked group was aborted; the scheduler keeps its blocks until this attempt's transfers have finished."""
         if self.prefill_jobs is not None and self.prefill_jobs.find(attempt) is not None:
             self.prefill_jobs.aborted(attempt)
         else:
             self.remote_prefills.abort(attempt)
 
     def start_transfer(self, attempt: Attempt, block_ids: list[int]) -> None:
-        """A group that was prefilled for a peer has finished; the scheduler holds its blocks until they were sent."""
+        """A group that was prefilled for a peer has finished; the scheduler keeps its blocks until they were sent."""
         self.prefill_jobs.computed(attempt, block_ids, self._progress)
 
     def allows_prefills(self) -> bool:
@@ -133,7 +134,7 @@ class Disaggregation(EngineBinding):
         return self._turns.allows_prefills()
 
     def after_schedule(self, outputs: SchedulerOutputs) -> None:
-        """Give the step that was just scheduled what the worker is to do with it."""
+        """Add to the step that was just scheduled what the worker is to transfer."""
         self._turns.scheduled(outputs.num_prefill_groups)
         self._note_stall(outputs)
         self.remote_prefills.scheduled()
@@ -148,13 +149,13 @@ class Disaggregation(EngineBinding):
         outputs.memory_transfer_requests = flush + self.prefill_jobs.take_requests(self._progress)
 
     def return_transfer_requests(self, outputs: SchedulerOutputs) -> None:
-        """The step that was to carry these down was given up."""
+        """The step with these requests was given up: they go with the next one."""
         requests = outputs.memory_transfer_requests
         self._flush_due = Flush() in requests
         if self.prefill_jobs is not None:
             self.prefill_jobs.return_requests([request for request in requests if request != Flush()])
 
-    # What the engine and its loops call.
+    # Calls of the engine and its loops.
 
     def get_num_client_requests(self) -> int:
         """Unfinished requests of this engine's own clients: all but the jobs of peers."""
@@ -164,43 +165,44 @@ class Disaggregation(EngineBinding):
                                  *scheduler.remote_prefilling.values()))
 
     def take_progress(self) -> dict[str, Any]:
-        """The arguments of the `schedule` that follows. A loop that never sleeps, as LLM's, is slowed down here while
-        there is nothing to do but wait for peers."""
-        if not self.in_loop and not self.has_work():
-            self._bell.wait(LLM_PAUSE_S)
+        """The arguments of the `schedule` that follows. A loop that never sleeps, as that of `LLM`, is slowed down here
+        while it only waits for peers."""
+        if not self._looped and not self.has_work():
+            self._wakeup.wait(LLM_PAUSE_S)
         self._sleeping = False
         self._collect()
         progress, self._progress = self._progress, Progress()
         if self._device.needs_flush and progress.brings_kv:
-            self._flush_due = True  # until a step has carried it down
+            self._flush_due = True  # until a step has taken it
         if not self._scheduler.remote_prefilling.keys().isdisjoint(progress.finished_prefills):
-            self._turns.resume()  # not for those that were aborted
+            self._turns.resume()  # not for aborted ones
         self._update_metrics()
         self._metrics_stale = True  # the step that follows changes what was counted
         return progress.arguments()
 
     def has_work(self) -> bool:
-        """Whether a step would do something, with what peers have sent up to now."""
+        """Whether a step would do anything, given what has arrived up to now."""
         self._collect()
         self._sleeping = not (self._progress or self._outputs
                               or (self._scheduler.has_schedulable_seqs() and not self._stalled)
                               or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
-        self._bell.ring_at(self._patience.next_look() if self._sleeping else None)
+        self._wakeup.wake_at(self._patience.next_look() if self._sleeping else None)
         if self._sleeping and self._metrics_stale:
             self._metrics_due = 0.0
             self._update_metrics()
         return not self._sleeping
 
     def serve(self, async_engine: AsyncLLMEngine) -> None:
-        """This engine runs in that loop: wake it, and let it run before the first client asks."""
-        self.in_loop = True
-        self._bell.serve(async_engine, self._is_worth_a_step)
+        """This engine runs in the loop of `async_engine`: wake it, and start it before the first request of a
+        client."""
+        self._looped = True
+        self._wakeup.serve(async_engine, self._is_worth_a_step)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return  # the first request starts it
         async_engine.start_background_loop()
-        self._bell.ring()  # for what has come before
+        self._wakeup.wake()  # for what has arrived before
 
     def poll(self, socket: zmq.Socket, timeout_ms: int) -> int:
         """Sleep until the socket has input or there is work; 0 where neither came within the time."""
@@ -210,7 +212,7 @@ class Disaggregation(EngineBinding):
             if self.has_work():
                 return 1
             remaining_s = deadline - time.monotonic()
-            if self._bell.wait(remaining_s, socket):
+            if self._wakeup.wait(remaining_s, socket):
                 return 1
             if remaining_s <= 0:
                 self._update_metrics()
@@ -224,17 +226,17 @@ class Disaggregation(EngineBinding):
 
     @property
     def _decodes(self) -> bool:
-        return self._agent.standing.hands_over
+        return self.protocol.state.hands_over
 
     def _is_worth_a_step(self) -> bool:
-        """For a ring in the async loop: progress may be taken only while no step is under way."""
+        """Whether a wake-up of the async loop is to make it step. Progress is taken only while no step is under way."""
         return not self._sleeping or self.has_work()
 
     def _settle_device(self) -> None:
-        """A peer is about to be offered blocks: to read, and to write where kernels of ours may have worked before. It
-        does both past the device's own order, so the device must be done. Sampling ends each step with a copy to the
-        host, on which V0 waits, so it is; that is looked at, not trusted. The other ranks are as far as the collectives
-        before it."""
+        """Blocks are about to be offered to a peer, to read and to write, where our kernels may have worked before. The
+        peer does both outside the order of the device, so the device must be idle. It is, for sampling ends each step
+        with a copy to the host on which V0 waits; this is checked, not assumed. The other ranks have by then taken part
+        in the last collective before it."""
         if not self._device.is_idle() and not self._was_busy:
             self._was_busy = True
             logger.error("the device was busy between two steps: sampling does not wait for it. Blocks are offered "
@@ -242,8 +244,8 @@ class Disaggregation(EngineBinding):
         self._transfer.synchronize()
 
     def _note_stall(self, outputs: SchedulerOutputs) -> None:
-        """Groups may wait for seats or blocks that parked, fenced or sending ones hold. Only news can change that, and
-        news wakes the loop, so it need not run step after step until then."""
+        """Groups may wait for seats or blocks that parked, fenced or sending ones hold. Only an event can change that,
+        and an event wakes the loop, so it need not run step after step until then."""
         scheduler = self._scheduler
         held = scheduler.remote_prefilling or scheduler.quarantined or scheduler.prefill_sending
         self._stalled = bool(held and not self._turns.held and not outputs.scheduled_seq_groups
@@ -273,27 +275,27 @@ class Disaggregation(EngineBinding):
         """Move everything that has happened since the last call into `_progress`."""
         if self.remote_prefills.waiting_for_peers:
             self._guard(self._transfer.poll)
-        news = self._transfer.take_progress()
-        for notice in news.notices:
+        transfers = self._transfer.take_progress()
+        for notice in transfers.notices:
             self._guard(self.remote_prefills.notice, notice.payload)
         if self.prefill_jobs is not None:
-            for end in news.finished:
+            for end in transfers.finished:
                 self._guard(self.prefill_jobs.ended, end, self._progress)
-            for refusal in news.refused:
+            for refusal in transfers.refused:
                 self._guard(self.prefill_jobs.refused, refusal)
-        for event in self._agent.take_events():
+        for event in iter(self.protocol.poll_event, None):
             self._stalled = False
             self._guard(self._handler(event), event, self._progress)
         self._guard(self.remote_prefills.give_back, self._progress, self._stalled)
         if self.prefill_jobs is not None:
             self._guard(self._give_back_jobs)
-            self.prefill_jobs.tell_room()
-        self._agent.set_load(self._load())
-        standing = (self._agent.standing.role.value, self._agent.standing.draining, self._agent.error is not None)
-        if standing != self._standing:
-            self._standing = standing
-            self._metrics.standing(*standing)
-        degraded = self._agent.degraded()
+            self.prefill_jobs.set_credits()
+        self.protocol.set_load(self._load())
+        shown = (self.protocol.state.role.value, self.protocol.state.draining, self._agent.error is not None)
+        if shown != self._shown:
+            self._shown = shown
+            self._metrics.standing(*shown)
+        degraded = self.protocol.degraded()
         if degraded != self._degraded:
             self._degraded = degraded
             self._metrics.degraded(None if degraded is None else degraded.cause.value)
@@ -334,11 +336,11 @@ def _guarded(metrics: PDMetrics, call: Callable[..., Any], *arguments: Any) -> A
 
 
 def _ignore(end: Finished) -> None:
-    """A decode engine has no writes that could end."""
+    """Nothing: a decode engine has no writes that could end."""
 
 
-def _shut(agent: ControlAgent, transfer: EngineTransfer, bell: Bell) -> None:
+def _shut(agent: ControlAgent, transfer: EngineTransfer, wakeup: LoopWakeup) -> None:
     agent.close()
     if transfer.close():
         agent.end_lifeline()
-    bell.close()
+    wakeup.close()

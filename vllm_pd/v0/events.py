@@ -107,8 +107,8 @@ def _await_release(events: KVEventsConfig) -> None:
 
 
 def bind_sink(scheduler: Scheduler, sink: BlockSink) -> None:
-    """From now on the scheduler and its device's block allocator tell the sink. Without prefix caching there is
-    nothing to tell."""
+    """From now on the scheduler and its device's block allocator report to the sink. Without prefix caching there is
+    nothing to report."""
     pool = scheduler.block_manager.block_allocator._allocators[Device.GPU]
     if isinstance(pool, PrefixCachingBlockAllocator):
         pool.event_sink = sink
@@ -119,7 +119,7 @@ def bind_sink(scheduler: Scheduler, sink: BlockSink) -> None:
 
 
 def load_reader(scheduler: Scheduler) -> Callable[[], EngineLoad]:
-    """For another thread than the engine's: queues are copied in one piece before they are looked through."""
+    """Returns what reads the load, in another thread than the engine's: queues are copied before they are read."""
     total_blocks = scheduler.block_manager.num_total_gpu_blocks
 
     def read() -> EngineLoad:
@@ -149,7 +149,7 @@ def _queued_tokens(groups: Iterable[SequenceGroup]) -> int:
 
 
 def explainer(scheduler: Scheduler) -> Callable[[int], Salt | None]:
-    """What an extra hash stands for, from whoever has it at present: the allocator knows no more than the number."""
+    """Returns what looks an extra hash up among the present sequences: the allocator knows only the number."""
 
     def explain(extra_hash: int) -> Salt | None:
         for group in (*scheduler.running, *scheduler.remote_prefilling.values(), *scheduler.prefill_sending.values(),
@@ -169,7 +169,7 @@ def _salt(seq: Sequence, extra_hash: int) -> Salt:
 
 
 def _side_host(additional: Any) -> tuple[str, Keys | None]:
-    """Where the control socket is, if there is one; else nobody but this machine is spoken to."""
+    """(host of the control socket, its keys); only this machine where disaggregation is off."""
     settings = additional.get(SETTINGS_KEY) if isinstance(additional, dict) else None
     if settings is None:
         return "127.0.0.1", None
@@ -181,9 +181,9 @@ def _publish_to(publisher: EventPublisher) -> Callable[[list[KVEvent]], None]:
     return lambda events: publisher.publish(EventBatch(ts=time.time(), events=events))
 
 
-def _leave_notice(config: Any, word: notice.SideNotice) -> Path | None:
+def _leave_notice(config: Any, where: notice.SideNotice) -> Path | None:
     try:
-        return notice.leave(config, word)
+        return notice.leave(config, where)
     except OSError as error:
         logger.error("%s can't be told where the side socket is: %s; snapshots and load will not be found",
                      notice.PATH, error)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sleeping while nothing can be scheduled, and being woken for a peer as for a client.
 
-The control thread rings the bell; whoever runs the step loop hears it where it waits anyway: MQLLMEngine in the poll of
-its socket, AsyncLLMEngine in the event of its request tracker, and a bare `LLM` in a short wait before a step.
+The control thread and the transfer thread wake the step loop where it waits anyway: MQLLMEngine in the poll of its
+socket, AsyncLLMEngine in the event of its request tracker, and a bare `LLM` in a short wait before a step.
 """
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
 
 
-class Bell:
-    """One per engine. `ring` may be called from any thread and never blocks; the rest belongs to the step loop."""
+class LoopWakeup:
+    """One per engine. `wake` may be called from any thread and never blocks; the rest belongs to the step loop."""
 
     def __init__(self) -> None:
         self._read_fd, self._write_fd = os.pipe()
@@ -37,21 +37,21 @@ class Bell:
         self._timer: asyncio.TimerHandle | None = None  # for it, in the async loop
 
     def serve(self, async_engine: AsyncLLMEngine, is_worth_a_step: Callable[[], bool]) -> None:
-        """From now on ringing also sets the event that this engine's background loop waits for, if `is_worth_a_step`
+        """From now on `wake` also sets the event that this engine's background loop waits for, if `is_worth_a_step`
         says so: it is asked in that loop."""
         self._async_engine = weakref.ref(async_engine)
         self._is_worth_a_step = is_worth_a_step
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the step loop, now or when it next goes to sleep."""
-        with contextlib.suppress(OSError):  # rung already, or closed
+        with contextlib.suppress(OSError):  # the pipe is full of wake-ups already, or closed
             os.write(self._write_fd, b"!")
         loop = self._async_loop()
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # that loop is closed
-                loop.call_soon_threadsafe(self._rung)
+                loop.call_soon_threadsafe(self._on_wake)
 
-    def ring_at(self, when: float | None) -> None:
+    def wake_at(self, when: float | None) -> None:
         """Also wake the step loop at that time of the monotonic clock; None: at none. The last call counts."""
         if self._timer is not None:
             self._timer.cancel()
@@ -59,10 +59,10 @@ class Bell:
         self._due = when
         loop = self._async_loop() if when is not None else None
         if loop is not None:
-            self._timer = loop.call_later(max(0.0, when - time.monotonic()), self._rung)
+            self._timer = loop.call_later(max(0.0, when - time.monotonic()), self._on_wake)
 
     def wait(self, timeout_s: float, socket: zmq.Socket | None = None) -> bool:
-        """Sleep until it rings, the socket has input, or the time is over. True where the socket has input."""
+        """Sleep until `wake`, input on the socket, or the end of the time. True where the socket has input."""
         if socket is not self._socket:
             self._watch(socket)
         if self._due is not None:
@@ -74,7 +74,7 @@ class Bell:
         return socket in ready
 
     def close(self) -> None:
-        """Idempotent; a ring that comes later does nothing."""
+        """Idempotent; a later `wake` does nothing."""
         self._async_engine = None
         if self._read_fd >= 0:
             read_fd, self._read_fd = self._read_fd, -1
@@ -94,7 +94,7 @@ class Bell:
         task = engine._background_loop_unshielded if engine is not None else None
         return None if task is None else task.get_loop()
 
-    def _rung(self) -> None:
+    def _on_wake(self) -> None:
         engine = self._async_engine() if self._async_engine is not None else None
         if engine is not None and self._is_worth_a_step():
             engine._request_tracker.new_requests_event.set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the patched V0 scheduler and engine call: `Scheduler.disagg` and `LLMEngine.disagg` are an `EngineBinding`.
+"""The interface that the patched V0 scheduler and engine call: `Scheduler.disagg` and `LLMEngine.disagg`.
 
 Both are None while disaggregation is off. All methods run in the step loop's thread, and none raises because of
 anything that a peer, a message or a transfer did. An *attempt* names one try to have a prompt prefilled elsewhere; the

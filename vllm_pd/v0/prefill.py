@@ -3,13 +3,13 @@
 
 Life of a job: a Prefill event becomes a request for one token (COMPUTING); when that has finished, the scheduler holds
 its blocks in `prefill_sending` and calls `computed`; the write is posted with the next step (SENDING). When it ends,
-the peer is told at once, in the thread that saw the end, and the step loop frees the blocks when it comes by. Whatever
-goes wrong on the way, the peer is told and the blocks are freed.
+the end is reported to the peer at once, in the thread that saw it, and the step loop frees the blocks later. Whatever
+goes wrong on the way, the peer gets a message and the blocks are freed.
 
 Where the peer has more of the prompt in its prefix cache than this engine, and reading that is quicker than computing
 it, the request is parked before it is computed, and the read goes into its pending blocks (READING). When it has ended
-they enter this engine's prefix cache and the request waits again, in front. That is so only if the read went well and
-the job still stands by then: of a read that failed, or came too late, nothing is kept.
+they enter this engine's prefix cache and the request waits again, in front. That is so only if the read succeeded and
+the lease is still valid: of a read that failed, or ended too late, nothing is kept.
 """
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core.events import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.prefix import PrefixCost, PrefixReads
 from vllm_pd.metrics import PDMetrics
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 
-class JobState(Enum):
-    """Where a job is."""
+class JobStage(Enum):
+    """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`core.prefill.JobState`)."""
     COMPUTING = "computing"
     READING = "reading"
     COMPUTED = "computed"
@@ -46,11 +46,12 @@ class JobState(Enum):
 
 
 @dataclass
-class _Job:
+class PeerJob:
+    """One job of a peer, from its `Prefill` to the end of its write."""
     prefill: Prefill
     request_id: str
     started_at: float
-    state: JobState = JobState.COMPUTING
+    state: JobStage = JobStage.COMPUTING
     prefill_s: float = 0.0
     local_block_ids: list[int] = field(default_factory=list)
     cancelled: bool = False
@@ -60,16 +61,16 @@ class _Job:
 
 
 class PrefillJobs:
-    """All jobs that this engine has from peers. Used from the step loop only, but for `tell`. `engine` is the owner: a
-    weak proxy."""
+    """All jobs that this engine has from peers. Used from the step loop only, except `report_end`. `engine` is the
+    owner: a weak proxy."""
 
-    def __init__(self, config: PDConfig, agent: ControlAgent, engine: LLMEngine, metrics: PDMetrics) -> None:
-        self._agent = agent
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, engine: LLMEngine, metrics: PDMetrics) -> None:
+        self._protocol = protocol
         self._engine = engine
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
-        self._jobs: dict[Attempt, _Job] = {}
-        self._open: dict[str, _Job] = {}  # those with a write or a read under way, by its key
+        self._jobs: dict[Attempt, PeerJob] = {}
+        self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
         self._requests: list[transfer.TransferRequest] = []
         caching = engine.cache_config.enable_prefix_caching
         self._cost = PrefixCost(PrefixReads(config.prefix_reads) if caching else PrefixReads.NEVER,
@@ -77,17 +78,17 @@ class PrefillJobs:
         self._block_size = engine.cache_config.block_size
         self._vocab_size = engine.model_config.get_vocab_size()
         self._ranks = engine.parallel_config.world_size
-        self.tell_room()
+        self.set_credits()
 
     @property
     def sending(self) -> bool:
-        """Whether a write or a read is under way, or its end not dealt with yet."""
+        """Whether a write or a read is under way, or its end is not processed yet."""
         return bool(self._open)
 
     @property
     def has_requests(self) -> bool:
-        """Whether the next step has something to carry down to the worker."""
-        return bool(self._requests) or any(job.state is JobState.COMPUTED for job in self._jobs.values())
+        """Whether the next step has transfer requests for the worker."""
+        return bool(self._requests) or any(job.state is JobStage.COMPUTED for job in self._jobs.values())
 
     @property
     def waiting(self) -> list[Attempt]:
@@ -95,18 +96,18 @@ class PrefillJobs:
         return [attempt for attempt, job in self._jobs.items() if _waits(job)]
 
     def give_back(self, attempts: Iterable[Attempt]) -> None:
-        """Give up these jobs, which wait for their first step: their owners have them done elsewhere."""
+        """Give up these jobs, which wait for their first step: their decode engines try another peer."""
         for attempt in attempts:
             logger.info("job %s finds no room beside this engine's own requests that wait for peers", attempt)
             self._engine.abort_request(self._jobs.pop(attempt).request_id)
-            self._agent.failed(attempt, "there is no room for it beside requests that wait for peers in turn")
+            self._protocol.failed(attempt, "there is no room for it beside requests that wait for peers in turn")
 
-    def tell_room(self) -> None:
-        """How many more jobs this engine takes. To be told after events were handled, all at once."""
-        self._agent.set_room(max(0, self._max_jobs - len(self._jobs)))
+    def set_credits(self) -> None:
+        """Tell the protocol how many more jobs this engine takes. To be called after events were handled."""
+        self._protocol.set_credits(max(0, self._max_jobs - len(self._jobs)))
 
     def handle(self, event: Event, progress: Progress) -> None:
-        """Take what the control thread has for this engine."""
+        """Handle an event of the protocol."""
         if isinstance(event, Prefill):
             self._start(event)
         elif isinstance(event, Cancelled):
@@ -120,11 +121,11 @@ class PrefillJobs:
         """The scheduler refused the request: it fits neither the pool nor the batch. It owns no blocks."""
         attempt = seq_group.first_seq.remote_decode
         if self._jobs.pop(attempt, None) is not None:
-            self._agent.failed(attempt, "the prompt does not fit this engine")
+            self._protocol.failed(attempt, "the prompt does not fit this engine")
 
     def wants_prefix(self, attempt: Attempt, cached_tokens: int) -> bool:
-        """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, shall be read
-        from the peer first. Once a job: a read that was of no use is not made again."""
+        """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, is to be read
+        from the peer first. At most once a job: a read that failed is not repeated."""
         job = self._jobs.get(attempt)
         if job is None or job.read_tokens:
             return False
@@ -136,7 +137,7 @@ class PrefillJobs:
         job = self._jobs[attempt]
         first, last = cached_tokens // self._block_size, job.prefill.cached_blocks
         job.read_tokens = last * self._block_size - cached_tokens
-        job.state = JobState.READING
+        job.state = JobStage.READING
         self._open[_read_key(attempt)] = job
         self._requests.append(transfer.Read(_read_key(attempt), job.prefill.peer, list(block_ids[first:last]),
                                             job.prefill.cached_block_ids[first:last]))
@@ -144,14 +145,14 @@ class PrefillJobs:
     def aborted(self, attempt: Attempt) -> None:
         """The job's request was aborted while it was parked. Its blocks stay until the read has ended."""
         job = self._jobs[attempt]
-        if job.state is JobState.READING and not job.cancelled:
+        if job.state is JobStage.READING and not job.cancelled:
             job.cancelled = True
             self._requests.append(transfer.CancelTransfer(_read_key(attempt)))
 
     def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
-        """The KV is there, in these blocks of the whole prompt; the scheduler holds them for us."""
+        """The prompt is computed, in these blocks of the whole prompt, which the scheduler keeps for us."""
         job = self._jobs.get(attempt)
-        if job is None:  # nobody wants it any more
+        if job is None:  # it was cancelled
             progress.finished_transfers.append(attempt)
             return
         first = job.prefill.cached_blocks
@@ -159,52 +160,52 @@ class PrefillJobs:
         job.prefill_s = time.monotonic() - job.started_at
         self._learn(job)
         self._metrics.job(len(job.prefill.token_ids))
-        job.state = JobState.COMPUTED
+        job.state = JobStage.COMPUTED
 
     def return_requests(self, requests: list[transfer.TransferRequest]) -> None:
-        """These were taken, but no step carried them down."""
+        """These were taken by `take_requests`, but their step was given up."""
         self._requests[:0] = requests
 
     def take_requests(self, progress: Progress) -> list[transfer.TransferRequest]:
-        """What the step that is about to run carries down. The lease is looked at here, right before the post."""
+        """The transfer requests of the step that is about to run. The lease is checked here, right before the post."""
         requests, self._requests = self._requests, []
         for attempt, job in list(self._jobs.items()):
-            if job.state is not JobState.COMPUTED:
+            if job.state is not JobStage.COMPUTED:
                 continue
-            if not self._agent.may_write(attempt):
+            if not self._protocol.may_write(attempt):
                 self._end(attempt, progress)
-                self._agent.failed(attempt, "the lease ran out before the write")
+                self._protocol.failed(attempt, "the lease ran out before the write")
                 continue
-            job.state = JobState.SENDING
+            job.state = JobStage.SENDING
             self._open[str(attempt)] = job
             requests.append(transfer.Write(str(attempt), job.prefill.peer, job.local_block_ids, job.prefill.block_ids,
                                            [ArrivalNotice(attempt, rank).encode() for rank in range(self._ranks)]))
         self._metrics.sending_blocks.set(sum(len(j.local_block_ids) for j in self._jobs.values()))
         return requests
 
-    def tell(self, end: transfer.Finished) -> None:
-        """Tell the peer that a write, or the read of a job that it gave up, has ended: no byte of it moves any more.
-        Called in any thread, before `ended`; the step loop may be in a forward pass."""
+    def report_end(self, end: transfer.Finished) -> None:
+        """Report to the peer that a write, or the read of a job that it cancelled, has ended: no byte of it moves any
+        more. Called in any thread, before `ended`; the step loop may be in a forward pass."""
         job = self._open.get(end.key)
         if job is None:
             return
         attempt = job.prefill.attempt
         if job.cancelled:
-            self._agent.ended(attempt)
-        elif job.state is JobState.READING:
+            self._protocol.ended(attempt)
+        elif job.state is JobStage.READING:
             return  # the job goes on
         elif end.ok:
-            self._agent.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
+            self._protocol.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
                                               measured=True))
         else:
-            self._agent.failed(attempt, f"the transfer failed: {end.error}")
+            self._protocol.failed(attempt, f"the transfer failed: {end.error}")
 
     def ended(self, end: transfer.Finished, progress: Progress) -> None:
-        """What is left to do for a write or a read that has ended."""
+        """Free what a write or a read held that has ended."""
         job = self._open.pop(end.key, None)
         if job is None:
             return
-        if job.state is JobState.READING:
+        if job.state is JobStage.READING:
             self._read(job, end, progress)
             return
         self._end(job.prefill.attempt, progress)
@@ -212,9 +213,9 @@ class PrefillJobs:
             self._metrics.transfer_bytes(end.bytes)
             self._cost.moved(len(job.local_block_ids) * self._block_size, end.seconds)
 
-    def _read(self, job: _Job, end: transfer.Finished, progress: Progress) -> None:
+    def _read(self, job: PeerJob, end: transfer.Finished, progress: Progress) -> None:
         attempt = job.prefill.attempt
-        arrived = end.ok and not job.cancelled and self._agent.lease_stands(attempt)
+        arrived = end.ok and not job.cancelled and self._protocol.lease_stands(attempt)
         self._metrics.prefix_read("done" if arrived else "late" if end.ok or job.cancelled else "failed",
                                   end.bytes if arrived else 0)
         if arrived:
@@ -224,31 +225,31 @@ class PrefillJobs:
         progress.finished_transfers.append(attempt)
         if job.cancelled:
             del self._jobs[attempt]
-            self._agent.ended(attempt)  # once more, for it may have been given up since `tell`
+            self._protocol.ended(attempt)  # again, for it may have been cancelled since `report_end`
             return
         if end.ok:
             self._cost.moved(job.read_tokens, end.seconds)
         else:
             logger.warning("job %s computes what could not be read from its peer: %s", attempt, end.error)
-        job.state = JobState.COMPUTING
+        job.state = JobStage.COMPUTING
 
     def refused(self, refusal: transfer.PeerRefusal) -> None:
-        """The transport could not take a peer: its writes will fail, one by one."""
+        """The transport could not add a peer: its writes will fail, one by one."""
         logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.reason)
 
     def _start(self, prefill: Prefill) -> None:
         attempt = prefill.attempt
-        job = _Job(prefill, f"pd-{attempt}", time.monotonic())
+        job = PeerJob(prefill, f"pd-{attempt}", time.monotonic())
         try:
             self._add_request(job)
-        except Exception as error:  # whatever is wrong with a peer's prompt must not end this engine
+        except Exception as error:  # an error in a peer's prompt must not end this engine
             logger.warning("job %s can't run here: %s", attempt, error)
             self._engine.abort_request(job.request_id)
-            self._agent.failed(attempt, f"the prefill engine can't run it: {error}")
+            self._protocol.failed(attempt, f"the prefill engine can't run it: {error}")
             return
         self._jobs[attempt] = job
 
-    def _add_request(self, job: _Job) -> None:
+    def _add_request(self, job: PeerJob) -> None:
         from vllm import SamplingParams, TokensPrompt
         token_ids = job.prefill.token_ids
         if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
@@ -263,31 +264,31 @@ class PrefillJobs:
     def _cancel(self, attempt: Attempt, progress: Progress) -> None:
         job = self._jobs.get(attempt)
         if job is None:
-            self._agent.ended(attempt)
-        elif job.state is JobState.COMPUTING:
+            self._protocol.ended(attempt)
+        elif job.state is JobStage.COMPUTING:
             self._engine.abort_request(job.request_id)
             del self._jobs[attempt]
-            self._agent.ended(attempt)
-        elif job.state is JobState.COMPUTED:
+            self._protocol.ended(attempt)
+        elif job.state is JobStage.COMPUTED:
             self._end(attempt, progress)
-            self._agent.ended(attempt)
-        elif job.state is JobState.READING:
+            self._protocol.ended(attempt)
+        elif job.state is JobStage.READING:
             self._engine.abort_request(job.request_id)  # which calls `aborted`
         elif not job.cancelled:
             job.cancelled = True
             self._requests.append(transfer.CancelTransfer(str(attempt)))
 
-    def _learn(self, job: _Job) -> None:
-        """How fast prompts are computed here. The time of a job that has read began with its read."""
+    def _learn(self, job: PeerJob) -> None:
+        """Measure how fast prompts are computed here. Not of a job with a read, whose time began with it."""
         began_at = job.group.metrics.first_scheduled_time
         if began_at is not None and not job.read_tokens:
             self._cost.computed(len(job.prefill.token_ids) - job.cached_tokens, time.time() - began_at)
 
-    def _end(self, attempt: Attempt, progress: Progress) -> _Job:
+    def _end(self, attempt: Attempt, progress: Progress) -> PeerJob:
         progress.finished_transfers.append(attempt)
         return self._jobs.pop(attempt)
 
-    def find(self, attempt: Attempt) -> JobState | None:
+    def find(self, attempt: Attempt) -> JobStage | None:
         """The state of a job, for tests."""
         job = self._jobs.get(attempt)
         return None if job is None else job.state
@@ -297,6 +298,6 @@ def _read_key(attempt: Attempt) -> str:
     return f"read {attempt}"
 
 
-def _waits(job: _Job) -> bool:
+def _waits(job: PeerJob) -> bool:
     from vllm.sequence import SequenceStatus
-    return job.state is JobState.COMPUTING and job.group.first_seq.status is SequenceStatus.WAITING
+    return job.state is JobStage.COMPUTING and job.group.first_seq.status is SequenceStatus.WAITING

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes between the binding's parts: the scheduler's news of transfers, and the notice that rides on a write."""
+"""What the parts of the binding exchange: the progress for the scheduler, and the notice that comes with a write."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -34,16 +34,17 @@ class Progress:
 
 
 class ArrivalNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Delivered at the decode engine once all that this rank writes for the attempt has landed there."""
+    """Delivered at the decode engine after all that this rank writes for the attempt."""
     attempt: Attempt
     rank: int
 
     def encode(self) -> bytes:
+        """The bytes of the notice, for the transport."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, payload: bytes) -> ArrivalNotice | None:
-        """None for bytes that are no notice."""
+        """The notice in these bytes; None where they are none."""
         try:
             return msgspec.msgpack.decode(payload, type=cls)
         except UNREADABLE:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a step takes no prefills, so that a group whose prompt came from a peer gets to its first token."""
+"""When a step takes no prefills, so that a group whose prompt came from a peer gets its first token."""
 
 
 class DecodeTurns:
     """Without chunked prefill, V0 runs a step of prefills whenever it can, and decodes only otherwise. After a group
-    has resumed, one step takes no prefills. Two such steps never follow each other, for the sake of new prompts."""
+    has resumed, one step takes no prefills. Two such steps never follow each other, so that new prompts are not delayed
+    for long."""
 
     def __init__(self) -> None:
         self._resumed = False  # and has had no step of decodes since

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from vllm_pd.control.process import local_member, this_process
 from vllm_pd.core.messages import Member, Process, Role
+from vllm_pd.liveness.process import local_member, this_process
 from vllm_pd.transfer.device import CudaDevice, HostDevice, OrderedTransfer
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.gather import GatheredTransfer, RankListener, connect
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class _Report(NamedTuple):
-    """What a rank says when it is ready: plain values, for they travel in the executor's own queue."""
+    """What a rank reports when it is ready: plain values, for they go through the executor's own queue."""
     rank: int
     metadata: bytes
     layout: str

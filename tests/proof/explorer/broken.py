@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from explorer.model import Shape
 from explorer.world import Scene
 from vllm_pd.core import messages as m
-from vllm_pd.core.decode import DecodeSide
-from vllm_pd.core.prefill import JobState, PrefillSide
+from vllm_pd.core.decode import DecodeProtocol
+from vllm_pd.core.prefill import JobState, PrefillProtocol
 
 NEVER = float("inf")
 
 
-class NoFence(DecodeSide):
+class NoFence(DecodeProtocol):
     """The blocks of an attempt are free with its end."""
 
     def _end(self, now, record, outcome, reason, detail=""):
@@ -23,7 +23,7 @@ class NoFence(DecodeSide):
         return super()._end(now, record, outcome, reason, detail)
 
 
-class ReuseByTime(DecodeSide):
+class ReuseByTime(DecodeProtocol):
     """The blocks of an attempt that has ended are free when its lease is over."""
 
     def _on_due(self, now, record):
@@ -32,7 +32,7 @@ class ReuseByTime(DecodeSide):
         return super()._on_due(now, record)
 
 
-class AckAtDequeue(DecodeSide):
+class AckAtDequeue(DecodeProtocol):
     """A job is put once. Whoever is offered it has it, also if the offer gets lost."""
 
     def _put(self, now, record):
@@ -43,7 +43,7 @@ class AckAtDequeue(DecodeSide):
         return actions
 
 
-class NoRankCount(DecodeSide):
+class NoRankCount(DecodeProtocol):
     """The first rank's notice is taken for all."""
 
     def arrived(self, now, attempt, rank):
@@ -53,7 +53,7 @@ class NoRankCount(DecodeSide):
         return super().arrived(now, attempt, 0)
 
 
-class NoClaimNumber(DecodeSide):
+class NoClaimNumber(DecodeProtocol):
     """A word of P counts for its present claim, whichever it was about."""
 
     def _held_by(self, sender, message):
@@ -61,7 +61,7 @@ class NoClaimNumber(DecodeSide):
         return None if record is None or not record.fenced or record.peer != sender else record
 
 
-class GrantsToAll(DecodeSide):
+class GrantsToAll(DecodeProtocol):
     """A second P that claims is granted, too."""
 
     def _on_claim(self, now, sender, message):
@@ -71,7 +71,7 @@ class GrantsToAll(DecodeSide):
         return super()._on_claim(now, sender, message)
 
 
-class LeaseFromGrant(PrefillSide):
+class LeaseFromGrant(PrefillProtocol):
     """P counts its lease from when the grant comes."""
 
     def _on_grant(self, now, sender, grant):
@@ -81,14 +81,14 @@ class LeaseFromGrant(PrefillSide):
         return super()._on_grant(now, sender, grant)
 
 
-class StopsTooSoon(PrefillSide):
+class StopsTooSoon(PrefillProtocol):
     """P answers a cancel before its writes have ended."""
 
     def _stop(self, job):
-        return super()._stop(job) + self._say(job, m.Stopped(job.attempt, job.claim))
+        return super()._stop(job) + self._to_decode(job, m.Stopped(job.attempt, job.claim))
 
 
-class NoLease(PrefillSide):
+class NoLease(PrefillProtocol):
     """P posts its writes whenever it comes round to it."""
 
     def may_write(self, now, attempt):
@@ -96,14 +96,14 @@ class NoLease(PrefillSide):
         return job is not None and job.state is JobState.RUNNING
 
 
-class MeetsOnce(PrefillSide):
+class MeetsOnce(PrefillProtocol):
     """A D that comes back while P still stops its jobs is not met again, so P never hears what it asks."""
 
-    def _part(self, now, incarnation):
+    def _drop_idle(self, now, incarnation):
         peer = self._peering.find(incarnation)
         if peer is not None:
             peer.wanted = False
-        return super()._part(now, incarnation)
+        return super()._drop_idle(now, incarnation)
 
 
 def _without_number(incarnation: str, request_id: str, number: int) -> m.Attempt:

@@ -11,7 +11,7 @@ from explorer.model import DecodeEngine, PrefillEngine, Violation, require
 from explorer.snapshots import NOW
 from explorer.world import DEAD, State, World
 from vllm_pd.core import messages as m
-from vllm_pd.core.decode import State as AttemptState
+from vllm_pd.core.decode import AttemptState
 
 MAX_ROUNDS = 400
 
@@ -103,7 +103,7 @@ class _Healing:
                 self._step(d, *given)
                 busy = True
         for name in self.living():
-            due = self.engine(name).side.next_deadline()
+            due = self.engine(name).side.next_timeout()
             if due is not None and due <= NOW:
                 self._step(name, "tick")
                 busy = True

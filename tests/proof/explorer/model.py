@@ -14,8 +14,7 @@ from typing import Any
 
 from explorer.snapshots import NOW
 from vllm_pd.core import messages as m
-from vllm_pd.core.decode import DecodeLimits, DecodeSide
-from vllm_pd.core.events import (
+from vllm_pd.core.actions import (
     Action,
     AddPeer,
     Cancelled,
@@ -32,7 +31,8 @@ from vllm_pd.core.events import (
     ToDecode,
     ToPrefill,
 )
-from vllm_pd.core.prefill import PrefillLimits, PrefillSide
+from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
 
 BLOCK_SIZE = 4
 BROKER = "broker"
@@ -96,8 +96,8 @@ class Shape:
     prompt_blocks: int = 1
     prefill_blocks: int = 2  # of each prefill engine
     attempts: int = 2
-    decode_type: type[DecodeSide] = DecodeSide
-    prefill_type: type[PrefillSide] = PrefillSide
+    decode_type: type[DecodeProtocol] = DecodeProtocol
+    prefill_type: type[PrefillProtocol] = PrefillProtocol
     frees_at_finish: bool = False
     attempt_of: Callable[[str, str, int], m.Attempt] = m.Attempt
     names_come_again: bool = False
@@ -197,7 +197,7 @@ class DecodeEngine:
         return self._do(self.side.peer_dead(NOW, peer))
 
     def tick(self) -> list[Letter]:
-        return self._do(self.side.tick(NOW))
+        return self._do(self.side.handle_timeout(NOW))
 
     def land(self, attempt: m.Attempt, rank: int, blocks: tuple[int, ...], tag: int) -> list[Letter]:
         """A peer's write reaches our memory, whatever that memory is used for by now."""
@@ -336,7 +336,7 @@ class DecodeEngine:
     def check_at_rest(self) -> None:
         """B20: all is over, nothing is held."""
         require(not self.side.states(), f"{self.name} still has open attempts: {self.side.states()}")
-        require(not self.side.fenced() and self.side.next_deadline() is None, f"{self.name} still waits for something")
+        require(not self.side.fenced() and self.side.next_timeout() is None, f"{self.name} still waits for something")
         require(len(self.free) == self.shape.blocks, f"{self.name} has lost blocks")
         require(all(r.stage is Stage.OVER for r in self.requests.values()), f"a request of {self.name} never ends")
 
@@ -439,7 +439,7 @@ class PrefillEngine:
         return self._do(self.side.peer_lost(NOW, peer))
 
     def tick(self) -> list[Letter]:
-        return self._do(self.side.tick(NOW))
+        return self._do(self.side.handle_timeout(NOW))
 
     # What the side answers.
 

@@ -17,10 +17,10 @@ NOW = 10_000.0
 PAST_S = 500.0  # what lies further back than this is never asked about
 
 MOMENTS = frozenset({
-    # DecodeSide, its records
+    # DecodeProtocol, its records
     "_broker_lost_at", "submitted", "deadline", "next_put", "granted_at", "lease_until", "next_cancel",
     "peers_lost_at", "writing_at",
-    # PrefillSide, its jobs, the peers of its Peering
+    # PrefillProtocol, its jobs, the peers of its Peering
     "claimed_at", "next_claim", "peering_until", "next_renew", "renewed_at", "next_hello", "last_heard",
     "missing_since",
 })

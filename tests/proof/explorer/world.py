@@ -304,7 +304,7 @@ class World:
 
     def _due_of(self, number: int) -> float | None:
         if number not in self._due:
-            self._due[number] = self._engines[number].side.next_deadline()
+            self._due[number] = self._engines[number].side.next_timeout()
         return self._due[number]
 
     def _check_pairs(self, after: list[int]) -> None:

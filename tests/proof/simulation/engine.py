@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import (
+from vllm_pd.core.actions import (
     AddPeer,
     Cancelled,
     DropPeer,
@@ -70,7 +70,7 @@ class Engine:
         self.results: collections.Counter[str] = collections.Counter()  # by request id: how often it ended
         self._stepping = False
         node.wake = self.wake
-        node.set_room(JOBS)
+        node.set_credits(JOBS)
 
     def wake(self) -> None:
         if not self._stepping:
@@ -79,10 +79,10 @@ class Engine:
 
     def _step(self) -> None:
         self._stepping = False
-        for event in self.node.take_events():
+        for event in list(iter(self.node.poll_event, None)):
             self.handle(event)
         self.step()
-        self.node.set_room(max(0, JOBS - len(self.jobs)))
+        self.node.set_credits(max(0, JOBS - len(self.jobs)))
         if self.has_work():
             self.wake()
 

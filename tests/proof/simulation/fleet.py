@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_pd.config import PDConfig
-from vllm_pd.core.decode import DecodeSide
+from vllm_pd.core.decode import DecodeProtocol
 from vllm_pd.core.messages import Role
-from vllm_pd.core.prefill import PrefillSide
+from vllm_pd.core.prefill import PrefillProtocol
 
 from .engine import BLOCK_SIZE, Broken, Engine, LightEngine, require
 from .kernel import Faults, Kernel
@@ -29,8 +29,8 @@ class Plan:
     blocks: int = 24
     faults: Faults = Faults()
     settings: dict[str, Any] = field(default_factory=dict)
-    decode_type: type[DecodeSide] = DecodeSide
-    prefill_type: type[PrefillSide] = PrefillSide
+    decode_type: type[DecodeProtocol] = DecodeProtocol
+    prefill_type: type[PrefillProtocol] = PrefillProtocol
 
 
 @dataclass

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What speaks for an engine, and the broker: all that the real ones decide by, on simulated wires.
 
-`Node` does what the control thread does, without the thread; its methods for the engine are the agent's.
+`Node` does what the control thread does, without the thread; its methods for the engine are the protocol's.
 """
 import collections
 from collections.abc import Callable, Collection
 
 from vllm_pd.broker.registry import QueueLimits, Registry
 from vllm_pd.config import PDConfig
-from vllm_pd.control.outlook import QueueView
-from vllm_pd.control.sides import Sides
+from vllm_pd.control.cluster import QueueView
+from vllm_pd.control.protocol import MessageSource, PeerProtocol
 from vllm_pd.core import messages as m
-from vllm_pd.core.decode import DecodeSide
-from vllm_pd.core.events import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
-from vllm_pd.core.prefill import PrefillSide
+from vllm_pd.core.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
+from vllm_pd.core.decode import DecodeProtocol
+from vllm_pd.core.prefill import PrefillProtocol
 
 from .kernel import Kernel, Process
 
@@ -44,7 +44,7 @@ class BrokerProcess(Process):
         self._deliver(self.registry.receive(self._post.kernel.now, sender, message))
 
     def _tick(self) -> None:
-        self._deliver(self.registry.tick(self._post.kernel.now))
+        self._deliver(self.registry.handle_timeout(self._post.kernel.now))
         self._post.kernel.at(BROKER_TICK_S, self, "timer", self._tick)
 
     def _deliver(self, letters: list) -> None:
@@ -55,24 +55,25 @@ class BrokerProcess(Process):
             if node is None or not node.alive:
                 queue.extend(self.registry.undeliverable(self._post.kernel.now, to, message, True))
             else:
-                self._post.kernel.send(node, "letter", node.from_broker, self.name, message)
+                self._post.kernel.send(node, "letter", node.receive, MessageSource.BROKER, self.name, message)
 
 
 class Node(Process):
     """An engine's process, as the others see it."""
 
     def __init__(self, name: str, role: m.Role, config: PDConfig, post: Post, *,
-                 decode_type: type[DecodeSide] = DecodeSide, prefill_type: type[PrefillSide] = PrefillSide):
+                 decode_type: type[DecodeProtocol] = DecodeProtocol,
+                 prefill_type: type[PrefillProtocol] = PrefillProtocol):
         super().__init__(name)
         self.config = config
         self.member = m.Member(name, role, f"tcp://{name}", FINGERPRINT)
         self.wake: Callable[[], None] = lambda: None
         self._post, self._kernel = post, post.kernel
         self._timer: float | None = None
-        self._sides = Sides(config, self.member, b"memory", self.now, lambda: None)
-        self._sides.decode = decode_type(self.member, b"d", self._sides.decode.limits)
-        self._sides.prefill = prefill_type(self.member, b"p", self._sides.prefill.limits)
-        self._sides.decode.broker_is(self.now, False)
+        self.protocol = PeerProtocol(config, self.member, b"memory", lambda: self.now)
+        self.protocol._decode = decode_type(self.member, b"d", self.decode.limits)
+        self.protocol._prefill = prefill_type(self.member, b"p", self.prefill.limits)
+        self.decode.broker_is(self.now, False)
         post.nodes[name] = self
         self._kernel.at(0.0, self, "timer", self._turn)
 
@@ -81,95 +82,83 @@ class Node(Process):
         return self._post.kernel.now
 
     @property
-    def decode(self) -> DecodeSide:
-        return self._sides.decode
+    def decode(self) -> DecodeProtocol:
+        return self.protocol._decode
 
     @property
-    def prefill(self) -> PrefillSide:
-        return self._sides.prefill
+    def prefill(self) -> PrefillProtocol:
+        return self.protocol._prefill
 
     @property
     def has_news(self) -> bool:
         """Whether the engine has still to take something."""
-        return bool(self._sides._events)
+        return bool(self.protocol._events)
 
-    # For the engine: the control agent's methods.
+    # For the engine: the protocol's methods.
 
-    def take_events(self) -> list[Event]:
-        return self._sides.take_events()
+    def poll_event(self) -> Event | None:
+        return self.protocol.poll_event()
 
     def view(self, avoid: Collection[str] = ()) -> QueueView:
-        return self._sides.view(self.now, avoid)
+        return self.protocol.view(avoid)
 
     def next_attempt(self, request_id: str) -> m.Attempt:
-        return self._sides.next_attempt(request_id)
+        return self.protocol.next_attempt(request_id)
 
     def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
                avoid: tuple[str, ...] = (), deadline_s: float | None = None) -> None:
-        self._sides.do(self.decode.submit(self.now, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s))
+        self.protocol.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s)
         self._speak()
 
     def abort(self, attempt: m.Attempt) -> None:
-        self._sides.do(self.decode.abort(self.now, attempt))
+        self.protocol.abort(attempt)
         self._speak()
 
     def arrived(self, attempt: m.Attempt, rank: int) -> None:
-        self._sides.do(self.decode.arrived(self.now, attempt, rank))
+        self.protocol.arrived(attempt, rank)
         self._speak()
 
-    def set_room(self, jobs: int) -> None:
-        self._sides.set_room(jobs)
+    def set_credits(self, jobs: int) -> None:
+        self.protocol.set_credits(jobs)
         self._speak()
 
     def may_write(self, attempt: m.Attempt) -> bool:
-        allowed = self._sides.begin_write(self.now, attempt)
+        allowed = self.protocol.may_write(attempt)
         self._speak()
         return allowed
 
     def sent(self, attempt: m.Attempt, timings: m.Timings) -> None:
-        self._sides.do(self.prefill.sent(self.now, attempt, timings))
+        self.protocol.sent(attempt, timings)
         self._speak()
 
     def failed(self, attempt: m.Attempt, reason: str) -> None:
-        self._sides.do(self.prefill.failed(self.now, attempt, reason))
+        self.protocol.failed(attempt, reason)
         self._speak()
 
     def ended(self, attempt: m.Attempt) -> None:
-        self._sides.do(self.prefill.ended(self.now, attempt))
+        self.protocol.ended(attempt)
         self._speak()
 
     # From others.
 
-    def from_prefill(self, sender: str, message: m.Message) -> None:
-        self._sides.from_prefill(self.now, sender, message)
-        self._speak()
-
-    def from_decode(self, sender: str, message: m.Message) -> None:
-        self._sides.from_decode(self.now, sender, message)
-        self._speak()
-
-    def from_broker(self, sender: str, message: m.Message) -> None:
-        self._sides.from_broker(self.now, sender, message)
+    def receive(self, source: MessageSource, sender: str, message: m.Message) -> None:
+        self.protocol.receive(source, sender, message)
         self._speak()
 
     def is_dead(self, incarnation: str) -> None:
         """That process is gone, as a fact."""
-        self._sides.peer_dead(self.now, incarnation)
+        self.protocol.peer_dead(incarnation)
         self._speak()
 
     # Time.
 
     def _turn(self) -> None:
         self._timer = None
-        register = self._sides.registration(self.now)
-        if register is not None:
-            self._sides.registered(self.now, self._to_broker(register))
-        self._sides.check_broker(self.now)
-        self._sides.tick(self.now)
+        self.protocol.handle_timeout()
         self._speak()
 
     def _plan(self) -> None:
-        when = self._sides.next_deadline()
+        when = self.protocol.next_timeout()
         if self._timer is None or when < self._timer - 1e-9:
             self._timer = when
             self._kernel.at(max(0.0, when - self.now) + 1e-6, self, "timer", self._on_timer, when)
@@ -181,21 +170,18 @@ class Node(Process):
     # What is to leave.
 
     def _speak(self) -> None:
-        outbox, take = self._sides.to_send()
-        for action in outbox:
+        while (action := self.protocol.poll_transmit()) is not None:
             if isinstance(action, ToBroker):
                 if not self._to_broker(action.message):
-                    self._kernel.at(0.0, self, "timer", self._unsent, action.message)
+                    self.protocol.transmit_failed(action.message)
             elif isinstance(action, ToDecode | ToPrefill):
                 there = self._post.nodes.get(action.peer)
                 if there is not None and there.alive:
-                    receive = there.from_prefill if isinstance(action, ToDecode) else there.from_decode
-                    self._kernel.send(there, "letter", receive, self.name, action.message)
+                    source = MessageSource.PREFILL if isinstance(action, ToDecode) else MessageSource.DECODE
+                    self._kernel.send(there, "letter", there.receive, source, self.name, action.message)
             else:
                 assert isinstance(action, Connect | Disconnect)
-        if take is not None and self._sides.outlook.up and self._to_broker(take):
-            self._sides.room_told(take)
-        news = self._sides.announce()
+        news = self.protocol.announce()
         self._plan()
         if news:
             self.wake()
@@ -206,7 +192,3 @@ class Node(Process):
             return False
         self._kernel.send(broker, "letter", broker.receive, self.name, message)
         return True
-
-    def _unsent(self, message: m.Message) -> None:
-        self._sides.unsent(self.now, message)
-        self._speak()

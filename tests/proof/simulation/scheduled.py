@@ -12,7 +12,7 @@ import vllm.core.scheduler
 import vllm_pd.v0.decode
 from tests.fakes.simulated_engine import BLOCK_SIZE, FakePeers, RemoteWork, SimulatedEngine
 from vllm_pd.core import messages as m
-from vllm_pd.core.events import Event, Prefilled
+from vllm_pd.core.actions import Event, Prefilled
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0.decode import RemotePrefills
 from vllm_pd.v0.progress import Progress

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two pure sides answer with: events for the engine, and messages to put on the wire.
+"""Actions of the protocol: what its two halves answer with, events for the engine and messages to put on the wire.
 
-The order in which a side returns them is the order in which they are to be done.
+The order in which a half returns them is the order in which they are to be done.
 """
 from enum import StrEnum
 
@@ -10,7 +10,7 @@ import msgspec
 from vllm_pd.core.messages import Attempt, Message, Timings
 
 
-class Outcome(StrEnum):
+class AttemptEnd(StrEnum):
     """How an attempt ended."""
     DONE = "done"
     FAILED = "failed"
@@ -22,7 +22,7 @@ class FallbackReason(StrEnum):
     """Why an attempt ended without the KV."""
     BROKER = "broker"  # the queue can't be reached
     QUEUE = "queue"  # the queue is full
-    PEER = "peer"  # no prefill engine is there, or the one that had it died
+    PEER = "peer"  # there is no prefill engine, or the one that had it died
     FAILED = "failed"  # the prefill engine gave it up
     LEASE = "lease"  # the prefill engine fell silent
     DEADLINE = "deadline"  # it took too long
@@ -43,17 +43,17 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True):
-    """D: the timings of an attempt whose `Prefilled` came before P's word did. May never come."""
+    """D: the timings of an attempt whose `Prefilled` came before P's message did. May never come."""
     attempt: Attempt
     timings: Timings
 
 
 class Fallback(msgspec.Struct, frozen=True):
-    """D: the attempt ended without the KV. Whatever comes next needs fresh blocks; those of the attempt stay set aside
-    until its `Released`. `peer` is the P that had it, empty where none had."""
+    """D: the attempt ended without the KV. The request needs fresh blocks; those of the attempt stay set aside until
+    its `Released`. `peer` is the P that had the grant, empty where none had."""
     attempt: Attempt
     reason: FallbackReason
-    outcome: Outcome
+    outcome: AttemptEnd
     detail: str = ""
     peer: str = ""
 
@@ -64,8 +64,8 @@ class Released(msgspec.Struct, frozen=True):
 
 
 class Prefill(msgspec.Struct, frozen=True):
-    """P: do this one. `block_ids` are D's blocks to write, in order; `cached_blocks` whole blocks come before them in
-    D's cache, and `cached_block_ids` says where. `peer` is D's incarnation, added by an earlier `AddPeer`."""
+    """P: prefill this prompt. `block_ids` are D's blocks to write, in order; `cached_blocks` whole blocks come before
+    them in D's cache, and `cached_block_ids` says where. `peer` is D's incarnation, added by an earlier `AddPeer`."""
     attempt: Attempt
     token_ids: list[int]
     block_ids: list[int]
@@ -75,18 +75,18 @@ class Prefill(msgspec.Struct, frozen=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """P: stop this one; answer `ended` when no handle of it can write any more."""
+    """P: stop this job; call `ended` when no handle of it can write any more."""
     attempt: Attempt
 
 
 class AddPeer(msgspec.Struct, frozen=True):
-    """P: a decode engine to which writes may go from now on. Comes before any `Prefill` for it."""
+    """P: a decode engine that may be written to from now on. Comes before any `Prefill` of it."""
     incarnation: str
     metadata: bytes
 
 
 class DropPeer(msgspec.Struct, frozen=True):
-    """P: that decode engine is gone, and nothing of its attempts is open any more."""
+    """P: this decode engine is gone, and no attempt of it is open any more."""
     incarnation: str
 
 

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's sockets. Used by one thread only.
+"""The control sockets of an engine. Used by one thread only.
 
-One ROUTER, to which prefill engines and operators connect, and where they get their answers; another one for this
-engine's own front end; one DEALER to each decode engine that gives us jobs; and the `Uplink` to the broker. A peer is
-answered on the connection that it last spoke on.
+One ROUTER, to which prefill engines and operators connect; another one for this engine's own front end; one DEALER to
+each decode engine that gives us jobs; and the `BrokerBackend`. Peers are answered where they last spoke.
 """
 import collections
 import os
 from collections.abc import Iterator, Set
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import zmq
 
-from vllm_pd.broker.uplink import Uplink
-from vllm_pd.broker.zmq_uplink import ZmqUplink
+from vllm_pd.broker.backend import BrokerBackend
+from vllm_pd.broker.zmq_backend import ZmqBackend
+from vllm_pd.control.protocol import MessageSource
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import NatsAddress
+from vllm_pd.rpc.poller import SocketPoller, receive_batch
 from vllm_pd.rpc.sockets import SendResult
 
 if TYPE_CHECKING:
@@ -30,51 +30,39 @@ MAX_ROUTES = 4096
 BATCH_MESSAGES = 128
 
 
-class Source(Enum):
-    """Where a message came in."""
-    BROKER = "broker"
-    DECODE = "decode"
-    PREFILL = "prefill"
-    OPERATOR = "operator"
-    FRONT = "front"
+_EXPECTED = {MessageSource.DECODE: m.TO_PREFILL, MessageSource.PREFILL: m.TO_DECODE, MessageSource.FRONT: m.TO_ENGINE}
 
 
-_EXPECTED = {Source.DECODE: m.TO_PREFILL, Source.PREFILL: m.TO_DECODE, Source.FRONT: m.TO_ENGINE}
-
-
-class Links:
-    """The constructor raises ConfigError where a setting or `front`, an address on this machine, can't be used; nothing
-    else raises for a peer."""
+class ControlSockets:
+    """The constructor raises ConfigError where a setting or `front`, an address on this machine, can't be used. No
+    method raises because of what a peer sends."""
 
     def __init__(self, incarnation: str, config: "PDConfig", front: str | None = None):
-        self.waker = sockets.Waker()
         self._incarnation = incarnation
         self._context = zmq.Context()
-        self._poller = zmq.Poller()
         self._decode: dict[str, zmq.Socket] = {}
         self._peer_of: dict[zmq.Socket, str] = {}
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
-        self._gate: Gate | None = None
+        gate: Gate | None = None
         try:
             self._keys = None if config.keys is None else Keys.load(config.keys)
             if self._keys is not None:
-                self._gate = Gate(self._context, self._keys)
+                gate = Gate(self._context, self._keys)
             self._router = self._listen("bind", config.bind, self._keys)
             self._front = self._listen("front", front, None) if front else None
-            self._uplink: Uplink = open_uplink(self._context, incarnation, config, self._keys)
+            self._backend: BrokerBackend = open_backend(self._context, incarnation, config, self._keys)
         except ConfigError:
             self._context.destroy(linger=0)
-            self.waker.close()
             raise
-        self.counters = self._uplink.counters
+        self.counters = self._backend.counters
         self.address = sockets.endpoint(self._router)
         self._front_route: bytes | None = None
         self._watched: set[int] = set()
-        for pollable in (self.waker.fileno(), self._router, self._front, self._uplink.pollable):
+        self._poller = SocketPoller(gate)
+        self.waker = self._poller.waker
+        for pollable in (self._router, self._front, self._backend.pollable):
             if pollable is not None:
-                self._poller.register(pollable, zmq.POLLIN)
-        if self._gate is not None:
-            self._poller.register(self._gate.socket, zmq.POLLIN)
+                self._poller.watch(pollable)
 
     def _listen(self, key: str, address: str, keys: Keys | None) -> zmq.Socket:
         try:
@@ -86,73 +74,64 @@ class Links:
             raise ConfigError(key, address, f"{error}; name a free address, like tcp://127.0.0.1:0") from error
 
     def watch(self, descriptor: int) -> None:
-        """Let `poll` also return when this can be read; the reading is the caller's business."""
+        """Let `poll` also return when this descriptor is readable; the caller reads it."""
         self._watched.add(descriptor)
-        self._poller.register(descriptor, zmq.POLLIN)
+        self._poller.watch(descriptor)
 
     @property
     def other_protocol(self) -> int | None:
-        """The version of the last speaker that had another one than ours. To be set to None by whoever has told."""
-        return self._uplink.other_protocol
+        """The protocol version of the last sender whose version is not ours. The caller sets it to None once it is
+        logged."""
+        return self._backend.other_protocol
 
     @other_protocol.setter
     def other_protocol(self, version: int | None) -> None:
-        self._uplink.other_protocol = version
+        self._backend.other_protocol = version
 
     def poll(self, timeout_s: float | None) -> list["zmq.Socket | int"]:
-        """Wait for messages or for the waker, at most so long; returns what has something for `receive`."""
-        # Rounded up: to wake a little late costs less than to wake early and find nothing due.
-        timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000 + 0.999))
-        ready = self._poller.poll(timeout_ms)
-        self.waker.clear()
-        if self._gate is not None:
-            self._gate.answer()
-        silent = (self.waker.fileno(), None if self._gate is None else self._gate.socket)
-        return [pollable for pollable, _ in ready if pollable not in silent]
+        """Wait for messages or for the waker, at most so long. Returns what is readable, for `receive`."""
+        return self._poller.wait(timeout_s)
 
-    def receive(self, ready: list["zmq.Socket | int"]) -> Iterator[tuple[Source, str, m.Message]]:
+    def receive(self, ready: list["zmq.Socket | int"]) -> Iterator[tuple[MessageSource, str, m.Message]]:
         """The messages that wait, a bounded batch from each socket. Bad ones are counted and skipped."""
         for socket in ready:
-            if socket == self._uplink.pollable:
+            if socket == self._backend.pollable:
                 yield from self._from_broker()
                 continue
             if socket in self._watched:
                 continue
-            for _ in range(BATCH_MESSAGES):
-                frames = None if socket.closed else sockets.receive(socket)
-                if frames is None:
-                    break
+            for frames in receive_batch(socket, BATCH_MESSAGES):
                 message = self._open(socket, frames)
                 if message is not None:
                     yield message
 
-    def _from_broker(self) -> Iterator[tuple[Source, str, m.Message]]:
+    def _from_broker(self) -> Iterator[tuple[MessageSource, str, m.Message]]:
         for _ in range(BATCH_MESSAGES):
-            received = self._uplink.receive()
+            received = self._backend.receive()
             if received is None:
                 return
-            yield Source.BROKER, *received
+            yield MessageSource.BROKER, *received
 
-    def _open(self, socket: zmq.Socket, frames: list[bytes]) -> tuple[Source, str, m.Message] | None:
-        source = Source.PREFILL if socket is self._router else (
-            Source.FRONT if socket is self._front else Source.DECODE)
+    def _open(self, socket: zmq.Socket, frames: list[bytes]) -> tuple[MessageSource, str, m.Message] | None:
+        source = MessageSource.PREFILL if socket is self._router else (
+            MessageSource.FRONT if socket is self._front else MessageSource.DECODE)
         try:
-            sender, message = codec.decode(frames if source is Source.DECODE else frames[1:])
+            sender, message = codec.decode(frames if source is MessageSource.DECODE else frames[1:])
         except codec.BadFrame as fault:
             self.counters["frame_" + fault.fault.value] += 1
             self.other_protocol = fault.theirs or self.other_protocol
             return None
-        if source is Source.PREFILL and isinstance(message, m.TO_ENGINE):
-            source = Source.OPERATOR
+        if source is MessageSource.PREFILL and isinstance(message, m.TO_ENGINE):
+            source = MessageSource.OPERATOR
         elif not isinstance(message, _EXPECTED[source]):
             self.counters["frame_unexpected"] += 1
             return None
-        if source is Source.DECODE and self._peer_of.get(socket) != sender:
-            self.counters["frame_other_sender"] += 1  # another process lives at that address now
+        if source is MessageSource.DECODE and self._peer_of.get(socket) != sender:
+            self.counters["frame_other_sender"] += 1  # another process has that address now
             return None
-        if source is Source.FRONT:
+        if source is MessageSource.FRONT:
             self._front_route = frames[0]
-        elif source is not Source.DECODE:
+        elif source is not MessageSource.DECODE:
             self._routes[sender] = frames[0]
             self._routes.move_to_end(sender)
             if len(self._routes) > MAX_ROUTES:
@@ -160,7 +139,7 @@ class Links:
         return source, sender, message
 
     def connect(self, peer: str, address: str) -> None:
-        """Open a connection to a decode engine. An address that is none is counted; the peer then never answers."""
+        """Open a connection to a decode engine. A bad address is counted; that peer then never answers."""
         if peer in self._decode:
             return
         try:
@@ -172,46 +151,47 @@ class Links:
             return
         self._decode[peer] = socket
         self._peer_of[socket] = peer
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.watch(socket)
 
     def disconnect(self, peer: str) -> None:
         """Close it; what has not left by now is lost."""
         socket = self._decode.pop(peer, None)
         if socket is not None:
-            self._poller.unregister(socket)
+            self._poller.forget(socket)
             del self._peer_of[socket]
             socket.close()
 
     def to_broker(self, message: m.Message) -> SendResult:
         """Send to the broker."""
-        result = self._uplink.send(message)
+        result = self._backend.send(message)
         if result is not SendResult.SENT:
             self.counters["unsent"] += 1
         return result
 
     def holding(self, attempts: Set[m.Attempt]) -> None:
-        """Which of the offered jobs this engine still holds."""
-        self._uplink.holding(attempts)
+        """The offered jobs that this engine still works on."""
+        self._backend.holding(attempts)
 
     def to_decode(self, peer: str, message: m.Message) -> SendResult:
         """Send to a decode engine."""
         return self._send(self._decode.get(peer), None, message)
 
     def is_connected(self, peer: str, greeting: m.HelloReply) -> bool:
-        """Whether the connection that this prefill engine opened to us stands. It is greeted once more to find out."""
+        """Whether the connection that this prefill engine opened to us is still open. `greeting` is sent to find
+        out."""
         return self._routes.get(peer) is not None and self.to_prefill(peer, greeting) is not SendResult.UNREACHABLE
 
     def to_prefill(self, peer: str, message: m.Message) -> SendResult:
-        """Send to a prefill engine that has spoken to us."""
+        """Send to a prefill engine that has sent us a message before."""
         route = self._routes.get(peer)
         return self._send(None if route is None else self._router, route, message)
 
     def to_operator(self, name: str, message: m.Message) -> SendResult:
-        """Answer an operator."""
+        """ProbeAnswer an operator."""
         return self.to_prefill(name, message)
 
     def to_front(self, message: m.Message) -> None:
-        """Tell the front end, if one has spoken to us."""
+        """Send to the front end, if it has sent us a message before."""
         if self._front_route is not None:
             self._send(self._front, self._front_route, message)
 
@@ -229,28 +209,28 @@ class Links:
 
     def count(self) -> int:
         """Open sockets."""
+        if self._context.closed:
+            return 0
         return (2 if self._front is None else 3) + len(self._decode)
 
     def close(self, linger_ms: int) -> None:
-        """Close all; last words get so long to leave."""
-        self._uplink.close(linger_ms)
+        """Close all sockets. Messages that wait may leave for so long."""
+        self._backend.close(linger_ms)
         for socket in [self._router, *self._decode.values(), *([self._front] if self._front is not None else [])]:
             socket.close(linger=linger_ms)
         self._decode.clear()
         self._peer_of.clear()
-        if self._gate is not None:
-            self._gate.close()
+        self._poller.close()
         self._context.term()
-        self.waker.close()
 
 
-def open_uplink(context: zmq.Context, incarnation: str, config: "PDConfig", keys: Keys | None) -> Uplink:
-    """The line to the configured broker. Raises ConfigError where it can't be one; it need not be there."""
+def open_backend(context: zmq.Context, incarnation: str, config: "PDConfig", keys: Keys | None) -> BrokerBackend:
+    """The connection to the configured broker, which need not run yet. Raises ConfigError for a bad address."""
     if not NatsAddress.is_url(config.broker):
-        return ZmqUplink(context, incarnation, config.broker, keys)
+        return ZmqBackend(context, incarnation, config.broker, keys)
     try:
-        from vllm_pd.broker.nats_uplink import NatsUplink
+        from vllm_pd.broker.nats_backend import NatsBackend
     except ImportError as error:
         raise ConfigError("broker", config.broker, f"{error}; pip install 'nats-py[nkeys]'") from error
     address = NatsAddress.of(config.broker, config.nats_prefix, config.nats_credentials, config.nats_ca)
-    return NatsUplink(incarnation, address, config.ttl_s)
+    return NatsBackend(incarnation, address, config.ttl_s)

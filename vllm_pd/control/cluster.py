@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine knows of the broker and, through it, of the others. Pure; the caller holds the lock."""
+"""What an engine knows of its broker and, through it, of the other engines. Pure; the caller holds the lock."""
 import collections
 from collections.abc import Collection
 
@@ -9,22 +9,22 @@ from vllm_pd.core import messages as m
 from vllm_pd.errors import PeerMismatch
 
 SILENT_HEARTBEATS = 3
-ASLEEP_HEARTBEATS = 1.5  # without a look: `check` comes at least once a heartbeat, unless this process stands still
+ASLEEP_HEARTBEATS = 1.5  # without a `check`, which comes at least once a heartbeat unless this process is suspended
 MAX_DEAD = 4096
 REFUSAL_KEPT_S = 60.0
 
 
 class QueueView(msgspec.Struct, frozen=True):
-    """For the policy. `prefill_peers` are alive as far as is known, fit, and have reached us; `mismatch` says why
-    another does not fit."""
+    """For the policy. `prefill_peers` counts those that fit, have greeted us and are not known to be dead; `mismatch`
+    says why another one does not fit."""
     broker_up: bool
     queue_length: int
     prefill_peers: int
     mismatch: str | None
 
 
-class Outlook:
-    """Heartbeats, the registry's last word, and who is dead by fact."""
+class ClusterView:
+    """Heartbeats, the registry as it was last sent, and which engines are dead as a fact."""
 
     def __init__(self, member: m.Member, heartbeat_s: float, ttl_s: float):
         self.member = member
@@ -45,7 +45,7 @@ class Outlook:
         self._prefills: list[m.Member] = []
 
     def heard(self, now: float, broker: str, queue_length: int) -> bool:
-        """The broker spoke. Returns whether it is another process than the last one that did."""
+        """A message of the broker has come. Returns whether it is another process than the one before."""
         self.heard_at = now
         self.up = True
         self.queue_length = queue_length
@@ -55,49 +55,50 @@ class Outlook:
         return new
 
     def peers(self, message: m.Peers) -> None:
-        """The registry, whole."""
+        """The whole registry has come."""
         self.version = message.version
         self._members = {member.incarnation: member for member in message.members}
-        self._judge()
+        self._sort_members()
 
     def dead(self, incarnation: str) -> None:
-        """That process is gone."""
+        """The process of this engine is gone, as a fact."""
         self._dead[incarnation] = None
         if len(self._dead) > MAX_DEAD:
             self._dead.popitem(last=False)
-        self._judge()
+        self._sort_members()
 
     def is_dead(self, incarnation: str) -> bool:
-        """Whether that process is known to be gone."""
+        """Whether the process of this engine is known to be gone."""
         return incarnation in self._dead
 
     def listed(self) -> m.Member | None:
-        """Ourselves, as the registry lists us; None where it does not."""
+        """The entry of this engine in the registry; None where there is none."""
         return self._members.get(self.member.incarnation)
 
     def check(self, now: float) -> None:
-        """A broker that has been silent for too long is away. While we stood still ourselves, nobody asked it."""
+        """A broker that has been silent for too long is away. Not right after this process was suspended: it has not
+        asked the broker in the meantime."""
         if self.up and now - self._checked_at > ASLEEP_HEARTBEATS * self.heartbeat_s:
             self.heard_at = max(self.heard_at, now - self.heartbeat_s)
         self._checked_at = now
         if self.up and now - self.heard_at >= self.silent_s:
             self.up = False
 
-    def next_deadline(self) -> float:
+    def next_timeout(self) -> float:
         """When a heartbeat or `check` is due."""
         return min(self.next_heartbeat, self.heard_at + self.silent_s) if self.up else self.next_heartbeat
 
     def members(self) -> list[m.Member]:
-        """The registry without ourselves and the dead."""
+        """The registry without this engine and the dead ones."""
         return [member for name, member in self._members.items()
                 if name != self.member.incarnation and name not in self._dead]
 
     def prefills(self, greeted: Collection[str]) -> list[str]:
-        """Prefill engines among them that fit, and that have greeted us: one that can't reach us takes no job."""
+        """The registered prefill engines that fit and are in `greeted`: one that can't reach us takes no job."""
         return [member.incarnation for member in self._prefills if member.incarnation in greeted]
 
     def refused(self, now: float, mismatch: str) -> None:
-        """A peer did not fit, as was seen when it spoke to us."""
+        """A peer did not fit when it sent a message to us."""
         self._refused, self._refused_at = mismatch, now
 
     def view(self, now: float, own_queued: int, greeted: Collection[str],
@@ -105,11 +106,14 @@ class Outlook:
         """For the policy. `greeted` are the prefill engines that have said hello to us. The broker's queue length
         is up to a heartbeat old, our own part of it is not."""
         prefills = sum(name not in avoid for name in self.prefills(greeted))
-        refused = self._refused if now - self._refused_at < REFUSAL_KEPT_S else None
-        return QueueView(self.up, max(self.queue_length, own_queued), prefills, self.mismatch or refused)
+        return QueueView(self.up, max(self.queue_length, own_queued), prefills, self.find_mismatch(now))
 
-    def _judge(self) -> None:
-        """Sort the members into those that fit and those that don't."""
+    def find_mismatch(self, now: float) -> str | None:
+        """Why another engine does not fit: a registered one, or one that sent us a message lately."""
+        return self.mismatch or (self._refused if now - self._refused_at < REFUSAL_KEPT_S else None)
+
+    def _sort_members(self) -> None:
+        """Find out which members fit."""
         ours = self.member.fingerprint
         self._prefills = []
         self.mismatch = None

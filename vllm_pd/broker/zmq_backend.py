@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line to `vllm-pd broker`. Used by the control thread only."""
+"""The connection to `vllm-pd broker`. Used by the control thread only."""
 import zmq
 
-from vllm_pd.broker.uplink import Uplink
+from vllm_pd.broker.backend import BrokerBackend
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
@@ -10,7 +10,7 @@ from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.sockets import SendResult
 
 
-class ZmqUplink(Uplink):
+class ZmqBackend(BrokerBackend):
     """A DEALER to `vllm-pd broker`. Raises ConfigError where `address` can't be used."""
 
     def __init__(self, context: zmq.Context, incarnation: str, address: str, keys: Keys | None = None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is there and how many jobs wait, read from a NATS server without leaving a trace."""
+"""The members and the number of queued jobs, read from a NATS server without changing it."""
 import asyncio
 import collections
 import time
@@ -12,9 +12,9 @@ from vllm_pd.errors import ControlError
 from vllm_pd.rpc.nats_address import NatsAddress
 
 
-def take_nats_census(address: NatsAddress, ttl_s: float, timeout_s: float) -> tuple[list[m.Member], int]:
-    """(those who have been heard within `ttl_s`, jobs that nobody has got yet). Raises ControlError where the server
-    can't be reached in time, or has nothing of ours."""
+def list_nats_members(address: NatsAddress, ttl_s: float, timeout_s: float) -> tuple[list[m.Member], int]:
+    """(members that were heard within `ttl_s`, jobs that no engine has got yet). Raises ControlError where the server
+    can't be reached in time, or holds nothing of ours."""
     try:
         return asyncio.run(asyncio.wait_for(_read(address, ttl_s), timeout_s))
     except AWAY as error:

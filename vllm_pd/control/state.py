@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this engine is to others at present: its role, whether it takes new work, whether it has left. Pure.
+"""The state of an engine as others see it: its role, whether it takes new work, whether it has left. Pure.
 
 An engine is born with a role, which says what its memory and its engine are prepared for. An operator may narrow a
 `kv_both` one to either part, widen it again, or have the engine drained: then it takes nothing new, finishes what is
-open and leaves the registry, for good. Only *new* work goes by what stands here; what was begun under another role,
-and what a peer had sent before it could know, is finished as if nothing had changed.
+open and leaves the registry, for good. This state decides about *new* work only; what was
+begun under another role, and what a peer had sent before it could know, is finished as if nothing had changed.
 """
 import msgspec
 
 from vllm_pd.core import messages as m
 
 
-class Standing:
-    """Of one engine. `left`: it has drained and said goodbye to the broker."""
+class EngineState:
+    """The state of one engine. `left`: it has drained and said goodbye to the broker."""
 
     def __init__(self, member: m.Member):
         self._born = member
@@ -38,15 +38,15 @@ class Standing:
         return msgspec.structs.replace(self._born, role=self.role, draining=self.draining, http=self.http,
                                        load=self._load or m.Load())
 
-    def told_load(self, load: m.Load) -> bool:
-        """The engine says how busy it is. Whether that is the first word since the drain began."""
+    def set_load(self, load: m.Load) -> bool:
+        """How busy the engine is. Returns whether this is the first load since the drain began."""
         first, self._load = self._load is None, load
         return first
 
-    def serves(self, http: str) -> bool:
-        """The front end says where it serves. Whether that is news."""
-        news, self.http = http != self.http, http
-        return news
+    def set_http(self, http: str) -> bool:
+        """The front end serves at this URL. Returns whether that is a change."""
+        changed, self.http = http != self.http, http
+        return changed
 
     def set_role(self, role: m.Role) -> str:
         """Act as `role` from now on. Returns why not, empty where it is done."""
@@ -59,23 +59,23 @@ class Standing:
         return ""
 
     def drain(self) -> None:
-        """Take nothing new from now on. What the engine said of its load before that counts no more."""
+        """Take nothing new from now on. A load from before does not count any more."""
         if not self.draining:
             self.draining = True
             self._load = None
 
     def listed(self, member: m.Member | None) -> None:
-        """How the registry lists us; it does not where None."""
+        """The entry of this engine in the registry; None where there is none."""
         self.listed_as_draining = member is not None and member.draining
 
     def is_drained(self, open_attempts: bool, broker_up: bool) -> bool:
-        """Whether nothing is open, and nothing more can come: the broker, if there is one, knows that we drain."""
+        """Whether nothing is open, and nothing more can come: the broker, if it is up, lists us as draining."""
         if not self.draining or open_attempts or self._load is None or self._load.running or self._load.waiting:
             return False
         return self.listed_as_draining or not broker_up
 
     def gauges(self) -> dict[str, int]:
-        """For a status."""
+        """Gauges for a status."""
         load = self._load or m.Load()
         return {"running": load.running, "waiting": load.waiting, "free_blocks": load.free_blocks,
                 "drained": int(self.left)}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line to a JetStream server: one thread with one event loop between the control thread and the server.
+"""The connection to a JetStream server: a thread with an event loop between the control thread and the server.
 
-Both ways are bounded. The thread connects again by itself, for ever; each connection is a `Session` that starts from
-nothing. While there is none a send fails at once, and the engine knows that its broker is away. The same holds for good
-should the thread die, which it logs.
+Both directions are bounded. The thread connects again by itself, for ever; each connection is a new `NatsSession`.
+Without a connection a send fails at once, so the engine knows that its broker is away. The same holds for good if the
+thread dies, which is logged.
 """
 import asyncio
 import collections
@@ -12,9 +12,9 @@ import logging
 import threading
 from collections.abc import Set
 
-from vllm_pd.broker.nats_session import Command, Mailbox, Session
+from vllm_pd.broker.backend import BrokerBackend
+from vllm_pd.broker.nats_session import Command, Mailbox, NatsSession
 from vllm_pd.broker.nats_store import AWAY, Store
-from vllm_pd.broker.uplink import Uplink
 from vllm_pd.core import messages as m
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.sockets import SendResult, Waker
@@ -28,10 +28,10 @@ JOIN_S = 1.0
 
 
 class InboxFull(ConnectionError):
-    """The control thread does not fetch what came for it."""
+    """The control thread does not fetch its messages."""
 
 
-class NatsUplink(Uplink):
+class NatsBackend(BrokerBackend):
     """Owns its thread from the constructor to `close`. `error` is what the thread died of."""
 
     def __init__(self, incarnation: str, address: NatsAddress, ttl_s: float):
@@ -76,7 +76,7 @@ class NatsUplink(Uplink):
         ended = self._offered - attempts
         if ended:
             self._offered -= ended
-            self._command(frozenset(ended))  # where it fails the server gives the job to another, who is denied
+            self._command(frozenset(ended))  # if it fails, the server gives the job to another engine, which is denied
 
     def close(self, linger_ms: int) -> None:
         self._closing.set()
@@ -108,7 +108,7 @@ class NatsUplink(Uplink):
     def _main(self) -> None:
         try:
             asyncio.run(self._live())
-        except BaseException as error:  # whatever it is, the engine must learn that its broker is away
+        except BaseException as error:  # whatever it is, the engine must see that its broker is away
             self.error = error
             self.counters["nats_thread"] += 1
             logger.exception("the thread that speaks to NATS ended; no prefill is queued from now on")
@@ -131,10 +131,10 @@ class NatsUplink(Uplink):
                 if await self._connected():
                     pause_s = RETRY_S
             except AWAY as error:
-                self._say(f"NATS at {', '.join(self._address.urls)} can't be used: {error or type(error).__name__}")
-            except Exception as error:  # whatever a server, or whoever may speak there, says ends one connection only
+                self._log(f"NATS at {', '.join(self._address.urls)} can't be used: {error or type(error).__name__}")
+            except Exception as error:  # an error of a server ends one connection only
                 self.counters["nats_stumble"] += 1
-                self._say(f"stumbled over NATS: {error!r}", exc_info=True)
+                self._log(f"unexpected error in the connection to NATS: {error!r}", exc_info=True)
             finally:
                 self._commands = None
                 self._waker.set()
@@ -144,11 +144,11 @@ class NatsUplink(Uplink):
                 pause_s = min(RETRY_MAX_S, 2 * pause_s)
 
     async def _connected(self) -> bool:
-        """One connection, from its beginning to its end."""
+        """One connection, from its beginning to its end. True where it was up."""
         closed = self._closed
         store = await Store.open(self._address, closed.set, self._on_error)
         try:
-            session = Session(store, self._incarnation, self._ttl_s, lambda message: self._report(store, message),
+            session = NatsSession(store, self._incarnation, self._ttl_s, lambda message: self._report(store, message),
                               self.counters, self._note_protocol)
             self._commands = Mailbox(self._loop, MAX_WAITING)
             self._problem = ""
@@ -181,7 +181,7 @@ class NatsUplink(Uplink):
     def _on_error(self, error: Exception) -> None:
         self.counters["nats_error"] += 1
 
-    def _say(self, problem: str, **more: bool) -> None:
+    def _log(self, problem: str, **more: bool) -> None:
         """Log it once, not with every try."""
         if problem != self._problem:
             self._problem = problem

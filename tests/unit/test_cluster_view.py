@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B26: when a broker counts as away."""
+
+import pytest
+
+from vllm_pd.control.cluster import SILENT_HEARTBEATS, ClusterView
+from vllm_pd.core import messages as m
+
+MEMBER = m.Member("d", m.Role.DECODE, "", m.Fingerprint(1, "", "", "", 1, 1, 1, 1, ""))
+
+
+@pytest.fixture
+def cluster():
+    made = ClusterView(MEMBER, heartbeat_s=1.0, ttl_s=60.0)
+    made.heard(100.0, "broker", 0)
+    made.check(100.0)
+    return made
+
+
+def away_at(cluster: ClusterView, now: float) -> float:
+    """When it is found silent by somebody who looks ten times a second."""
+    while cluster.up:
+        cluster.check(now)
+        now += 0.1
+        assert now < 200.0
+    return now - 0.1
+
+
+def test_b26_a_broker_that_is_silent_for_some_heartbeats_is_away(cluster):
+    assert away_at(cluster, 100.0) == pytest.approx(100.0 + SILENT_HEARTBEATS, abs=0.11)
+
+
+def test_b26_a_broker_is_not_silent_while_nobody_listens(cluster):
+    """This process was stopped: it has not asked, and its ears were closed. The broker gets the time to answer now."""
+    cluster.check(150.0)
+    assert cluster.up
+    assert away_at(cluster, 150.0) == pytest.approx(150.0 + SILENT_HEARTBEATS - 1, abs=0.11)

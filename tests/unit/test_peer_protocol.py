@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine decides as a peer, in a time that is passed in: heartbeats, credits, events, leaving."""
+import msgspec
+import pytest
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.credits import JobCredits
+from vllm_pd.control.degraded import Cause, Degraded, DegradedLog
+from vllm_pd.control.protocol import RECONNECT_POLL_S, MessageSource, PeerProtocol
+from vllm_pd.core import messages as m
+from vllm_pd.core.actions import Fallback, FallbackReason, Prefill, ToBroker
+
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+US = m.Member("us", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT)
+CONFIG = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
+
+
+class Clock:
+    """Stands where a test has put it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def woken():
+    return []
+
+
+@pytest.fixture
+def protocol(clock, woken):
+    """An engine of both roles whose broker lists it alone."""
+    protocol = PeerProtocol(CONFIG, US, b"memory", clock)
+    protocol.set_wakeup(lambda: woken.append(None))
+    protocol.handle_timeout()
+    from_broker(protocol, m.Peers("b", 1, [US], 0))
+    transmitted(protocol)
+    protocol.announce()
+    woken.clear()
+    return protocol
+
+
+def from_broker(protocol, message, broker="b"):
+    assert protocol.receive(MessageSource.BROKER, broker, message)
+
+
+def transmitted(protocol):
+    """All messages to the broker that are to leave now."""
+    return [action.message for action in iter(protocol.poll_transmit, None) if isinstance(action, ToBroker)]
+
+
+def events(protocol):
+    return list(iter(protocol.poll_event, None))
+
+
+def submitted(protocol):
+    attempt = protocol.next_attempt("r")
+    protocol.submit(attempt, [1] * 20, [1, 2], 0)
+    return attempt
+
+
+def test_the_broker_is_sent_credits_once_and_a_new_broker_again():
+    credits = JobCredits()
+    credits.set(3)
+    credits.offered(7)
+    assert credits.update(3) == m.Credit(3, 7)
+    credits.sent(m.Credit(3, 7))
+    assert credits.update(3) is None and credits.update(2) == m.Credit(2, 7)
+    credits.send_again()
+    assert credits.update(3) == m.Credit(3, 7)
+    credits.send_again(new_broker=True)
+    assert credits.update(3) == m.Credit(3, 0)
+    credits.use(5)
+    assert credits.jobs == 0
+
+
+def test_jobs_that_come_count_until_the_engine_has_credits_again(protocol, woken, clock):
+    protocol.set_credits(2)
+    assert woken and transmitted(protocol) == [m.Credit(2, 0)]
+    protocol._do([Prefill(m.Attempt("d", "r", 0), [1], [1], 0, [], "d")])
+    assert transmitted(protocol) == [m.Credit(1, 0)]
+    assert len(events(protocol)) == 1
+    assert transmitted(protocol) == [], "the broker knows: what waited has been taken"
+    woken.clear()
+    protocol.set_credits(1)
+    assert not woken and transmitted(protocol) == []
+
+
+def test_credits_that_did_not_leave_are_sent_again(protocol):
+    protocol.set_credits(2)
+    (credit,) = transmitted(protocol)
+    protocol.transmit_failed(credit)
+    assert transmitted(protocol) == [] and protocol.view().broker_up
+    protocol.handle_timeout()
+    assert transmitted(protocol) == [credit]
+    protocol.handle_timeout()
+    assert transmitted(protocol) == []
+
+
+def test_b43_one_that_drains_takes_no_jobs_and_leaves_when_nothing_is_open(protocol, clock):
+    def leaves():
+        protocol.handle_timeout()
+        return m.Leave() in transmitted(protocol)
+
+    attempt = submitted(protocol)
+    protocol.set_credits(2)
+    clock.now = 0.5
+    protocol.drain()
+    protocol.handle_timeout()
+    sent = transmitted(protocol)
+    assert [message.member.draining for message in sent if isinstance(message, m.Register)] == [True], "at once"
+    assert m.Credit(0, 0) in sent
+    from_broker(protocol, m.Peers("b", 2, [protocol.state.member()], 0))
+    protocol.set_load(m.Load())
+    assert not leaves(), "an attempt is open"
+    protocol.abort(attempt)
+    assert not leaves(), "the engine has not heard its end"
+    events(protocol)
+    assert leaves() and not leaves()
+    clock.now = 100.0
+    protocol.handle_timeout()
+    assert not any(isinstance(message, m.Register) for message in transmitted(protocol))
+
+
+def test_a_heartbeat_that_did_not_leave_is_tried_again_soon(protocol, clock):
+    clock.now = 0.5 * CONFIG.heartbeat_s
+    protocol.handle_timeout()
+    assert transmitted(protocol) == []
+    clock.now = CONFIG.heartbeat_s
+    protocol.handle_timeout()
+    register = protocol.poll_transmit().message
+    assert register == m.Register(US, "b", 1)
+    protocol.transmit_failed(register)
+    assert transmitted(protocol) == [] and not protocol.view().broker_up
+    protocol.announce()
+    assert protocol.next_timeout() == clock.now + RECONNECT_POLL_S
+    clock.now += RECONNECT_POLL_S
+    protocol.handle_timeout()
+    assert transmitted(protocol) == [register]
+
+
+def test_the_engine_is_woken_once_for_what_it_has_not_polled(protocol):
+    assert not protocol.announce()
+    protocol.abort(submitted(protocol))
+    assert protocol.next_timeout() == float("-inf")
+    assert protocol.announce() and not protocol.announce()
+    assert len(events(protocol)) == 1
+
+
+def test_a_put_that_did_not_leave_falls_back_at_once_and_the_broker_is_away(protocol):
+    submitted(protocol)
+    put = protocol.poll_transmit().message
+    assert isinstance(put, m.Put) and protocol.view().broker_up
+    protocol.transmit_failed(put)
+    assert not protocol.view().broker_up
+    assert [type(event).__name__ for event in events(protocol)] == ["Fallback", "Released"]
+
+
+def test_a_new_broker_is_told_of_all_jobs_and_the_same_one_of_none_twice(protocol, clock):
+    attempt = submitted(protocol)
+    transmitted(protocol)
+    from_broker(protocol, m.Offer(m.Job(attempt, "", [1], 0, 1.0), 4))
+    assert transmitted(protocol) == []
+    from_broker(protocol, m.Peers("c", 1, [US], 0), broker="c")
+    put, credit = transmitted(protocol)
+    assert isinstance(put, m.Put) and credit == m.Credit(0, 0)
+
+
+def prefill_engine(**difference) -> m.Member:
+    return m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:2", msgspec.structs.replace(FINGERPRINT, **difference))
+
+
+def listed(protocol, *others):
+    """The broker's list, with us and these."""
+    from_broker(protocol, m.Peers("b", protocol._cluster.version + 1, [US, *others], 0))
+    due(protocol)
+
+
+def due(protocol):
+    protocol.handle_timeout()
+    transmitted(protocol)
+
+
+def cause(protocol):
+    degraded = protocol.degraded()
+    return None if degraded is None else degraded.cause
+
+
+def test_b42_an_engine_says_why_it_has_nobody_to_work_with(protocol):
+    """B42: and its engine is woken for each change, for the gauge."""
+    listed(protocol)
+    assert cause(protocol) is Cause.PEER and protocol.announce()
+    listed(protocol, prefill_engine(block_size=32))
+    assert cause(protocol) is Cause.MISMATCH and protocol.announce()
+    assert all(word in protocol.degraded().detail for word in ("block_size", "16", "32"))
+    listed(protocol, prefill_engine())
+    assert cause(protocol) is Cause.PEER, "it has not reached us yet"
+    protocol.receive(MessageSource.PREFILL, "p", m.Hello(prefill_engine(), b"its memory"))
+    due(protocol)
+    assert cause(protocol) is None and protocol.announce()
+    due(protocol)
+    assert not protocol.announce(), "nothing is new"
+    protocol.transmit_failed(m.Withdraw(m.Attempt("us", "r", 0)))
+    assert cause(protocol) is Cause.BROKER and CONFIG.broker in protocol.degraded().detail
+    protocol.drain()
+    assert cause(protocol) is None, "it is to have none"
+
+
+def test_b42_a_prefill_engine_wants_decode_engines(protocol):
+    """B42: those that have answered it."""
+    protocol.set_role(m.Role.PREFILL)
+    listed(protocol, prefill_engine())
+    assert cause(protocol) is Cause.PEER
+    other = msgspec.structs.replace(prefill_engine(), role=m.Role.DECODE)
+    listed(protocol, other)
+    protocol.receive(MessageSource.DECODE, "p", m.HelloReply(other, b"its memory"))
+    assert cause(protocol) is None
+
+
+def test_after_its_thread_has_died_an_engine_stays_alone(protocol):
+    open_attempt = submitted(protocol)
+    protocol.shut("the control thread ended: an error")
+    late = submitted(protocol)
+    ends = events(protocol)
+    assert [event.attempt for event in ends] == [open_attempt, open_attempt, late, late]
+    assert {event.reason for event in ends if isinstance(event, Fallback)} == {FallbackReason.CONTROL}
+    assert transmitted(protocol) == [] and cause(protocol) is Cause.CONTROL
+
+
+def test_what_a_dead_engine_said_comes_too_late(protocol):
+    hello = m.Hello(prefill_engine(), b"its memory")
+    assert protocol.receive(MessageSource.PREFILL, "p", hello) and protocol.watched_peers().introduced.keys() == {"p"}
+    protocol.peer_dead("p")
+    assert not protocol.receive(MessageSource.PREFILL, "p", hello) and not protocol.watched_peers().introduced
+
+
+def test_b42_the_log_says_each_cause_once_when_it_lasts():
+    """B42: not at every restart of somebody, and not at every request."""
+    log, peer = DegradedLog(5.0), Degraded(Cause.PEER, "no prefill engine is there")
+    assert [log.line(now, peer) for now in (0.0, 4.0)] == [None, None]
+    assert "degraded (peer): no prefill engine is there" in log.line(5.0, peer)
+    assert log.line(6.0, peer) is log.line(60.0, peer) is None
+    assert log.line(61.0, None) is log.line(62.0, peer) is log.line(80.0, peer) is None, "it was away for a moment"
+    assert log.line(90.0, None) is None and "no longer degraded" in log.line(95.0, None)
+    assert DegradedLog(5.0).line(100.0, None) is None

@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol of one engine: both halves, the cluster view, the engine's state and its job credits, in one object.
+
+A sans-IO object. Messages go in with `receive` and come out of `poll_transmit`; events for the engine come out of
+`poll_event`; `handle_timeout` does what is due, `next_timeout` says when. It locks itself: the engine's threads and the
+control thread may call it at any time. The lock is held for dictionary work only, never for socket I/O. The time is
+read under the lock, from the clock that is passed in, so it never runs backwards between two calls.
+"""
+import collections
+import functools
+import logging
+import threading
+from collections.abc import Callable, Collection
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
+
+from vllm_pd.control.cluster import ClusterView, QueueView
+from vllm_pd.control.credits import JobCredits
+from vllm_pd.control.degraded import Cause, Degraded
+from vllm_pd.control.state import EngineState
+from vllm_pd.core import messages as m
+from vllm_pd.core.actions import (
+    EVENTS,
+    Action,
+    AttemptEnd,
+    Event,
+    Fallback,
+    FallbackReason,
+    Prefill,
+    Released,
+    ToBroker,
+)
+from vllm_pd.core.decode import AttemptState, DecodeLimits, DecodeProtocol
+from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
+from vllm_pd.errors import PeerMismatch
+
+if TYPE_CHECKING:
+    from vllm_pd.config import PDConfig
+
+logger = logging.getLogger("vllm.pd")
+
+RECONNECT_POLL_S = 0.1  # while the broker is away
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class MessageSource(Enum):
+    """The kind of sender of a message, known by the socket that it came from."""
+    BROKER = "broker"
+    DECODE = "decode"
+    PREFILL = "prefill"
+    OPERATOR = "operator"
+    FRONT = "front"
+
+
+class WatchedPeers(msgspec.Struct, frozen=True):
+    """Whose deaths matter. `known` are all other engines that are not known to be dead, `introduced` those of them that
+    greeted us or answered us, `busy` the names of those whose death would end something of ours."""
+    known: dict[str, m.Member]
+    introduced: dict[str, m.Member]
+    busy: set[str]
+
+
+def _locked(method: "Callable[Concatenate[PeerProtocol, P], R]") -> "Callable[Concatenate[PeerProtocol, P], R]":
+    """Let the method hold the lock. Its caller may hold it already."""
+
+    @functools.wraps(method)
+    def locked(self: "PeerProtocol", *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
+class PeerProtocol:
+    """The protocol of one engine. `member` is its registry entry as it was born, with its addresses. To be read only:
+    `state`, what the engine is at present, and `last_degraded`, what `degraded` was at the last `handle_timeout`."""
+
+    def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, clock: Callable[[], float]):
+        self.member = member
+        self.state = EngineState(member)
+        self.last_degraded: Degraded | None = None
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._decode = DecodeProtocol(member, transfer_metadata, DecodeLimits(
+            lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
+            ttl_s=config.ttl_s))
+        self._prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
+        self._cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
+        self._credits = JobCredits()
+        self.ttl_s = config.ttl_s
+        self._broker = config.broker
+        self._wakeup: Callable[[], None] | None = None
+        self._events: collections.deque[Event] = collections.deque()
+        self._outbox: collections.deque[Action] = collections.deque()
+        self._announced = True
+        self._last_number = -1
+        self._shut_detail = ""
+        self._decode.broker_is(clock(), False)
+
+    @_locked
+    def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
+        """From now on call this, under the lock, when there is something to transmit or to wake the engine for. None:
+        call nothing any more."""
+        self._wakeup = wakeup
+
+    @_locked
+    def wake(self) -> None:
+        """Call the wakeup, so that the thread that transmits looks what is new."""
+        if self._wakeup is not None:
+            self._wakeup()
+
+    # For a decode engine.
+
+    @_locked
+    def next_attempt(self, request_id: str) -> m.Attempt:
+        """A new attempt for this request; its number is larger than that of any before it."""
+        self._last_number += 1
+        return m.Attempt(self.member.incarnation, request_id, self._last_number)
+
+    @_locked
+    def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
+               avoid: tuple[str, ...] = (), deadline_s: float | None = None) -> None:
+        """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`, by a P that is not to `avoid`. The
+        blocks stay the caller's to keep until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the
+        caller's own `abort` ends it, at the latest after `deadline_s` (the configured deadline where None)."""
+        if self._shut_detail:
+            end = Fallback(attempt, FallbackReason.CONTROL, AttemptEnd.FAILED, self._shut_detail)
+            self._do([end, Released(attempt)])
+            return
+        self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s))
+
+    @_locked
+    def abort(self, attempt: m.Attempt) -> None:
+        """The client is gone; `Released` follows. No effect on an attempt that has ended."""
+        self._do(self._decode.abort(self._clock(), attempt))
+
+    @_locked
+    def arrived(self, attempt: m.Attempt, rank: int) -> None:
+        """The transfer's notice: all of this rank's data is in our blocks."""
+        self._do(self._decode.arrived(self._clock(), attempt, rank))
+
+    @_locked
+    def view(self, avoid: Collection[str] = ()) -> QueueView:
+        """The cluster as the policy needs it, for a request that is not to go to the Ps in `avoid` again."""
+        return self._cluster.view(self._clock(), self._decode.queued(), self._decode.peers, avoid)
+
+    @_locked
+    def writing_since(self) -> float | None:
+        """Since when a P writes into our blocks, as it told us; -inf where one may write and has told us nothing; None
+        where none may."""
+        return self._decode.writing_since()
+
+    # For a prefill engine.
+
+    @_locked
+    def set_credits(self, jobs: int) -> None:
+        """The engine could take so many jobs beyond those that it has got from `poll_event`."""
+        self._credits.set(jobs)
+        if self._credits.update(self._free_credits()) is not None:
+            self.wake()
+
+    @_locked
+    def may_write(self, attempt: m.Attempt) -> bool:
+        """Whether the lease stands. To be asked right before each post of a write, and D is told that it comes."""
+        now = self._clock()
+        allowed = self._prefill.may_write(now, attempt)
+        if allowed:
+            self._do(self._prefill.writing(now, attempt))
+        return allowed
+
+    @_locked
+    def lease_stands(self, attempt: m.Attempt) -> bool:
+        """Whether the job is still wanted. D keeps what it granted either way."""
+        return self._prefill.may_write(self._clock(), attempt)
+
+    @_locked
+    def sent(self, attempt: m.Attempt, timings: m.Timings) -> None:
+        """The job was written: all transfer handles of all ranks are done and released."""
+        self._do(self._prefill.sent(self._clock(), attempt, timings))
+
+    @_locked
+    def failed(self, attempt: m.Attempt, reason: str) -> None:
+        """The engine gave the job up; no transfer handle of it exists any more."""
+        self._do(self._prefill.failed(self._clock(), attempt, reason))
+
+    @_locked
+    def ended(self, attempt: m.Attempt) -> None:
+        """The answer to `Cancelled`: no transfer handle of the job exists any more."""
+        self._do(self._prefill.ended(self._clock(), attempt))
+
+    @_locked
+    def jobs(self) -> set[m.Attempt]:
+        """The jobs of peers that have a record here."""
+        return set(self._prefill.states())
+
+    # For either engine.
+
+    @_locked
+    def poll_event(self) -> Event | None:
+        """The next event for the engine; None where there is none. An engine that was woken polls until None."""
+        self._announced = True
+        if not self._events:
+            return None
+        event = self._events.popleft()
+        if isinstance(event, Prefill):
+            self._credits.use(1)
+        return event
+
+    @_locked
+    def set_load(self, load: m.Load) -> None:
+        """How busy the engine is, after each look at its events."""
+        if self.state.set_load(load) or self.state.draining and not (load.running or load.waiting):
+            self.wake()
+
+    @_locked
+    def degraded(self) -> Degraded | None:
+        """Why this engine can't hand prefills over, or get any; None where it can, or drains."""
+        if self._shut_detail:
+            return Degraded(Cause.CONTROL, self._shut_detail)
+        if self.state.draining:
+            return None
+        if not self._cluster.up:
+            return Degraded(Cause.BROKER, f"the broker {self._broker} does not answer")
+        decodes = self.state.role.decodes
+        if self._cluster.prefills(self._decode.peers) if decodes else self._prefill.peers():
+            return None
+        mismatch = self._cluster.find_mismatch(self._clock())
+        if mismatch is not None:
+            return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
+        return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there")
+
+    @_locked
+    def open_attempts(self) -> list[m.Attempt]:
+        """Every attempt with a record, in either half: empty when all has ended and all fences are down."""
+        return [*self._decode.states(), *self._prefill.states()]
+
+    @_locked
+    def counts(self) -> dict[str, int]:
+        """Gauges: jobs and attempts by state, peers."""
+        states = collections.Counter(self._decode.states().values())
+        return {
+            "decode_queued": states[AttemptState.QUEUED],
+            "decode_granted": states[AttemptState.GRANTED],
+            "decode_fenced": len(self._decode.fenced()),
+            "prefill_jobs": len(self._prefill.states()),
+            "peers": len(self._prefill.peers()) + len(self._decode.peers),
+        }
+
+    @_locked
+    def totals(self) -> dict[str, int]:
+        """Counters of what happened to attempts and jobs since the start."""
+        return merged(decode=self._decode.counters, prefill=self._prefill.counters)
+
+    @_locked
+    def dropped(self) -> dict[str, int]:
+        """Counters of messages that changed nothing: late, duplicate, unknown, refused."""
+        return merged(decode=self._decode.dropped, prefill=self._prefill.dropped)
+
+    @_locked
+    def debug_state(self) -> dict[str, Any]:
+        """What tests and chaos look at, as plain values; not for the product."""
+        return {
+            "decode": self._decode.debug_state(),
+            "prefill": self._prefill.debug_state(),
+            "awaited_timings": self._decode.awaited_timings(),
+            "peers": {*self._decode.peers, *self._prefill.peers()},
+            "prefill_peers": sorted(self._cluster.prefills(self._decode.peers)),
+            "members": sorted(member.incarnation for member in self._cluster.members()),
+            "queue_length": self._cluster.queue_length,
+        }
+
+    # For an operator and the front end.
+
+    @_locked
+    def drain(self) -> None:
+        """Take nothing new from others, finish what is open, then leave the registry for good. To refuse the clients of
+        this engine is its front end's part."""
+        if not self.state.draining:
+            logger.info("draining: no new work, what is open is finished")
+            self.state.drain()
+            self._state_changed()
+
+    @_locked
+    def set_role(self, role: m.Role) -> str:
+        """Act as `role` from now on; what is open is finished. Returns why not, empty where it is done."""
+        problem = self.state.set_role(role)
+        self._state_changed()
+        return problem
+
+    @_locked
+    def set_http(self, http: str) -> None:
+        """The front end serves at this URL."""
+        if self.state.set_http(http):
+            self._state_changed()
+
+    @_locked
+    def status(self, sockets: int, problem: str = "") -> m.StatusReply:
+        """The answer to an operator or the front end. `sockets` are open."""
+        gauges = {**self.counts(), "sockets": sockets, **self.state.gauges()}
+        degraded = self.degraded()
+        return m.StatusReply(self.state.member(), problem, gauges,
+                             "" if degraded is None else f"{degraded.cause}: {degraded.detail}")
+
+    # For the control thread: messages and time.
+
+    @_locked
+    def receive(self, source: MessageSource, sender: str, message: m.Message) -> bool:
+        """A message from a peer or the broker. False: it came too late, for its sender is known to be dead; let in
+        again, it would never be watched."""
+        if source is MessageSource.BROKER:
+            self._receive_from_broker(sender, message)
+            return True
+        if self._cluster.is_dead(sender):
+            return False
+        half = self._decode if source is MessageSource.PREFILL else self._prefill
+        self._do(half.receive(self._clock(), sender, message))
+        return True
+
+    @_locked
+    def poll_transmit(self) -> Action | None:
+        """The next message to send, or connection to open or to close; None where there is none. What could not be sent
+        to the broker goes back with `transmit_failed`."""
+        if self._outbox:
+            return self._outbox.popleft()
+        if not (self._cluster.up and self.member.role.prefills):
+            return None
+        credit = self._credits.update(self._free_credits())
+        if credit is None:
+            return None
+        self._credits.sent(credit)
+        return ToBroker(credit)
+
+    @_locked
+    def transmit_failed(self, message: m.Message) -> None:
+        """This could not be sent to the broker."""
+        now = self._clock()
+        if isinstance(message, m.Credit):
+            self._credits.failed = True
+        elif not isinstance(message, m.Leave):
+            self._cluster.up = False
+        if isinstance(message, m.Put):
+            self._do(self._decode.put_failed(now, message.job.attempt))
+        elif isinstance(message, m.Register):
+            self._cluster.next_heartbeat = now + min(RECONNECT_POLL_S, self._cluster.heartbeat_s)
+            self._check_broker(now)
+
+    @_locked
+    def handle_timeout(self) -> None:
+        """Do what is due. May be called at any time."""
+        now = self._clock()
+        self._leave_if_drained()
+        self._heartbeat(now)
+        self._check_broker(now)
+        self._decode.peers_are(now, self._cluster.prefills(self._decode.peers))
+        self._do(self._decode.handle_timeout(now))
+        self._do(self._prefill.handle_timeout(now))
+        degraded = self.degraded()
+        if degraded != self.last_degraded:
+            self.last_degraded = degraded
+            self._announced = False
+
+    @_locked
+    def next_timeout(self) -> float:
+        """When there is next something to do, by the clock or at once (-inf)."""
+        if self._outbox or not self._announced:
+            return float("-inf")
+        due = [self._decode.next_timeout(), self._prefill.next_timeout(), self._cluster.next_timeout()]
+        return min(when for when in due if when is not None)
+
+    @_locked
+    def announce(self) -> bool:
+        """Whether there is something that the engine has neither polled nor been woken for; now it will be."""
+        announced, self._announced = self._announced, True
+        return not announced
+
+    # For the control thread: who fits, who is dead, the end.
+
+    @property
+    def hello_reply(self) -> m.HelloReply:
+        """The answer to every P that fits."""
+        return self._decode.hello_reply
+
+    @_locked
+    def watched_peers(self) -> WatchedPeers:
+        """The engines whose deaths matter."""
+        introduced = {name: peer for name, peer in {**self._decode.peers, **self._prefill.peers()}.items()
+                      if not self._cluster.is_dead(name)}
+        listed = {member.incarnation: member for member in self._cluster.members()}
+        return WatchedPeers(listed | introduced, introduced, self._decode.busy_peers() | self._prefill.busy_peers())
+
+    @_locked
+    def peer_dead(self, incarnation: str) -> None:
+        """That process is gone, as a fact."""
+        now = self._clock()
+        self._cluster.dead(incarnation)
+        self._do(self._decode.peer_dead(now, incarnation))
+        self._do(self._prefill.peer_lost(now, incarnation))
+
+    @_locked
+    def mismatch(self, other_protocol: int | None = None) -> str | None:
+        """Why a peer does not fit, or did not when it last spoke to us. `other_protocol` is the version of a peer that
+        speaks another protocol."""
+        now = self._clock()
+        if other_protocol is not None:
+            self._cluster.refused(now, str(PeerMismatch("protocol", m.PROTOCOL, other_protocol)))
+        for half in (self._decode, self._prefill):
+            if half.mismatch is not None:
+                self._cluster.refused(now, half.mismatch)
+                half.mismatch = None
+        return self._cluster.find_mismatch(now)
+
+    @_locked
+    def abort_all(self) -> None:
+        """The engine ends: nothing that it asked for is wanted any more."""
+        for attempt in self._decode.states():
+            self.abort(attempt)
+
+    @_locked
+    def shut(self, detail: str) -> None:
+        """Nobody will send or receive any more: what is open ends, and all that is submitted later, for the reason that
+        `detail` gives."""
+        self._shut_detail = detail
+        now = self._clock()
+        self._cluster.up = False
+        self._do(self._decode.shut(now, detail))
+        self._do(self._prefill.shut(now))
+        self._outbox.clear()
+
+    # Inside.
+
+    def _receive_from_broker(self, sender: str, message: m.Message) -> None:
+        now = self._clock()
+        if isinstance(message, m.Refused):
+            self._cluster.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
+            return
+        length = self._cluster.queue_length if isinstance(message, m.Offer) else message.queue_length
+        if self._cluster.heard(now, sender, length):
+            self._credits.send_again(new_broker=True)
+            if not isinstance(message, m.PutReply):
+                self._do(self._decode.requeue(now))
+        self._do(self._decode.broker_is(now, True))
+        if isinstance(message, m.Peers):
+            self._cluster.peers(message)
+            self.state.listed(self._cluster.listed())
+            if self.member.role.prefills:
+                self._do(self._prefill.members_are(now, self._cluster.members()))
+        elif isinstance(message, m.PutReply):
+            if message.refusal is m.PutRefusal.UNREGISTERED:
+                self._cluster.next_heartbeat = now
+            self._do(self._decode.put_reply(now, message))
+        elif isinstance(message, m.Offer):
+            self._credits.offered(message.serial)
+            if self.member.role.prefills:
+                self._do(self._prefill.offer(now, message.job))
+
+    def _leave_if_drained(self) -> None:
+        """Send goodbye once the drain is complete: nothing is open, nothing waits to be sent or to be polled."""
+        if not self.state.draining or self.state.left:
+            return
+        is_open = bool(self.open_attempts() or self._outbox or self._events)
+        if self.state.is_drained(is_open, self._cluster.up):
+            self.state.left = True
+            self._outbox.append(ToBroker(m.Leave()))
+            logger.info("drained: nothing is open any more")
+
+    def _heartbeat(self, now: float) -> None:
+        cluster = self._cluster
+        if self._credits.failed:
+            self._credits.send_again()
+        if now < cluster.next_heartbeat:
+            return
+        cluster.next_heartbeat = now + cluster.heartbeat_s
+        if not self.state.left:
+            self._credits.send_again()
+            self._outbox.append(ToBroker(m.Register(self.state.member(), cluster.broker, cluster.version)))
+
+    def _check_broker(self, now: float) -> None:
+        """A broker that has been silent for too long is away."""
+        self._cluster.check(now)
+        if not self._cluster.up:
+            self._do(self._decode.broker_is(max(self._cluster.heard_at, now - self.ttl_s), False))
+
+    def _state_changed(self) -> None:
+        """Everybody is to know soon, the engine included."""
+        self._cluster.next_heartbeat = self._clock()
+        self._announced = False
+        self.wake()
+
+    def _do(self, actions: list[Action]) -> None:
+        """Sort what a half answered: events for the engine, the rest to be sent."""
+        for action in actions:
+            if isinstance(action, EVENTS):
+                self._events.append(action)
+                self._announced = False
+            else:
+                self._outbox.append(action)
+        if actions:
+            self.wake()
+
+    def _free_credits(self) -> int:
+        if not self.state.takes_jobs:
+            return 0
+        waiting = self._prefill.waiting() + sum(isinstance(event, Prefill) for event in self._events)
+        return max(0, self._credits.jobs - waiting)
+
+
+def merged(**counters: m.Counters) -> dict[str, int]:
+    """All counters in one dictionary, their names prefixed by the keywords."""
+    return {f"{prefix}_{name}": count for prefix, counter in counters.items() for name, count in counter.items()}
