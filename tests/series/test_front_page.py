@@ -55,3 +55,11 @@ def test_the_ci_runs_the_test_command_of_the_readme():
 def test_every_file_that_the_readme_links_is_there():
     for target in re.findall(r"\]\(([\w/.-]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_every_figure_of_the_first_screen_is_in_the_benchmarks():
+    section = README.partition("## What it gains")[2].partition("\n## ")[0]
+    figure = r"\d[\d,]*\.\d+|\d[\d,]*\d"
+    quoted = set(re.findall(figure, "\n".join(line for line in section.splitlines() if line.startswith("|"))))
+    known = set(re.findall(figure, (ROOT / "docs" / "benchmarks.md").read_text()))
+    assert len(quoted) > 30 and quoted <= known, quoted - known

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader follows in the README and in docs/ is there: links, files, commands and their options."""
+"""What a reader follows in the README and in docs/ is there: links, files, modules, commands and their options."""
 import re
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 from vllm_pd.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"vllm-pd((?: [a-z]+)+)([^|`]*)")
 
 
@@ -56,6 +56,30 @@ def test_every_link_leads_somewhere(document):
 def test_every_file_that_is_named_is_there(document):
     for name in re.findall(r"\b(?:tests|scripts|vllm_pd)/[\w/.-]+\.(?:py|sh|pml)\b", document.read_text()):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_module_that_is_named_is_there(document):
+    for name in re.findall(r"`(vllm_pd(?:\.[a-z]\w*)+)`", document.read_text()):
+        path = ROOT / name.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), name
+
+
+def test_the_module_map_names_what_there_is():
+    """In each row of the layers: the package in the first column, its modules before the colons of the last one."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| `(vllm_pd\.\w+)` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
+    assert len(rows) > 5
+    for package, modules in rows:
+        for name in re.findall(r"`(\w+)`", modules):
+            assert (ROOT / package.replace(".", "/") / f"{name}.py").exists(), f"{package}.{name}"
+
+
+def test_every_result_is_linked():
+    linked = {(document.parent / target).resolve() for document in DOCUMENTS
+              for target in re.findall(r"\]\(([^)\s#]+)\)", document.read_text())}
+    results = [path for path in (ROOT / "docs" / "results").rglob("*") if path.suffix in (".json", ".png")]
+    assert results and set(results) <= linked, set(results) - linked
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
