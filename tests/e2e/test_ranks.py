@@ -141,6 +141,27 @@ def test_b28_only_one_of_two_ranks_arrives(trio, two, mono):
     assert trio.d.tokens([tokens]) == mono.tokens([tokens])
 
 
+def test_b32_generate_on_a_prefill_engine_of_two_ranks_leaves_its_workers_free(trio, two):
+    """B32: `LLM.generate` ends while a peer's job is still to be computed. Nobody steps after it, so the workers must
+    wait for calls again, and not for steps."""
+    keep_away(trio.d, trio.p)
+    two.do("hold", held=True)
+    name = trio.d.add(prompt(60, "a peer's"))
+    trio.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    with two.policy(max_local_prefill_tokens=100):
+        two.execute("from vllm import SamplingParams\n"
+                    "config = scheduler.scheduler_config\n"
+                    "most, config.max_num_batched_tokens = config.max_num_batched_tokens, 64\n"
+                    f"llm.generate({{'prompt_token_ids': {prompt(20, 'own')!r}}}, SamplingParams(max_tokens=1), "
+                    "use_tqdm=False)\n"
+                    "config.max_num_batched_tokens = most")
+    assert two.stats()["waiting"] == 1, "or nothing is shown here"
+    assert two.evaluate("engine.model_executor.parallel_worker_tasks is None")
+    assert two.evaluate("llm.collective_rpc(lambda worker: worker.rank)") == [0, 1]
+    two.do("hold", held=False)
+    trio.d.wait([name])
+
+
 def test_b21_an_engine_is_gone_when_its_last_rank_is(trio, two, mono):
     """B21, B22: rank 0 is killed while rank 1 stands still. D goes on at once elsewhere, but keeps the blocks that rank
     1 may write until that process is gone as well; it goes by itself. (The last test: the engine is gone.)"""
