@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of several workers. What one worker answers must reach the call that asked, and no other."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, at_rest, forwards
@@ -16,10 +14,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def sliced(logs, start_group) -> Iterator[Group]:
-    """A Llama sliced over two workers, which may have adapters (LoRA)."""
-    model = Path(os.environ["VLLM_PD_TINY_MODEL"])
-    with start_group(model, 1, log=logs / "sliced.log", tensor_parallel_size=2, enable_lora=True,
+def sliced(moe, logs, start_group) -> Iterator[Group]:
+    """Two ranks, each sliced over two workers, which may have adapters (LoRA)."""
+    with start_group(moe, 2, log=logs / "sliced.log", tensor_parallel_size=2, enable_lora=True,
                      max_loras=1) as group:  # fmt: skip
         yield group
 
@@ -30,8 +27,9 @@ def test_a_call_that_fails_at_one_worker_and_all_does_not_end_the_engine(sliced)
     for method, args, why in (("add_lora", [NOWHERE], "adapter"), ("profile", [True], "[Pp]rofiler")):
         with pytest.raises(GroupError, match=why):
             sliced.call(method, *args, timeout_s=BOUND_S)
-        assert sliced.generate(PROMPTS[1], max_tokens=8).result(BOUND_S)["tokens"] == before
-    assert sliced.call("list_loras", timeout_s=BOUND_S) == [[]]
+        for rank in range(2):
+            assert sliced.generate(PROMPTS[1], rank=rank, max_tokens=8).result(BOUND_S)["tokens"] == before
+    assert sliced.call("list_loras", timeout_s=BOUND_S) == [[], []]
 
 
 @pytest.fixture(scope="module")
