@@ -14,7 +14,8 @@ The notice column is the time from our Finished to the moment the other process,
 With `--wire-ms`, after that, what an engine that computes makes of a slow wire: passes of `--pass-ms` of products,
 each with a write before it that an emulated wire carries in so long. `late` is from the moment at which the wire has
 carried it to that at which the other process has its notice, `post` what the step loop waits before its pass. Once with
-the transfer thread that engines have, and once as if the step loop polled between its passes.
+the transfer thread that engines have, once with that thread beside an engine that sleeps (what the emulated wire, the
+write and the notice take themselves), and once as if the step loop polled between its passes.
 """
 from __future__ import annotations
 
@@ -243,8 +244,8 @@ def _case(shape: Shape, tokens: int, order: str, rounds: int, transport: NixlTra
                ours_over_raw=round(statistics.median(ratios), 3))
 
 
-def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool) -> Ends:
-    """What becomes of one write per pass, and what its transfers cost beside it."""
+def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool, idle: bool = False) -> Ends:
+    """What becomes of one write per pass, and what its transfers cost beside it. `idle`: passes are slept through."""
     with sender(shape) as meeting:
         pipe = meeting.pipe
         worker = TransferWorker(SlowTransport(meeting.transport, Wire(delay_s=wire_s), 1))
@@ -262,7 +263,7 @@ def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool
             if not threaded:
                 worker.take_progress()
             posts.append(time.monotonic() - posted_s)
-            compute(pass_s)
+            (time.sleep if idle else compute)(pass_s)
             while pipe.poll():
                 arrived.append(pipe.recv())
         open_cpu = (thread_cpu_s() - used_s) / (time.monotonic() - began_s)
@@ -272,7 +273,8 @@ def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool
         transfer.close()
     late = [1e3 * (there_s - due_s) for there_s, due_s in zip(arrived, due, strict=True)]
     posts = [1e3 * post_s for post_s in posts]
-    return Ends("thread" if threaded else "step loop", round(statistics.median(late), 2), round(max(late), 2),
+    way = "step loop" if not threaded else "thread, engine idle" if idle else "thread"
+    return Ends(way, round(statistics.median(late), 2), round(max(late), 2),
                 round(statistics.median(posts), 2), round(max(posts), 2), round(open_cpu, 4), round(idle_cpu, 4))
 
 
@@ -302,9 +304,9 @@ def report(rows: list[Row]) -> None:
 
 
 def report_ends(rows: list[Ends]) -> None:
-    print(f"{'polls':<10} {'late ms':>9} {'most':>9} {'post ms':>9} {'most':>9} {'core, open':>11} {'core, idle':>11}")
+    print(f"{'polls':<19} {'late ms':>9} {'most':>9} {'post ms':>9} {'most':>9} {'core, open':>11} {'core, idle':>11}")
     for row in rows:
-        print(f"{row.way:<10} {row.late_ms:>9.2f} {row.late_most_ms:>9.2f} {row.post_ms:>9.2f} {row.post_most_ms:>9.2f}"
+        print(f"{row.way:<19} {row.late_ms:>9.2f} {row.late_most_ms:>9.2f} {row.post_ms:>9.2f} {row.post_most_ms:>9.2f}"
               f" {row.thread_cpu:>11.2%} {row.idle_cpu:>11.2%}")
 
 
@@ -333,8 +335,8 @@ def main() -> None:
     found_ends: list[Ends] = []
     if options.wire_ms is not None:
         shape = Shape(options.layers, options.kv_heads, options.block_size[0], 8)
-        found_ends = [ends(shape, options.wire_ms / 1e3, options.pass_ms / 1e3, options.passes, threaded)
-                      for threaded in (False, True)]
+        found_ends = [ends(shape, options.wire_ms / 1e3, options.pass_ms / 1e3, options.passes, threaded, idle)
+                      for threaded, idle in ((False, False), (True, False), (True, True))]
         report_ends(found_ends)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
