@@ -77,6 +77,7 @@ class Disaggregation(EngineBinding):
         self._progress = Progress()
         self._turns = DecodeTurns()
         self._looped = False  # whether an engine loop sleeps with `poll` or `serve`
+        self._had_clients = False  # whether a client had a request at the beginning of this step
         self._sleeping = False  # whether that loop waits for a wake-up
         self._device: Device = engine.model_executor.driver_worker.worker.transfer.device
         self._flush_due = False  # the next step may read what a peer has written
@@ -164,11 +165,20 @@ class Disaggregation(EngineBinding):
                    for group in (*scheduler.waiting, *scheduler.running, *scheduler.swapped,
                                  *scheduler.remote_prefilling.values()))
 
+    def expects_steps(self) -> bool:
+        """Whether more steps follow the one that ends. `LLM.generate` makes none after its own last request, though
+        jobs of peers may be left."""
+        if self._had_clients and not self._looped and self.get_num_client_requests() == 0:
+            return False
+        return self._scheduler.has_unfinished_seqs()
+
     def take_progress(self) -> dict[str, Any]:
         """The arguments of the `schedule` that follows. A loop that never sleeps, as that of `LLM`, is slowed down here
         while it only waits for peers."""
-        if not self._looped and not self.has_work():
-            self._wakeup.wait(LLM_PAUSE_S)
+        if not self._looped:
+            if not self.has_work():
+                self._wakeup.wait(LLM_PAUSE_S)
+            self._had_clients = self.get_num_client_requests() > 0
         self._sleeping = False
         self._collect()
         progress, self._progress = self._progress, Progress()

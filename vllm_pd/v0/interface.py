@@ -82,6 +82,10 @@ class EngineBinding(SchedulerBinding):
         """Unfinished requests of this engine's own clients, parked ones included: all but the jobs of peers."""
 
     @abstractmethod
+    def expects_steps(self) -> bool:
+        """Asked at the end of a step: whether more follow. If not, the workers stop waiting for steps."""
+
+    @abstractmethod
     def has_work(self) -> bool:
         """Whether a step would do anything. False where all that is left waits for peers."""
 
