@@ -13,9 +13,9 @@ The notice column is the time from our Finished to the moment the other process,
 
 With `--wire-ms`, after that, what an engine that computes makes of a slow wire: passes of `--pass-ms` of products,
 each with a write before it that an emulated wire carries in so long. `late` is from the moment at which the wire has
-carried it to that at which the other process has its notice, `post` what the step loop waits before its pass. Once with
-the transfer thread that engines have, once with that thread beside an engine that sleeps (what the emulated wire, the
-write and the notice take themselves), and once as if the step loop polled between its passes.
+carried it to that at which the other process has its notice, `post` what the step loop waits before its pass. The rows:
+a step loop that polls between its passes; the transfer thread that engines have; and that thread beside an engine that
+sleeps, which shows what the emulated wire, the write and the notice take themselves.
 """
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def _case(shape: Shape, tokens: int, order: str, rounds: int, transport: NixlTra
                ours_over_raw=round(statistics.median(ratios), 3))
 
 
-def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool, idle: bool = False) -> Ends:
+def ends(shape: Shape, wire_s: float, pass_s: float, passes: int, threaded: bool, idle: bool) -> Ends:
     """What becomes of one write per pass, and what its transfers cost beside it. `idle`: passes are slept through."""
     with sender(shape) as meeting:
         pipe = meeting.pipe
