@@ -13,9 +13,9 @@ The notice column is the time from our Finished until the other process, which p
 
 With `--wire-ms` it then measures a computing engine with a slow wire: passes of matrix products of `--pass-ms`, each
 with a write before it that an emulated wire carries in so long. `late` is the time from the moment at which the wire
-has carried a write until the other process has its notice; `post` is what the step loop waits before its pass. Once
-with the transfer thread that engines have, once with it beside an engine that sleeps (the time of the emulated wire,
-the write and the notice themselves), and once with a step loop that polls between its passes.
+has carried a write until the other process has its notice; `post` is what the step loop waits before its pass. The rows:
+a step loop that polls between its passes; the transfer thread that engines have; and that thread beside an engine that
+sleeps, which shows what the emulated wire, the write and the notice take themselves.
 """
 from __future__ import annotations
 

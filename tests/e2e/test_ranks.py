@@ -150,7 +150,8 @@ def test_b32_generate_on_a_prefill_engine_of_two_ranks_leaves_its_workers_free(t
     two.do("hold", held=True)
     name = trio.d.add(prompt(60, "a peer's"))
     trio.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
-    with two.policy(max_local_prefill_tokens=100):
+    with two.policy(max_local_prefill_tokens=100):  # or its own prompt would go to P
+        # A step of 64 tokens has no room for the peer's prompt beside its own.
         two.execute("from vllm import SamplingParams\n"
                     "config = scheduler.scheduler_config\n"
                     "most, config.max_num_batched_tokens = config.max_num_batched_tokens, 64\n"

@@ -24,7 +24,7 @@ class SchedulerBinding(ABC):
     """The part that the scheduler calls, in the order of a request's life."""
 
     pending_blocks: PendingBlocks
-    """Those of the scheduler's block manager: it allocates, commits and detaches the blocks of parked prompts here."""
+    """The scheduler allocates, commits and detaches the blocks of parked prompts with it."""
 
     @abstractmethod
     def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class PendingBlocks:
-    """The scheduler's access to the pending blocks of one block manager, which keeps their tables in `block_tables`.
+    """Allocates, commits and detaches pending blocks of one block manager, which keeps their tables in `block_tables`.
 
-    Nothing here is called unless prompts are parked. The block manager has no way in for it, so names that are private
-    to upstream's V0 are used: its `_computed_blocks_tracker` with `_update_seq_hashes` and `_seq_id_to_blocks_hashes`,
-    its `_last_access_blocks_tracker`, and the `_allocators` of its `block_allocator`.
+    Nothing here is called unless prompts are parked. The block manager has no public method for this. These private
+    names of upstream's V0 are used: its `_computed_blocks_tracker` with `_update_seq_hashes` and
+    `_seq_id_to_blocks_hashes`, its `_last_access_blocks_tracker`, and the `_allocators` of its `block_allocator`.
     """
 
     def __init__(self, block_manager: SelfAttnBlockSpaceManager) -> None:
@@ -53,8 +53,8 @@ class PendingBlocks:
         return table.physical_block_ids
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        """The blocks hold the KV of the sequence's first `num_tokens` tokens now, and those of them that are full take
-        part in prefix caching from here on. Where an equal block is cached, that one is used and the new one freed."""
+        """Register the full blocks of the sequence's first `num_tokens` tokens, whose KV has arrived, in the prefix
+        cache. If an equal block is cached already, the sequence uses that one, and the new one is freed."""
         table = self._manager.block_tables[seq.seq_id]
         if self._manager.enable_caching:
             self._computed._update_seq_hashes(seq)
@@ -67,7 +67,7 @@ class PendingBlocks:
 
     def detach(self, seq: Sequence) -> BlockTable:
         """Take the block table from a sequence that ends or starts anew while a peer may still write to its blocks.
-        The caller owns it, and frees it when nobody writes to it any more."""
+        The caller owns the table, and frees it when no peer can write to its blocks any more."""
         table = self._manager.block_tables.pop(seq.seq_id)
         self._last_access.update_seq_blocks_last_access(seq.seq_id, table.physical_block_ids)
         self._last_access.remove_seq(seq.seq_id)
