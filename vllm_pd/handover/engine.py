@@ -42,7 +42,7 @@ class HandoverEngine(ABC):
         self._transfer = transfer
         self._metrics = metrics
         self._progress = Progress()
-        self._stalled = False  # whether the last schedule() could do nothing for those that wait
+        self.stalled = False  # whether the last schedule() could do nothing for those that wait
         self._patience = JobPatience()
         self._metrics_due = 0.0
         self._metrics_stale = True
@@ -71,9 +71,9 @@ class HandoverEngine(ABC):
             for refusal in transfers.refused:
                 self._guard(self.prefill_jobs.refused, refusal)
         for event in iter(self.protocol.poll_event, None):
-            self._stalled = False
+            self.stalled = False
             self._guard(self._handler(event), event, self._progress)
-        self._guard(self.remote_prefills.give_back, self._progress, self._stalled)
+        self._guard(self.remote_prefills.give_back, self._progress, self.stalled)
         if self.prefill_jobs is not None:
             self._guard(self._give_back_jobs)
             self.prefill_jobs.set_credits()
@@ -94,7 +94,7 @@ class HandoverEngine(ABC):
         moving = self._has_running() or self.prefill_jobs.sending
         over = self._patience.take_over(time.monotonic(), moving, self.prefill_jobs.waiting)
         if over:
-            self._stalled = False  # those behind them may fit
+            self.stalled = False  # those behind them may fit
             self.prefill_jobs.give_back(over)
 
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:

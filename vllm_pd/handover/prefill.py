@@ -153,6 +153,13 @@ class PrefillHandover(ABC):
             job.cancelled = True
             self._requests.append(transfer.CancelTransfer(_read_key(attempt)))
 
+    def lost(self, attempt: Attempt, reason: str) -> None:
+        """The job's request has ended early, and not by a message of the peer. A read that fills its blocks has been
+        cancelled by then, see `aborted`."""
+        if self._jobs[attempt].state is not JobStage.READING:
+            del self._jobs[attempt]
+        self._protocol.failed(attempt, reason)
+
     def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
         """The prompt is computed, in these blocks of the whole prompt, which the scheduler keeps for us."""
         job = self._jobs.get(attempt)

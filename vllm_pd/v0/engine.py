@@ -180,7 +180,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         """Whether a step would do anything, given what has arrived up to now."""
         self._collect()
         self._sleeping = not (self._progress or self._outputs
-                              or (self._scheduler.has_schedulable_seqs() and not self._stalled)
+                              or (self._scheduler.has_schedulable_seqs() and not self.stalled)
                               or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
         self._wakeup.wake_at(self._patience.next_look() if self._sleeping else None)
         if self._sleeping and self._metrics_stale:
@@ -244,7 +244,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         and an event wakes the loop, so it need not run step after step until then."""
         scheduler = self._scheduler
         held = scheduler.remote_prefilling or scheduler.quarantined or scheduler.prefill_sending
-        self._stalled = bool(held and not self._turns.held and not outputs.scheduled_seq_groups
+        self.stalled = bool(held and not self._turns.held and not outputs.scheduled_seq_groups
                              and not scheduler.running and not scheduler.swapped
                              and not scheduler.scheduler_config.delay_factor)
         if self.prefill_jobs is not None and not self._turns.held:
