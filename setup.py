@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the patched ``vllm`` wheel: ``pip wheel . --no-deps`` or ``python setup.py bdist_wheel``.
+"""Builds the patched ``vllm`` wheel, or the ``vllm-pd`` plugin: ``pip wheel . --no-deps``, ``python setup.py
+bdist_wheel``.
 
-$VLLM_PD_TARGET chooses ``cpu`` (default) or ``cuda``. The CPU extension is compiled against an installed torch:
-inside the environment of scripts/env.sh add ``--no-build-isolation``; with isolation, pip fetches that torch first
-(only for cpu, and only while the compiled extension is not in the cache). The work is done by scripts/_wheel;
+$VLLM_PD_TARGET chooses ``cpu`` (default), ``cuda`` or ``plugin``. The CPU extension is compiled against an installed
+torch: inside the environment of scripts/env.sh add ``--no-build-isolation``; with isolation, pip fetches that torch
+first (only for cpu, and only while the compiled extension is not in the cache). The work is done by scripts/_wheel;
 setuptools only asks for it.
 """
 
@@ -43,10 +44,10 @@ def needed_to_build() -> list[str]:
 
 
 setup(
-    name="vllm",
+    name=project.distribution(TARGET),
     version=targets.version(TARGET),
     options={"egg_info": {"egg_base": tempfile.mkdtemp(prefix="vllm-pd-egg-")}},
-    python_requires=targets.REQUIRES_PYTHON,
+    python_requires=targets.requires_python(TARGET),
     packages=[],
     py_modules=[],
     setup_requires=needed_to_build(),

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Build the patched vLLM wheel.
+"""Build a wheel: the patched vLLM, or the plugin for a stock one.
 
     python scripts/build_wheel.py --target cpu --out dist     compiled here against this python's torch
     python scripts/build_wheel.py --target cuda --out dist    the official wheel with the patched files put in
+    python scripts/build_wheel.py --target plugin --out dist  vllm-pd, pure Python, for vLLM's V1 engine
 
 Compiled and downloaded parts are kept in the cache folder ($VLLM_PD_CACHE, default ~/.cache/vllm-pd). Python 3.11 or
 newer.

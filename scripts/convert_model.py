@@ -33,7 +33,9 @@ def convert(source: Path, dest: Path) -> None:
 
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     AutoTokenizer.from_pretrained(**where).save_pretrained(dest)
-    AutoModelForCausalLM.from_pretrained(**where, torch_dtype=torch.bfloat16).save_pretrained(dest)
+    model = AutoModelForCausalLM.from_pretrained(**where, torch_dtype=torch.bfloat16)
+    model.hf_quantizer = None  # the weights are not quantised any more; transformers 5 would refuse to save them
+    model.save_pretrained(dest)
     (dest / "tokenizer.model").unlink(missing_ok=True)  # transformers copies the GGUF file there
 
 

@@ -12,6 +12,7 @@
 # TOKENIZERS_PARALLELISM=false.
 # The first time takes a few minutes, afterwards about a second. Interrupted, it can simply be sourced again. On failure it says
 # why and returns non-zero; your shell lives. Removing the cache folder undoes everything but the system packages.
+# VLLM_PD_ENGINE=v1 makes and enters the environment with stock vLLM and our plugin instead of the patched vLLM (v0, the default).
 # VLLM_PD_PYTHON names another Python 3.11 than the `python3.11` on the PATH.
 
 _vllm_pd_missing_packages() { # prints the Debian packages that are missing

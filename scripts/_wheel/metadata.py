@@ -94,8 +94,9 @@ def read_entry_points(text: str) -> dict[str, dict[str, str]]:
 
 
 def wheel(tags: list[str]) -> str:
-    """The WHEEL file of a wheel with compiled code."""
-    lines = ["Wheel-Version: 1.0", "Generator: vllm-pd", "Root-Is-Purelib: false", *(f"Tag: {tag}" for tag in tags)]
+    """The WHEEL file: of a wheel with compiled code, unless it is for any platform."""
+    pure = str(all(tag.endswith("-any") for tag in tags)).lower()
+    lines = ["Wheel-Version: 1.0", "Generator: vllm-pd", f"Root-Is-Purelib: {pure}", *(f"Tag: {tag}" for tag in tags)]
     return "\n".join(lines) + "\n"
 
 

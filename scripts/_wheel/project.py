@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = ("cpu", "cuda")
+TARGETS = ("cpu", "cuda", "plugin")
+NAMES = {"plugin": "vllm-pd"}  # of the distributions; the patched wheels replace vllm
 
 
 @cache
@@ -22,9 +23,16 @@ def check_target(target: str) -> str:
     return target
 
 
+def distribution(target: str) -> str:
+    """Name of the distribution that target makes."""
+    return NAMES.get(check_target(target), "vllm")
+
+
 def version(upstream: str, target: str) -> str:
     """Version of our wheel: pin, number of the series' release, target. vLLM chooses the CPU platform by "cpu" in
-    it."""
+    it. The plugin has no pin and a version of its own."""
+    if target == "plugin":
+        return settings()["plugin"]["version"]
     return f"{upstream}+pd.{settings()['release']}.{check_target(target)}"
 
 

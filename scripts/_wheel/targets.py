@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two wheels.
+"""The wheels.
 
 ``cpu``: the package of the pinned sdist with the series applied, ``vllm_pd``, and the extension compiled here.
 ``cuda``: the official wheel of the pin with the touched Python files replaced and ``vllm_pd`` added; every compiled
 file is the official one, byte for byte, so the series may touch nothing that is compiled.
+``plugin``: see ``plugin``.
 
-Both carry ``vllm_pd/_build.json``: what the wheel was made from, for ``vllm-pd doctor`` and the tests.
+All carry ``vllm_pd/_build.json``: what the wheel was made from, for ``vllm-pd doctor`` and the tests.
 """
 
 import hashlib
@@ -15,16 +16,20 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-from . import cache, extension, metadata, project, source
+from . import cache, extension, metadata, plugin, project, source
 from .archive import WheelWriter, read_record
 from .process import BuildError, run
 
 REQUIRES_PYTHON = "<3.13,>=3.11"
-BUILD_FILE = "vllm_pd/_build.json"
+BUILD_FILE = plugin.BUILD_FILE
 
 
 def version(target: str) -> str:
     return project.version(source.upstream_pin().version, target)
+
+
+def requires_python(target: str) -> str:
+    return plugin.REQUIRES_PYTHON if target == "plugin" else REQUIRES_PYTHON
 
 
 def touched(plain: Path, patched: Path) -> list[str]:
@@ -37,8 +42,10 @@ def touched(plain: Path, patched: Path) -> list[str]:
 
 def build(target: str, out: Path, python: str = sys.executable) -> Path:
     """Write the wheel into out; returns its path. python: interpreter with the torch to compile against (cpu only)."""
+    if project.check_target(target) == "plugin":
+        return plugin.build(out)
     out.mkdir(parents=True, exist_ok=True)
-    return {"cpu": build_cpu, "cuda": build_cuda}[project.check_target(target)](out, python)
+    return {"cpu": build_cpu, "cuda": build_cuda}[target](out, python)
 
 
 def build_cpu(out: Path, python: str) -> Path:
@@ -140,6 +147,8 @@ def _add_dist_info(writer: WheelWriter, ours: str, text: str, wheel: str, points
 
 def key(target: str, python: str) -> str:
     """Hash of all that goes into the wheel."""
+    if target == "plugin":
+        return plugin.source_key()
     own = cache.tree_key(project.ROOT, [*project.package_files(), *project.recipe_files()])
     compiled = ""
     if target == "cpu":

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from vllm_pd.checks import FEATURES, LIMITS, check_features, check_limits, new_front_address, require_free_bind
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
-from vllm_pd.ports import require_free
-from vllm_pd.transfer.transport import MAX_RANKS
 from vllm_pd.v0 import CONNECTOR, SETTINGS_KEY
 from vllm_pd.v0.caching import choose_prefix_caching
 from vllm_pd.v0.selection import selection
@@ -19,6 +16,17 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.pd")
+
+_LIMITS = {
+    **LIMITS,
+    "data_parallel_size": (1, "use 1 and start more engines: V0 has no data parallelism"),
+    "num_scheduler_steps": (1, "use 1: a request can't join a batch between multi-steps"),
+}
+_FEATURES = {
+    **FEATURES,
+    "calculate_kv_scales": "remove it: each engine would scale its KV by the first prompt it sees, and read a peer's "
+                           "KV by another scale; use a checkpoint that has its scales",
+}
 
 
 def claim(engine_args: EngineArgs) -> None:
@@ -30,14 +38,12 @@ def claim(engine_args: EngineArgs) -> None:
     extra = dict(transfer.kv_connector_extra_config or {})
     config = PDConfig.parse(transfer.kv_role, extra)
     _check_arguments(engine_args)
-    bind = urlsplit(config.bind)
-    if bind.port and ":" not in bind.hostname:
-        require_free("bind", bind.hostname, [bind.port])
+    require_free_bind(config.bind)
     selection.select(CONNECTOR)
     choose_prefix_caching(engine_args)
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
-        SETTINGS_KEY: {"kv_role": transfer.kv_role, "extra": extra, "front": _front_address()},
+        SETTINGS_KEY: {"kv_role": transfer.kv_role, "extra": extra, "front": new_front_address()},
     }
     engine_args.kv_transfer_config = None
     if config.role.prefills:
@@ -46,34 +52,11 @@ def claim(engine_args: EngineArgs) -> None:
     logger.info("%s: role %s, broker %s, V0 engine", CONNECTOR, config.role.value, config.broker)
 
 
-def _front_address() -> str:
-    """Where the control agent and the server's front end, which may be another process, meet."""
-    from vllm import envs
-    return f"ipc://{envs.VLLM_RPC_BASE_PATH}/vllm-pd-{uuid.uuid4().hex}"
-
-
 def _check_arguments(engine_args: EngineArgs) -> None:
-    for key, most, cure in (
-        ("tensor_parallel_size", MAX_RANKS, f"use at most {MAX_RANKS}"),
-        ("pipeline_parallel_size", 1, "use 1: a split over stages is not transferred yet"),
-        ("data_parallel_size", 1, "use 1 and start more engines: V0 has no data parallelism"),
-        ("num_scheduler_steps", 1, "use 1: a request can't join a batch between multi-steps"),
-    ):
-        value = getattr(engine_args, key)
-        if value is not None and value > most:
-            raise ConfigError(key, value, cure)
-    if engine_args.speculative_config:
-        raise ConfigError("speculative_config", engine_args.speculative_config,
-                          "remove it: the draft model's KV of a prompt is not transferred")
+    check_limits({key: getattr(engine_args, key) for key in _LIMITS}, _LIMITS)
+    check_features({key: getattr(engine_args, key) for key in _FEATURES}, _FEATURES)
     if engine_args.distributed_executor_backend == "ray":
         raise ConfigError("distributed_executor_backend", "ray", 'write "mp": all workers must be on this host')
-    if engine_args.enable_sleep_mode:
-        raise ConfigError("enable_sleep_mode", True,
-                          "remove it: a sleeping engine's cache is memory that peers write to")
-    if engine_args.calculate_kv_scales:
-        raise ConfigError("calculate_kv_scales", True,
-                          "remove it: each engine would scale its KV by the first prompt it sees, and read a peer's KV "
-                          "by another scale; use a checkpoint that has its scales")
     if engine_args.preemption_mode == "swap":
         raise ConfigError("preemption_mode", "swap",
                           "remove it: a step's transfers run before its copies to the swap space, so that a peer could "
