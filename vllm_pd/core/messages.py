@@ -24,7 +24,8 @@ MAX_METADATA_BYTES = 8 << 20
 MAX_MEMBERS = 4096
 MAX_PROCESSES = 4096  # of one engine
 MAX_AVOIDED = 16
-SPLIT_LAYOUTS = ("heads-first", "packed")  # a range of heads is one run in each block: transfer.layout.Layout
+# Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
+SPLIT_LAYOUTS = ("heads-first", "packed", "kv-heads-first")
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
