@@ -24,20 +24,27 @@ class DropTransferPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Copy our blocks to the peer's, pairwise. Then deliver a notice there: rank `i` sends `notices[i]`."""
+    """Copy our blocks to the peer's, pairwise. Then deliver a notice there: rank `i` sends `notices[i]`.
+
+    `after_step`: only for requests that do not travel with a step. The number of the last step that used the local
+    blocks; its output has been processed. 0: not known, so the rank waits for all that its device was told to compute.
+    """
     key: str
     peer: str
     local_block_ids: list[int]
     remote_block_ids: list[int]
     notices: list[bytes]
+    after_step: int = 0
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Copy the peer's blocks to ours, pairwise. The peer gets no notice and has nothing to do."""
+    """Copy the peer's blocks to ours, pairwise. The peer gets no notice and has nothing to do. For `after_step` see
+    `Write`."""
     key: str
     peer: str
     local_block_ids: list[int]
     remote_block_ids: list[int]
+    after_step: int = 0
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
