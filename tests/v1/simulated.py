@@ -333,19 +333,21 @@ class Engine:
 
     def check_sent(self, attempt: Attempt, prompt: list[int]) -> None:
         """The blocks that are being written to the peer hold the prompt's KV, at this moment."""
-        write = self.sent(attempt)
+        self.check_sent_write(self.sent(attempt), prompt)
+
+    def check_sent_write(self, write: Write, prompt: list[int]) -> None:
+        """As `check_sent`, for the write itself."""
         blocks = -(-len(prompt) // BLOCK_SIZE)
         first, found = blocks - len(write.local_block_ids), contents(prompt)
         for position in range(first * BLOCK_SIZE, len(prompt)):
             slot = write.local_block_ids[position // BLOCK_SIZE - first], position % BLOCK_SIZE
             if self.slots.get(slot) != found[position]:
-                raise WrongRead(f"position {position} of {attempt} is sent from {slot}, which holds something else")
+                raise WrongRead(f"position {position} is sent from {slot}, which holds something else")
 
-    def fill(self, prompt: list[int], ok: bool = True) -> Read:
-        """End the read that is open: the peer's KV lands in our blocks."""
-        read = [one for one in self.transfer.requests if isinstance(one, Read)][-1]
-        found, first = contents(prompt), 0
-        first = len([b for b in read.remote_block_ids if b < read.remote_block_ids[0]]) + read.remote_block_ids[0] - 100
+    def fill(self, prompt: list[int], ok: bool = True, read: Read | None = None) -> Read:
+        """End the read, or the last one that was posted: the peer's KV lands in our blocks, or garbage."""
+        read = read or [one for one in self.transfer.requests if isinstance(one, Read)][-1]
+        found, first = contents(prompt), read.remote_block_ids[0] - 100
         for index, block in enumerate(read.local_block_ids):
             for offset in range(BLOCK_SIZE):
                 self.slots[block, offset] = found[(first + index) * BLOCK_SIZE + offset] if ok else -1
@@ -375,7 +377,7 @@ class Engine:
             request = self.scheduler.requests[request_id]
             start = request.num_computed_tokens - count
             known = self._known.setdefault(request_id, list(request.prompt_token_ids))
-            work.append((request_id, start, count, list(self.block_ids(request_id)), known))
+            work.append((request_id, start, count, list(self.block_ids(request_id)), known, request.is_prefill_chunk))
         self._flying.append((output, work))
         return output
 
@@ -403,7 +405,8 @@ class Engine:
             self.turn()
         raise AssertionError("no end in sight")
 
-    def _compute(self, request_id: str, start: int, count: int, block_ids: list[int], known: list[int]) -> list[int]:
+    def _compute(self, request_id: str, start: int, count: int, block_ids: list[int], known: list[int],
+                 is_chunk: bool) -> list[int]:
         found = contents(known[:start + count])
         assert len(found) == start + count, f"{request_id}: a token is computed that is not known"
         for position in range(start):
@@ -413,7 +416,7 @@ class Engine:
         for position in range(start, start + count):
             self.slots[block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = found[position]
         self.tokens_computed += count
-        if start + count < len(self.prompts.get(request_id, known)):
+        if is_chunk:
             return []
         token = found[-1] % VOCAB
         if start + count == len(known):
@@ -447,6 +450,7 @@ class Engine:
     def check_at_rest(self) -> None:
         """B20: nothing is held by anybody."""
         scheduler = self.scheduler
+        scheduler.has_requests()
         assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
         assert not len(scheduler.kv_holding_waiting) and not scheduler.deferred_frees
         assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids

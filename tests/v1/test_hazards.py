@@ -77,10 +77,12 @@ def test_b93_a_second_attempt_goes_to_another_peer_in_fresh_blocks(engine):
 
 def test_b20_hazard_2_a_fence_comes_down_once(engine):
     attempt = parked(engine)
-    engine.tell(Released(attempt), Released(attempt))
     engine.protocol.peers = 0
     engine.lost(attempt)
-    engine.tell(Released(attempt), Prefilled(attempt, Timings()), Released(attempt))
+    engine.tell(Released(attempt), Released(attempt))
+    while engine.has_work():
+        engine.turn()
+        engine.tell(Released(attempt), Prefilled(attempt, Timings()))
     end(engine)
 
 
@@ -96,13 +98,14 @@ def test_b95_hazard_4_a_late_word_about_a_request_that_runs_changes_nothing(engi
 
 
 def test_b98_hazard_8_preempted_after_its_resume_it_stays_here(model_folder, in_flight):
-    engine = Engine(model_folder, in_flight, blocks=24)
-    attempt = parked(engine, "a", 150, tokens=40)
-    engine.add("b", prompt(30), 60, params=SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
-    engine.wanted["b"] = 60
-    engine.add("c", prompt(30), 60, params=SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
-    engine.wanted["c"] = 60
+    engine = Engine(model_folder, in_flight, blocks=18)
+    engine.add("b", prompt(16), 100)
+    engine.add("c", prompt(16), 100)
     engine.turn()
+    engine.add("a", prompt(100), 80)
+    while not engine.protocol.jobs:
+        engine.turn()
+    attempt = engine.attempt("a")
     engine.prefilled("a")
     preempted = False
     while engine.has_work():
@@ -180,7 +183,7 @@ def test_b95_the_word_comes_before_its_request_is_aborted_and_is_applied_after(e
 @pytest.mark.parametrize("role, right", [("kv_both", True), ("kv_producer", False)])
 def test_hazard_11_freed_blocks_are_deferred_only_where_v1_sees_kv_both(model_folder, role, right):
     engine = Engine(model_folder, 2, vllm_role=role)
-    engine.add("a", prompt(20), 8)
+    engine.add("a", prompt(BLOCK_SIZE), 8)
     engine.schedule()
     engine.schedule()
     free = engine.pool.get_num_free_blocks()
@@ -189,6 +192,20 @@ def test_hazard_11_freed_blocks_are_deferred_only_where_v1_sees_kv_both(model_fo
     engine.process()
     engine.process()
     end(engine)
+
+
+def test_hazard_11_the_write_in_flight_would_land_in_a_grant(model_folder):
+    engine = Engine(model_folder, 2, blocks=12, vllm_role="kv_producer")
+    engine.add("a", prompt(BLOCK_SIZE), 8)
+    engine.schedule()
+    engine.schedule()
+    engine.abort("a")
+    engine.add("b", prompt(10 * BLOCK_SIZE))
+    engine.schedule()
+    engine.prefilled("b")
+    with pytest.raises(AssertionError, match="b reads position"):
+        while engine.has_work():
+            engine.process() if engine._flying else engine.turn()
 
 
 def test_b9_hazard_12_a_prefix_hit_is_offered_to_a_peer_when_it_is_computed(engine):
@@ -216,8 +233,7 @@ def test_b9_hazard_12_a_prefix_hit_is_offered_to_a_peer_when_it_is_computed(engi
 def test_b9_hazard_12_also_within_the_step_that_computes_it(engine):
     shared = prompt(5 * BLOCK_SIZE)
     engine.protocol.peers = 0
-    engine.add("a", shared + [1] * 10, 40, params=SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
-    engine.wanted["a"] = 40
+    engine.add("a", shared + [1] * 10, 40)
     engine.add("b", shared + [2] * 60)
     decide = engine.binding.remote_prefills.decide
 
@@ -238,8 +254,7 @@ def test_b9_hazard_12_also_within_the_step_that_computes_it(engine):
 def test_b96_hazard_13_a_reset_of_the_prefix_cache_falls_back_first(engine, running):
     attempt = parked(engine)
     if running:
-        engine.add("b", prompt(10), 30, params=SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
-        engine.wanted["b"] = 30
+        engine.add("b", prompt(10), 30)
         for _ in range(3):
             engine.turn()
     engine.tell(Released(attempt))  # as the peer answers to the abort
@@ -260,8 +275,8 @@ def test_b96_a_reset_with_a_fence_that_stays_up_fails_as_v1_says(engine, monkeyp
     assert not engine.scheduler.reset_prefix_cache()
     with pytest.raises(RuntimeError):
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.run()
     engine.tell(Released(attempt))
+    engine.run()
     engine.prefilled("a")
     end(engine)
 

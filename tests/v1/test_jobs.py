@@ -7,6 +7,7 @@ from vllm.v1.request import RequestStatus
 from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import prompt
 from vllm_pd.core.actions import Cancelled
+from vllm_pd.core.prefix import PrefixReads
 from vllm_pd.transfer.requests import CancelTransfer, Read, Write
 
 
@@ -24,7 +25,7 @@ def end(engine: Engine) -> None:
 @pytest.mark.parametrize("tokens, cached", [(1, 0), (BLOCK_SIZE, 0), (BLOCK_SIZE + 1, 1), (100, 0), (300, 3)])
 def test_b1_a_job_is_computed_and_its_blocks_stay_until_they_are_sent(engine, tokens, cached):
     one = prompt(tokens)
-    engine.binding.prefill_jobs._cost._wanted = "never"
+    engine.binding.prefill_jobs._cost._wanted = PrefixReads.NEVER
     attempt = engine.job(one, cached)
     engine.run()
     write = engine.sent(attempt)

@@ -141,7 +141,11 @@ class EngineHandover(HandoverEngine):
             self.prefill_jobs.scheduled(new_ids)
             blocked = not new_ids and not throttled and self.remote_prefills.waiting_for_peers
             self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
-        self._access.wake_at(self._patience.next_look() if self.stalled else None)
+            self._transmit()  # reads into blocks that were allocated in this step
+        next_look = self._patience.next_look() if self.stalled else None
+        if next_look is not None:
+            self._access.wake()  # a job that nothing here will make room for is given back at once
+        self._access.wake_at(next_look)
 
     def before_update(self, output: SchedulerOutput) -> None:
         """The output of this step is about to be processed: the workers have done it, and all steps before it."""
