@@ -12,8 +12,10 @@ the test likes, as long as the attempt's fence is up.
 import collections
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -212,7 +214,8 @@ class Engine:
 
     def __init__(self, folder: Path, in_flight: int = 1, *, blocks: int = 64, max_num_seqs: int = 8,
                  batch_tokens: int = 128, role: str = "kv_both", vllm_role: str = "kv_both", caching: bool = True,
-                 policy: str = "fcfs", threshold: int = BLOCK_SIZE, **extra) -> None:
+                 policy: str = "fcfs", threshold: int = BLOCK_SIZE,
+                 access: Callable[["Engine"], Any] | None = None, **extra) -> None:
         self.in_flight = in_flight
         self.config = VllmConfig(
             model_config=ModelConfig(model=str(folder), max_model_len=1024, dtype="bfloat16",
@@ -240,7 +243,7 @@ class Engine:
                                          "max_parked_fraction": 1.0, **extra})
         self.protocol = FakeProtocol(settings.role)
         self.transfer = FakeTransfer()
-        self.access = FakeAccess(self)
+        self.access = (access or FakeAccess)(self)
         agent = SimpleNamespace(protocol=self.protocol, error=None, dropped=lambda: {}, close=lambda: None,
                                 end_lifeline=lambda: None)
         self.binding = EngineHandover(settings, self.scheduler, self.access, agent, self.transfer,
@@ -370,24 +373,37 @@ class Engine:
             self.process()
 
     def schedule(self):
+        """Schedule a step; it is in flight then."""
         output = self.scheduler.schedule()
         self.steps += 1
+        self._flying.append((output, self.capture(output)))
+        return output
+
+    def capture(self, output) -> list[tuple]:
+        """What the model runner gets with this step."""
         work = []
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             start = request.num_computed_tokens - count
             known = self._known.setdefault(request_id, list(request.prompt_token_ids))
             work.append((request_id, start, count, list(self.block_ids(request_id)), known, request.is_prefill_chunk))
-        self._flying.append((output, work))
-        return output
+        return work
+
+    def execute(self, work: list[tuple]) -> ModelRunnerOutput:
+        """Compute a step."""
+        sampled = [self._compute(*one) for one in work]
+        ids = [one[0] for one in work]
+        return ModelRunnerOutput(req_ids=ids, req_id_to_index={name: index for index, name in enumerate(ids)},
+                                 sampled_token_ids=sampled)
 
     def process(self) -> None:
         """Execute the oldest step in flight, and process its output."""
         output, work = self._flying.popleft()
-        sampled = [self._compute(*one) for one in work]
-        ids = [one[0] for one in work]
-        outputs = self.scheduler.update_from_output(output, ModelRunnerOutput(
-            req_ids=ids, req_id_to_index={name: index for index, name in enumerate(ids)}, sampled_token_ids=sampled))
+        self.deliver(self.scheduler.update_from_output(output, self.execute(work)))
+        self.check()
+
+    def deliver(self, outputs) -> None:
+        """What the front end does with a step's outputs."""
         for eco in outputs.values():
             for one in eco.outputs:
                 assert one.request_id in self.prompts, f"{one.request_id} is no client's"
@@ -395,7 +411,6 @@ class Engine:
                 if one.finish_reason is not None:
                     assert one.request_id not in self.ended, f"{one.request_id} ended twice"
                     self.ended[one.request_id] = str(one.finish_reason)
-        self.check()
 
     def run(self, turns: int = 500) -> None:
         """Until the engine sleeps or has nothing to do."""

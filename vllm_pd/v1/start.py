@@ -25,13 +25,19 @@ logger = logging.getLogger("vllm.pd")
 def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshake]) -> EngineHandover:
     """Attach to the engine's ranks, start the control thread, and bind the scheduler. Raises ConfigError and
     ControlError, which end the engine before it serves anybody."""
-    from vllm_pd.v1.worker import attach_ranks, token_bytes
+    from vllm_pd.v1.fingerprint import token_bytes
+    from vllm_pd.v1.worker import attach_ranks
     vllm_config = engine.vllm_config
     settings = read_settings(vllm_config)
     config = PDConfig.parse(settings.kv_role, settings.extra)
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes)
-    agent = ControlAgent(config, member, metadata, wake=access.wake, front=settings.front)
+
+    def wake() -> None:
+        transfer.poll()  # at once: a step that runs now would let the notices wait
+        access.wake()
+
+    agent = ControlAgent(config, member, metadata, wake=wake, front=settings.front)
     agent.start()
     transfer.hold(agent.lifeline_fileno())
     capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
