@@ -32,12 +32,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshak
     config = PDConfig.parse(settings.kv_role, settings.extra)
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes)
-
-    def wake() -> None:
-        transfer.poll()  # at once: a step that runs now would let the notices wait
-        access.wake()
-
-    agent = ControlAgent(config, member, metadata, wake=wake, front=settings.front)
+    agent = ControlAgent(config, member, metadata, wake=access.wake, front=settings.front, look=transfer.poll)
     agent.start()
     transfer.hold(agent.lifeline_fileno())
     capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
