@@ -34,10 +34,10 @@ from vllm_pd.core import actions, messages
 from vllm_pd.core.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
 from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.prefill import PrefillCapacity
-from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer.requests import Finished, Read, TransferProgress, Write
 from vllm_pd.v1 import scheduler as scheduler_module
 from vllm_pd.v1.binding import EngineHandover
+from vllm_pd.v1.metrics import MetricsRecorder
 
 BLOCK_SIZE = 16
 VOCAB = 997
@@ -204,6 +204,9 @@ class FakeAccess:
         self._engine.scheduler.add_request(made)
         return made
 
+    def publish(self, stats):
+        self._engine.figures.append(stats.kv_connector_stats)
+
     def close(self):
         """Nothing to cancel."""
 
@@ -247,13 +250,14 @@ class Engine:
         agent = SimpleNamespace(protocol=self.protocol, error=None, dropped=lambda: {}, close=lambda: None,
                                 end_lifeline=lambda: None)
         self.binding = EngineHandover(settings, self.scheduler, self.access, agent, self.transfer,
-                                      PrefillCapacity(BLOCK_SIZE, VOCAB, 1, 1 << 16, caching), PDMetrics("bench"))
+                                      PrefillCapacity(BLOCK_SIZE, VOCAB, 1, 1 << 16, caching), MetricsRecorder())
         self.scheduler.connector.binding = self.binding
         self.slots: dict[tuple[int, int], int] = {}
         self.prompts: dict[str, list[int]] = {}
         self.wanted: dict[str, int] = {}  # tokens
         self.outputs: dict[str, list[int]] = collections.defaultdict(list)
         self.ended: dict[str, str] = {}
+        self.figures: list[dict] = []  # as they reach the front end
         self.released: set[Attempt] = set()
         self.steps = 0
         self.tokens_computed = 0
@@ -405,6 +409,8 @@ class Engine:
     def deliver(self, outputs) -> None:
         """What the front end does with a step's outputs."""
         for eco in outputs.values():
+            if eco.scheduler_stats is not None and eco.scheduler_stats.kv_connector_stats:
+                self.figures.append(eco.scheduler_stats.kv_connector_stats)
             for one in eco.outputs:
                 assert one.request_id in self.prompts, f"{one.request_id} is no client's"
                 self.outputs[one.request_id] += one.new_token_ids

@@ -23,11 +23,11 @@ from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.handover.engine import HandoverEngine, guarded, ignore_end
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.handover.progress import Progress
-from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.requests import Read, Write
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.fence import BlockFence
+from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
 from vllm_pd.v1.prefill import InternalRequests
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class EngineHandover(HandoverEngine):
     `capacity` is that of the engine as a prefill engine."""
 
     def __init__(self, config: PDConfig, scheduler: HandoverScheduling, access: EngineAccess, agent: ControlAgent,
-                 transfer: EngineTransfer, capacity: PrefillCapacity, metrics: PDMetrics) -> None:
+                 transfer: EngineTransfer, capacity: PrefillCapacity, metrics: MetricsRecorder) -> None:
         super().__init__(agent, transfer, metrics)
         self._scheduler = scheduler
         self._access = access
@@ -107,6 +107,10 @@ class EngineHandover(HandoverEngine):
         brings_kv, self._brings_kv = self._brings_kv, False
         return StepMetadata(self._step, brings_kv)
 
+    def take_stats(self) -> HandoverStats | None:
+        """Our figures since the last call."""
+        return self._metrics.take()
+
     # Calls of the scheduler.
 
     @property
@@ -120,6 +124,8 @@ class EngineHandover(HandoverEngine):
         """Apply what is new, if the engine was woken for something."""
         if self._access.take_wake():
             self._apply_news()
+            if self.stalled or not self._scheduler.requests:
+                self._publish_stats()
 
     def before_schedule(self) -> None:
         """A step is about to be scheduled."""
@@ -247,6 +253,15 @@ class EngineHandover(HandoverEngine):
         for attempt in self._progress.finished_transfers:  # of writes that were given up before they were posted
             self.fence.release(attempt)
         self._progress.finished_transfers.clear()
+
+    def _publish_stats(self) -> None:
+        """Send the figures, with which no step goes now."""
+        self._metrics_due = 0.0
+        self._update_metrics()
+        ours = self._metrics.take()
+        stats = self._scheduler.make_stats(None, ours) if ours is not None else None
+        if stats is not None:
+            self._access.publish(stats)
 
     def _has_running(self) -> bool:
         return bool(self._scheduler.running)

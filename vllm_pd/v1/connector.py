@@ -18,11 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_pd.v1.binding import EngineHandover, StepMetadata
+from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
+from vllm_pd.v1.settings import served_name
 from vllm_pd.v1.start import begin_handover
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -80,6 +83,10 @@ class PDConnector(KVConnectorBase_V1):
             self.binding.finished(request, block_ids)
         return False, None
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Our figures since the last call."""
+        return self.binding.take_stats() if self.binding is not None else None
+
     def reset_cache(self) -> bool:
         """There is nothing cached here."""
         return True
@@ -114,6 +121,20 @@ class PDConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Nothing."""
+
+    # The front end.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """What `get_kv_connector_stats` gave, from its data."""
+        return HandoverStats(data or {"calls": []})
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, metric_types: dict, labelnames: list[str],
+                           per_engine_labelvalues: dict[int, list[object]]) -> KVConnectorPromMetrics:
+        """What makes /metrics of those."""
+        return HandoverPromMetrics(served_name(vllm_config), vllm_config, metric_types, labelnames,
+                                   per_engine_labelvalues)
 
     # Either role.
 

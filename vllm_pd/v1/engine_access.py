@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreReque
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
 
@@ -105,6 +106,10 @@ class EngineAccess:
         if isinstance(engine, DPEngineCoreProc) and engine.has_coordinator and not engine.engines_running:
             engine.engines_running = True
             engine.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
+
+    def publish(self, stats: SchedulerStats) -> None:
+        """Send these statistics to a front end, without a step."""
+        self._engine.output_queue.put_nowait((0, EngineCoreOutputs(scheduler_stats=stats)))
 
     def close(self) -> None:
         """Cancel the timer."""

@@ -33,3 +33,9 @@ def read_settings(vllm_config: VllmConfig) -> HandoverSettings:
         raise ConfigError("kv_connector", transfer.kv_connector, "the plugin did not prepare this engine: install "
                           "vllm-pd and do not exclude vllm_pd from VLLM_PLUGINS")
     return HandoverSettings(own["kv_role"], extra, own.get("front"))
+
+
+def served_name(vllm_config: VllmConfig) -> str:
+    """The model's name on /metrics."""
+    name = vllm_config.model_config.served_model_name
+    return name if isinstance(name, str) else name[0]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.handover.prefill import PrefillCapacity
-from vllm_pd.metrics import PDMetrics
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.engine_access import EngineAccess
+from vllm_pd.v1.metrics import MetricsRecorder
 from vllm_pd.v1.settings import read_settings
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshak
     capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
                                vllm_config.parallel_config.tensor_parallel_size, token_bytes(vllm_config),
                                bool(vllm_config.cache_config.enable_prefix_caching))
-    model = vllm_config.model_config.served_model_name
-    binding = EngineHandover(config, engine.scheduler, access, agent, transfer, capacity,
-                             PDMetrics(model if isinstance(model, str) else model[0]))
+    binding = EngineHandover(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
     logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation, agent.member.address)
     return binding
