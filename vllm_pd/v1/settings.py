@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our own settings of an engine, in a configuration that V1 reads too.
+
+V1 must see `kv_role` kv_both: with kv_producer alone its async scheduler frees blocks that a step in flight still
+writes. So the plugin moves the role that the user wrote, and where the front end and EngineCore meet, to
+`kv_connector_extra_config` under `OWN_KEY`, once, where the configuration is made.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OWN_KEY = "vllm_pd"
+
+
+class HandoverSettings(NamedTuple):
+    """The user's `kv_role` and `kv_connector_extra_config`, and the address of the front end; None: there is none."""
+    kv_role: str
+    extra: dict[str, Any]
+    front: str | None
+
+
+def read_settings(vllm_config: VllmConfig) -> HandoverSettings:
+    """What the plugin left. Raises ConfigError where it did not run."""
+    transfer = vllm_config.kv_transfer_config
+    extra = dict(transfer.kv_connector_extra_config or {})
+    own = extra.pop(OWN_KEY, None)
+    if own is None:
+        raise ConfigError("kv_connector", transfer.kv_connector, "the plugin did not prepare this engine: install "
+                          "vllm-pd and do not exclude vllm_pd from VLLM_PLUGINS")
+    return HandoverSettings(own["kv_role"], extra, own.get("front"))
