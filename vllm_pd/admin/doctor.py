@@ -9,6 +9,7 @@ import base64
 import csv
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,18 @@ from packaging.requirements import Requirement
 
 from vllm_pd.admin.members import Access, MemberList, list_members
 from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.installation import PLUGIN, World, check_installation, find_installation
 from vllm_pd.ports import is_free
+from vllm_pd.v1.required import REQUIRED, check_installed
 
+NO_WORLD_CURE = ("pip install a wheel of scripts/build_wheel.py for engine V0, or a stock vllm and vllm-pd for engine "
+                 "V1 (docs/v1.md); or enter the environment of either: `. scripts/env.sh`")
+ENTRY_POINT = "vllm_pd"  # of the plugin
+PLUGIN_CURE = ("pip install a supported vllm and vllm-pd again (docs/v1.md), or enter the environment: "
+               "`VLLM_PD_ENGINE=v1 . scripts/env.sh`")
 INSTALL_CURE = "enter the environment (`. scripts/env.sh`), or pip install the wheel of scripts/build_wheel.py again"
 NATIVE_TIMEOUT_S = 120.0
+LOAD_STOCK = "import vllm.config; from vllm.platforms import current_platform as p; print('vllm on', p.device_type)"
 LOAD_EXTENSION = "import torch, vllm._C; print('torch', torch.__version__)"
 CREATE_AGENT = """
 from importlib.metadata import version
@@ -53,11 +62,62 @@ class Finding:
 
 def examine(broker: str | None, ports: Sequence[int], access: Access | None = None) -> list[Finding]:
     """All findings, in the order in which one would repair them. A broker and ports are checked only where given."""
-    findings = [*check_pin(), *check_series(), *check_requirements(), *check_wheel(), *check_nixl()]
+    findings = [*check_world()]
+    world = find_installation().world
+    if world is World.PATCHED:
+        findings += [*check_pin(), *check_series(), *check_requirements("vllm"), *check_wheel(LOAD_EXTENSION)]
+    elif world is World.PLUGIN:
+        findings += [*check_plugin(), *check_names(), *check_requirements(PLUGIN), *check_wheel(LOAD_STOCK)]
+    findings += check_nixl()
     findings += [finding for port in ports for finding in check_port(port)]
     if broker is not None:
         findings += check_peers(broker, access)
     return findings
+
+
+def check_world() -> Iterator[Finding]:
+    """Which of the two distributions is installed, and only one of them."""
+    found = find_installation()
+    try:
+        check_installation()
+    except ConfigError as error:
+        yield Finding("world", str(error), error.cure)
+        return
+    cure = NO_WORLD_CURE if found.world is World.NONE else ""
+    yield Finding("world", found.world.value, cure)
+
+
+def check_plugin() -> Iterator[Finding]:
+    """The plugin is whole, vLLM loads it, and vLLM's command runs."""
+    found = find_installation()
+    if found.vllm is None:
+        yield Finding("plugin", f"{PLUGIN} {found.plugin} is installed, and no vllm", PLUGIN_CURE)
+        return
+    distribution = metadata.distribution(PLUGIN)
+    ours = [file.as_posix() for file in distribution.files or () if file.suffix == ".py"]
+    changed = changed_files(distribution, ours)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if changed:
+        yield Finding("plugin", f"not as in the wheel: {', '.join(changed)}", PLUGIN_CURE)
+    elif allowed is not None and ENTRY_POINT not in allowed.split(","):
+        yield Finding("plugin", f"VLLM_PLUGINS={allowed!r} excludes it", f"add {ENTRY_POINT} to it, or unset it")
+    elif found.distribution != "vllm":
+        yield Finding("plugin", f"{found.distribution} {found.vllm} leaves out the metadata of vllm: the command vllm "
+                      "ends with PackageNotFoundError", 'add it: docs/v1.md, "On the CPU"')
+    else:
+        yield Finding("plugin", f"{PLUGIN} {found.plugin} for vllm {found.vllm}")
+
+
+def check_names() -> Iterator[Finding]:
+    """The stock vLLM has the names that the V1 binding stands on."""
+    if find_spec("vllm") is None:
+        return
+    try:
+        check_installed()
+    except ConfigError as error:
+        yield Finding("names", str(error), PLUGIN_CURE)
+    else:
+        yield Finding("names", f"vllm has all {sum(map(len, REQUIRED.values()))} names that the binding stands on")
 
 
 def check_pin() -> Iterator[Finding]:
@@ -94,10 +154,10 @@ def check_series() -> Iterator[Finding]:
         yield Finding("series", f"{count} patches over {files} files, all as in the wheel")
 
 
-def check_requirements() -> Iterator[Finding]:
-    """The wheel's requirements are installed in versions that fit."""
+def check_requirements(distribution: str) -> Iterator[Finding]:
+    """The requirements of our wheel, which is that distribution, are installed in versions that fit."""
     try:
-        wanted = [Requirement(text) for text in metadata.requires("vllm") or ()]
+        wanted = [Requirement(text) for text in metadata.requires(distribution) or ()]
     except metadata.PackageNotFoundError:
         return
     wrong = []
@@ -117,13 +177,13 @@ def check_requirements() -> Iterator[Finding]:
         yield Finding("packages", f"all {len(wanted)} requirements are met")
 
 
-def check_wheel() -> Iterator[Finding]:
-    """The compiled extension loads with the installed torch."""
+def check_wheel(program: str) -> Iterator[Finding]:
+    """vLLM loads with the installed torch."""
     if find_spec("vllm") is None:
         yield Finding("wheel", "vllm cannot be imported", INSTALL_CURE)
         return
-    yield run_native("wheel", LOAD_EXTENSION, "the wheel does not fit this machine or this torch: build one here with "
-                     "scripts/build_wheel.py")
+    yield run_native("wheel", program, "the wheel does not fit this machine or this torch: build one here with "
+                     "scripts/build_wheel.py, or for engine V1 see docs/v1.md")
 
 
 def check_nixl() -> Iterator[Finding]:

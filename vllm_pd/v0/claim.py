@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_pd.checks import FEATURES, LIMITS, check_features, check_limits, new_front_address, require_free_bind
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
+from vllm_pd.installation import check_installation
 from vllm_pd.v0 import CONNECTOR, SETTINGS_KEY
 from vllm_pd.v0.caching import choose_prefix_caching
 from vllm_pd.v0.selection import selection
@@ -34,6 +35,7 @@ def claim(engine_args: EngineArgs) -> None:
 
     vLLM's own KV transfer must not see them: V0's model runners would move KV by themselves.
     """
+    check_installation()
     transfer = engine_args.kv_transfer_config
     extra = dict(transfer.kv_connector_extra_config or {})
     config = PDConfig.parse(transfer.kv_role, extra)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One flag: what the plugin sets where a configuration names PDConnector, and what it refuses (B80, B91, B92)."""
+import os
+import socket
+
+import pytest
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_pd import checks
+from vllm_pd.errors import ConfigError
+from vllm_pd.v1 import required
+from vllm_pd.v1.claim import SCHEDULER
+from vllm_pd.v1.settings import OWN_KEY, read_settings
+
+BROKER = {"broker": "tcp://127.0.0.1:5700"}
+
+
+@pytest.fixture(autouse=True)
+def nixl_works(monkeypatch):
+    """It takes a process of its own each time, and is no part of what is tested here."""
+    monkeypatch.setattr("vllm_pd.v1.claim.check_nixl", lambda: None)
+
+
+def transfer(role: str = "kv_consumer", extra: dict | None = None, **more) -> KVTransferConfig:
+    return KVTransferConfig(**{"kv_connector": "PDConnector", "kv_role": role,
+                               "kv_connector_extra_config": extra or BROKER, **more})
+
+
+def configure(kv: KVTransferConfig | None, **more) -> VllmConfig:
+    return EngineArgs(model=os.environ["VLLM_PD_TINY_MODEL"], dtype="float32", max_model_len=512, enforce_eager=True,
+                      kv_transfer_config=kv, **more).create_engine_config()
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
+def test_b91_one_flag_sets_what_the_binding_needs(role):
+    """B91"""
+    mine = transfer(role)
+    config = configure(mine)
+    theirs = config.kv_transfer_config
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
+    assert (theirs.kv_role, theirs.kv_load_failure_policy, theirs.engine_id) == ("kv_both", "recompute", mine.engine_id)
+    settings = read_settings(config)
+    assert (settings.kv_role, settings.extra) == (role, BROKER)
+    assert settings.front.startswith("ipc:///")
+    assert (mine.kv_role, mine.kv_connector_extra_config) == (role, BROKER), "the user's own object is not changed"
+
+
+def test_b91_engines_beside_it_stay_as_they_are():
+    """B91: in the same process, before and after; and two engines of one object."""
+    shared = transfer()
+    first, second = configure(shared), configure(shared)
+    assert read_settings(first).front != read_settings(second).front
+    plain = configure(None)
+    assert plain.scheduler_config.scheduler_cls is None and plain.kv_transfer_config is None
+    other = configure(KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"))
+    assert other.scheduler_config.scheduler_cls is None
+    assert other.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+def test_a_configuration_that_is_checked_again_stays_the_same():
+    config = configure(transfer("kv_producer"))
+    before = config.kv_transfer_config
+    config.__post_init__()
+    assert config.kv_transfer_config is before and read_settings(config).kv_role == "kv_producer"
+
+
+@pytest.mark.parametrize("kv, more, words", [
+    ({}, {"scheduler_cls": "my.Scheduler"}, "scheduler_cls='my.Scheduler'.*remove it"),
+    ({}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2.*use 1"),
+    ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config=.*draft"),
+    ({}, {"hf_overrides": {"sliding_window": 128}}, "sliding_window=128.*--disable-sliding-window"),
+    ({"extra": {"brokr": "tcp://127.0.0.1:5700"}}, {}, "brokr=.*did you mean broker"),
+    ({"extra": {"broker": "tcp://127.0.0.1:5700", "bind": "tcp://127.0.0.1:5701"}},
+     {"data_parallel_size": 2}, "bind='tcp://127.0.0.1:5701'.*port 0"),
+    ({"enable_permute_local_kv": True}, {}, "enable_permute_local_kv=True.*remove it"),
+    ({"kv_connector_module_path": "vllm_pd.v1.activate"}, {}, "kv_connector_module_path=.*remove it"),
+    ({"kv_connector": "MultiConnector", "extra": {"connectors": [
+        {"kv_connector": "PDConnector", "kv_role": "kv_both", "kv_connector_extra_config": BROKER}]}}, {},
+     "kv_connector='MultiConnector'.*by itself"),
+], ids=str)
+def test_b80_what_cannot_work_is_refused_by_name(kv, more, words):
+    """B80"""
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        configure(transfer(**kv), **more)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"runner_type": "pooling"}, "runner_type.*generating"), ({"is_encoder_decoder": True}, "decoder-only"),
+    ({"is_attention_free": True}, "attention"), ({"has_inner_state": True}, "recurrent"),
+    ({"attention_chunk_size": 64}, "attention_chunk_size=64.*chunked"),
+    ({"enable_sleep_mode": True}, "enable_sleep_mode=True.*remove it"),
+], ids=str)
+def test_b80_a_model_that_cannot_take_part(monkeypatch, changes, words):
+    """B80: by the same function as for V0."""
+    from vllm_pd.config import PDConfig
+    from vllm_pd.v1.claim import check_config
+    config = configure(transfer())
+    for name, value in changes.items():
+        if isinstance(getattr(type(config.model_config), name, None), property):
+            monkeypatch.setattr(type(config.model_config), name, value)
+        else:
+            setattr(config.model_config, name, value)
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        check_config(config, PDConfig.parse("kv_consumer", BROKER))
+
+
+def test_b80_a_model_for_which_vllm_has_a_scheduler_of_its_own():
+    """B80"""
+    from vllm_pd.v1.claim import claim
+    config = configure(transfer())
+    config.scheduler_config.scheduler_cls = "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
+    with pytest.raises(ConfigError, match="scheduler_cls=.*Diffusion.*serve another model"):
+        claim(config)
+
+
+def test_b80_an_engine_without_a_process_of_its_own(monkeypatch):
+    """B80"""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.raises(ConfigError, match="VLLM_ENABLE_V1_MULTIPROCESSING.*unset it"):
+        configure(transfer())
+
+
+def test_b80_a_port_in_use():
+    """B80"""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="bind=.*in use"):
+            configure(transfer(extra={**BROKER, "bind": bind}))
+
+
+def test_b80_an_engine_that_the_plugin_did_not_prepare():
+    """B80"""
+    config = configure(transfer())
+    del config.kv_transfer_config.kv_connector_extra_config[OWN_KEY]
+    with pytest.raises(ConfigError, match="the plugin did not prepare"):
+        read_settings(config)
+
+
+def test_b92_the_installed_vllm_has_every_name():
+    """B92"""
+    required.check_installed()
+
+
+def test_b92_a_vllm_that_lacks_a_name_is_refused(monkeypatch):
+    """B92: with the names and the supported releases."""
+    file = "v1/core/block_pool.py"
+    more = (required.Required("BlockPool.touch", "", takes=("blocks", "owner")), required.Required("BlockPool.pin", ""))
+    monkeypatch.setitem(required.REQUIRED, file, more)
+    with pytest.raises(ConfigError, match=r"BlockPool\.touch\(blocks\) in vllm/v1/core/block_pool\.py; BlockPool\.pin "
+                                          r"in .*0\.32, 0\.33"):
+        required.check_installed()
+
+
+def test_both_engines_share_the_checks():
+    from vllm_pd.v1 import claim
+    assert claim.check_model is checks.check_model

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turning the configuration of an engine that names PDConnector into one that takes part, or refusing it.
+
+vLLM imports our connector's class while it makes such a configuration, and checks the KV transfer at the end of that.
+`claim_configurations` has that check call us, so the settings are there before any process of the engine is started.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_pd.checks import (
+    FEATURES,
+    LIMITS,
+    check_bind,
+    check_features,
+    check_limits,
+    check_memory,
+    check_model,
+    check_nixl,
+    check_parallel,
+    new_front_address,
+    require_free_bind,
+)
+from vllm_pd.config import PDConfig
+from vllm_pd.errors import ConfigError
+from vllm_pd.v1.plugin import CONNECTOR
+from vllm_pd.v1.settings import OWN_KEY
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.pd")
+
+SCHEDULER = "vllm_pd.v1.scheduler.PDScheduler"
+V1_LIMITS = {
+    **LIMITS,
+    "prefill_context_parallel_size": (1, "use 1: a split of the prompt over ranks is not transferred"),
+    "decode_context_parallel_size": (1, "use 1: a split of the context over ranks is not transferred"),
+}
+V1_FEATURES = {
+    **FEATURES,
+    "attention_chunk_size": "serve a model without chunked local attention: blocks that it frees have no place in the "
+                            "peer's table",
+    "enable_permute_local_kv": "remove it: peers compare the layout of their caches, and move it as it is",
+    "kv_connector_module_path": "remove it: the plugin knows PDConnector by its name",
+}
+
+
+def claim_configurations() -> None:
+    """From now on `VllmConfig` takes our settings over at the end of its own checks. May be called again."""
+    from vllm.config import VllmConfig
+    check = VllmConfig._verify_kv_transfer_compat
+    if not hasattr(check, "vllm_pd"):
+        VllmConfig._verify_kv_transfer_compat = _claiming(check)
+
+
+def _claiming(check: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
+
+    @functools.wraps(check)
+    def verify_kv_transfer_compat(config: VllmConfig) -> None:
+        check(config)
+        if config.kv_transfer_config is not None and config.kv_transfer_config.has_connector(CONNECTOR):
+            claim(config)
+
+    verify_kv_transfer_compat.vllm_pd = True
+    return verify_kv_transfer_compat
+
+
+def claim(config: VllmConfig) -> None:
+    """Check the configuration and set what the binding needs: scheduler class, failure policy, and kv_both as the role
+    that vLLM sees. Our own role moves to where `vllm_pd.v1.settings` reads it. Raises ConfigError."""
+    transfer = config.kv_transfer_config
+    if transfer.kv_connector != CONNECTOR:
+        raise ConfigError("kv_connector", transfer.kv_connector, f"name {CONNECTOR} by itself: together with another "
+                          "connector it can't know who holds which block")
+    check_scheduler(config)
+    if OWN_KEY not in transfer.kv_connector_extra_config:
+        ours = PDConfig.parse(transfer.kv_role, transfer.kv_connector_extra_config)
+        check_config(config, ours)
+        # A copy: the user's may be used for another engine.
+        config.kv_transfer_config = dataclasses.replace(
+            transfer, kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config={
+                **transfer.kv_connector_extra_config,
+                OWN_KEY: {"kv_role": transfer.kv_role, "front": new_front_address()}})
+        logger.info("%s: role %s, broker %s, V1 engine", CONNECTOR, ours.role.value, ours.broker)
+    config.scheduler_config.scheduler_cls = SCHEDULER
+
+
+def check_scheduler(config: VllmConfig) -> None:
+    """The scheduler must be vLLM's own or ours. Raises ConfigError."""
+    chosen = config.scheduler_config.scheduler_cls
+    if chosen in (None, SCHEDULER):
+        return
+    if isinstance(chosen, str) and chosen.startswith("vllm."):
+        raise ConfigError("scheduler_cls", chosen, "serve another model: vLLM has a scheduler of its own for this one, "
+                          f"and {CONNECTOR} needs another")
+    raise ConfigError("scheduler_cls", chosen, f"remove it: {CONNECTOR} needs a scheduler of its own and sets it")
+
+
+def check_config(config: VllmConfig, ours: PDConfig) -> None:
+    """Raises ConfigError for an engine that can't take part."""
+    from vllm import envs
+    parallel, model, transfer = config.parallel_config, config.model_config, config.kv_transfer_config
+    check_limits({key: getattr(parallel, key) for key in V1_LIMITS}, V1_LIMITS)
+    check_features({"speculative_config": config.speculative_config, "enable_sleep_mode": model.enable_sleep_mode,
+                    "attention_chunk_size": model.attention_chunk_size,
+                    "enable_permute_local_kv": transfer.enable_permute_local_kv,
+                    "kv_connector_module_path": transfer.kv_connector_module_path}, V1_FEATURES)
+    check_model(config)
+    check_parallel(config)
+    check_memory()
+    if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", 0, "unset it: an engine that runs in its caller's loop "
+                          "can't sleep while its requests wait for peers")
+    if parallel.data_parallel_size > 1 and not ours.bind.endswith(":0"):
+        raise ConfigError("bind", ours.bind, "write port 0: each data-parallel rank listens at a port of its own")
+    check_bind(ours.bind)
+    require_free_bind(ours.bind)
+    check_nixl()

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of vLLM that the V1 binding stands on, each with the reason, and the check that a vLLM has them.
+
+The check reads vLLM's source and neither imports nor runs it. An engine does it at its start (`check_installed`), and
+`scripts/v1_canary.py` for any release. Only what has no promise of stability is listed: private names, and public ones
+whose signature or place the binding depends on. Whoever uses another one adds it here.
+"""
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.installation import find_installation
+
+SUPPORTED = ("0.32", "0.33")  # releases on which the names were found; docs/rebasing.md has the table
+
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Required(NamedTuple):
+    """A class, a method, an attribute of a class or its instances, or a function, with what it is needed for.
+
+    `takes`: the parameters that it is called with; it may have others, if they have defaults. `exactly`: it is replaced
+    by ours, so these are all its parameters. None of both: its parameters do not matter."""
+    name: str
+    reason: str
+    takes: tuple[str, ...] | None = None
+    exactly: tuple[str, ...] | None = None
+
+
+_HOOK = "replaced by ours in PDConnector"
+_STEP = "replaced by ours in the scheduler"
+
+REQUIRED: Mapping[str, tuple[Required, ...]] = {
+    "v1/core/sched/scheduler.py": (
+        Required("Scheduler.finished_recving_kv_req_ids", "an id in it resumes a parked request, or ends it at once"),
+        Required("Scheduler._handle_failed_recving", "begins a parked request anew", takes=("failed_req_ids", )),
+        Required("Scheduler._handle_blocked_waiting_request", "frees the blocks of a failed one now",
+                 takes=("request", )),
+        Required("Scheduler.kv_holding_waiting", "where parked requests wait"),
+        Required("Scheduler.waiting", "asked for requests that wait for a grammar"),
+        Required("Scheduler.running", "asked whether a step would do anything"),
+        Required("Scheduler.requests", "finds a request by its id"),
+        Required("Scheduler.finished_req_ids", "a step must carry these to the workers"),
+        Required("Scheduler.finished_req_ids_dict", "ids of our own requests are taken out of it"),
+        Required("Scheduler.deferred_frees", "blocks of ended requests that a step in flight may still write"),
+        Required("Scheduler.ec_connector", "an engine that waits for encoder outputs does not sleep"),
+        Required("Scheduler.get_request_counts", "the load that is reported", takes=()),
+        Required("Scheduler.get_kv_connector", "finds our connector in an engine", takes=()),
+        Required("Scheduler.pause_state", "a paused engine takes no request of ours"),
+        Required("Scheduler.schedule", _STEP, exactly=("throttle_prefills", )),
+        Required("Scheduler.update_from_output", _STEP, exactly=("scheduler_output", "model_runner_output")),
+        Required("Scheduler.add_request", _STEP, exactly=("request", )),
+        Required("Scheduler.finish_requests", _STEP, exactly=("request_ids", "finished_status")),
+        Required("Scheduler.has_requests", _STEP, exactly=()),
+        Required("Scheduler.set_pause_state", _STEP, exactly=("pause_state", )),
+        Required("Scheduler.reset_prefix_cache", _STEP, exactly=("reset_running_requests", "reset_connector")),
+        Required("Scheduler.make_stats", _STEP),
+    ),
+    "v1/core/sched/async_scheduler.py": (Required("AsyncScheduler", "the other base of our schedulers"), ),
+    "v1/core/sched/interface.py": (
+        Required("SchedulerInterface.has_unfinished_requests", _STEP, exactly=()),
+        Required("PauseState.UNPAUSED", "a paused engine takes no request of ours"),
+    ),
+    "v1/request.py": (
+        Required("RequestStatus.WAITING_FOR_REMOTE_KVS", "an id goes into the scheduler's sets while this holds only"),
+        Required("RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "an engine does not sleep while this holds"),
+        Required("Request.block_hashes", "equal prompts that are parked together"),
+        Required("Request.skip_reading_prefix_cache", "such a request is computed whole: it stays local"),
+        Required("Request.num_preemptions", "a preempted request stays local"),
+        Required("Request.num_in_flight_tokens", "what a step in flight computes is not offered to a peer"),
+        Required("Request.client_index", "our own requests have no client"),
+    ),
+    "v1/core/block_pool.py": (
+        Required("BlockPool.touch", "raises a fence", takes=("blocks", )),
+        Required("BlockPool.free_blocks", "takes a fence down", takes=("ordered_blocks", )),
+        Required("BlockPool.get_num_free_blocks", "the load that is reported", takes=()),
+        Required("BlockPool.blocks", "finds a block by its id"),
+    ),
+    "v1/core/kv_cache_manager.py": (
+        Required("KVCacheManager.block_pool", "the pool that fences hold blocks of"),
+        Required("KVCacheBlocks.get_block_ids", "the blocks that a request was given", takes=()),
+    ),
+    "v1/engine/core.py": (
+        Required("EngineCoreProc.run_busy_loop", "hands the engine to the connector before its first step", takes=()),
+        Required("DPEngineCoreProc.run_busy_loop", "as EngineCoreProc's", takes=()),
+        Required("EngineCoreProc.input_queue", "WAKEUP goes into it"),
+        Required("EngineCoreProc.output_queue", "start_wave goes into it"),
+        Required("EngineCoreProc.engines_running", "whether a wave runs"),
+        Required("EngineCoreProc.has_coordinator", "whether waves are told to the other ranks"),
+        Required("EngineCoreProc.is_running", "whether it was told to shut down", takes=()),
+        Required("EngineCore._idle_state_callbacks", "an engine that somebody waits for does not sleep"),
+        Required("EngineCore.preprocess_add_request", "makes a request of our own", takes=("request", )),
+        Required("DPEngineCoreProc.current_wave", "the wave that is started"),
+    ),
+    "v1/engine/__init__.py": (
+        Required("EngineCoreRequest", "a request of our own", takes=(
+            "request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "arrival_time",
+            "lora_request", "cache_salt", "data_parallel_rank")),
+        Required("EngineCoreRequestType.WAKEUP", "wakes the engine"),
+        Required("EngineCoreOutputs.start_wave", "wakes the other ranks"),
+        Required("EngineCoreOutputs.finished_requests", "our own requests are taken out of it"),
+    ),
+    "distributed/kv_transfer/kv_connector/v1/base.py": (
+        Required("KVConnectorBase_V1.__init__", _HOOK, exactly=("vllm_config", "role", "kv_cache_config")),
+        Required("KVConnectorBase_V1.set_xfer_handshake_metadata", _HOOK, exactly=("metadata", )),
+        Required("KVConnectorBase_V1.get_num_new_matched_tokens", _HOOK, exactly=("request", "num_computed_tokens")),
+        Required("KVConnectorBase_V1.get_loaded_kv_cache_group_ids", _HOOK, exactly=("request", )),
+        Required("KVConnectorBase_V1.update_state_after_alloc", _HOOK,
+                 exactly=("request", "blocks", "num_external_tokens")),
+        Required("KVConnectorBase_V1.build_connector_meta", _HOOK, exactly=("scheduler_output", )),
+        Required("KVConnectorBase_V1.request_finished", _HOOK, exactly=("request", "block_ids")),
+        Required("KVConnectorBase_V1.register_kv_caches", _HOOK, exactly=("kv_caches", )),
+        Required("KVConnectorBase_V1.get_handshake_metadata", _HOOK, exactly=()),
+        Required("KVConnectorBase_V1.handle_preemptions", _HOOK, exactly=("kv_connector_metadata", )),
+        Required("KVConnectorBase_V1.get_transfer_results", _HOOK, exactly=("finished_req_ids", )),
+        Required("KVConnectorBase_V1.shutdown", _HOOK, exactly=()),
+        Required("KVConnectorBase_V1._get_connector_metadata", "the number of the step, in a worker", takes=()),
+        Required("KVConnectorBase_V1._kv_cache_config", "the groups of the cache"),
+        Required("KVConnectorTransferResults", "what get_transfer_results returns"),
+        Required("KVConnectorHandshakeMetadata", "what a rank tells EngineCore"),
+    ),
+    "distributed/kv_transfer/kv_connector/factory.py": (
+        Required("KVConnectorFactory._registry", "whether our name is registered"),
+        Required("KVConnectorFactory.register_connector", "makes our name known",
+                 takes=("name", "module_path", "class_name")),
+        Required("KVConnectorFactory.supports_hma_config", "imports our connector while a configuration is made"),
+    ),
+    "config/vllm.py": (
+        Required("VllmConfig._verify_kv_transfer_compat", "takes the settings over, at the end of __post_init__",
+                 takes=()),
+    ),
+    "config/kv_transfer.py": (
+        Required("KVTransferConfig.kv_load_failure_policy", "set to recompute"),
+        Required("KVTransferConfig.has_connector", "finds our name", takes=("connector_name", )),
+    ),
+    "config/scheduler.py": (
+        Required("SchedulerConfig.scheduler_cls", "set to ours"),
+        Required("SchedulerConfig.get_scheduler_cls", "calls ours by its name", takes=()),
+        Required("SchedulerConfig.async_scheduling", "chooses the base of ours"),
+    ),
+}
+
+
+def check_installed() -> None:
+    """Raises ConfigError, with the names and the supported releases, if the installed vLLM lacks any."""
+    package = Path(find_spec("vllm").origin).parent
+    missing = missing_names(lambda file: _read(package / file))
+    if missing:
+        found = find_installation()
+        raise ConfigError(found.distribution, found.vllm, "PDConnector needs what this release has not: "
+                          f"{'; '.join(missing)}. Install a supported release: {', '.join(SUPPORTED)}")
+
+
+def missing_names(read: Callable[[str], str | None]) -> list[str]:
+    """What a vLLM lacks, one text for each name. `read` gives the source of a file of the package `vllm`, None where
+    there is no such file."""
+    missing = []
+    for file, names in REQUIRED.items():
+        source = read(file)
+        if source is None:
+            missing.append(f"vllm/{file}")
+            continue
+        found = _names(ast.parse(source))
+        for required in names:
+            if required.name not in found:
+                missing.append(f"{required.name} in vllm/{file}")
+            elif (parameters := _unfit_parameters(found[required.name], required)) is not None:
+                missing.append(f"{required.name}({', '.join(parameters)}) in vllm/{file}")
+    return missing
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def _names(tree: ast.Module) -> dict[str, ast.stmt]:
+    """Name -> definition: classes, functions, methods, and whatever a class or its methods assign to it or to self."""
+    found: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, _DEFINITIONS):
+            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            for inner in ast.walk(node):
+                for target in _targets(inner):
+                    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) \
+                            and target.value.id == "self":
+                        found[f"{node.name}.{target.attr}"] = inner
+            for line in node.body:
+                for target in _targets(line):
+                    if isinstance(target, ast.Name):
+                        found[f"{node.name}.{target.id}"] = line
+                if isinstance(line, _DEFINITIONS):
+                    found[f"{node.name}.{line.name}"] = line  # the last one counts, as at run time
+    return found
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    """What a statement assigns to."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AnnAssign) else []
+
+
+def _unfit_parameters(node: ast.stmt, required: Required) -> list[str] | None:
+    """The parameters, if they are not what is required; None if they are."""
+    given = required.takes if required.exactly is None else required.exactly
+    if given is None or not isinstance(node, _DEFINITIONS):
+        return None
+    parameters = _fields(node) if isinstance(node, ast.ClassDef) else _parameters(node)
+    must_know = {name for name, has_default in parameters.items() if required.exactly is not None or not has_default}
+    return None if must_know <= set(given) <= set(parameters) else list(parameters)
+
+
+def _fields(node: ast.ClassDef) -> dict[str, bool]:
+    """The fields of a struct or dataclass: name -> whether it has a default."""
+    return {line.target.id: line.value is not None for line in node.body
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)}
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, bool]:
+    """Name -> whether it has a default, without self or cls. Those that collect the rest (`**kwargs`) do not count."""
+    positional = [*node.args.posonlyargs, *node.args.args]
+    defaults = [False] * (len(positional) - len(node.args.defaults)) + [True] * len(node.args.defaults)
+    static = any(isinstance(one, ast.Name) and one.id == "staticmethod" for one in node.decorator_list)
+    found = dict(zip((one.arg for one in positional), defaults, strict=True))
+    if positional and not static and positional[0].arg in ("self", "cls"):
+        del found[positional[0].arg]
+    return found | {one.arg: default is not None
+                    for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)}
