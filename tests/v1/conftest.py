@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The V1 binding, on a stock vLLM 0.32 or later: this folder is run in that environment only."""
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))  # the fleets and the broken protocols
 
 
 @pytest.fixture(scope="session")

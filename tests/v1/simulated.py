@@ -40,7 +40,7 @@ from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.metrics import MetricsRecorder
 
 BLOCK_SIZE = 16
-VOCAB = 997
+VOCAB = 4099
 OWN = "own-incarnation"
 PEER = "peer-incarnation"
 
@@ -217,40 +217,42 @@ class Engine:
 
     def __init__(self, folder: Path, in_flight: int = 1, *, blocks: int = 64, max_num_seqs: int = 8,
                  batch_tokens: int = 128, role: str = "kv_both", vllm_role: str = "kv_both", caching: bool = True,
-                 policy: str = "fcfs", threshold: int = BLOCK_SIZE,
-                 access: Callable[["Engine"], Any] | None = None, **extra) -> None:
+                 policy: str = "fcfs", threshold: int = BLOCK_SIZE, block_size: int = BLOCK_SIZE,
+                 access: Callable[["Engine"], Any] | None = None, config: VllmConfig | None = None,
+                 protocol: Any = None, transfer: Any = None, settings: PDConfig | None = None, **extra) -> None:
         self.in_flight = in_flight
-        self.config = VllmConfig(
+        self.block_size = block_size
+        self.config = config or VllmConfig(
             model_config=ModelConfig(model=str(folder), max_model_len=1024, dtype="bfloat16",
                                      skip_tokenizer_init=True),
             scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=batch_tokens,
                                              max_model_len=1024, is_encoder_decoder=False, policy=policy,
                                              enable_chunked_prefill=True, async_scheduling=in_flight > 1),
-            cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching),
+            cache_config=CacheConfig(block_size=self.block_size, enable_prefix_caching=caching),
             kv_transfer_config=KVTransferConfig(kv_connector="PDConnector",
                                                 kv_connector_module_path="vllm_pd.v1.connector", kv_role=vllm_role,
                                                 kv_load_failure_policy="recompute"))
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.scheduler_config.async_scheduling = in_flight > 1  # the CPU platform switches it off
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+        spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
         init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self.hasher = get_request_block_hasher(self.block_size, sha256)
         self.scheduler = scheduler_module.PDScheduler(
             vllm_config=self.config, kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["l"], spec)]),
-            structured_output_manager=StructuredOutputManager(self.config), block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE, log_stats=True)
+            structured_output_manager=StructuredOutputManager(self.config), block_size=self.block_size,
+            hash_block_size=self.block_size, log_stats=True)
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
         self.free_at_start = self.pool.get_num_free_blocks()
-        settings = PDConfig.parse(role, {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": threshold,
-                                         "max_parked_fraction": 1.0, **extra})
-        self.protocol = FakeProtocol(settings.role)
-        self.transfer = FakeTransfer()
+        settings = settings or PDConfig.parse(role, {"broker": "tcp://127.0.0.1:5700", "max_parked_fraction": 1.0,
+                                                     "max_local_prefill_tokens": threshold, **extra})
+        self.protocol = protocol or FakeProtocol(settings.role)
+        self.transfer = transfer or FakeTransfer()
         self.access = (access or FakeAccess)(self)
         agent = SimpleNamespace(protocol=self.protocol, error=None, dropped=lambda: {}, close=lambda: None,
                                 end_lifeline=lambda: None)
         self.binding = EngineHandover(settings, self.scheduler, self.access, agent, self.transfer,
-                                      PrefillCapacity(BLOCK_SIZE, VOCAB, 1, 1 << 16, caching), MetricsRecorder())
+                                      PrefillCapacity(self.block_size, VOCAB, 1, 1 << 16, caching), MetricsRecorder())
         self.scheduler.connector.binding = self.binding
         self.slots: dict[tuple[int, int], int] = {}
         self.prompts: dict[str, list[int]] = {}
@@ -302,8 +304,8 @@ class Engine:
         if attempt in self.released:
             raise WrongWrite(f"{attempt} was released")
         found = contents(token_ids)
-        for position in range(cached_blocks * BLOCK_SIZE, len(token_ids) if tokens is None else tokens):
-            self.slots[block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = found[position]
+        for position in range(cached_blocks * self.block_size, len(token_ids) if tokens is None else tokens):
+            self.slots[block_ids[position // self.block_size], position % self.block_size] = found[position]
 
     def tell(self, *events) -> None:
         """Events of the protocol; the engine is woken."""
@@ -329,7 +331,7 @@ class Engine:
     def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0) -> Attempt:
         """A decode engine's job, granted."""
         attempt = Attempt(PEER, "r", number)
-        blocks = -(-len(prompt) // BLOCK_SIZE)
+        blocks = -(-len(prompt) // self.block_size)
         self.tell(actions.Prefill(attempt, list(prompt), list(range(100 + cached_blocks, 100 + blocks)), cached_blocks,
                                   list(range(100, 100 + cached_blocks)), PEER))
         return attempt
@@ -344,10 +346,10 @@ class Engine:
 
     def check_sent_write(self, write: Write, prompt: list[int]) -> None:
         """As `check_sent`, for the write itself."""
-        blocks = -(-len(prompt) // BLOCK_SIZE)
+        blocks = -(-len(prompt) // self.block_size)
         first, found = blocks - len(write.local_block_ids), contents(prompt)
-        for position in range(first * BLOCK_SIZE, len(prompt)):
-            slot = write.local_block_ids[position // BLOCK_SIZE - first], position % BLOCK_SIZE
+        for position in range(first * self.block_size, len(prompt)):
+            slot = write.local_block_ids[position // self.block_size - first], position % self.block_size
             if self.slots.get(slot) != found[position]:
                 raise WrongRead(f"position {position} is sent from {slot}, which holds something else")
 
@@ -356,8 +358,8 @@ class Engine:
         read = read or [one for one in self.transfer.requests if isinstance(one, Read)][-1]
         found, first = contents(prompt), read.remote_block_ids[0] - 100
         for index, block in enumerate(read.local_block_ids):
-            for offset in range(BLOCK_SIZE):
-                self.slots[block, offset] = found[(first + index) * BLOCK_SIZE + offset] if ok else -1
+            for offset in range(self.block_size):
+                self.slots[block, offset] = found[(first + index) * self.block_size + offset] if ok else -1
         self.transfer.end(read.key, ok)
         return read
 
@@ -431,11 +433,11 @@ class Engine:
         found = contents(known[:start + count])
         assert len(found) == start + count, f"{request_id}: a token is computed that is not known"
         for position in range(start):
-            slot = block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
+            slot = block_ids[position // self.block_size], position % self.block_size
             if self.slots.get(slot) != found[position]:
                 raise WrongRead(f"{request_id} reads position {position} from {slot}, which holds something else")
         for position in range(start, start + count):
-            self.slots[block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = found[position]
+            self.slots[block_ids[position // self.block_size], position % self.block_size] = found[position]
         self.tokens_computed += count
         if is_chunk:
             return []
