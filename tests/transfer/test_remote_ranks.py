@@ -220,17 +220,19 @@ def test_b20_a_rank_that_ends_first_is_no_error(engine):
 def test_b81_noise_of_the_engine_is_counted_and_dropped(pair):
     """B95: unknown kinds, no msgpack, a list of something else, an endless message. The next request is carried out."""
     p, d = pair
+    p.transfer.execute([CancelTransfer("none"), Write("first", "nobody", [], [], [b""])])
+    p.until(lambda progress: progress.finished)  # the thread has sent all that it had
     wire = p.connections[0]._connection
-    frames = [b"?", b"noise", LAST + b"\xc1", LAST + msgspec.msgpack.encode([{"type": "Write"}]), LAST + b"\x01",
-              LAST + msgspec.msgpack.encode([["Write"]]), os.urandom(1000)[1:].replace(b"f", b"g")]
+    frames = [b"?", b"noise", bytes(range(128, 256)), LAST + b"\xc1", LAST + b"\x01", LAST + os.urandom(1000) + b"\xc1",
+              LAST + msgspec.msgpack.encode([{"type": "Write"}]), LAST + msgspec.msgpack.encode([["Write"]])]
     for frame in frames:
-        send_all(wire, frame if frame[:1] not in (b"+", b".", b"h") or frame in frames[2:6] else b"?")
+        send_all(wire, frame)
     for _ in range(2 + (32 << 20) // PACKET_BYTES):
         send_all(wire, MORE + bytes(PACKET_BYTES))
     send_all(wire, LAST + bytes(PACKET_BYTES + 100))  # longer than a packet may be
     send_all(wire, LAST)
     p.transfer.execute([write(peer=d)])
-    assert p.until(lambda progress: progress.finished).finished[0].ok
+    assert p.until(lambda progress: len(progress.finished) == 2).finished[1].ok
     assert p.processes[0].ask("dropped") >= len(frames) + 2
     check(d, 1)
 
@@ -249,8 +251,11 @@ STRANGER = """
 import socket, sys
 stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 stranger.connect(bytes.fromhex(sys.argv[1]))
-stranger.send(b"noise")
-assert stranger.recv(100) == b""
+try:
+    stranger.send(b"noise")
+    assert stranger.recv(100) == b""
+except (BrokenPipeError, ConnectionResetError):
+    pass
 """
 
 
@@ -268,11 +273,11 @@ def test_b81_another_process_is_turned_away():
 def test_b80_a_rank_that_cannot_be_attached_is_named():
     rank = RemoteRank(0, 1, True, "LBHNC", BLOCKS)
     try:
-        with pytest.raises(ControlError, match="rank 0 is process 1, but"):
+        with pytest.raises(ControlError, match=f"rank 0 is process 1, but {rank.pid}"):
             connect_ranks({0: (1, rank.address)}, AttachRank("p", True))
         with pytest.raises(ControlError, match="rank 0"):  # it was there for one engine
-            connect_ranks({0: (rank.pid, rank.address)}, AttachRank("p", True), timeout_s=20.0)
-        rank.process.join(60)
+            connect_ranks({0: (rank.pid, rank.address)}, AttachRank("p", True))
+        rank.kill()
         with pytest.raises(ControlError, match=f"rank 0, process {rank.pid}"):
             connect_ranks({0: (rank.pid, rank.address)}, AttachRank("p", True))
     finally:

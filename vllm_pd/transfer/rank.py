@@ -197,11 +197,11 @@ def connect_ranks(ranks: Mapping[int, tuple[int, bytes]], order: AttachRank,
         for rank, (pid, address) in sorted(ranks.items()):
             try:
                 connections[rank] = connect(address)
+                if connections[rank].pid != pid:
+                    raise ControlError(f"rank {rank} is process {pid}, but {connections[rank].pid} has its socket")
                 connections[rank].send(msgspec.msgpack.encode(order))
             except OSError as error:
                 raise ControlError(f"can't connect to rank {rank}, process {pid}: {error}") from error
-            if connections[rank].pid != pid:
-                raise ControlError(f"rank {rank} is process {pid}, but process {connections[rank].pid} has its socket")
         return connections, [_await_ready(rank, connections[rank], deadline_s) for rank in sorted(connections)]
     except Exception:
         for connection in connections.values():
