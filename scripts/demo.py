@@ -24,6 +24,7 @@ from vllm_pd.admin.scrape import scrape, scrape_after_request
 from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask
 from vllm_pd.bench.servers import Server, Servers, log_to
 from vllm_pd.errors import PDError
+from vllm_pd.installation import World, find_installation
 from vllm_pd.launch.child import Say
 from vllm_pd.launch.plan import HOST, SERVE, UpOptions, plan_fleet
 from vllm_pd.launch.up import Fleet
@@ -32,13 +33,15 @@ from vllm_pd.ports import take_free, take_free_run
 
 NAME = "demo"
 MAX_LOCAL_PREFILL_TOKENS = 400
-SERVE_ARGS = ("--served-model-name", NAME, "--dtype", "float32", "--max-model-len", "4608", "--block-size", "16",
-              "--enable-prefix-caching", "--disable-log-requests")
+V1 = find_installation().world is World.PLUGIN
+SERVE_ARGS = ("--served-model-name", NAME, "--dtype", "float32", "--max-model-len", "4608", "--enable-prefix-caching",
+              *(("--block-size", "32", "--enforce-eager") if V1 else ("--block-size", "16", "--disable-log-requests")))
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 SETTLE_S = 15.0
 MUST_BE_ZERO = ("vllm:pd_parked_blocks", "vllm:pd_quarantined_blocks", "vllm:pd_sending_blocks",
-                "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc")
+                "vllm:num_requests_running", "vllm:num_requests_waiting",
+                "vllm:kv_cache_usage_perc" if V1 else "vllm:gpu_cache_usage_perc")
 
 
 def lines_to(file: TextIO) -> Say:
@@ -54,9 +57,9 @@ def lines_to(file: TextIO) -> Say:
 
 
 def start_pd_off(servers: Servers, model: str, cores: list[int]) -> Server:
-    """Starts the same wheel without PD: one engine of the same kind (V0), on all cores."""
+    """Starts the same vLLM without PD: one engine of the same kind, on all cores."""
     port = take_free(HOST)
-    env = {"VLLM_USE_V1": "0", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+    env = {**({} if V1 else {"VLLM_USE_V1": "0"}), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
            "OMP_NUM_THREADS": str(len(cores)),
            "OMP_WAIT_POLICY": "passive",  # threads that spin for each other are slow where cores are shared
            "VLLM_ENGINE_ITERATION_TIMEOUT_S": str(int(START_TIMEOUT_S))}
@@ -98,7 +101,7 @@ def run(model: str, say: Say) -> DemoReport:
                                 pd={"max_local_prefill_tokens": MAX_LOCAL_PREFILL_TOKENS}, serve_args=SERVE_ARGS),
                       cores)
     decode, prefill = (engine.url for engine in plan.engines)
-    print(f"starting the same wheel with PD off on {len(cores)} cores, and", flush=True)
+    print(f"starting the same vLLM with PD off on {len(cores)} cores, and", flush=True)
     fleet = Fleet(plan, timeout_s=START_TIMEOUT_S, stop_timeout_s=STOP_TIMEOUT_S, say=say)
     with Servers(say, STOP_TIMEOUT_S) as servers:
         off = start_pd_off(servers, model, cores)

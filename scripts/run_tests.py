@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the folders of tests/ in two lanes, and what failed once more: scripts/test.sh calls it.
 
+All run in the environment of this process, which is that of engine V0, but tests/v1: that folder's is made when its
+turn comes.
+
     run_tests.py [--fast | --all] [pytest arguments]
 """
 
@@ -15,8 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # The folders of the first lane start engines and mostly wait for them; those of the second mostly compute.
 LANES = {
     "engines": ("e2e", "dp"),
-    "others": ("series", "unit", "proof", "dp_protocol", "upstream", "sockets", "transfer", "peers", "router", "wheel"),
+    "others": ("series", "unit", "proof", "v1", "dp_protocol", "upstream", "sockets", "transfer", "peers", "router",
+               "wheel"),
 }
+# Folders with an environment of their own, and what starts pytest there.
+V1_PYTEST = ("bash", "-c", 'VLLM_PD_ENGINE=v1 . scripts/env.sh && exec python -m pytest "$@"', "pytest-v1")
+COMMANDS = {"tests/v1": V1_PYTEST}
 FAST = {
     "engines": ("e2e/test_tokens.py::test_b1_greedy_tokens_equal_those_of_one_engine",),
     "others": ("series", "unit", "proof"),
@@ -37,7 +44,7 @@ def main() -> int:
     if not chosen.all:
         options = [*NOT_HEAVY, *options]
     workers = {f"tests/{name}": ("-n", str(count)) for name, count in WORKERS.items()}
-    return Session(ROOT, options, ROOT / "build" / "tests", workers).run(lanes)
+    return Session(ROOT, options, ROOT / "build" / "tests", workers, COMMANDS).run(lanes)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,21 @@
 # Every folder of tests/ runs in a pytest of its own, in two lanes side by side; a table with the time of each is printed at the
 # end, and build/tests has the outputs. A test that failed runs once more, alone, after everything else; if it passes then, it is
 # listed as `flaky:`. A wrong answer, a leak or a crash is red at once (scripts/_tests/session.py).
-# With a path below tests/ among the arguments, that is what runs, once, heavy or not. Does all the set-up itself (scripts/env.sh).
+# With a path below tests/ among the arguments, that is what runs, once, heavy or not. Does all the set-up itself (scripts/env.sh):
+# tests/v1 gets the environment of engine V1 (VLLM_PD_ENGINE=v1), everything else that of V0. Only another path, given alone, runs
+# where VLLM_PD_ENGINE says.
 
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-. scripts/env.sh || exit 1
-
 for argument in "$@"; do
     case $argument in
-        tests | tests/* | ./tests* | /*) exec python -m pytest "$@" ;;
+        tests/v1 | tests/v1/* | */tests/v1 | */tests/v1/*) export VLLM_PD_ENGINE=v1 ;;&
+        tests | tests/* | ./tests* | /*)
+            . scripts/env.sh || exit 1
+            exec python -m pytest "$@"
+            ;;
     esac
 done
+unset VLLM_PD_ENGINE
+. scripts/env.sh || exit 1
 exec python scripts/run_tests.py "$@"

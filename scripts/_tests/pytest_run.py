@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 RECORD = "VLLM_PD_FAILURES"  # tests/verdict.py appends the failures to the file that this variable names
 PASSED, SOME_FAILED, NONE_COLLECTED = 0, 1, 5  # of pytest's exit codes; all others mean that it broke off
+PYTEST = (sys.executable, "-m", "pytest")
 STOP_S = 60.0  # what the fixtures of an interrupted pytest get to end their processes
 
 
@@ -38,16 +40,16 @@ class Outcome:
 
 
 class PytestRun:
-    """`python -m pytest` with `arguments` in the folder `root`, in a process group of its own, so that only the caller
-    interrupts it. It writes to the file `output`; the failures go to a file beside that."""
+    """pytest, started by `command`, with `arguments` in the folder `root`, in a process group of its own, so that only
+    the caller interrupts it. It writes to the file `output`; the failures go to a file beside that."""
 
-    def __init__(self, root: Path, arguments: list[str], output: Path) -> None:
+    def __init__(self, root: Path, arguments: list[str], output: Path, command: Sequence[str] = PYTEST) -> None:
         self.output = output
         self._record = output.with_suffix(".jsonl")
         self._record.unlink(missing_ok=True)
         with output.open("wb") as file:
-            self._process = subprocess.Popen([sys.executable, "-m", "pytest", *arguments], cwd=root, stdout=file,
-                                             stderr=subprocess.STDOUT, start_new_session=True,
+            self._process = subprocess.Popen([*command, *arguments], cwd=root, stdout=file, stderr=subprocess.STDOUT,
+                                             start_new_session=True,
                                              env={**os.environ, RECORD: str(self._record)})
 
     def wait(self) -> Outcome:

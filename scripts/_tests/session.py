@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _tests.pytest_run import NONE_COLLECTED, PASSED, STOP_S, Failure, Outcome, PytestRun
+from _tests.pytest_run import NONE_COLLECTED, PASSED, PYTEST, STOP_S, Failure, Outcome, PytestRun
 
 MOST_AGAIN = 12
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,11 +47,13 @@ class FolderRow:
 @dataclass
 class Session:
     """Runs pytest on folders and then on what failed. `kept` is the folder for the outputs (emptied first). `options`
-    are for every pytest, `folder_options` for that of one folder."""
+    are for every pytest, `folder_options` for that of one folder. `commands` start the pytest of a folder that has
+    another environment than this process."""
     root: Path
     options: list[str]
     kept: Path
     folder_options: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rows: list[FolderRow] = field(default_factory=list)
     red: list[str] = field(default_factory=list)
     flaky: list[str] = field(default_factory=list)
@@ -149,11 +151,13 @@ class Session:
                                        began - self._began, time.monotonic() - began))
 
     def _pytest(self, arguments: list[str], output: Path) -> Outcome:
-        """Run pytest; its output goes to the file `output`."""
+        """Run pytest; its output goes to the file `output`. The first argument is a folder or one of its tests."""
+        command = next((command for folder, command in self.commands.items()
+                        if arguments[0] == folder or arguments[0].startswith(f"{folder}/")), PYTEST)
         with self._lock:
             if self._stopped:
                 raise Interrupted(signal.SIGINT)
-            run = PytestRun(self.root, [*arguments, *self.options], output)
+            run = PytestRun(self.root, [*arguments, *self.options], output, command)
             self._running.append(run)
         try:
             return run.wait()

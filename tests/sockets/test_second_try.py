@@ -118,11 +118,11 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
 
     def run(lanes: dict[str, list[str]] | None = None, options: dict[str, list[str]] | None = None,
-            **folders: str) -> tuple[int, session.Session]:
+            commands: dict[str, list[str]] | None = None, **folders: str) -> tuple[int, session.Session]:
         for name, text in folders.items():
             (tmp_path / name).mkdir()
             (tmp_path / name / "test_planted.py").write_text(text)
-        one = session.Session(tmp_path, ["-p", "no:cacheprovider"], tmp_path / "kept", options or {})
+        one = session.Session(tmp_path, ["-p", "no:cacheprovider"], tmp_path / "kept", options or {}, commands or {})
         return one.run(lanes or {"only": list(folders)}), one
 
     return run
@@ -237,3 +237,11 @@ def test_a_killed_run_leaves_no_pytest(endless, tmp_path):
     """Its pytest tears the fixtures down."""
     endless.kill()
     wait_for((tmp_path / "ended").exists)
+
+
+def test_a_folder_may_have_a_command_of_its_own(project):
+    """In both tries: what starts its pytest counts them."""
+    count = f'echo >> starts; export STARTS=$(wc -l < starts); exec "{sys.executable}" -m pytest "$@"'
+    status, one = project(first="import os\ndef test_starts(): assert os.environ['STARTS'] == '2'",
+                          commands={"first": ["sh", "-c", count, "own"]})
+    assert status == 0 and len(one.flaky) == 1

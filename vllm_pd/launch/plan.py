@@ -13,12 +13,12 @@ import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Annotated, Any
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
+from vllm_pd.installation import World, find_installation
 from vllm_pd.options import Option
 from vllm_pd.ports import require_free, take_free
 
@@ -165,10 +165,8 @@ def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 def engines_run_on_cpu() -> bool:
     """Whether the installed vllm is built for the CPU. Engines on accelerators are not pinned."""
-    try:
-        return "cpu" in metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return False
+    found = find_installation()
+    return "cpu" in found.distribution or "cpu" in (found.vllm or "")
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -210,7 +208,8 @@ def _omp_env(share: Sequence[int], *, crowded: bool) -> dict[str, str]:
     """The environment of an engine's OpenMP threads. They wait for each other, so they must not share cores: an engine
     without cores of its own gets one thread."""
     if crowded:
-        return {"VLLM_CPU_OMP_THREADS_BIND": "all", "OMP_NUM_THREADS": "1"}
+        unbound = "nobind" if find_installation().world is World.PLUGIN else "all"
+        return {"VLLM_CPU_OMP_THREADS_BIND": unbound, "OMP_NUM_THREADS": "1"}
     if not share:
         return {}
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, share)), "OMP_NUM_THREADS": str(len(share))}

@@ -6,16 +6,22 @@ at a fixed pace. A prompt begins when the blocks for it and for its whole answer
 hit. Its blocks become hits for others when the prefill is over, those of the answer when the answer is. Everything else
 is the allocator's decision: which block is found, shared, kept, evicted.
 """
+from __future__ import annotations
+
 import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
-from vllm.core.block.interfaces import Block
-from vllm.core.block.prefix_caching_block import PrefixCachingBlockAllocator
 
 from vllm_pd.bench.simulation.trace import Arrival
+from vllm_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.core.block.interfaces import Block
+    from vllm.core.block.prefix_caching_block import PrefixCachingBlockAllocator
 
 
 class SimEvents:
@@ -94,7 +100,7 @@ class SimWorker:
         self._decoding: list[tuple[float, int, SimRun]] = []  # heap: end, number, run
         self._count = 0
         self._reserved_blocks = 0
-        self.allocator = PrefixCachingBlockAllocator(blocks, block_size)
+        self.allocator = _new_allocator(blocks, block_size)
         self.allocator.event_sink = SimEvents(lambda *what: stored(self, *what, self._now_s),
                                               lambda hashes: removed(self, hashes, self._now_s))
 
@@ -182,3 +188,13 @@ class SimWorker:
             self.allocator.free(block)
         run.blocks.clear()
         self.done.append(run)
+
+
+def _new_allocator(blocks: int, block_size: int) -> PrefixCachingBlockAllocator:
+    """V0's block allocator. Raises ConfigError where there is none."""
+    try:
+        from vllm.core.block.prefix_caching_block import PrefixCachingBlockAllocator
+    except ModuleNotFoundError as error:
+        raise ConfigError("vllm", None, "simulated workers need the block allocator of engine V0: install the patched "
+                          "vllm of this project (`. scripts/env.sh`)") from error
+    return PrefixCachingBlockAllocator(blocks, block_size)
