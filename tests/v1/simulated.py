@@ -259,6 +259,7 @@ class Engine:
         self.wanted: dict[str, int] = {}  # tokens
         self.outputs: dict[str, list[int]] = collections.defaultdict(list)
         self.ended: dict[str, str] = {}
+        self.cached: dict[str, int] = {}  # tokens, as the client's usage says
         self.figures: list[dict] = []  # as they reach the front end
         self.released: set[Attempt] = set()
         self.steps = 0
@@ -416,6 +417,8 @@ class Engine:
             for one in eco.outputs:
                 assert one.request_id in self.prompts, f"{one.request_id} is no client's"
                 self.outputs[one.request_id] += one.new_token_ids
+                if one.prefill_stats is not None:
+                    self.cached[one.request_id] = one.prefill_stats.num_cached_tokens
                 if one.finish_reason is not None:
                     assert one.request_id not in self.ended, f"{one.request_id} ended twice"
                     self.ended[one.request_id] = str(one.finish_reason)

@@ -319,6 +319,19 @@ def test_b90_samples_of_one_prompt_share_its_prefill(engine):
     assert len(engine.protocol.jobs) == 1
 
 
+def test_b97_a_clients_cached_tokens_are_its_prefix_hit(engine):
+    one = prompt(5 * BLOCK_SIZE)
+    engine.add("a", one + [1] * 40)
+    engine.run()
+    engine.prefilled("a")
+    engine.run()
+    engine.add("b", one + [2] * 40)
+    engine.run()
+    engine.prefilled("b")
+    end(engine)
+    assert engine.cached == {"a": 0, "b": 5 * BLOCK_SIZE}
+
+
 @pytest.mark.parametrize("outcome", ["lost", "aborted"])
 def test_b90_samples_go_on_when_the_first_one_can_not(engine, outcome):
     one = prompt(100)

@@ -72,6 +72,8 @@ class ParkedRequests(DecodeHandover["Request"]):
             self._fence.hold(attempt, block_ids)
             self._by_attempt[attempt] = request
             self._by_id[request.request_id] = attempt
+            if request.prefill_stats is not None:  # what a peer computes was cached nowhere, as the client's usage says
+                request.prefill_stats.set(request.num_prompt_tokens, cached_tokens, 0)
             self.start(attempt, request, block_ids, cached_tokens)
 
     def leave(self, attempt: Attempt) -> Request | None:

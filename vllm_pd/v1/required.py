@@ -73,6 +73,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Request.skip_reading_prefix_cache", "such a request is computed whole: it stays local"),
         Required("Request.num_preemptions", "a preempted request stays local"),
         Required("Request.num_in_flight_tokens", "what a step in flight computes is not offered to a peer"),
+        Required("Request.prefill_stats", "what a client's usage says about cached tokens"),
         Required("Request.is_prefill_chunk", "whether a request that fell back is computed"),
         Required("Request.client_index", "our own requests have no client"),
     ),

@@ -32,7 +32,9 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshak
     config = PDConfig.parse(settings.kv_role, settings.extra)
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes)
-    agent = ControlAgent(config, member, metadata, wake=access.wake, front=settings.front, look=transfer.poll)
+    first = vllm_config.parallel_config.data_parallel_index == 0  # of the engines behind one server, the one it talks to
+    agent = ControlAgent(config, member, metadata, wake=access.wake, front=settings.front if first else None,
+                         look=transfer.poll)
     agent.start()
     transfer.hold(agent.lifeline_fileno())
     capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
