@@ -32,7 +32,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshak
     config = PDConfig.parse(settings.kv_role, settings.extra)
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes)
-    first = vllm_config.parallel_config.data_parallel_index == 0  # of the engines behind one server, the one it talks to
+    first = vllm_config.parallel_config.data_parallel_index == 0  # behind one server: the one it talks to
     agent = ControlAgent(config, member, metadata, wake=access.wake, front=settings.front if first else None,
                          look=transfer.poll)
     agent.start()
