@@ -36,9 +36,14 @@ def _handing_over(run: Callable[[EngineCoreProc], None], connector_class: type) 
     @functools.wraps(run)
     def run_busy_loop(engine: EngineCoreProc) -> None:
         connector = engine.scheduler.get_kv_connector()
-        if isinstance(connector, connector_class):
-            connector.bind_engine(engine)
-        run(engine)
+        if not isinstance(connector, connector_class):
+            run(engine)
+            return
+        connector.bind_engine(engine)
+        try:
+            run(engine)
+        finally:
+            connector.shutdown()  # V1 would end the ranks first
 
     run_busy_loop.vllm_pd = True
     return run_busy_loop
