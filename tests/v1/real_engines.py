@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real V1 engines with the tiny model, each in a process tree of its own. It is forked from this process: the imports,
+most of an engine's start, are made once.
+"""
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
+
+START_S = 600.0
+ANSWER_S = 600.0
+_FORK = multiprocessing.get_context("fork")
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_CI_ENV": "1",
+               "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "vllm_pd"}
+
+
+def serve(connection, role: str | None, extra: dict[str, Any], log: str, **arguments: Any) -> None:
+    """The child: an engine that answers what comes over the connection. `role` None: without disaggregation."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.setpgid(0, 0)
+    os.environ.update(ENVIRONMENT)
+    import vllm.utils.system_utils
+    import vllm.v1.engine.utils
+    import vllm.v1.executor.multiproc_executor
+    for module in (vllm.utils.system_utils, vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
+        module.get_mp_context = lambda: _FORK
+    from vllm import LLM, SamplingParams
+    if role is not None:
+        arguments["kv_transfer_config"] = {"kv_connector": "PDConnector", "kv_role": role,
+                                           "kv_connector_extra_config": extra}
+    llm = LLM(model=os.environ["VLLM_PD_TINY_MODEL"], dtype="float32", max_model_len=2048, max_num_batched_tokens=512,
+              max_num_seqs=8, enforce_eager=True, block_size=32, disable_log_stats=False, **arguments)
+    connection.send("ready")
+    while True:
+        order, *values = connection.recv()
+        if order == "generate":
+            prompts, tokens = values
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
+            connection.send([(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in outputs])
+        elif order == "figures":
+            from prometheus_client import REGISTRY
+            connection.send({f"{sample.name}:{':'.join(v for k, v in sample.labels.items() if k != 'model_name')}":
+                             sample.value for family in REGISTRY.collect() for sample in family.samples
+                             if sample.name.startswith("vllm:pd_")})
+        else:
+            llm.llm_engine.engine_core.shutdown()
+            os._exit(0)
+
+
+class RealEngine:
+    """An engine in its processes. `generate` blocks; `ask` and `answer` do it in two steps."""
+
+    def __init__(self, role: str | None, log, broker: str = "", settings: dict[str, Any] | None = None,
+                 **arguments: Any) -> None:
+        self._connection, theirs = _FORK.Pipe()
+        extra = {"broker": broker, "max_local_prefill_tokens": 40, **(settings or {})}
+        self._process = _FORK.Process(target=serve, args=(theirs, role, extra, str(log)), kwargs=arguments)
+        self._process.start()
+        theirs.close()
+
+    def ready(self) -> "RealEngine":
+        assert self._receive(START_S) == "ready"
+        return self
+
+    def ask(self, prompts: list[list[int]], tokens: int = 8) -> None:
+        self._connection.send(("generate", prompts, tokens))
+
+    def answer(self) -> list[tuple[list[int], int]]:
+        return self._receive(ANSWER_S)
+
+    def generate(self, prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:
+        self.ask(prompts, tokens)
+        return [tokens for tokens, _ in self.answer()]
+
+    def figures(self) -> dict[str, float]:
+        self._connection.send(("figures", ))
+        return self._receive(ANSWER_S)
+
+    def processes(self) -> list[psutil.Process]:
+        """EngineCore's and the workers', not the client's."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def signal(self, number: int) -> None:
+        for process in self.processes():
+            os.kill(process.pid, number)
+
+    def stop(self) -> None:
+        if not self._process.is_alive():
+            return
+        self._connection.send(("quit", ))
+        self._process.join(60)
+        for process in (*self.processes(), self._process) if self._process.is_alive() else ():
+            os.kill(process.pid, signal.SIGKILL)
+
+    def _receive(self, timeout_s: float) -> Any:
+        assert self._connection.poll(timeout_s), "no answer"
+        return self._connection.recv()
+
+
+class RealBroker:
+    """A broker's process."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self._process = subprocess.Popen([sys.executable, "-m", "vllm_pd.cli", "broker", "--bind", self.address])
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+
+def wait_for(holds, what: str, seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)

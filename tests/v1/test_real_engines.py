@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real V1 engines, real transfers, greedy tokens as one stock engine says them (B1, B2, B5, B21, B22, B94)."""
+import random
+import signal
+import time
+
+import pytest
+
+from tests.v1.real_engines import RealBroker, RealEngine, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+LENGTHS = (1, 31, 32, 33, 63, 64, 65, 100, 200, 511, 513, 1000, 1900)
+
+
+def prompts(seed: int, lengths=LENGTHS) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(100, 20000) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="module")
+def mono(logs):
+    engine = RealEngine(None, logs / "mono.log").ready()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def broker():
+    broker = RealBroker()
+    yield broker
+    broker.stop()
+
+
+@pytest.fixture(scope="module")
+def pair(logs, mono, broker):
+    settings = {"attempt_deadline_s": 200.0, "lease_s": 3.0, "heartbeat_s": 1.0}
+    p = RealEngine("kv_producer", logs / "p.log", broker.address, settings).ready()
+    d = RealEngine("kv_consumer", logs / "d.log", broker.address, settings).ready()
+    warm = prompts(0, (300, ))
+    wait_for(lambda: d.generate(warm) and done(d), "nothing goes remote")
+    yield p, d
+    d.stop()
+    p.stop()
+
+
+def done(engine: RealEngine) -> float:
+    return engine.figures().get("vllm:pd_attempts_total:done", 0)
+
+
+def test_b1_b2_tokens_are_those_of_one_stock_engine(mono, pair):
+    _, d = pair
+    before = done(d)
+    for one in prompts(1):
+        assert d.generate([one]) == mono.generate([one]), len(one)
+    assert done(d) >= before + 8
+    many = prompts(2, [random.Random(3).randrange(20, 600) for _ in range(16)])
+    assert d.generate(many) == mono.generate(many)
+
+
+def test_b5_b97_a_prefix_that_d_has_is_not_sent_again(mono, pair):
+    _, d = pair
+    first = prompts(4, (512, ))[0]
+    second = first[:256] + prompts(5, (200, ))[0]
+    right = mono.generate([first]) + mono.generate([second])
+    assert d.generate([first]) == right[:1]
+    d.ask([second])
+    (tokens, cached), = d.answer()
+    assert [tokens] == right[1:] and cached == 256
+
+
+def test_b94_an_engine_that_waits_for_a_peer_rests(mono, pair):
+    """Also B22: P stands still past its lease; D goes on, and P's late writes harm nobody."""
+    p, d = pair
+    one = prompts(6, (1900, ))
+    right = mono.generate(one)
+    p.signal(signal.SIGSTOP)
+    try:
+        d.ask(one)
+        time.sleep(1.0)
+        before = {process.pid: sum(process.cpu_times()[:2]) for process in d.processes()}
+        time.sleep(2.0)
+        used = {process.pid: sum(process.cpu_times()[:2]) - before[process.pid] for process in d.processes()}
+        assert max(used.values()) <= 0.05 * 2.0, used
+    finally:
+        p.signal(signal.SIGCONT)
+    assert [tokens for tokens, _ in d.answer()] == right
+    after = prompts(7, (400, 500))
+    assert d.generate(after) == mono.generate(after)
+
+
+def test_b21_p_is_killed_and_d_answers_by_itself(mono, pair):
+    p, d = pair
+    many = prompts(8, (900, 1000, 1100, 800))
+    right = mono.generate(many)
+    d.ask(many)
+    time.sleep(0.1)
+    p.signal(signal.SIGKILL)
+    assert [tokens for tokens, _ in d.answer()] == right
+    wait_for(lambda: d.generate(prompts(9, (50, ))) and not d.figures().get("vllm:pd_quarantined_blocks:"),
+             "blocks of a dead P are never free")
