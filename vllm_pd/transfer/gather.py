@@ -12,9 +12,9 @@ A write has ended when it has ended on every rank, and it has succeeded only if 
 process is gone reports nothing more, so its writes never end here. The executor then ends the engine, and the peers see
 that all its processes are gone.
 
-The engine also sends a farewell, and an open file that the rank must hold until its transfers are closed. If the
-connection ends without a farewell, the engine is gone. Messages are msgpack. The kernel tells which process is at the
-other end.
+The engine also sends an open file that the rank must hold until its transfers are closed. Who ends in order sends a
+farewell. If the connection ends without one, the process at the other end is gone. Messages are msgpack. The kernel
+tells which process is at the other end.
 """
 from __future__ import annotations
 
@@ -213,8 +213,12 @@ class RankConnections:
         self._connections = {}
 
     def _lose(self, rank: int, error: Exception) -> None:
-        logger.error("rank %d is gone (%s): its open writes never end for this engine", rank, error)
-        self._connections.pop(rank).close()
+        connection = self._connections.pop(rank)
+        if connection.farewell:
+            logger.info("rank %d has released its transfers", rank)
+        else:
+            logger.error("rank %d is gone (%s): its open writes never end for this engine", rank, error)
+        connection.close()
 
 
 class GatheredTransfer:

@@ -74,7 +74,7 @@ class PacketSocket:
         socket.send_fds(self._connection, [HOLD], [descriptor])
 
     def send_farewell(self) -> None:
-        """The other end may close the connection. Raises OSError."""
+        """This end is about to close in order. Raises OSError."""
         self._connection.send(FAREWELL)
 
     def receive(self) -> list[bytes]:

@@ -110,9 +110,11 @@ class RankThread:
         return not self._connection.farewell
 
     def released(self, ended: bool) -> None:
-        """Close the connection, and the held files if no more bytes can land."""
+        """Say farewell and close the connection, and the held files if no more bytes can land."""
         while ended and self._connection.held:  # if not ended, only the end of this process may close them
             os.close(self._connection.held.pop())
+        with contextlib.suppress(OSError):  # the engine is gone
+            self._connection.send_farewell()
         self._connection.close()
 
 

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a V1 engine: what they register, what EngineCore learns of it, and what is refused.
+
+B42 (fingerprints), B80 (refusals), B20, B21 (ends). Deaths and noise on the sockets: tests/transfer, without vLLM.
+"""
+import json
+import multiprocessing
+import os
+import pickle
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+
+from vllm_pd.core.messages import Process, Role
+from vllm_pd.errors import ConfigError, ControlError
+from vllm_pd.liveness.process import this_process
+from vllm_pd.transfer.layout import CacheDescription
+from vllm_pd.transfer.requests import Write
+from vllm_pd.v1 import worker as v1_worker
+from vllm_pd.v1.fingerprint import engine_name, fingerprint, token_bytes, total_kv_heads
+from vllm_pd.v1.worker import RankHandshake, RankWorker, attach_ranks
+
+LAYERS, BLOCKS, KV_HEADS, TOKENS, HEAD_SIZE = 12, 5, 4, 32, 32
+WAIT_S = 200.0
+
+
+def write_model(folder: Path, **more) -> Path:
+    """A Llama's configuration; its weights are dummies."""
+    settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256,
+                "hidden_size": KV_HEADS * HEAD_SIZE, "num_hidden_layers": LAYERS, "num_attention_heads": KV_HEADS,
+                "num_key_value_heads": KV_HEADS, "intermediate_size": 64, "max_position_embeddings": 1024, **more}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def make_config(folder: Path, ranks: int = 1, dtype: str = "float32", **cache) -> VllmConfig:
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(folder), max_model_len=512, dtype=dtype, skip_tokenizer_init=True),
+        load_config=LoadConfig(load_format="dummy"), parallel_config=ParallelConfig(),
+        cache_config=CacheConfig(**{"block_size": TOKENS, **cache}))
+    config.cache_config.num_gpu_blocks = BLOCKS
+    config.parallel_config.tensor_parallel_size = ranks  # its own check wants that many devices
+    return config
+
+
+def make_caches(ranks: int = 1, content: int = 2 * HEAD_SIZE, heads: int | None = None) -> dict[str, torch.Tensor]:
+    """What the CPU runner registers, in an order of its own, with a layer that uses another layer's cache."""
+    heads = KV_HEADS // ranks if heads is None else heads
+    buffer = torch.zeros(LAYERS, BLOCKS, heads, TOKENS, content)
+    caches = {f"model.layers.{layer}.self_attn.attn": buffer[layer] for layer in reversed(range(LAYERS))}
+    return {**caches, "model.layers.12.self_attn.attn": caches["model.layers.3.self_attn.attn"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def config(folder) -> VllmConfig:
+    return make_config(folder)
+
+
+@pytest.fixture
+def rank(config, monkeypatch):
+    """The worker of rank 0, registered, in this process."""
+    monkeypatch.setattr(v1_worker, "get_tensor_model_parallel_rank", lambda: 0)
+    made = RankWorker(config)
+    assert made.handshake() is None
+    made.register_kv_caches(make_caches())
+    yield made
+    made.close()
+    made.close()
+
+
+def description(handshake: RankHandshake) -> CacheDescription:
+    return msgspec.msgpack.decode(handshake.cache, type=CacheDescription)
+
+
+# What a rank says of itself.
+
+
+def test_b3_the_layers_are_in_their_order_and_a_shared_cache_counts_once(rank):
+    cache = description(rank.handshake())
+    assert cache.layers == LAYERS and list(cache.planes) == sorted(cache.planes)
+    assert (cache.num_blocks, cache.block_size, cache.kv_heads, cache.head_size) == (BLOCKS, TOKENS, KV_HEADS, 64)
+
+
+def test_a_handshake_passes_the_executors_queue(rank):
+    handshake = rank.handshake()
+    assert pickle.loads(pickle.dumps(handshake)) == handshake
+    assert Process(*handshake.process) == this_process()
+
+
+def test_b42_the_fingerprint_of_an_engine(rank, config):
+    handshake = rank.handshake()
+    ours = fingerprint(config, description(handshake), handshake.engine)
+    assert (ours.dtype, ours.kv_dtype, ours.block_size, ours.layers) == ("float32", "float32", TOKENS, LAYERS)
+    assert (ours.kv_heads, ours.head_size, ours.layout, ours.tp, ours.pp) == (KV_HEADS, 32, "kv-heads-first", 1, 1)
+    assert ours.engine.startswith("vllm 0.") and "CPU_ATTN" in ours.engine
+    assert token_bytes(config) == LAYERS * KV_HEADS * 2 * HEAD_SIZE * 4
+    assert ours.first_difference(fingerprint(config, description(handshake), handshake.engine)) is None
+    v0 = msgspec.structs.replace(ours, engine="", block_size=16, layout="heads-first")
+    assert ours.first_difference(v0) == ("engine", ours.engine, "")
+    for key, value in (("block_size", 64), ("kv_dtype", "fp8"), ("layout", "kv-tokens-first"), ("layers", 1)):
+        other = msgspec.structs.replace(ours, **{key: value})
+        assert ours.first_difference(other) == (key, getattr(ours, key), value)
+    assert ours.first_difference(msgspec.structs.replace(ours, tp=2)) is None
+
+
+def test_b42_kv_types_and_kernels_count(folder, config, rank, monkeypatch):
+    handshake = rank.handshake()
+    eight = make_config(folder, cache_dtype="fp8")
+    assert fingerprint(eight, description(handshake), "").kv_dtype == "fp8"
+    assert token_bytes(eight) * 4 == token_bytes(config)
+    assert engine_name(config, []) == handshake.engine
+    monkeypatch.setattr("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: "amx")
+    assert engine_name(config, []) != handshake.engine
+
+
+def test_mla_has_one_head_on_every_rank(config, monkeypatch):
+    monkeypatch.setattr(type(config.model_config), "use_mla", True)
+    assert total_kv_heads(config) == 1
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("caches,word", [
+    (make_caches(heads=2), "2 KV heads on rank 0.*4 were expected"), ({}, "no layers"),
+    ({"a": torch.zeros(2 * BLOCKS, KV_HEADS, TOKENS // 2, 64)}, "--block-size"),
+    ({"a": torch.zeros(BLOCKS, KV_HEADS, TOKENS, 64), "b": torch.zeros(BLOCKS, KV_HEADS, TOKENS, 8)}, "several kinds"),
+    ({"a": torch.zeros(BLOCKS, KV_HEADS, 64, TOKENS).transpose(2, 3)}, "VLLM_KV_CACHE_LAYOUT"),
+], ids=["heads", "none", "split blocks", "kinds", "strides"])
+def test_b80_caches_that_cannot_be_transferred_are_refused(config, monkeypatch, caches, word):
+    monkeypatch.setattr(v1_worker, "get_tensor_model_parallel_rank", lambda: 0)
+    made = RankWorker(config)
+    with pytest.raises(ConfigError, match=f"(?s){word}"):
+        made.register_kv_caches(caches)
+    made.close()
+
+
+def test_b80_a_cache_that_is_replaced_is_refused(rank):
+    with pytest.raises(ConfigError, match="registered twice"):
+        rank.register_kv_caches(make_caches())
+
+
+def test_b80_ranks_that_do_not_fit_each_other_are_refused(folder, rank):
+    handshake = rank.handshake()
+    two = make_config(folder, ranks=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size.*\[0\]"):
+        attach_ranks(two, Role.BOTH, {0: handshake})
+    other = RankHandshake(handshake.process, handshake.address, handshake.cache, "vllm 0.32 OTHER")
+    with pytest.raises(ConfigError, match="OTHER"):
+        attach_ranks(two, Role.BOTH, {0: handshake, 1: other})
+
+
+# An engine and its ranks.
+
+
+def finished(transfer, count: int) -> list:
+    """The ends of that many transfers."""
+    ends, deadline_s = [], time.monotonic() + WAIT_S
+    while len(ends) < count:
+        assert time.monotonic() < deadline_s, ends
+        ends += transfer.take_progress().finished
+        time.sleep(0.002)
+    return ends
+
+
+def test_a_rank_in_the_engines_process_is_attached_as_any_other(config, rank):
+    """With one rank on a GPU V1 has no worker process. Nor does the end of the connection end this process."""
+    member, metadata, transfer = attach_ranks(config, Role.BOTH, {0: rank.handshake()})
+    transfer.start(lambda: None, lambda end: None)
+    assert member.processes == (this_process(), ) and member.fingerprint.engine and metadata
+    transfer.execute([Write("k", "nobody", [1], [1], [b"n"], 1)])
+    time.sleep(0.05)
+    assert not transfer.take_progress().finished
+    rank.begin_step(brings_kv=True)
+    rank.end_step(1)
+    (end,) = finished(transfer, 1)
+    assert not end.ok and "nobody" in end.error
+    for connection in rank._server.rank.filenos():
+        assert connection >= 0
+    assert not transfer.close()
+
+
+def serve(pipe: Connection, rank: int, folder: Path) -> None:
+    """A worker process of rank `rank` of two."""
+    v1_worker.get_tensor_model_parallel_rank = lambda: rank
+    made = RankWorker(make_config(folder, ranks=2))
+    made.register_kv_caches(make_caches(ranks=2))
+    pipe.send(made.handshake())
+    while pipe.recv() == "step":
+        made.begin_step(False)
+        made.end_step(1)
+    made.close()
+
+
+def test_b21_two_ranks_in_processes_of_their_own(folder):
+    """They end with EngineCore's connection, as when its process dies; until then all are processes of the engine."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            processes.append(context.Process(target=serve, args=(theirs, rank, folder), daemon=True))
+            processes[-1].start()
+            pipes.append(ours)
+        assert all(pipe.poll(WAIT_S) for pipe in pipes)
+        handshakes = {rank: pipe.recv() for rank, pipe in enumerate(pipes)}
+        assert [description(one).first_head for one in handshakes.values()] == [0, 2]
+        member, _, transfer = attach_ranks(make_config(folder, ranks=2), Role.PREFILL, handshakes)
+        assert [one.pid for one in member.processes] == [os.getpid(), *(process.pid for process in processes)]
+        assert member.fingerprint.tp == 2 and member.role is Role.PREFILL
+        transfer.start(lambda: None, lambda end: None)
+        transfer.execute([Write("k", "nobody", [1], [1], [b"0", b"1"], 1)])
+        for pipe in pipes:
+            pipe.send("step")
+        (end,) = finished(transfer, 1)
+        assert "rank 0" in end.error and "rank 1" in end.error
+        with pytest.raises(ControlError, match="rank 0"):  # they have an engine
+            attach_ranks(make_config(folder, ranks=2), Role.PREFILL, handshakes)
+        os.kill(processes[1].pid, 9)
+        pipes[0].send("close")
+        processes[0].join(WAIT_S)
+        assert processes[0].exitcode == 0
+        assert not transfer.close()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(60)
