@@ -30,12 +30,12 @@ from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core import actions as e
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Cancelled, Fallback, Prefill, Prefilled, Released
+from vllm_pd.handover.progress import ArrivalNotice
 from vllm_pd.liveness.process import local_member
 from vllm_pd.transfer import requests as transfer
 from vllm_pd.transfer.layout import describe
 from vllm_pd.transfer.nixl import NixlTransport
 from vllm_pd.transfer.worker import TransferWorker
-from vllm_pd.v0.progress import ArrivalNotice
 
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE, LAYERS, BLOCKS = 16, 2, 16, 2, 64
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "none", "int32", "int32", BLOCK_SIZE, LAYERS, KV_HEADS, HEAD_SIZE, "hnd")

@@ -29,9 +29,9 @@ from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Cancelled, Prefill
 from vllm_pd.errors import TransferError
+from vllm_pd.handover.progress import ArrivalNotice
 from vllm_pd.rpc import codec
 from vllm_pd.transfer.transport import RanksMetadata
-from vllm_pd.v0.progress import ArrivalNotice
 
 SEED = int(os.environ.get("VLLM_PD_FUZZ_SEED", "20240717"))
 SCALE = float(os.environ.get("VLLM_PD_FUZZ_FRAMES", "1"))

@@ -17,13 +17,14 @@ from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
 from vllm_pd.liveness import process
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.gather import (
-    ENDS_PER_MESSAGE,
-    MAX_MESSAGE_BYTES,
+    ENTRIES_PER_MESSAGE,
+    MAX_NOTICE_BYTES,
     GatheredTransfer,
     RankListener,
     RankProgress,
     encode_progress,
 )
+from vllm_pd.transfer.packets import LAST, MAX_MESSAGE_BYTES, PacketSocket
 from vllm_pd.transfer.rank import RankThread
 from vllm_pd.transfer.requests import Finished, Notice, PeerRefusal, TransferProgress, Write
 
@@ -76,10 +77,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.own, self.others = Transfers(), [Transfers(), Transfers()]
-        lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in self.others]
-        for pair in lines:
-            for end in pair:
-                end.setblocking(False)
+        lines = [tuple(map(PacketSocket, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
+                 for _ in self.others]
         self.ranks = [RankThread(transfer, line[1]) for transfer, line in zip(self.others, lines, strict=True)]
         self.gathered = GatheredTransfer(self.own, {1: lines[0][0], 2: lines[1][0]})
 
@@ -197,14 +196,18 @@ def test_b20_an_engine_that_stands_still_is_told_later(engine):
     assert {end.key for end in finished} == {f"k{i}" for i in range(count)} and len(finished) == count
 
 
-def test_b20_every_word_fits_its_bound():
-    longest = str(m.Attempt("i" * 32, "r" * m.MAX_ID_CHARS, 1 << 61))
+def test_b20_every_message_fits_its_bound():
     wide = str(m.Attempt("i" * 32, "\U0001f600" * m.MAX_ID_CHARS, 1 << 61))
-    ends = [Finished(longest, False, error="e" * 5000)] * 60 + [Finished(wide, False, error="\U0001f600" * 5000)] * 40
-    frames = encode_progress(ends, [PeerRefusal("i" * 32, "e" * 5000)])
-    assert max(map(len, frames)) < MAX_MESSAGE_BYTES
-    assert sum(len(msgspec.msgpack.decode(frame, type=RankProgress).finished) for frame in frames) == 100
-    assert all(len(msgspec.msgpack.decode(frame, type=RankProgress).finished) <= ENDS_PER_MESSAGE for frame in frames)
+    ends = [Finished(wide, False, error="\U0001f600" * 5000)] * 600
+    notices = [Notice(wide, b"n" * MAX_NOTICE_BYTES), Notice("p/0", b"n" * (MAX_NOTICE_BYTES + 1))] * 300
+    refused = [PeerRefusal("i" * 32, "\U0001f600" * 5000)] * 300
+    messages = encode_progress(TransferProgress(ends, notices, refused))
+    assert max(map(len, messages)) < MAX_MESSAGE_BYTES
+    parts = [msgspec.msgpack.decode(message, type=RankProgress) for message in messages]
+    assert [sum(len(getattr(part, kind)) for part in parts) for kind in ("finished", "notices", "refused")] == [
+        600, 300, 300]
+    assert all(len(part.finished) <= ENTRIES_PER_MESSAGE for part in parts)
+    assert encode_progress(TransferProgress([], [], [])) == []
 
 
 def test_b20_ends_of_requests_with_long_ids_arrive(engine):
@@ -218,9 +221,10 @@ def test_b20_ends_of_requests_with_long_ids_arrive(engine):
 
 def test_b29_noise_on_the_line_is_dropped(engine, caplog):
     rank = engine.ranks[0]
-    for frame in (b"\xc1", b"noise", b"\x93\x90\x90\x90"):
-        rank._connection.send(frame)
-    engine.until(lambda p: caplog.text.count("can't be read") == 3)
+    for packet in (LAST + b"\xc1", LAST + b"noise", LAST + b"\x94\x90\x90\x90\x90", b"noise"):
+        rank._connection._connection.send(packet)
+        engine.until(lambda p: "can't be read" in caplog.text)
+        caplog.clear()
 
 
 CHILD = """

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_pd.core.messages import Attempt
+from vllm_pd.handover.progress import Progress
 from vllm_pd.transfer.device import (
     FLUSH_WRITES_OPTIONS,
     OPTION_HOST,
@@ -18,7 +19,6 @@ from vllm_pd.transfer.device import (
 )
 from vllm_pd.transfer.requests import CancelTransfer, DropTransferPeer, Flush
 from vllm_pd.v0.engine import Disaggregation
-from vllm_pd.v0.progress import Progress
 from vllm_pd.v0.turns import DecodeTurns
 
 NONE, OWNER, ALL_DEVICES = 0, 100, 200

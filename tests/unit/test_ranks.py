@@ -274,6 +274,12 @@ def test_b42_others_do_not_and_both_values_are_named(ours, theirs, layout):
     assert fingerprint(ours, layout).first_difference(fingerprint(theirs, layout)) == ("tp", ours, theirs)
 
 
+def test_b42_another_engine_is_named_before_what_differs_because_of_it():
+    """V0 and V1 differ in block size and layout as well; the cure is not another block size."""
+    one = fingerprint(1, engine="vllm 0.32", block_size=128)
+    assert one.first_difference(fingerprint(1)) == ("engine", "vllm 0.32", "")
+
+
 def test_b42_stages_must_be_equal():
     assert fingerprint(2, pp=2).first_difference(fingerprint(1)) == ("pp", 2, 1)
 

@@ -12,10 +12,10 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.cluster import QueueView
 from vllm_pd.core.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
 from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.handover import decode
+from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
-from vllm_pd.v0 import decode
 from vllm_pd.v0.decode import RemotePrefills
-from vllm_pd.v0.progress import Progress
 
 PROMPT = list(range(100, 100 + 3 * BLOCK_SIZE))
 

@@ -12,10 +12,11 @@ from vllm.sequence import SequenceStatus
 from vllm_pd.config import PDConfig
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Prefill
 from vllm_pd.core.messages import Attempt
+from vllm_pd.handover.prefill import JobStage
+from vllm_pd.handover.progress import ArrivalNotice, Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer import requests as transfer
-from vllm_pd.v0.prefill import JobStage, PrefillJobs
-from vllm_pd.v0.progress import ArrivalNotice, Progress
+from vllm_pd.v0.prefill import PrefillJobs
 
 ATTEMPT = Attempt("decode-incarnation", "request", 7)
 TOKENS = list(range(40))  # three blocks of 16
@@ -164,7 +165,7 @@ def test_b30_a_job_that_can_not_run_is_answered_at_once(jobs, agent, engine, tok
 def test_b30_a_job_that_the_scheduler_ignores_is_answered(jobs, agent, engine):
     progress = Progress()
     jobs.handle(prefill(), progress)
-    jobs.ignored(engine.scheduler[0].waiting[0])
+    jobs.ignored(engine.scheduler[0].waiting[0].first_seq.remote_decode)
     assert agent.names() == ["failed"]
     assert not progress  # it never had a block
 

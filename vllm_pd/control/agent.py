@@ -21,16 +21,19 @@ if TYPE_CHECKING:
 
 class ControlAgent:
     """Built with the engine, `start`ed before its first step, `close`d after its last. The engine works with its
-    `protocol`; it is woken by `wake`, called in the control thread. After that thread has died (`error`) every request
+    `protocol`; it is woken by `wake`, called in the control thread. `look` is called there as well, while a transfer's
+    notice is due; without it, the engine is woken to look for it. After that thread has died (`error`) every request
     stays local."""
 
     def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, wake: Callable[[], None],
                  clock: Callable[[], float] = time.monotonic,
-                 is_gone: Callable[[m.Member], bool] = process.is_gone, front: str | None = None):
+                 is_gone: Callable[[m.Member], bool] = process.is_gone, front: str | None = None,
+                 look: Callable[[], None] | None = None):
         self.protocol = PeerProtocol(config, member, transfer_metadata, clock)
         self._config = config
         self._metadata = transfer_metadata
         self._wake = wake
+        self._look = look or wake
         self._clock = clock
         self._is_gone = is_gone
         self._front = front
@@ -46,7 +49,8 @@ class ControlAgent:
         self._lifeline = Lifeline(self.member.incarnation, urlsplit(sockets.address).hostname)
         member = msgspec.structs.replace(self.member, address=sockets.address, lifeline=self._lifeline.address)
         self.protocol = PeerProtocol(self._config, member, self._metadata, self._clock)
-        self._thread = ControlThread(self.protocol, sockets, self._lifeline, self._wake, self._clock, self._is_gone)
+        self._thread = ControlThread(self.protocol, sockets, self._lifeline, self._wake, self._clock, self._is_gone,
+                                     self._look)
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:

@@ -26,11 +26,11 @@ LINGER_MS = 100
 
 class ControlThread:
     """Owns `sockets`, which it closes at its end, and borrows `lifeline`. `wake` is called from the thread when there
-    are new events, and now and then while a transfer's notice is due, which only the engine can see. `error` is what
-    the thread died of; from then on nothing is sent."""
+    are new events. `look` is called now and then while a transfer's notice is due, which only the engine can see.
+    `error` is what the thread died of; from then on nothing is sent."""
 
     def __init__(self, protocol: PeerProtocol, sockets: ControlSockets, lifeline: Lifeline, wake: Callable[[], None],
-                 clock: Callable[[], float], is_gone: Callable[[m.Member], bool]):
+                 clock: Callable[[], float], is_gone: Callable[[m.Member], bool], look: Callable[[], None]):
         self.error: BaseException | None = None
         self._protocol = protocol
         self._sockets = sockets
@@ -38,6 +38,7 @@ class ControlThread:
         self._liveness = LivenessMonitor()
         self._notices = Notices()
         self._wake = wake
+        self._look = look
         self._clock = clock
         self._is_gone = is_gone
         self._stopping = False
@@ -220,7 +221,8 @@ class ControlThread:
             self._sockets.to_front(self._protocol.status(self.count_sockets()))
 
     def _wake_engine(self) -> None:
-        """Wake the engine if there is something for it to see."""
-        look = self._notices.are_due(self._clock(), self._protocol.writing_since())
-        if self._protocol.announce() or look:
+        """Wake the engine if there is something for it to see, or to look for."""
+        if self._notices.are_due(self._clock(), self._protocol.writing_since()):
+            self._look()
+        if self._protocol.announce():
             self._wake()

@@ -24,7 +24,8 @@ MAX_METADATA_BYTES = 8 << 20
 MAX_MEMBERS = 4096
 MAX_PROCESSES = 4096  # of one engine
 MAX_AVOIDED = 16
-SPLIT_LAYOUTS = ("heads-first", "packed")  # a range of heads is one run in each block: transfer.layout.Layout
+# Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
+SPLIT_LAYOUTS = ("heads-first", "packed", "kv-heads-first")
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -77,11 +78,12 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
     layout: Text
     tp: int = 1
     pp: int = 1
+    engine: Text = ""  # what else decides the bytes of a block: engines name it as they see fit
 
     def first_difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
         """(key, ours, theirs) of the first field that differs, None where KV can go between both engines. `tp` may
-        differ where the KV heads can be mapped."""
-        for key in self.__struct_fields__:
+        differ where the KV heads can be mapped. `engine` is compared before what may differ because of it."""
+        for key in ("protocol", "engine", *self.__struct_fields__):
             ours, theirs = getattr(self, key), getattr(other, key)
             if ours != theirs and not (key == "tp" and self._maps(ours, theirs)):
                 return key, ours, theirs

@@ -50,6 +50,16 @@ class Device(Protocol):
     def flush(self) -> None:
         """Make everything that peers have written visible to the kernels that are launched from now on."""
 
+    def record(self) -> DeviceEvent:
+        """An event that is done when the device has finished all work that the stream of the steps was given."""
+
+
+class DeviceEvent(Protocol):
+    """A point in the work of a device. May be used in any thread."""
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
+
 
 class RequestExecutor(Protocol):
     """Runs the transfer requests of a rank."""
@@ -72,6 +82,15 @@ class HostDevice:
 
     def flush(self) -> None:
         """Do nothing."""
+
+    def record(self) -> DeviceEvent:
+        """An event that is done."""
+        return _DoneEvent()
+
+
+class _DoneEvent:
+    def query(self) -> bool:
+        return True
 
 
 class CudaDevice:
@@ -112,6 +131,12 @@ class CudaDevice:
             logger.error("cuFlushGPUDirectRDMAWrites failed with %d: the device is synchronised instead", result)
             self._flush = None
         self._cuda.synchronize()
+
+    def record(self) -> DeviceEvent:
+        """See `Device`."""
+        event = self._cuda.Event()
+        event.record()
+        return event
 
     def _attribute(self, driver: ctypes.CDLL, attribute: int) -> int:
         """The value of a device attribute. Raises OSError if the driver does not know it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfers of an engine, as its step loop sees them. Requests go in with a step; progress is taken between steps.
+"""The transfers of an engine, as its step loop sees them. Requests go in; progress is taken between steps.
 
 A thread does the work meanwhile (`vllm_pd.transfer.thread`). The end of a transfer does not wait for the step loop: the
 thread that sees it reports it at once, and wakes the step loop to do its part.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 
-from vllm_pd.transfer.gather import GatheredTransfer
-from vllm_pd.transfer.requests import Finished, TransferProgress, TransferRequest
+from vllm_pd.transfer.gather import GatheredTransfer, RankTransfers
+from vllm_pd.transfer.requests import Finished, Look, TransferProgress, TransferRequest
 from vllm_pd.transfer.thread import TransferThread, no_context
 from vllm_pd.transfer.worker import TransferWorker
 
 
 class EngineTransfer:
-    """`own` are the transfers of rank 0, in this process. `gathered` are those of all ranks, if there are several.
+    """`own` are the transfers of rank 0, in this process. `gathered` are those of all ranks, if there are others.
     `enter` is the first call in the thread, see TransferThread. This object owns both transfers."""
 
-    def __init__(self, own: TransferWorker, gathered: GatheredTransfer | None = None,
+    def __init__(self, own: TransferWorker | RankTransfers, gathered: GatheredTransfer | RankTransfers | None = None,
                  enter: Callable[[], None] = no_context) -> None:
         self.own = own
         self._gathered = gathered
@@ -35,7 +35,7 @@ class EngineTransfer:
         self._thread.start()
 
     def execute(self, requests: list[TransferRequest]) -> None:
-        """Queue the requests that came with a step. They run in order."""
+        """Queue requests. They run in order."""
         self._thread.execute(requests)
 
     def poll(self) -> None:
@@ -90,3 +90,19 @@ class EngineTransfer:
 
     def released(self, ended: bool) -> None:
         """Do nothing: only `close` waits for the thread's end."""
+
+
+class RemoteEngineTransfer(EngineTransfer):
+    """The transfers of an engine whose ranks are all in other processes: V1's. It owns `ranks`.
+
+    `execute` and `poll` may be called in any thread and never block. A rank waits for its device by itself, by the
+    `after_step` of a request.
+    """
+
+    def __init__(self, ranks: RankTransfers) -> None:
+        super().__init__(ranks, ranks)
+
+    def poll(self) -> None:
+        """Have rank 0 look for notices, which come as progress. It does so by itself only while a transfer of ours is
+        open."""
+        self._thread.execute([Look()])

@@ -1,53 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's connections to the transfers of its other ranks, and the combined progress of all ranks.
+"""The engine's connections to the transfers of its ranks, and the combined progress of all ranks.
 
-Rank 0 is in the engine's process. The other ranks are processes of their own. They get their requests with a step and
-can't answer in it. So each has a socket to the engine (`RankThread` is at the other end). A rank sends the end of a
-write as soon as it sees it, whether the engine steps, sleeps or computes, and the engine receives it at its next poll.
+Each rank that is a process of its own has a socket to the engine (`vllm_pd.transfer.rank` is at the other end). A rank
+sends the end of a write as soon as it sees it, whether the engine steps, sleeps or computes, and the engine receives it
+at its next poll. V0 and V1 differ in how requests reach a rank:
+
+- V0 (`GatheredTransfer`): rank 0 is in the engine's process, the others get their requests with a step.
+- V1 (`RankTransfers`): every rank is a process of its own and gets its requests over the socket, at any time.
 
 A write has ended when it has ended on every rank, and it has succeeded only if it did so on every rank. A rank whose
 process is gone reports nothing more, so its writes never end here. The executor then ends the engine, and the peers see
 that all its processes are gone.
 
-The engine sends only two things to a rank: a farewell, and an open file that the rank must hold until its transfers are
-closed. If the connection ends without a farewell, the engine is gone. Frames are msgpack. The kernel tells which
-process is at the other end.
+The engine also sends a farewell, and an open file that the rank must hold until its transfers are closed. If the
+connection ends without a farewell, the engine is gone. Messages are msgpack. The kernel tells which process is at the
+other end.
 """
 from __future__ import annotations
 
 import logging
 import socket
-import struct
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import msgspec
 
 from vllm_pd.errors import ControlError
 from vllm_pd.rpc.codec import UNREADABLE
-from vllm_pd.transfer.requests import Finished, PeerRefusal, TransferProgress, TransferRequest
+from vllm_pd.transfer.packets import PacketSocket
+from vllm_pd.transfer.requests import (
+    Finished,
+    Look,
+    Notice,
+    PeerRefusal,
+    Read,
+    TransferProgress,
+    TransferRequest,
+    Write,
+)
 from vllm_pd.transfer.worker import TransferWorker
 
 logger = logging.getLogger("vllm.pd")
 
-MAX_MESSAGE_BYTES = 1 << 16
-ENDS_PER_MESSAGE = 32
-MESSAGES_PER_POLL = 64  # at most, from one rank
-FAREWELL, HOLD = b"farewell", b"hold"
-CLOSE_S = 2.0  # how long the other ranks may take to release everything
-JOIN_S = 30.0  # how long the other ranks may take to connect
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+ENTRIES_PER_MESSAGE = 256
+MAX_NOTICE_BYTES = 16 << 10  # twice what an attempt with the longest ids needs
+CLOSE_S = 2.0  # how long the ranks may take to release everything
+JOIN_S = 30.0  # how long the ranks of V0 may take to connect
 
 
 class RankProgress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The message of a rank to its engine: ends of transfers and refused peers, at most ENDS_PER_MESSAGE of them."""
+    """The message of a rank to its engine: at most ENTRIES_PER_MESSAGE of each."""
     finished: list[Finished] = []
     refused: list[PeerRefusal] = []
+    notices: list[Notice] = []
 
 
 class RankListener:
-    """The socket to which the ranks of one engine connect while it starts. It accepts only known process ids."""
+    """A socket to which the other end connects while the engine starts. It accepts only known process ids."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -55,35 +65,37 @@ class RankListener:
         self._socket.listen(128)
         self.address: bytes = self._socket.getsockname()
 
-    def accept(self, pids: Collection[int], timeout_s: float = JOIN_S) -> dict[int, socket.socket]:
+    def accept(self, pids: Collection[int], timeout_s: float = JOIN_S) -> dict[int, PacketSocket]:
         """The connections of these processes, by process id; the caller owns them. Raises ControlError if one of them
         does not connect in time."""
-        joined: dict[int, socket.socket] = {}
+        joined: dict[int, PacketSocket] = {}
         deadline_s = time.monotonic() + timeout_s
         while len(joined) < len(pids):
+            connection = self.accept_one(set(pids) - joined.keys(), deadline_s - time.monotonic())
+            if connection is None:
+                missing = sorted(set(pids) - joined.keys())
+                raise ControlError(f"worker processes {missing} did not connect within {timeout_s:g} s")
+            joined[connection.pid] = connection
+        return joined
+
+    def accept_one(self, pids: Collection[int], timeout_s: float) -> PacketSocket | None:
+        """The next connection of one of these processes, which the caller owns; None if none comes in time. Other
+        processes are turned away."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
             self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
             try:
-                connection, _ = self._socket.accept()
+                connection = PacketSocket(self._socket.accept()[0])
             except TimeoutError:
-                missing = sorted(set(pids) - joined.keys())
-                raise ControlError(f"worker processes {missing} did not connect within {timeout_s:g} s") from None
-            pid = peer_pid(connection)
-            if pid not in pids or pid in joined:
-                logger.warning("closed the connection of process %d, which is not one of our workers", pid)
-                connection.close()
-                continue
-            connection.setblocking(False)
-            joined[pid] = connection
-        return joined
+                return None
+            if connection.pid in pids:
+                return connection
+            logger.warning("closed the connection of process %d, which is not one of this engine", connection.pid)
+            connection.close()
 
     def close(self) -> None:
         """Close the socket. The accepted connections stay open."""
         self._socket.close()
-
-
-def peer_pid(connection: socket.socket) -> int:
-    """The id of the process at the other end, as the kernel knows it."""
-    return _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
 
 
 class _GatheredEnd:
@@ -110,15 +122,109 @@ class _GatheredEnd:
                         error="; ".join(self.errors))
 
 
+class GatheredEnds:
+    """The writes that have ended on some of an engine's `ranks` ranks, but not on all."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._endings: dict[str, _GatheredEnd] = {}
+
+    def __len__(self) -> int:
+        return len(self._endings)
+
+    def add(self, rank: int, ends: list[Finished]) -> list[Finished]:
+        """Add the ends on that rank. Returns the combined ends of the writes that have now ended on all."""
+        finished = []
+        for end in ends:
+            ending = self._endings.setdefault(end.key, _GatheredEnd())
+            ending.add(rank, end)
+            if len(ending.ranks) == self.ranks:
+                finished.append(self._endings.pop(end.key).combined(end.key))
+        return finished
+
+
+class RankConnections:
+    """The engine's ends of the connections to its ranks, by rank. This object owns them."""
+
+    def __init__(self, connections: dict[int, PacketSocket]) -> None:
+        self._connections = dict(connections)
+
+    def filenos(self) -> list[int]:
+        """Their file descriptors."""
+        return [connection.fileno() for connection in list(self._connections.values())]
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send a message to that rank, unless it is gone."""
+        if rank in self._connections:
+            try:
+                self._connections[rank].send(message)
+            except (OSError, ControlError) as error:
+                self._lose(rank, error)
+
+    def flush(self) -> bool:
+        """Send what could not be sent before. False if some of it can't be sent yet."""
+        sent = True
+        for rank, connection in list(self._connections.items()):
+            try:
+                sent &= connection.flush()
+            except OSError as error:
+                self._lose(rank, error)
+        return sent
+
+    def receive(self) -> Iterator[tuple[int, RankProgress]]:
+        """What the ranks have sent, by rank. What can't be read is logged and dropped."""
+        for rank, connection in list(self._connections.items()):
+            dropped = connection.dropped
+            try:
+                messages = connection.receive()
+            except OSError as error:
+                self._lose(rank, error)
+                continue
+            if connection.dropped != dropped:
+                logger.error("a message of rank %d can't be read", rank)
+            for message in messages:
+                try:
+                    yield rank, msgspec.msgpack.decode(message, type=RankProgress)
+                except UNREADABLE as error:
+                    logger.error("a message of rank %d can't be read: %s", rank, error)
+
+    def hold(self, descriptor: int) -> None:
+        """Make every rank hold this open file for as long as it can write to a peer's memory. Raises ControlError."""
+        for rank, connection in self._connections.items():
+            try:
+                connection.send_file(descriptor)
+            except OSError as error:
+                raise ControlError(f"can't send an open file to rank {rank}: {error}") from error
+
+    def send_farewell(self) -> None:
+        """Have every rank release everything and close its connection."""
+        for connection in self._connections.values():
+            try:
+                connection.send_farewell()
+            except OSError:
+                continue  # the rank is gone
+
+    def close(self) -> None:
+        """Wait for CLOSE_S until the ranks have closed their connections, and close ours. Idempotent."""
+        deadline_s = time.monotonic() + CLOSE_S
+        for connection in self._connections.values():
+            connection.await_end(deadline_s - time.monotonic())
+            connection.close()
+        self._connections = {}
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        logger.error("rank %d is gone (%s): its open writes never end for this engine", rank, error)
+        self._connections.pop(rank).close()
+
+
 class GatheredTransfer:
-    """Has the interface of `TransferWorker`, for an engine of several ranks. `own` are the transfers of rank 0.
+    """Has the interface of `TransferWorker`, for a V0 engine of several ranks. `own` are the transfers of rank 0.
     `connections` are the sockets to the other ranks, by rank. This object owns both."""
 
-    def __init__(self, own: TransferWorker, connections: dict[int, socket.socket]) -> None:
+    def __init__(self, own: TransferWorker, connections: dict[int, PacketSocket]) -> None:
         self._own = own
-        self._connections = connections
-        self._ranks = 1 + len(connections)
-        self._endings: dict[str, _GatheredEnd] = {}
+        self._others = RankConnections(connections)
+        self._ends = GatheredEnds(1 + len(connections))
 
     def execute(self, requests: list[TransferRequest]) -> None:
         """Run rank 0's part. The other ranks get the same requests with the step."""
@@ -126,18 +232,16 @@ class GatheredTransfer:
 
     def filenos(self) -> list[int]:
         """The other ranks' sockets. `take_progress` reads their input."""
-        return [connection.fileno() for connection in list(self._connections.values())]
+        return self._others.filenos()
 
     def take_progress(self) -> TransferProgress:
         """The progress of all ranks since the last call. Only rank 0 gets notices."""
         progress = self._own.take_progress()
-        finished: list[Finished] = []
+        finished = self._ends.add(0, progress.finished)
         refused = list(progress.refused)
-        self._add(0, progress.finished, finished)
-        for rank in list(self._connections):
-            for message in self._receive(rank):
-                self._add(rank, message.finished, finished)
-                refused += message.refused
+        for rank, message in self._others.receive():
+            finished += self._ends.add(rank, message.finished)
+            refused += message.refused
         return TransferProgress(finished=finished, notices=progress.notices, refused=refused)
 
     def synchronize(self) -> None:
@@ -156,98 +260,102 @@ class GatheredTransfer:
 
     def live_handles(self) -> int:
         """How many writes have not ended on every rank, as far as this process knows."""
-        return max(self._own.live_handles(), len(self._endings))
+        return max(self._own.live_handles(), len(self._ends))
 
     def hold(self, descriptor: int) -> None:
         """Make every other rank hold this open file for as long as it can write to a peer's memory. Raises
         ControlError."""
-        for rank, connection in self._connections.items():
-            try:
-                socket.send_fds(connection, [HOLD], [descriptor])
-            except OSError as error:
-                raise ControlError(f"can't send an open file to rank {rank}: {error}") from error
+        self._others.hold(descriptor)
 
     def close(self) -> bool:
         """Release everything, here and on the other ranks, which have CLOSE_S for it. Idempotent. Returns False: only
         the end of all processes proves that no more bytes will land."""
-        for connection in self._connections.values():
-            try:
-                connection.send(FAREWELL)
-            except OSError:
-                continue  # the rank is gone
+        self._others.send_farewell()
         self._own.close()
-        deadline_s = time.monotonic() + CLOSE_S
-        for connection in self._connections.values():
-            _await_end(connection, deadline_s)
-            connection.close()
-        self._connections = {}
+        self._others.close()
         return False
 
-    def _add(self, rank: int, ends: list[Finished], finished: list[Finished]) -> None:
-        for end in ends:
-            ending = self._endings.setdefault(end.key, _GatheredEnd())
-            ending.add(rank, end)
-            if len(ending.ranks) == self._ranks:
-                finished.append(self._endings.pop(end.key).combined(end.key))
 
-    def _receive(self, rank: int) -> list[RankProgress]:
-        messages: list[RankProgress] = []
-        for _ in range(MESSAGES_PER_POLL):
-            try:
-                frame = self._connections[rank].recv(MAX_MESSAGE_BYTES)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                frame = b""
-                logger.error("the connection to rank %d broke: %s", rank, error)
-            if not frame:
-                logger.error("rank %d is gone: its open writes never end for this engine", rank)
-                self._connections.pop(rank).close()
-                break
-            try:
-                messages.append(msgspec.msgpack.decode(frame, type=RankProgress))
-            except UNREADABLE as error:
-                logger.error("a message of rank %d can't be read: %s", rank, error)
-        return messages
+class RankTransfers:
+    """Has the interface of `TransferWorker`, for a V1 engine, none of whose ranks has its transfers in this process.
+    `connections` are the sockets to all ranks, by rank. This object owns them."""
+
+    moving = False  # the ranks' threads poll
+
+    def __init__(self, connections: dict[int, PacketSocket]) -> None:
+        self._ranks = RankConnections(connections)
+        self._ends = GatheredEnds(len(connections))
+        self._open: set[str] = set()
+        self._all_sent = True
+
+    def execute(self, requests: list[TransferRequest]) -> None:
+        """Send the requests to every rank. `Look` goes to rank 0, which alone gets notices."""
+        sent = [request for request in requests if not isinstance(request, Look)]
+        if sent:
+            self._open.update(request.key for request in sent if isinstance(request, Write | Read))
+            message = msgspec.msgpack.encode(sent)
+            for rank in range(self._ends.ranks):
+                self._ranks.send(rank, message)
+        elif self._all_sent:  # otherwise it looks when it gets the rest
+            self._ranks.send(0, msgspec.msgpack.encode([]))
+
+    def filenos(self) -> list[int]:
+        """The ranks' sockets. `take_progress` reads their input."""
+        return self._ranks.filenos()
+
+    def take_progress(self) -> TransferProgress:
+        """What the ranks have sent since the last call."""
+        self._all_sent = self._ranks.flush()
+        progress = TransferProgress([], [], [])
+        for rank, message in self._ranks.receive():
+            progress.finished += self._ends.add(rank, message.finished)
+            progress.refused += message.refused
+            progress.notices += message.notices
+        self._open.difference_update(end.key for end in progress.finished)
+        return progress
+
+    def synchronize(self) -> None:
+        """Do nothing: each rank waits for its own device (`Write.after_step`)."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether something could not be sent yet."""
+        return not self._all_sent
+
+    def live_handles(self) -> int:
+        """How many writes and reads have not ended on every rank."""
+        return len(self._open)
+
+    def hold(self, descriptor: int) -> None:
+        """Make every rank hold this open file for as long as it can write to a peer's memory. Raises ControlError."""
+        self._ranks.hold(descriptor)
+
+    def close(self) -> bool:
+        """Have the ranks release everything. They have CLOSE_S for it. Idempotent. Returns False: only the end of all
+        processes proves that no more bytes will land."""
+        self._ranks.send_farewell()
+        self._ranks.close()
+        return False
 
 
-def _await_end(connection: socket.socket, deadline_s: float) -> None:
-    """Wait until the other end is closed or the deadline has passed. Input is dropped."""
-    try:
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            connection.settimeout(left_s)
-            if not connection.recv(MAX_MESSAGE_BYTES):
-                return
-    except OSError:
-        return
-
-
-def connect(address: bytes) -> socket.socket:
-    """Connect a rank to its engine's `RankListener.address`. The socket is non-blocking."""
+def connect(address: bytes) -> PacketSocket:
+    """Connect to a `RankListener.address`; the caller owns the connection. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(address)
-    connection.setblocking(False)
-    return connection
+    try:
+        connection.connect(address)
+        return PacketSocket(connection)
+    except OSError:
+        connection.close()
+        raise
 
 
-def encode_progress(finished: list[Finished], refused: list[PeerRefusal]) -> list[bytes]:
-    """Frames of `RankProgress` with these entries, in order. Long reasons are cut, so that no frame exceeds
-    MAX_MESSAGE_BYTES."""
-    frames: list[bytes] = []
-    for first in range(0, len(finished), ENDS_PER_MESSAGE):
-        part = finished[first:first + ENDS_PER_MESSAGE]
-        frames += _fitting([msgspec.structs.replace(end, error=end.error[:500]) for end in part])
-    for refusal in refused:
-        entry = RankProgress(refused=[msgspec.structs.replace(refusal, reason=refusal.reason[:500])])
-        frames.append(msgspec.msgpack.encode(entry))
-    return frames
-
-
-def _fitting(ends: list[Finished]) -> list[bytes]:
-    """Frames with these ends. Splits the list in halves until each frame fits: a character takes up to four bytes."""
-    frame = msgspec.msgpack.encode(RankProgress(finished=ends))
-    if len(frame) < MAX_MESSAGE_BYTES or len(ends) == 1:
-        return [frame]
-    half = len(ends) // 2
-    return _fitting(ends[:half]) + _fitting(ends[half:])
-
+def encode_progress(progress: TransferProgress) -> list[bytes]:
+    """Messages of `RankProgress` with these entries, in order. Long reasons are cut and oversized notices are dropped,
+    so that no message is too long."""
+    finished = [msgspec.structs.replace(end, error=end.error[:500]) for end in progress.finished]
+    refused = [msgspec.structs.replace(refusal, reason=refusal.reason[:500]) for refusal in progress.refused]
+    notices = [notice for notice in progress.notices if len(notice.payload) <= MAX_NOTICE_BYTES]
+    most = max(len(finished), len(refused), len(notices))
+    parts = (slice(first, first + ENTRIES_PER_MESSAGE) for first in range(0, most, ENTRIES_PER_MESSAGE))
+    return [msgspec.msgpack.encode(RankProgress(finished[part], refused[part], notices[part]))
+            for part in parts]

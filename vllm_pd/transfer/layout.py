@@ -7,15 +7,24 @@ in the transport's metadata. It holds numbers only; the worker keeps the tensors
 
 The address of a block is always
 
-    planes[plane] + block * block_stride_bytes            plane = 2 * layer + (0 for keys, 1 for values)
+    planes[plane] + block * block_stride_bytes
 
-and a block is one contiguous run of `block_bytes`, in each layout known here. Layouts differ in the order *inside* a
-block:
+and a block is one contiguous run of `block_bytes` in each plane. Layouts differ in the planes of a layer and in the
+order *inside* a block. V0 has two planes for each layer, keys and values (`describe`):
 
     HEADS_FIRST     [head, token, channel]                  IPEX on the CPU; CUDA with an HND stride order
     TOKENS_FIRST    [token, head, channel]                  CUDA FlashAttention and FlashInfer by default (NHD)
     PACKED          K [head, channel/x, token, x]           paged attention kernels (CPU without IPEX, xFormers)
                     V [head, channel, token]
+
+V1 has the keys and values of a head together (`describe_views`). Its name for the order of all axes, with L layers, B
+blocks, H heads, N tokens and C content, is on the right:
+
+    KV_HEADS_FIRST  [head, token, content]                  LBHNC, BLHNC: one plane for each layer
+                                                            LHBNC, BHLNC: one plane for each head of each layer
+    KV_TOKENS_FIRST [token, head, content]                  LBNHC, BLNHC: one plane for each layer
+
+What a head's run contains is up to the attention backend: `Fingerprint.engine` names it.
 """
 from __future__ import annotations
 
@@ -34,15 +43,22 @@ MAX_DESCRIPTORS = 2**31 - 1  # a descriptor's index is an int32
 
 
 class Layout(Enum):
-    """Order of the dimensions inside one block of one layer's keys or values."""
+    """How a block is stored: the planes of a layer, and the order of the dimensions inside one block of a plane."""
     HEADS_FIRST = "heads-first"
     TOKENS_FIRST = "tokens-first"
     PACKED = "packed"
+    KV_HEADS_FIRST = "kv-heads-first"
+    KV_TOKENS_FIRST = "kv-tokens-first"
 
     @property
     def heads_are_runs(self) -> bool:
-        """Whether neighbouring heads of a block form one contiguous run, so that a range of heads is one run."""
-        return self is not Layout.TOKENS_FIRST
+        """Whether each head of a block is one contiguous run, and so are neighbouring heads of one plane."""
+        return self not in (Layout.TOKENS_FIRST, Layout.KV_TOKENS_FIRST)
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a layer is stored: 2 if keys and values are apart, else 1."""
+        return 1 if self in (Layout.KV_HEADS_FIRST, Layout.KV_TOKENS_FIRST) else 2
 
 
 class Memory(Enum):
@@ -73,14 +89,14 @@ class CacheDescription(msgspec.Struct, frozen=True):
     dtype: str  # torch's name for it, e.g. "bfloat16"
     num_blocks: int
     block_size: int  # tokens per block
-    head_size: int
+    head_size: int  # elements that a plane has for one token of one head
     first_head: int  # global index of this rank's first KV head
     kv_heads: int  # KV heads on this rank
     first_layer: int  # global index of this rank's first layer
     layers: int
     block_bytes: int  # one block of one plane
     block_stride_bytes: int  # from one block of a plane to the next
-    planes: tuple[int, ...]  # base addresses: layer 0 keys, layer 0 values, layer 1 keys, ...
+    planes: tuple[int, ...]  # base addresses: by layer, then keys before values, then by head if heads have their own
 
     def __post_init__(self) -> None:
         """Raise ValueError for values that no cache can have: peers send descriptions, and we compute addresses from
@@ -90,20 +106,34 @@ class CacheDescription(msgspec.Struct, frozen=True):
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if min(self.device_id, self.first_head, self.first_layer) < 0:
             raise ValueError("device_id, first_head and first_layer must not be negative")
-        if len(self.planes) != 2 * self.layers:
-            raise ValueError(f"{self.layers} layers need {2 * self.layers} planes, not {len(self.planes)}")
+        parts = self.layers * self.layout.parts
+        if len(self.planes) != parts and (len(self.planes) != parts * self.kv_heads
+                                          or self.layout is not Layout.KV_HEADS_FIRST):
+            raise ValueError(f"{self.layers} layers need {parts} planes, not {len(self.planes)}")
         if len(self.planes) * self.num_blocks > MAX_DESCRIPTORS:
             raise ValueError(f"{self.num_blocks} blocks of {self.layers} layers are more than can be addressed")
-        if self.block_bytes % (self.block_size * self.kv_heads * self.head_size):
+        if self.block_bytes % (self.block_size * self.plane_heads * self.head_size):
             raise ValueError(f"block_bytes {self.block_bytes} is no multiple of the elements in a block")
         span = (self.num_blocks - 1) * self.block_stride_bytes + self.block_bytes
         if self.block_stride_bytes < self.block_bytes or min(self.planes) < 1 or max(self.planes) + span >= 2**63:
             raise ValueError("blocks overlap or lie outside the address space")
 
     @property
+    def plane_heads(self) -> int:
+        """How many KV heads a plane has: all of this rank, or one."""
+        return self.kv_heads * self.layers * self.layout.parts // len(self.planes)
+
+    @property
     def head_bytes(self) -> int:
         """The size of one head in one block of one plane."""
-        return self.block_bytes // self.kv_heads
+        return self.block_bytes // self.plane_heads
+
+    def address(self, layer: int, part: int, head: int) -> int:
+        """The address of a head in block 0. `layer` and `head` are global indices. `part` is KEY or VALUE, or 0 if the
+        layout does not separate them. If heads are no runs, `head` must be the first one of this rank."""
+        plane, rest = divmod(head - self.first_head, self.plane_heads)
+        part += (layer - self.first_layer) * self.layout.parts
+        return self.planes[part * (self.kv_heads // self.plane_heads) + plane] + rest * self.head_bytes
 
 
 def describe(kv_caches: list[torch.Tensor], *, num_blocks: int, block_size: int, kv_heads: int, head_size: int,
@@ -149,6 +179,65 @@ def describe(kv_caches: list[torch.Tensor], *, num_blocks: int, block_size: int,
                             planes=tuple(planes))
 
 
+def describe_views(views: list[torch.Tensor], *, num_blocks: int, block_size: int,
+                   first_head: int = 0) -> CacheDescription:
+    """Describe the cache of a V1 worker: one view [blocks, heads, tokens, content] per layer, in layer order, with any
+    strides that `Layout` lists.
+
+    `num_blocks` and `block_size` (in tokens) are the scheduler's. The tensors must stay alive and in place as long as a
+    transport uses the description. Raises ConfigError if the layout can't be transferred.
+    """
+    if not views:
+        raise ConfigError("kv_cache", "no layers", "a model without attention has no KV to transfer")
+    first = views[0]
+    for number, view in enumerate(views):
+        if view.shape != first.shape or view.stride() != first.stride() or view.dtype != first.dtype:
+            raise ConfigError("kv_cache", f"layer {number} of shape {tuple(view.shape)}, strides {view.stride()}",
+                              f"every layer must have the shape {tuple(first.shape)} and strides {first.stride()} of "
+                              "layer 0: models with several kinds of layers can't be transferred yet")
+    if first.device.type not in _MEMORY:
+        raise ConfigError("device", first.device.type, f"use one of {sorted(_MEMORY)}")
+    if first.dim() != 4 or first.shape[0] != num_blocks or first.shape[2] != block_size:
+        raise ConfigError("kv_cache", f"shape {tuple(first.shape)}",
+                          f"expected {num_blocks} blocks of {block_size} tokens as [blocks, heads, tokens, content]; "
+                          "if the attention backend splits blocks, set --block-size to the tokens in this shape")
+    layout, plane_heads = _strided(first)
+    _, heads, tokens, content = first.shape
+    element_bytes = first.element_size()
+    return CacheDescription(layout=layout,
+                            memory=_MEMORY[first.device.type],
+                            device_id=max(0, first.get_device()),
+                            dtype=str(first.dtype).removeprefix("torch."),
+                            num_blocks=num_blocks,
+                            block_size=block_size,
+                            head_size=content,
+                            first_head=first_head,
+                            kv_heads=heads,
+                            first_layer=0,
+                            layers=len(views),
+                            block_bytes=plane_heads * tokens * content * element_bytes,
+                            block_stride_bytes=first.stride(0) * element_bytes,
+                            planes=tuple(view.data_ptr() + head * view.stride(1) * element_bytes
+                                         for view in views for head in range(0, heads, plane_heads)))
+
+
+def regions(caches: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """The memory that these tensors cover, as (address, bytes), sorted. Tensors that overlap, as views of one buffer
+    may, share a region."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted((cache.data_ptr(), cache.data_ptr() + _extent_bytes(cache)) for cache in caches):
+        if merged and start < sum(merged[-1]):
+            start, end = merged[-1][0], max(end, sum(merged.pop()))
+        merged.append((start, end - start))
+    return merged
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """From the first to the end of the last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
 def check_backend(name: str) -> AttentionBackend:
     """The attention backend of this name. Raises ConfigError if its layout is not known."""
     try:
@@ -177,3 +266,23 @@ def _order(plane: torch.Tensor, backend: AttentionBackend, block_size: int, kv_h
             return Layout.HEADS_FIRST
     raise ConfigError("kv_cache", f"shape {tuple(plane.shape)}, strides {plane.stride()}",
                       f"this layout of {backend.value} is not known here")
+
+
+def _strided(view: torch.Tensor) -> tuple[Layout, int]:
+    """The layout of a view [blocks, heads, tokens, content], and how many heads one of its planes has. Raises
+    ConfigError."""
+    blocks, heads, tokens, content = view.shape
+    to_block, to_head, to_token, to_content = view.stride()
+    run = tokens * content
+    if to_content == 1 or content == 1:
+        if to_token == content or tokens == 1:
+            if (to_head == run or heads == 1) and to_block >= heads * run:
+                return Layout.KV_HEADS_FIRST, heads
+            apart = to_block >= (heads - 1) * to_head + run or to_head >= (blocks - 1) * to_block + run
+            if apart and min(to_block, to_head) >= run:
+                return Layout.KV_HEADS_FIRST, 1
+        elif to_head == content and to_token == heads * content and to_block >= heads * run:
+            return Layout.KV_TOKENS_FIRST, heads
+    raise ConfigError("kv_cache", f"shape {tuple(view.shape)}, strides {view.stride()}",
+                      "this order of [blocks, heads, tokens, content] is not known here; set VLLM_KV_CACHE_LAYOUT to "
+                      "LBHNC, BLHNC, LHBNC, BHLNC, LBNHC or BLNHC")

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.agent import NixlAgent, TransferState
-from vllm_pd.transfer.layout import CacheDescription
+from vllm_pd.transfer.layout import CacheDescription, regions
 from vllm_pd.transfer.plan import Lane, descriptor_indices, descriptor_rows, pair_blocks, plan
 from vllm_pd.transfer.requests import Finished, Notice
 from vllm_pd.transfer.transport import PeerMetadata, TransportProgress
@@ -78,8 +78,8 @@ class NixlTransport:
         self._agent: NixlAgent | None = NixlAgent(name, progress_thread)
         self._polls_alone = not progress_thread
         self._meeting = False  # whether a peer was added since the last poll
-        self._registered = self._agent.register([(tensor.data_ptr(), tensor.numel() * tensor.element_size(),
-                                                  description.device_id) for tensor in caches], description.memory)
+        self._registered = self._agent.register([(address, size, description.device_id)
+                                                 for address, size in regions(caches)], description.memory)
         self._metadata = PeerMetadata(name, self._agent.metadata(), description).encode()
         self._peers: dict[str, _NixlPeer] = {}
         self._dropped: set[str] = set()  # peers to remove after their last transfer has ended

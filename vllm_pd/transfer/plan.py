@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which bytes of which block go from one rank to another.
 
-A plan is made once per peer from the two cache descriptions. It is a list of lanes. A lane is the part of one plane (a
-layer's keys or values) that is contiguous in every block on both sides. If both ranks hold the same heads it is the
+A plan is made once per peer from the two cache descriptions. It is a list of lanes. A lane is contiguous in every block
+on both sides: a part of one plane, or of several planes that are adjacent. If both ranks hold the same heads it has the
 whole block, otherwise the heads that both hold. A write takes pairs of block ids and moves every lane of every pair. A
 peer that can't be mapped is refused when it is added, never in the middle of a request.
 
@@ -11,6 +11,7 @@ than ranks, several ranks hold the same head. Only one of these writes it (`head
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -58,8 +59,8 @@ def heads_to_write(rank: int, ranks: int, peer_rank: int, peer_ranks: int, kv_he
 
 
 def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None = None) -> list[Lane]:
-    """The lanes for writing from our cache into theirs: one per layer that both ranks hold, keys and values. They cover
-    the heads that both ranks hold, limited to `heads` if given. No lanes if `heads` is empty.
+    """The lanes for writing from our cache into theirs: all layers that both ranks hold, with the heads that both ranks
+    hold, limited to `heads` if given. No lanes if `heads` is empty.
 
     Raises PeerMismatch if the blocks differ in dtype, shape or layout, and UnmappableSplit if no layer, no head or no
     contiguous run is shared. Both name the values of both sides.
@@ -79,13 +80,11 @@ def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None =
     if not _heads(ours) == _heads(theirs) == heads and not ours.layout.heads_are_runs:
         raise UnmappableSplit(f"layout {ours.layout.value} has no contiguous head ranges, so the heads must be equal: "
                               f"ours is {_share(ours)}, theirs is {_share(theirs)}")
-    local_offset = (heads.start - ours.first_head) * ours.head_bytes
-    remote_offset = (heads.start - theirs.first_head) * theirs.head_bytes
-    return [
-        Lane(ours.planes[2 * (layer - ours.first_layer) + kv] + local_offset,
-             theirs.planes[2 * (layer - theirs.first_layer) + kv] + remote_offset,
-             len(heads) * ours.head_bytes) for layer in layers for kv in (0, 1)
-    ]
+    whole = ours.plane_heads == ours.kv_heads and theirs.plane_heads == theirs.kv_heads
+    runs = [heads] if whole else [range(head, head + 1) for head in heads]
+    return _merge_adjacent(
+        Lane(ours.address(layer, part, run.start), theirs.address(layer, part, run.start),
+             len(run) * ours.head_bytes) for run in runs for layer in layers for part in range(ours.layout.parts))
 
 
 def pair_blocks(local_ids: list[int], remote_ids: list[int], ours: CacheDescription,
@@ -122,6 +121,19 @@ def descriptor_indices(block_ids: list[int], lanes: list[Lane], cache: CacheDesc
     """The descriptors of these blocks in a list made of `descriptor_rows`: int32 [lanes * blocks], lane by lane."""
     first = np.arange(len(lanes), dtype=np.int32)[:, None] * np.int32(cache.num_blocks)
     return (first + np.array(block_ids, dtype=np.int32)[None, :]).ravel()
+
+
+def _merge_adjacent(lanes: Iterable[Lane]) -> list[Lane]:
+    """The same bytes in as few lanes as possible. Lanes are adjacent where all layers of a block are stored together.
+    """
+    merged: list[Lane] = []
+    for lane in lanes:
+        last = merged[-1] if merged else None
+        if last is not None and (last.local + last.bytes, last.remote + last.bytes) == (lane.local, lane.remote):
+            merged[-1] = last._replace(bytes=last.bytes + lane.bytes)
+        else:
+            merged.append(lane)
+    return merged
 
 
 def _overlap(one: range, other: range) -> range:

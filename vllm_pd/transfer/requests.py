@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine requests of its workers' transports, and the answers.
 
-Requests travel to every worker with a step, and its transfer thread runs them in order. The engine takes the answers
-from rank 0's thread (`EngineTransfer`), which gets those of all ranks. Every `Write` and `Read` gets exactly one
+Requests travel to every rank, with a step (V0) or by themselves (V1), and its transfer thread runs them in order. The
+engine takes the answers of all ranks from its `EngineTransfer`. Every `Write` and `Read` gets exactly one
 `Finished` with its key, whatever happens. The worker owns nothing that a request names. The engine keeps the local
 blocks allocated and unchanged until `Finished`. The peer keeps its blocks until the notice arrives, or until the engine
 has told it that no more bytes will land.
@@ -24,20 +24,27 @@ class DropTransferPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Copy our blocks to the peer's, pairwise. Then deliver a notice there: rank `i` sends `notices[i]`."""
+    """Copy our blocks to the peer's, pairwise. Then deliver a notice there: rank `i` sends `notices[i]`.
+
+    `after_step`: only for requests that do not travel with a step. The number of the last step that used the local
+    blocks; its output has been processed. 0: not known, so the rank waits for all that its device was told to compute.
+    """
     key: str
     peer: str
     local_block_ids: list[int]
     remote_block_ids: list[int]
     notices: list[bytes]
+    after_step: int = 0
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Copy the peer's blocks to ours, pairwise. The peer gets no notice and has nothing to do."""
+    """Copy the peer's blocks to ours, pairwise. The peer gets no notice and has nothing to do. For `after_step` see
+    `Write`."""
     key: str
     peer: str
     local_block_ids: list[int]
     remote_block_ids: list[int]
+    after_step: int = 0
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
@@ -49,7 +56,11 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
     """The step reads blocks that a transfer has filled: make their data visible to the device."""
 
 
-TransferRequest = AddTransferPeer | DropTransferPeer | Write | Read | CancelTransfer | Flush
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Look for notices. Only for an engine whose ranks are all in other processes."""
+
+
+TransferRequest = AddTransferPeer | DropTransferPeer | Write | Read | CancelTransfer | Flush | Look
 
 
 class Finished(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ CLOSE_S = 5.0  # how long `close` waits for the thread
 
 
 class Transfers(Protocol):
-    """What a `TransferThread` drives: a `TransferWorker`, or a `GatheredTransfer` around one."""
+    """What a `TransferThread` drives: a `TransferWorker`, or one of the objects that have its interface."""
 
     def execute(self, requests: list[TransferRequest]) -> None:
         """Run the requests in order."""

@@ -16,8 +16,9 @@ from vllm_pd.config import PDConfig
 from vllm_pd.core.messages import Role
 from vllm_pd.core.policy import most_parked_requests
 from vllm_pd.errors import ConfigError
+from vllm_pd.fingerprint import pin_weights
 from vllm_pd.transfer.layout import CacheDescription, check_backend, describe
-from vllm_pd.v0.fingerprint import cache_dtype, pin_weights
+from vllm_pd.v0.fingerprint import cache_dtype
 
 if TYPE_CHECKING:
     from vllm.attention import AttentionBackend

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +21,18 @@ import zmq
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.degraded import Degraded
-from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Load
-from vllm_pd.core.mutual import JobPatience
+from vllm_pd.handover.engine import HandoverEngine, guarded, ignore_end
+from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer.device import Device
 from vllm_pd.transfer.engine import EngineTransfer
-from vllm_pd.transfer.requests import Finished, Flush, TransferRequest
+from vllm_pd.transfer.requests import Flush, TransferRequest
 from vllm_pd.v0.decode import RemotePrefills
 from vllm_pd.v0.idle import LoopWakeup
 from vllm_pd.v0.interface import EngineBinding
 from vllm_pd.v0.pending_blocks import PendingBlocks
 from vllm_pd.v0.prefill import PrefillJobs
-from vllm_pd.v0.progress import Progress
 from vllm_pd.v0.turns import DecodeTurns
 from vllm_pd.v0.worker import attach_transfer
 
@@ -48,11 +45,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 LLM_PAUSE_S = 0.02  # of a loop that never sleeps by itself, before an empty step
-METRICS_PERIOD_S = 0.2
-_PREFILL_EVENTS = (Prefill, Cancelled, AddPeer, DropPeer)
 
 
-class Disaggregation(EngineBinding):
+class Disaggregation(HandoverEngine, EngineBinding):
     """The prefill/decode binding of one engine. `settings` is what `vllm_pd.v0.claim` left in the configuration."""
 
     def __init__(self, engine: LLMEngine, settings: dict[str, Any]) -> None:
@@ -61,20 +56,18 @@ class Disaggregation(EngineBinding):
         self.pending_blocks = PendingBlocks(self._scheduler.block_manager)
         self._outputs = engine.scheduler_contexts[0].output_queue  # of the last step, with asynchronous processing
         self._wakeup = LoopWakeup()
-        self._metrics = PDMetrics(engine.model_config.served_model_name)
-        member, metadata, self._transfer = attach_transfer(engine, config.role)
-        self._agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
-        self._agent.start()
-        self.protocol = self._agent.protocol
+        member, metadata, transfer = attach_transfer(engine, config.role)
+        agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
+        agent.start()
+        super().__init__(agent, transfer, PDMetrics(engine.model_config.served_model_name))
         self._transfer.hold(self._agent.lifeline_fileno())
         self.remote_prefills = RemotePrefills(config, self.protocol, self._scheduler, self._metrics,
                                               engine.seq_id_to_seq_group)
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics)
-        report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else _ignore
-        self._transfer.start(self._wakeup.wake, partial(_guarded, self._metrics, report_end))
-        self._progress = Progress()
+        report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
+        self._transfer.start(self._wakeup.wake, partial(guarded, self._metrics, report_end))
         self._turns = DecodeTurns()
         self._looped = False  # whether an engine loop sleeps with `poll` or `serve`
         self._had_clients = False  # whether a client had a request at the beginning of this step
@@ -82,13 +75,6 @@ class Disaggregation(EngineBinding):
         self._device: Device = engine.model_executor.driver_worker.worker.transfer.device
         self._flush_due = False  # the next step may read what a peer has written
         self._was_busy = False  # whether the device was busy when it should have been idle
-        self._stalled = False  # whether the last schedule() could do nothing for those that wait
-        self._patience = JobPatience()
-        self._metrics_due = 0.0
-        self._metrics_stale = True
-        self._counted: dict[str, int] = {}
-        self._shown: tuple[str, bool, bool] | None = None  # role, draining, thread ended: as in the gauges
-        self._degraded: Degraded | None = None  # as the gauge shows it
         self._scheduler.disagg = self
         # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
         self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._wakeup)
@@ -146,7 +132,7 @@ class Disaggregation(EngineBinding):
             return
         for seq_group in outputs.ignored_seq_groups:
             if seq_group.first_seq.remote_decode is not None and seq_group.is_finished():
-                self.prefill_jobs.ignored(seq_group)
+                self.prefill_jobs.ignored(seq_group.first_seq.remote_decode)
         outputs.memory_transfer_requests = flush + self.prefill_jobs.take_requests(self._progress)
 
     def return_transfer_requests(self, outputs: SchedulerOutputs) -> None:
@@ -194,7 +180,7 @@ class Disaggregation(EngineBinding):
         """Whether a step would do anything, given what has arrived up to now."""
         self._collect()
         self._sleeping = not (self._progress or self._outputs
-                              or (self._scheduler.has_schedulable_seqs() and not self._stalled)
+                              or (self._scheduler.has_schedulable_seqs() and not self.stalled)
                               or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
         self._wakeup.wake_at(self._patience.next_look() if self._sleeping else None)
         if self._sleeping and self._metrics_stale:
@@ -258,7 +244,7 @@ class Disaggregation(EngineBinding):
         and an event wakes the loop, so it need not run step after step until then."""
         scheduler = self._scheduler
         held = scheduler.remote_prefilling or scheduler.quarantined or scheduler.prefill_sending
-        self._stalled = bool(held and not self._turns.held and not outputs.scheduled_seq_groups
+        self.stalled = bool(held and not self._turns.held and not outputs.scheduled_seq_groups
                              and not scheduler.running and not scheduler.swapped
                              and not scheduler.scheduler_config.delay_factor)
         if self.prefill_jobs is not None and not self._turns.held:
@@ -271,83 +257,13 @@ class Disaggregation(EngineBinding):
         return any(attempt.incarnation == own
                    for attempt in (*self._scheduler.remote_prefilling, *self._scheduler.quarantined))
 
-    def _give_back_jobs(self) -> None:
-        """Give back the peers' jobs that wait for this engine's parked requests (`vllm_pd.core.mutual`)."""
-        if self._progress:
-            return  # the next step may begin them
-        moving = bool(self._scheduler.running or self.prefill_jobs.sending)
-        over = self._patience.take_over(time.monotonic(), moving, self.prefill_jobs.waiting)
-        if over:
-            self._stalled = False  # those behind them may fit
-            self.prefill_jobs.give_back(over)
-
-    def _collect(self) -> None:
-        """Move everything that has happened since the last call into `_progress`."""
-        if self.remote_prefills.waiting_for_peers:
-            self._guard(self._transfer.poll)
-        transfers = self._transfer.take_progress()
-        for notice in transfers.notices:
-            self._guard(self.remote_prefills.notice, notice.payload)
-        if self.prefill_jobs is not None:
-            for end in transfers.finished:
-                self._guard(self.prefill_jobs.ended, end, self._progress)
-            for refusal in transfers.refused:
-                self._guard(self.prefill_jobs.refused, refusal)
-        for event in iter(self.protocol.poll_event, None):
-            self._stalled = False
-            self._guard(self._handler(event), event, self._progress)
-        self._guard(self.remote_prefills.give_back, self._progress, self._stalled)
-        if self.prefill_jobs is not None:
-            self._guard(self._give_back_jobs)
-            self.prefill_jobs.set_credits()
-        self.protocol.set_load(self._load())
-        shown = (self.protocol.state.role.value, self.protocol.state.draining, self._agent.error is not None)
-        if shown != self._shown:
-            self._shown = shown
-            self._metrics.standing(*shown)
-        degraded = self.protocol.degraded()
-        if degraded != self._degraded:
-            self._degraded = degraded
-            self._metrics.degraded(None if degraded is None else degraded.cause.value)
+    def _has_running(self) -> bool:
+        return bool(self._scheduler.running)
 
     def _load(self) -> Load:
         scheduler = self._scheduler
         return Load(len(scheduler.running) + len(scheduler.swapped) + len(scheduler.remote_prefilling),
                     len(scheduler.waiting), scheduler.block_manager.get_num_free_gpu_blocks())
-
-    def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
-        if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:
-            return self.prefill_jobs.handle
-        return self.remote_prefills.handle
-
-    def _guard(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return _guarded(self._metrics, call, *arguments)
-
-    def _update_metrics(self) -> None:
-        now = time.monotonic()
-        if now >= self._metrics_due:
-            self._metrics_due = now + METRICS_PERIOD_S
-            self._metrics_stale = False
-            self.remote_prefills.update_metrics()
-            for kind, count in self._agent.dropped().items():
-                if count > self._counted.get(kind, 0):
-                    self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))
-                    self._counted[kind] = count
-
-
-def _guarded(metrics: PDMetrics, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Log and count errors caused by peer input; never propagate them."""
-    try:
-        return call(*arguments)
-    except Exception:
-        logger.exception("unexpected error in %s", call)
-        metrics.frames_dropped("stumble")
-        return None
-
-
-def _ignore(end: Finished) -> None:
-    """Nothing: a decode engine has no writes that could end."""
-
 
 def _shut(agent: ControlAgent, transfer: EngineTransfer, wakeup: LoopWakeup) -> None:
     agent.close()

@@ -2,9 +2,10 @@
 """Imported by vLLM only where a configuration names PDConnector. All that changes vLLM's classes begins here.
 
 The import checks that this vLLM has what the binding stands on (`vllm_pd.v1.required`) before anything else, then has
-two methods of vLLM call us: the last check of a configuration, where the settings are taken over
-(`vllm_pd.v1.claim`), and the engine's loop, where an engine is handed to its connector (`vllm_pd.v1.engine_access`).
-Both do nothing for a configuration without PDConnector. Raises ConfigError for a vLLM that does not fit.
+three methods of vLLM call us: the last check of a configuration, where the settings are taken over
+(`vllm_pd.v1.claim`), the engine's loop, where an engine is handed to its connector (`vllm_pd.v1.engine_access`), and
+the start of a server (`vllm_pd.v1.front`). All do nothing for a configuration without PDConnector. Raises ConfigError
+for a vLLM that does not fit.
 """
 from vllm_pd.v1.required import check_installed
 
@@ -13,6 +14,8 @@ check_installed()
 from vllm_pd.v1.claim import claim_configurations  # noqa: E402  not before the check
 from vllm_pd.v1.connector import PDConnector as PDConnector  # noqa: E402
 from vllm_pd.v1.engine_access import hand_over_engines  # noqa: E402
+from vllm_pd.v1.front import attach_servers  # noqa: E402
 
 claim_configurations()
 hand_over_engines()
+attach_servers()

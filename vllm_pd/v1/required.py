@@ -73,6 +73,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Request.skip_reading_prefix_cache", "such a request is computed whole: it stays local"),
         Required("Request.num_preemptions", "a preempted request stays local"),
         Required("Request.num_in_flight_tokens", "what a step in flight computes is not offered to a peer"),
+        Required("Request.is_prefill_chunk", "whether a request that fell back is computed"),
         Required("Request.client_index", "our own requests have no client"),
     ),
     "v1/core/block_pool.py": (
@@ -119,10 +120,22 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorBase_V1.handle_preemptions", _HOOK, exactly=("kv_connector_metadata", )),
         Required("KVConnectorBase_V1.get_transfer_results", _HOOK, exactly=("finished_req_ids", )),
         Required("KVConnectorBase_V1.shutdown", _HOOK, exactly=()),
+        Required("KVConnectorBase_V1.get_kv_connector_stats", _HOOK, exactly=()),
+        Required("KVConnectorBase_V1.build_kv_connector_stats", _HOOK, exactly=("data", )),
+        Required("KVConnectorBase_V1.build_prom_metrics", _HOOK, exactly=(
+            "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")),
         Required("KVConnectorBase_V1._get_connector_metadata", "the number of the step, in a worker", takes=()),
         Required("KVConnectorBase_V1._kv_cache_config", "the groups of the cache"),
         Required("KVConnectorTransferResults", "what get_transfer_results returns"),
         Required("KVConnectorHandshakeMetadata", "what a rank tells EngineCore"),
+    ),
+    "distributed/kv_transfer/kv_connector/v1/metrics.py": (
+        Required("KVConnectorStats", "carries our figures"),
+        Required("KVConnectorPromMetrics.observe", "our figures in the front end",
+                 exactly=("transfer_stats_data", "engine_idx")),
+    ),
+    "entrypoints/launchers/launcher.py": (
+        Required("NoSignalServer", "the server that gets our routes, before its application begins"),
     ),
     "distributed/kv_transfer/kv_connector/factory.py": (
         Required("KVConnectorFactory._registry", "whether our name is registered"),

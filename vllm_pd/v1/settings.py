@@ -33,3 +33,15 @@ def read_settings(vllm_config: VllmConfig) -> HandoverSettings:
         raise ConfigError("kv_connector", transfer.kv_connector, "the plugin did not prepare this engine: install "
                           "vllm-pd and do not exclude vllm_pd from VLLM_PLUGINS")
     return HandoverSettings(own["kv_role"], extra, own.get("front"))
+
+
+def is_ours(vllm_config: VllmConfig) -> bool:
+    """Whether the plugin prepared this engine."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and OWN_KEY in (transfer.kv_connector_extra_config or {})
+
+
+def served_name(vllm_config: VllmConfig) -> str:
+    """The model's name on /metrics."""
+    name = vllm_config.model_config.served_model_name
+    return name if isinstance(name, str) else name[0]

@@ -9,13 +9,13 @@ from typing import Any
 
 import vllm.core.scheduler
 
-import vllm_pd.v0.decode
+import vllm_pd.handover.decode
 from tests.fakes.simulated_engine import BLOCK_SIZE, FakePeers, RemoteWork, SimulatedEngine
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Event, Prefilled
+from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0.decode import RemotePrefills
-from vllm_pd.v0.progress import Progress
 
 from .engine import Engine, Job, require
 from .kernel import Kernel
@@ -190,7 +190,7 @@ def _name(attempt: m.Attempt) -> str:
 def virtual_time(kernel: Kernel) -> Iterator[None]:
     """Scheduler and binding read the kernel's clock."""
     clock = types.SimpleNamespace(**dict.fromkeys(("time", "monotonic", "perf_counter"), lambda: kernel.now))
-    modules = (vllm.core.scheduler, vllm_pd.v0.decode)
+    modules = (vllm.core.scheduler, vllm_pd.handover.decode)
     real = [module.time for module in modules]
     for module in modules:
         module.time = clock

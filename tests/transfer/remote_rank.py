@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of V1 engines in processes of their own, with a patterned cache and a real transport, and the engines' ends.
+
+A rank's process is forked from one that has imported torch, and nothing of NIXL. Its main thread does what a pipe says.
+"""
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch
+
+from vllm_pd.transfer.device import HostDevice
+from vllm_pd.transfer.engine import RemoteEngineTransfer
+from vllm_pd.transfer.gather import RankTransfers
+from vllm_pd.transfer.layout import describe_views
+from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.plan import head_range
+from vllm_pd.transfer.rank import AttachRank, RankServer, connect_ranks
+from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.requests import AddTransferPeer, TransferProgress
+from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
+from vllm_pd.transfer.transport import RanksMetadata, rank_name
+from vllm_pd.transfer.worker import TransferWorker
+
+WAIT_S = 200.0
+LAYERS, BLOCKS, KV_HEADS, TOKENS, CONTENT = 2, 12, 4, 8, 16
+AXES = "LBHNC"
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch"])
+torch.set_num_threads(1)
+
+
+def expected(heads: range, blocks: int = BLOCKS) -> torch.Tensor:
+    """What a filled cache holds of these heads: float32 [layers, blocks, heads, tokens, content]."""
+    shape = (LAYERS, blocks, KV_HEADS, TOKENS, CONTENT)
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)[:, :, heads.start:heads.stop]
+
+
+def serve(pipe: Connection, rank: int, ranks: int, filled: bool, order: str, blocks: int) -> None:
+    """The process of a rank whose cache has its axes in that order. Answers commands until it is killed."""
+    heads = head_range(rank, ranks, KV_HEADS)
+    sizes = dict(zip(AXES, (LAYERS, blocks, len(heads), TOKENS, CONTENT), strict=True))
+    buffer = torch.full([sizes[axis] for axis in order], -1.0)
+    memory = buffer.permute([order.index(axis) for axis in AXES])
+    if filled:
+        memory.copy_(expected(heads, blocks))
+    views = list(memory)
+    description = describe_views(views, num_blocks=blocks, block_size=TOKENS, first_head=heads.start)
+    steps = ComputedSteps(HostDevice())
+
+    def make(attach: AttachRank) -> tuple[StepOrderedTransfer, bytes]:
+        transport = NixlTransport(rank_name(attach.incarnation, rank), views, description, attach.receives)
+        ranked = RankedTransport(transport, rank, ranks, KV_HEADS)
+        return StepOrderedTransfer(TransferWorker(ranked, rank=rank), steps), transport.metadata()
+
+    server = RankServer(make, {multiprocessing.parent_process().pid, os.getppid()})
+    pipe.send((os.getpid(), server.address))
+    while True:
+        command, *arguments = pipe.recv()
+        if command == "memory":
+            pipe.send(memory.numpy())
+        elif command == "step":
+            steps.launched(*arguments)
+            pipe.send(None)
+        elif command == "dropped":
+            pipe.send(server.rank.dropped)
+        elif command == "close":
+            pipe.send(server.close())
+
+
+class RemoteRank:
+    """Handle on a process that runs `serve`."""
+
+    def __init__(self, *arguments) -> None:
+        self.pipe, theirs = _FORKS.Pipe()
+        self.process = _FORKS.Process(target=serve, args=(theirs, *arguments))
+        self.process.start()
+        theirs.close()
+        self.pid, self.address = self.answer()
+
+    def ask(self, *command):
+        self.pipe.send(command)
+        return self.answer()
+
+    def answer(self):
+        assert self.pipe.poll(WAIT_S), "the other process does not answer"
+        return self.pipe.recv()
+
+    def memory(self) -> torch.Tensor:
+        """Its cache, [layers, blocks, heads, tokens, content]."""
+        return torch.from_numpy(self.ask("memory"))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(60)
+
+
+class RemoteEngine:
+    """An engine's end: this process is EngineCore of `ranks` ranks. A filled one sends, unless it `receives`."""
+
+    def __init__(self, ranks: int, filled: bool, order: str = "LBHNC", blocks: int = BLOCKS,
+                 receives: bool = False) -> None:
+        self.name = ("p" if filled else "d") + uuid.uuid4().hex
+        self.processes = [RemoteRank(rank, ranks, filled, order, blocks) for rank in range(ranks)]
+        self.connections, metadata = connect_ranks(
+            {number: (rank.pid, rank.address) for number, rank in enumerate(self.processes)},
+            AttachRank(self.name, receives=receives or not filled))
+        self.metadata = RanksMetadata(metadata).encode()
+        self.ends: list[str] = []
+        self.progress = TransferProgress([], [], [])
+        self.transfer = RemoteEngineTransfer(RankTransfers(self.connections))
+        self.transfer.start(lambda: None, lambda end: self.ends.append(end.key))
+
+    def meet(self, other: RemoteEngine) -> None:
+        self.transfer.execute([AddTransferPeer(other.name, other.metadata)])
+
+    def until(self, done: Callable[[TransferProgress], bool], look: bool = False) -> TransferProgress:
+        """Take progress until `done` of all that has come."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not done(self.progress):
+            assert time.monotonic() < deadline_s, self.progress
+            if look:
+                self.transfer.poll()
+            part = self.transfer.take_progress()
+            self.progress.finished += part.finished
+            self.progress.notices += part.notices
+            self.progress.refused += part.refused
+            time.sleep(0.002)
+        return self.progress
+
+    def close(self) -> None:
+        self.transfer.close()
+        for rank in self.processes:
+            rank.kill()

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The V1 binding, on a stock vLLM 0.32 or later: this folder is run in that environment only."""
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))  # the fleets and the broken protocols
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A folder with the configuration of a tiny Llama, for a scheduler without an engine."""
+    from tests.v1.simulated import write_model
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=["sync", "async"])
+def in_flight(request) -> int:
+    """How many steps are in flight: both of V1's scheduler classes."""
+    return 1 if request.param == "sync" else 2

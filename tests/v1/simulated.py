@@ -1,0 +1,486 @@
+# SPDX-License-Identifier: Apache-2.0
+"""V1's real scheduler with our binding, over simulated memory: no model, no engine, no peers, about 0.1 ms a step.
+
+Each slot of a block holds what was last written there: all tokens up to its position, as a number. A step writes the
+slots that a model runner would compute and reads all those before them; reading anything but the request's own past is
+an error at once. Tokens are a function of their past, so a wrong answer shows too. A step is executed as late as the
+device may: when its output is processed, after further steps were scheduled (`in_flight`).
+
+What a peer may write is known from the jobs that the binding submits. `Engine.write` is its write, at any time that
+the test likes, as long as the attempt's fence is up.
+"""
+import collections
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.cluster import QueueView
+from vllm_pd.core import actions, messages
+from vllm_pd.core.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
+from vllm_pd.core.messages import Attempt
+from vllm_pd.handover.prefill import PrefillCapacity
+from vllm_pd.transfer.requests import Finished, Read, TransferProgress, Write
+from vllm_pd.v1 import scheduler as scheduler_module
+from vllm_pd.v1.binding import EngineHandover
+from vllm_pd.v1.metrics import MetricsRecorder
+
+BLOCK_SIZE = 16
+VOCAB = 4099
+OWN = "own-incarnation"
+PEER = "peer-incarnation"
+
+
+class WrongRead(AssertionError):
+    """A step read what is not its request's past."""
+
+
+class WrongWrite(AssertionError):
+    """A peer wrote where it was not allowed to."""
+
+
+def write_model(folder: Path) -> Path:
+    """A tiny Llama's configuration; no weights."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64,
+              "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64,
+              "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def digest(past: int, token: int) -> int:
+    """The content of a slot: a token after that past."""
+    return int.from_bytes(hashlib.blake2b(f"{past},{token}".encode(), digest_size=8).digest(), "big")
+
+
+def contents(token_ids: list[int]) -> list[int]:
+    """The right contents of the slots of these tokens."""
+    past, found = 0, []
+    for token in token_ids:
+        past = digest(past, token)
+        found.append(past)
+    return found
+
+
+def answer(prompt: list[int], tokens: int) -> list[int]:
+    """What a model without disaggregation says to this prompt."""
+    past, found = contents(prompt)[-1], []
+    for _ in range(tokens):
+        found.append(past % VOCAB)
+        past = digest(past, found[-1])
+    return found
+
+
+class FakeProtocol:
+    """In the place of `PeerProtocol`: records what the binding asks for, and has the events that the test puts."""
+
+    def __init__(self, role: messages.Role) -> None:
+        self.state = SimpleNamespace(hands_over=role.decodes, role=role, draining=False)
+        self.events: collections.deque = collections.deque()
+        self.jobs: dict[Attempt, tuple[list[int], list[int], int]] = {}  # token ids, block ids, cached blocks
+        self.aborted: list[Attempt] = []
+        self.notices: list[tuple[Attempt, int]] = []
+        self.calls: list[tuple] = []
+        self.peers = 2
+        self.lease = True
+        self.credits = 0
+        self._numbers = 0
+
+    def next_attempt(self, request_id):
+        self._numbers += 1
+        return Attempt(OWN, request_id, self._numbers)
+
+    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None):
+        assert attempt not in self.jobs
+        self.jobs[attempt] = token_ids, block_ids, cached_blocks
+
+    def abort(self, attempt):
+        self.aborted.append(attempt)
+
+    def arrived(self, attempt, rank):
+        self.notices.append((attempt, rank))
+
+    def view(self, avoid=()):
+        return QueueView(True, 0, self.peers - len(avoid), None)
+
+    def set_credits(self, jobs):
+        self.credits = jobs
+
+    def may_write(self, attempt):
+        return self.lease
+
+    def lease_stands(self, attempt):
+        return self.lease
+
+    def sent(self, attempt, timings):
+        self.calls.append(("sent", attempt))
+
+    def failed(self, attempt, reason):
+        self.calls.append(("failed", attempt))
+
+    def ended(self, attempt):
+        self.calls.append(("ended", attempt))
+
+    def poll_event(self):
+        return self.events.popleft() if self.events else None
+
+    def set_load(self, load):
+        self.load = load
+
+    def degraded(self):
+        return None
+
+
+class FakeTransfer:
+    """In the place of `EngineTransfer`: records requests; the test says when they end."""
+
+    def __init__(self) -> None:
+        self.requests: list = []
+        self.progress = TransferProgress([], [], [])
+
+    def start(self, wake, report_end):
+        self.wake, self.report_end = wake, report_end
+
+    def execute(self, requests):
+        self.requests += requests
+
+    def poll(self):
+        """Nothing: notices are put as progress."""
+
+    def take_progress(self):
+        progress, self.progress = self.progress, TransferProgress([], [], [])
+        return progress
+
+    def end(self, key: str, ok: bool = True, error: str = "") -> None:
+        end = Finished(key, ok, bytes=1 if ok else 0, seconds=0.01, error=error)
+        self.report_end(end)
+        self.progress.finished.append(end)
+        self.wake()
+
+    def close(self):
+        return True
+
+
+class FakeAccess:
+    """In the place of `EngineAccess`, for an engine that the test steps."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self.woken = False
+        self.waves = 0
+        self.may_sleep = True
+        self.takes_requests = True
+        self.due = None
+
+    def wake(self):
+        self.woken = True
+
+    def take_wake(self):
+        woken, self.woken = self.woken, False
+        return woken
+
+    def wake_at(self, when):
+        self.due = when
+
+    def start_wave(self):
+        self.waves += 1
+
+    def add(self, request: EngineCoreRequest) -> Request:
+        made = Request.from_engine_core_request(request, self._engine.hasher)
+        self._engine.scheduler.add_request(made)
+        return made
+
+    def publish(self, stats):
+        self._engine.figures.append(stats.kv_connector_stats)
+
+    def close(self):
+        """Nothing to cancel."""
+
+
+
+class Engine:
+    """A scheduler, its memory, and the clients' answers."""
+
+    def __init__(self, folder: Path, in_flight: int = 1, *, blocks: int = 64, max_num_seqs: int = 8,
+                 batch_tokens: int = 128, role: str = "kv_both", vllm_role: str = "kv_both", caching: bool = True,
+                 policy: str = "fcfs", threshold: int = BLOCK_SIZE, block_size: int = BLOCK_SIZE,
+                 access: Callable[["Engine"], Any] | None = None, config: VllmConfig | None = None,
+                 protocol: Any = None, transfer: Any = None, settings: PDConfig | None = None, **extra) -> None:
+        self.in_flight = in_flight
+        self.block_size = block_size
+        self.config = config or VllmConfig(
+            model_config=ModelConfig(model=str(folder), max_model_len=1024, dtype="bfloat16",
+                                     skip_tokenizer_init=True),
+            scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=batch_tokens,
+                                             max_model_len=1024, is_encoder_decoder=False, policy=policy,
+                                             enable_chunked_prefill=True, async_scheduling=in_flight > 1),
+            cache_config=CacheConfig(block_size=self.block_size, enable_prefix_caching=caching),
+            kv_transfer_config=KVTransferConfig(kv_connector="PDConnector",
+                                                kv_connector_module_path="vllm_pd.v1.connector", kv_role=vllm_role,
+                                                kv_load_failure_policy="recompute"))
+        self.config.cache_config.num_gpu_blocks = blocks
+        self.config.scheduler_config.async_scheduling = in_flight > 1  # the CPU platform switches it off
+        spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(self.block_size, sha256)
+        self.scheduler = scheduler_module.PDScheduler(
+            vllm_config=self.config, kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["l"], spec)]),
+            structured_output_manager=StructuredOutputManager(self.config), block_size=self.block_size,
+            hash_block_size=self.block_size, log_stats=True)
+        self.manager = self.scheduler.kv_cache_manager
+        self.pool = self.manager.block_pool
+        self.free_at_start = self.pool.get_num_free_blocks()
+        settings = settings or PDConfig.parse(role, {"broker": "tcp://127.0.0.1:5700", "max_parked_fraction": 1.0,
+                                                     "max_local_prefill_tokens": threshold, **extra})
+        self.protocol = protocol or FakeProtocol(settings.role)
+        self.transfer = transfer or FakeTransfer()
+        self.access = (access or FakeAccess)(self)
+        agent = SimpleNamespace(protocol=self.protocol, error=None, dropped=lambda: {}, close=lambda: None,
+                                end_lifeline=lambda: None)
+        self.binding = EngineHandover(settings, self.scheduler, self.access, agent, self.transfer,
+                                      PrefillCapacity(self.block_size, VOCAB, 1, 1 << 16, caching), MetricsRecorder())
+        self.scheduler.connector.binding = self.binding
+        self.slots: dict[tuple[int, int], int] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.wanted: dict[str, int] = {}  # tokens
+        self.outputs: dict[str, list[int]] = collections.defaultdict(list)
+        self.ended: dict[str, str] = {}
+        self.figures: list[dict] = []  # as they reach the front end
+        self.released: set[Attempt] = set()
+        self.steps = 0
+        self.tokens_computed = 0
+        self._known: dict[str, list[int]] = {}  # as the model runner has them: prompt and sampled tokens
+        self._flying: collections.deque = collections.deque()
+
+    # Clients.
+
+    def add(self, request_id: str, prompt: list[int], tokens: int = 4, **fields) -> Request:
+        params = fields.pop("params", None) or SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        request = Request(request_id=request_id, prompt_token_ids=list(prompt), sampling_params=params,
+                          pooling_params=None, block_hasher=self.hasher, **fields)
+        self.prompts[request_id], self.wanted[request_id] = list(prompt), tokens
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, *request_ids: str) -> None:
+        for request in self.scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED):
+            self.ended[request.request_id] = "aborted"
+
+    def status(self, request_id: str) -> RequestStatus:
+        return self.scheduler.requests[request_id].status
+
+    def block_ids(self, request_id: str) -> list[int]:
+        return self.manager.get_block_ids(request_id)[0]
+
+    # Peers of a decode engine.
+
+    def attempt(self, request_id: str) -> Attempt:
+        """The last attempt of a request."""
+        return [attempt for attempt in self.protocol.jobs if attempt.request_id == request_id][-1]
+
+    def grant(self, attempt: Attempt) -> list[int]:
+        """The blocks that a peer may write for it."""
+        _, block_ids, cached_blocks = self.protocol.jobs[attempt]
+        return block_ids[cached_blocks:]
+
+    def write(self, attempt: Attempt, tokens: int | None = None) -> None:
+        """What a peer does: write the KV of the granted blocks, or of the first tokens. Late writes are allowed as long
+        as the fence was not told to come down."""
+        token_ids, block_ids, cached_blocks = self.protocol.jobs[attempt]
+        if attempt in self.released:
+            raise WrongWrite(f"{attempt} was released")
+        found = contents(token_ids)
+        for position in range(cached_blocks * self.block_size, len(token_ids) if tokens is None else tokens):
+            self.slots[block_ids[position // self.block_size], position % self.block_size] = found[position]
+
+    def tell(self, *events) -> None:
+        """Events of the protocol; the engine is woken."""
+        for event in events:
+            if isinstance(event, Released | Prefilled):
+                self.released.add(event.attempt)
+            self.protocol.events.append(event)
+        self.access.wake()
+
+    def prefilled(self, request_id: str) -> Attempt:
+        """A peer has written all and said so."""
+        attempt = self.attempt(request_id)
+        self.write(attempt)
+        self.tell(Prefilled(attempt, messages.Timings()))
+        return attempt
+
+    def lost(self, attempt: Attempt, reason=FallbackReason.PEER, peer: str = "p") -> None:
+        """The attempt has ended without the KV; its fence stays."""
+        self.tell(Fallback(attempt, reason, AttemptEnd.FAILED, "", peer))
+
+    # Peers of a prefill engine.
+
+    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0) -> Attempt:
+        """A decode engine's job, granted."""
+        attempt = Attempt(PEER, "r", number)
+        blocks = -(-len(prompt) // self.block_size)
+        self.tell(actions.Prefill(attempt, list(prompt), list(range(100 + cached_blocks, 100 + blocks)), cached_blocks,
+                                  list(range(100, 100 + cached_blocks)), PEER))
+        return attempt
+
+    def sent(self, attempt: Attempt) -> Write:
+        """The write that was posted for this job."""
+        return next(one for one in self.transfer.requests if isinstance(one, Write) and one.key == str(attempt))
+
+    def check_sent(self, attempt: Attempt, prompt: list[int]) -> None:
+        """The blocks that are being written to the peer hold the prompt's KV, at this moment."""
+        self.check_sent_write(self.sent(attempt), prompt)
+
+    def check_sent_write(self, write: Write, prompt: list[int]) -> None:
+        """As `check_sent`, for the write itself."""
+        blocks = -(-len(prompt) // self.block_size)
+        first, found = blocks - len(write.local_block_ids), contents(prompt)
+        for position in range(first * self.block_size, len(prompt)):
+            slot = write.local_block_ids[position // self.block_size - first], position % self.block_size
+            if self.slots.get(slot) != found[position]:
+                raise WrongRead(f"position {position} is sent from {slot}, which holds something else")
+
+    def fill(self, prompt: list[int], ok: bool = True, read: Read | None = None) -> Read:
+        """End the read, or the last one that was posted: the peer's KV lands in our blocks, or garbage."""
+        read = read or [one for one in self.transfer.requests if isinstance(one, Read)][-1]
+        found, first = contents(prompt), read.remote_block_ids[0] - 100
+        for index, block in enumerate(read.local_block_ids):
+            for offset in range(self.block_size):
+                self.slots[block, offset] = found[(first + index) * self.block_size + offset] if ok else -1
+        self.transfer.end(read.key, ok)
+        return read
+
+    # Steps.
+
+    def has_work(self) -> bool:
+        """What the engine's loop asks."""
+        return self.scheduler.has_requests() or bool(self._flying)
+
+    def turn(self) -> None:
+        """One turn of the engine's loop: schedule unless the pipeline is full, then process the oldest output."""
+        if self.scheduler.has_requests():
+            self.schedule()
+            if len(self._flying) < self.in_flight and self._flying[-1][0].total_num_scheduled_tokens:
+                return
+        if self._flying:
+            self.process()
+
+    def schedule(self):
+        """Schedule a step; it is in flight then."""
+        output = self.scheduler.schedule()
+        self.steps += 1
+        self._flying.append((output, self.capture(output)))
+        return output
+
+    def capture(self, output) -> list[tuple]:
+        """What the model runner gets with this step."""
+        work = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            start = request.num_computed_tokens - count
+            known = self._known.setdefault(request_id, list(request.prompt_token_ids))
+            work.append((request_id, start, count, list(self.block_ids(request_id)), known, request.is_prefill_chunk))
+        return work
+
+    def execute(self, work: list[tuple]) -> ModelRunnerOutput:
+        """Compute a step."""
+        sampled = [self._compute(*one) for one in work]
+        ids = [one[0] for one in work]
+        return ModelRunnerOutput(req_ids=ids, req_id_to_index={name: index for index, name in enumerate(ids)},
+                                 sampled_token_ids=sampled)
+
+    def process(self) -> None:
+        """Execute the oldest step in flight, and process its output."""
+        output, work = self._flying.popleft()
+        self.deliver(self.scheduler.update_from_output(output, self.execute(work)))
+        self.check()
+
+    def deliver(self, outputs) -> None:
+        """What the front end does with a step's outputs."""
+        for eco in outputs.values():
+            if eco.scheduler_stats is not None and eco.scheduler_stats.kv_connector_stats:
+                self.figures.append(eco.scheduler_stats.kv_connector_stats)
+            for one in eco.outputs:
+                assert one.request_id in self.prompts, f"{one.request_id} is no client's"
+                self.outputs[one.request_id] += one.new_token_ids
+                if one.finish_reason is not None:
+                    assert one.request_id not in self.ended, f"{one.request_id} ended twice"
+                    self.ended[one.request_id] = str(one.finish_reason)
+
+    def run(self, turns: int = 500) -> None:
+        """Until the engine sleeps or has nothing to do."""
+        for _ in range(turns):
+            if not self.has_work():
+                return
+            self.turn()
+        raise AssertionError("no end in sight")
+
+    def _compute(self, request_id: str, start: int, count: int, block_ids: list[int], known: list[int],
+                 is_chunk: bool) -> list[int]:
+        found = contents(known[:start + count])
+        assert len(found) == start + count, f"{request_id}: a token is computed that is not known"
+        for position in range(start):
+            slot = block_ids[position // self.block_size], position % self.block_size
+            if self.slots.get(slot) != found[position]:
+                raise WrongRead(f"{request_id} reads position {position} from {slot}, which holds something else")
+        for position in range(start, start + count):
+            self.slots[block_ids[position // self.block_size], position % self.block_size] = found[position]
+        self.tokens_computed += count
+        if is_chunk:
+            return []
+        token = found[-1] % VOCAB
+        if start + count == len(known):
+            known.append(token)
+        return [token]
+
+    # Looking.
+
+    def check(self) -> None:
+        """What holds at any time between two steps."""
+        for attempt in self.binding.fence.attempts():
+            if attempt not in self.protocol.jobs:
+                continue
+            users = {block: [name for name, request in self.scheduler.requests.items()
+                             if block in self._blocks_of(request)] for block in self.grant(attempt)}
+            for block, names in users.items():
+                assert self.pool.blocks[block].ref_cnt >= 1, f"block {block} of {attempt} is free"
+                assert set(names) <= {attempt.request_id}, f"block {block} of {attempt} is used by {names}"
+
+    def _blocks_of(self, request: Request) -> list[int]:
+        return self.block_ids(request.request_id)
+
+    def check_answers(self) -> None:
+        """Each request has ended once, with the right tokens."""
+        for request_id, prompt in self.prompts.items():
+            assert request_id in self.ended, f"{request_id} has not ended"
+            right = answer(prompt, self.wanted[request_id])
+            got = self.outputs[request_id]
+            assert got == (right if self.ended[request_id] != "aborted" else right[:len(got)]), request_id
+
+    def check_at_rest(self) -> None:
+        """B20: nothing is held by anybody."""
+        scheduler = self.scheduler
+        scheduler.has_requests()
+        assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
+        assert not len(scheduler.kv_holding_waiting) and not scheduler.deferred_frees
+        assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
+        assert not len(self.binding.fence) and not self.binding.remote_prefills.waiting_for_peers
+        assert not self.binding.remote_prefills.parked_ids() and not self.binding.remote_prefills._matched
+        jobs = self.binding.prefill_jobs
+        assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open or jobs._first_steps)
+        assert self.pool.get_num_free_blocks() == self.free_at_start
+        assert sum(block.ref_cnt for block in self.pool.blocks if not block.is_null) == 0
+        assert not scheduler.has_requests()

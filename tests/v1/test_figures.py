@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our figures go from EngineCore to the front end's registry by V1's own way."""
+import msgspec
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from tests.v1.simulated import Engine
+from tests.v1.test_hazards import parked
+from vllm_pd.core.actions import Released
+from vllm_pd.metrics import PDMetrics
+from vllm_pd.v1 import metrics
+from vllm_pd.v1.connector import PDConnector
+
+
+def value(name: str, **labels) -> float:
+    return REGISTRY.get_sample_value(f"vllm:pd_{name}", {"model_name": "the-model", **labels}) or 0.0
+
+
+def front_end(model_folder):
+    config = Engine(model_folder).config
+    config.model_config.served_model_name = "the-model"
+    return PDConnector.build_prom_metrics(config, {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, [], {0: []})
+
+
+def test_every_method_and_gauge_is_recorded():
+    recorder = metrics.MetricsRecorder()
+    public = {name for name in vars(PDMetrics) if not name.startswith("_")}
+    assert public == {*metrics._COUNTS, *metrics._STATES}
+    for name in {*public, *metrics._GAUGES}:
+        assert hasattr(recorder, name) and hasattr(PDMetrics("x"), name)
+
+
+def test_what_an_engine_counts_appears_on_the_front_ends_page(model_folder, in_flight):
+    prom, engine = front_end(model_folder), Engine(model_folder, in_flight)
+    attempt = parked(engine)
+    before = value("attempts_total", outcome="cancelled")
+    engine.binding._publish_stats()
+    for one in engine.figures:
+        prom.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(one)))
+    assert value("parked_blocks") == 7
+    assert value("decisions_total", decision="remote", reason="length") >= 1
+    engine.figures.clear()
+    engine.abort("a")
+    engine.run()
+    engine.tell(Released(attempt))
+    engine.run()  # which makes no step for it
+    for one in engine.figures:
+        prom.observe(one)
+    assert value("parked_blocks") == value("quarantined_blocks") == 0
+    assert value("attempts_total", outcome="cancelled") == before + 1
+
+
+def test_statistics_add_up_and_say_how_attempts_ended():
+    recorder = metrics.MetricsRecorder()
+    assert recorder.take() is None
+    recorder.attempt("done")
+    first = recorder.take()
+    recorder.attempt("done")
+    recorder.attempt("failed")
+    both = first.aggregate(recorder.take())
+    assert both.reduce() == {"attempts done": 2, "attempts failed": 1} and not both.is_empty()
+    assert PDConnector.build_kv_connector_stats(both.to_dict()).reduce() == both.reduce()
+    for _ in range(metrics.MAX_CALLS + 10):
+        recorder.job(1)
+    assert len(recorder.take().data["calls"]) == metrics.MAX_CALLS

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated fleets of tests/proof, with V1's real schedulers and the whole binding: messages lost, doubled, late;
+engines killed, restarted, stopped, continued; clients that leave; writes that fail (B20-B23, B25-B29, B31, B34).
+
+A seed is a history. VLLM_PD_SEEDS=N runs N / 12 of them, as for V0's scheduler.
+"""
+import collections
+import os
+
+import pytest
+from explorer import broken
+from simulation.fleet import Fleet, Plan
+from simulation.kernel import Faults
+from simulation.storms import BOTH, SPLIT, storm
+
+from tests.v1.fleet_engine import V1FleetEngine, virtual_time
+
+SEEDS = int(os.environ.get("VLLM_PD_SEEDS", "480")) // 12
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level("CRITICAL", logger="vllm.pd")
+
+
+def run(folder, in_flight: int, seed: int, plan: Plan, *, blocks: int, caching: bool = True, chunk: int = 64):
+    fleet = Fleet(seed, plan, lambda node, post: V1FleetEngine(
+        node, post, folder=folder, in_flight=in_flight, blocks=blocks, caching=caching, chunk=chunk))
+    with virtual_time(fleet.kernel):
+        return fleet.run()
+
+
+def test_b20_b34_storms(model_folder, in_flight, capsys):
+    steps: collections.Counter = collections.Counter()
+    done = requests = 0
+    for seed in range(SEEDS):
+        outcome = run(model_folder, in_flight, seed, storm(seed), blocks=(24, 40)[seed % 2], caching=seed % 3 != 0,
+                      chunk=8 if seed % 4 == 1 else 64)
+        assert not outcome.broken, f"seed {seed}: {outcome.broken}"
+        steps.update(outcome.steps)
+        requests += outcome.requests
+        done += outcome.done_remotely
+    with capsys.disabled():
+        print(f"\n  {in_flight} in flight: {SEEDS} runs, {requests:,} requests, {done:,} remote prefills, "
+              f"{dict(steps)}", end="")
+    assert done >= 10 * SEEDS
+
+
+def test_b34_a_seed_is_a_history(model_folder, in_flight):
+    one, two = (run(model_folder, in_flight, 7, storm(7), blocks=24) for _ in range(2))
+    assert one == two
+
+
+@pytest.mark.parametrize("roles", [BOTH, SPLIT], ids=["two of both roles", "split"])
+def test_b31_nearly_full_engines_make_progress(model_folder, in_flight, roles):
+    plan = Plan(roles=roles, requests=150, load_s=3.0, settings={"max_parked_fraction": 0.5}, faults=Faults())
+    outcome = run(model_folder, in_flight, 11, plan, blocks=20)
+    assert not outcome.broken
+    assert outcome.requests == 150 and outcome.done_remotely > 10
+    assert outcome.seconds < 120.0
+
+
+@pytest.mark.parametrize("variant", [{"decode_type": broken.NoFence}, {"decode_type": broken.ReuseByTime},
+                                     {"prefill_type": broken.StopsTooSoon}], ids=["no fence", "by time", "too soon"])
+def test_b34_a_broken_protocol_is_found(model_folder, variant):
+    """What these fleets would show, if the protocol were wrong."""
+    for seed in range(400):
+        if run(model_folder, 1 + seed % 2, seed, storm(seed, **variant), blocks=24).broken:
+            return
+    raise AssertionError("no seed up to 400 shows it")

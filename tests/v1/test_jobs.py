@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A V1 engine as a prefill engine: jobs of peers as internal requests, on the real scheduler (B1, B5, B25, B30)."""
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import RequestStatus
+
+from tests.v1.simulated import BLOCK_SIZE, Engine
+from tests.v1.test_hazards import prompt
+from vllm_pd.core.actions import Cancelled
+from vllm_pd.core.prefix import PrefixReads
+from vllm_pd.transfer.requests import CancelTransfer, Read, Write
+
+
+@pytest.fixture
+def engine(model_folder, in_flight):
+    return Engine(model_folder, in_flight, role="kv_producer", prefix_reads="always")
+
+
+def end(engine: Engine) -> None:
+    engine.run()
+    engine.check_answers()
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("tokens, cached", [(1, 0), (BLOCK_SIZE, 0), (BLOCK_SIZE + 1, 1), (100, 0), (300, 3)])
+def test_b1_a_job_is_computed_and_its_blocks_stay_until_they_are_sent(engine, tokens, cached):
+    one = prompt(tokens)
+    engine.binding.prefill_jobs._cost._wanted = PrefixReads.NEVER
+    attempt = engine.job(one, cached)
+    engine.run()
+    write = engine.sent(attempt)
+    assert len(write.local_block_ids) == len(write.remote_block_ids) == -(-tokens // BLOCK_SIZE) - cached
+    engine.check_sent(attempt, one)
+    for number in range(5):  # others come and go meanwhile
+        engine.add(f"c{number}", prompt(200))
+        engine.run()
+        engine.check_sent(attempt, one)
+    engine.transfer.end(write.key)
+    assert ("sent", attempt) in engine.protocol.calls
+    end(engine)
+
+
+def test_b97_a_job_is_batched_with_clients_and_seen_by_none(engine):
+    engine.add("a", prompt(20), 6, params=SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+    engine.wanted["a"] = 6
+    attempt = engine.job(prompt(100))
+    engine.turn()
+    stats = engine.scheduler.make_stats()
+    assert stats.num_running_reqs + stats.num_waiting_reqs == 1
+    engine.run()
+    engine.transfer.end(engine.sent(attempt).key)
+    end(engine)
+    assert set(engine.outputs) == {"a"}
+
+
+def test_b5_a_job_uses_and_fills_the_prefix_cache(engine):
+    one = prompt(6 * BLOCK_SIZE + 1)
+    first = engine.job(one)
+    engine.run()
+    engine.transfer.end(engine.sent(first).key)
+    engine.run()
+    before = engine.tokens_computed
+    second = engine.job(one, number=1)
+    engine.run()
+    assert engine.tokens_computed == before + 1
+    engine.check_sent(second, one)
+    engine.transfer.end(engine.sent(second).key)
+    end(engine)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_b5_the_beginning_is_read_from_the_peer_that_has_it(engine, ok):
+    one = prompt(100)
+    attempt = engine.job(one, cached_blocks=4)
+    engine.run()
+    read = engine.transfer.requests[-1]
+    assert isinstance(read, Read) and read.remote_block_ids == [100, 101, 102, 103]
+    assert not engine.scheduler.has_requests(), "it sleeps meanwhile"
+    engine.fill(one, ok)
+    engine.run()
+    assert engine.tokens_computed == (100 - 4 * BLOCK_SIZE if ok else 100)
+    engine.check_sent(attempt, one)
+    engine.transfer.end(engine.sent(attempt).key)
+    end(engine)
+
+
+def test_b25_a_job_cancelled_while_it_reads_keeps_its_blocks_until_the_read_has_ended(engine):
+    one = prompt(100)
+    attempt = engine.job(one, cached_blocks=4)
+    engine.run()
+    read = engine.transfer.requests[-1]
+    engine.tell(Cancelled(attempt))
+    engine.run()
+    assert CancelTransfer(read.key) in engine.transfer.requests and len(engine.binding.fence) == 1
+    assert not engine.scheduler.requests
+    engine.fill(one, False)
+    assert ("ended", attempt) in engine.protocol.calls
+    end(engine)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_b25_a_job_cancelled_while_it_is_computed(engine, turns):
+    attempt = engine.job(prompt(600))
+    for _ in range(turns):
+        engine.turn()
+    engine.tell(Cancelled(attempt))
+    engine.run()
+    assert engine.protocol.calls == [("ended", attempt)]
+    end(engine)
+
+
+def test_b25_a_job_cancelled_while_it_is_sent(engine):
+    attempt = engine.job(prompt(100))
+    engine.run()
+    write = engine.sent(attempt)
+    engine.tell(Cancelled(attempt))
+    engine.run()
+    assert CancelTransfer(write.key) in engine.transfer.requests and len(engine.binding.fence) == 1
+    engine.transfer.end(write.key, False)
+    assert engine.protocol.calls[-1] == ("ended", attempt)
+    end(engine)
+
+
+def test_b22_a_lease_that_is_over_before_the_write(engine):
+    attempt = engine.job(prompt(100))
+    engine.protocol.lease = False
+    engine.run()
+    assert engine.protocol.calls == [("failed", attempt)]
+    assert not any(isinstance(one, Write) for one in engine.transfer.requests)
+    end(engine)
+
+
+@pytest.mark.parametrize("bad", [[5, 99999], list(range(900)) * 2, [3, -1]], ids=["vocabulary", "length", "negative"])
+def test_b30_what_can_not_run_here_fails_at_once(engine, bad):
+    attempt = engine.job(bad)
+    engine.run()
+    assert engine.protocol.calls == [("failed", attempt)]
+    end(engine)
+
+
+def test_b96_a_paused_engine_takes_no_jobs(engine):
+    engine.access.takes_requests = False
+    attempt = engine.job(prompt(100))
+    engine.run()
+    assert engine.protocol.calls == [("failed", attempt)] and engine.protocol.credits == 0
+    end(engine)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+@pytest.mark.parametrize("cached", [0, 4])
+def test_b96_all_requests_are_aborted_as_a_pause_does(engine, turns, cached):
+    attempt = engine.job(prompt(600), cached)
+    engine.access.take_wake()
+    engine.scheduler.has_requests()
+    engine.binding.before_schedule()
+    for _ in range(turns):
+        engine.turn()
+    assert engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED) == []
+    engine.run()
+    assert ("failed", attempt) in engine.protocol.calls
+    for one in engine.transfer.requests:
+        if isinstance(one, Read):
+            engine.transfer.end(one.key, False)
+    end(engine)
+
+
+def test_credits_follow_the_jobs(engine):
+    most = engine.protocol.credits
+    attempt = engine.job(prompt(100))
+    engine.run()
+    assert engine.protocol.credits == most - 1
+    engine.transfer.end(engine.sent(attempt).key)
+    engine.run()
+    assert engine.protocol.credits == most
+    end(engine)
+
+
+def test_b31_jobs_never_wait_for_this_engines_own_parked_requests(model_folder, in_flight):
+    engine = Engine(model_folder, in_flight, blocks=20)
+    engine.add("a", prompt(200))
+    engine.run()
+    attempt = engine.job(prompt(200))
+    engine.run()
+    assert engine.protocol.calls == [("failed", attempt)]
+    engine.prefilled("a")
+    end(engine)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tells a model from others, for both engines: architecture, configuration, and the weights that are loaded.
+
+The configurations are vLLM's, of any release that this package supports.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.weights import SUFFIXES, digest_weights, weight_files
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "architectures"})
+_AS_AUTO = frozenset({"safetensors", "fastsafetensors", "runai_streamer"})  # other ways to read the same files
+_ELSEWHERE = frozenset({"tensorizer", "ipc_cache", "modelexpress"})  # read no files of the model
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def model_digest(config: VllmConfig) -> str:
+    """Architecture and a digest of configuration and weights, the same wherever the same model lies.
+
+    Of a local folder or file every tensor counts (`vllm_pd.weights`), of a hub's model its name and commit. What it
+    can't see was refused by `pin_weights`.
+    """
+    model = config.model_config
+    digest = hashlib.sha256()
+    settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED_KEYS}
+    digest.update(json.dumps([settings, model.quantization], sort_keys=True, default=str).encode())
+    digest.update(_weights(model, _load_format(config)))
+    architecture = (model.hf_config.architectures or ["unknown"])[0]
+    return f"{architecture}:{digest.hexdigest()[:16]}"
+
+
+def hub_commit(model: ModelConfig) -> str:
+    """The commit of a hub's model, whose configuration was read at that commit. Raises ConfigError if it is unknown."""
+    commit = model.hf_config._commit_hash or model.revision or ""
+    if not _COMMIT.fullmatch(commit):
+        raise ConfigError("revision", model.revision, f"the commit of {model.model} is not known, so its weights can't "
+                          "be told from a peer's: write --revision with the whole commit, or serve a local folder")
+    return commit
+
+
+def pin_weights(config: VllmConfig) -> None:
+    """Make sure, before the model is loaded, that the digest is going to see what is loaded: the files of a folder, or
+    of a hub's model that very commit by which it will be known. Raises ConfigError where neither can be."""
+    model = config.model_config
+    if _load_format(config) == "dummy":
+        return
+    path = Path(model.model)
+    if not path.exists():
+        model.revision = hub_commit(model)
+    elif not weight_files(path):
+        raise ConfigError("model", model.model, "serve a folder or file with the weights in it, or a model of the hub: "
+                          f"there is no {', '.join(SUFFIXES)} file, so its weights can't be told from a peer's")
+
+
+def _load_format(config: VllmConfig) -> str:
+    load_format = config.load_config.load_format
+    if not isinstance(load_format, str) or load_format.lower() in _ELSEWHERE:
+        raise ConfigError("load_format", load_format, "use one that reads the model's own files: weights from "
+                          "elsewhere can't be told from a peer's")
+    value = load_format.lower()  # a plain string, also of an enum's member
+    return "auto" if value in _AS_AUTO else value
+
+
+def _weights(model: ModelConfig, load_format: str) -> bytes:
+    if load_format == "dummy":
+        return b"dummy"  # from the shapes alone, with a constant seed
+    path = Path(model.model)
+    if not path.exists():
+        return f"{load_format} {model.model}@{hub_commit(model)}".encode()
+    return load_format.encode() + digest_weights(path)

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode engine's half of a binding: which prompts go to a peer, and what becomes of them.
+
+Life of a parked request: `decide` says that a peer is to prefill it, `commit` draws an attempt for it, the scheduler
+parks it, and `start` is called. Then an event of the protocol ends the attempt, which the scheduler learns with the
+next step. After an attempt that failed the request waits again, in front, and `decide` is asked anew: for another
+attempt, on another peer, or for none. Requests that will be prefilled here are given back batch by batch, so that the
+running ones go on. The blocks belong to the scheduler throughout.
+
+Two records hold all that is known: a `RemoteRequest` for as long as its request lives, and a `RemoteAttempt` for as
+long as blocks are set aside for an attempt. A request may have a second attempt while a peer may still write the first
+one's blocks.
+"""
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from vllm_pd.core.actions import Event, Fallback, Prefilled, Released, Timed
+from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.core.pace import FallbackPace
+from vllm_pd.core.policy import Decision, PolicyConfig, PolicyInput, decide
+from vllm_pd.handover.progress import ArrivalNotice, Progress
+
+if TYPE_CHECKING:
+    from vllm_pd.config import PDConfig
+    from vllm_pd.control.cluster import QueueView
+    from vllm_pd.control.protocol import PeerProtocol
+    from vllm_pd.metrics import PDMetrics
+
+logger = logging.getLogger("vllm.pd")
+
+R = TypeVar("R")  # a request, as the engine's scheduler knows it; can be hashed and weakly referenced
+
+
+@dataclass
+class RemoteRequest:
+    """A request that was decided about. Times are those of the monotonic clock, `resumed_at` that of the wall clock."""
+    stays: bool = False  # it is not asked about again
+    began_at: float | None = None  # its first attempt
+    parked_at: float = 0.0  # the last time
+    resumed_at: float | None = None  # scheduled again with its KV
+    attempts: int = 0
+    failed_peers: tuple[str, ...] = ()
+
+
+class AttemptStage(Enum):
+    """What became of an attempt here."""
+    PARKED = "parked"  # its request is parked, and waits for a peer
+    FAILED = "failed"  # it has ended without the KV; its request is parked until its turn
+    LEFT = "left"  # its request was aborted or waits again
+
+
+@dataclass
+class RemoteAttempt:
+    """An attempt with `blocks` set aside for it, beyond its prefix hit, until they may be reused."""
+    request: RemoteRequest
+    blocks: int
+    stage: AttemptStage = AttemptStage.PARKED
+    released: bool = False  # no peer will write the blocks any more, but its request has them still
+
+
+@dataclass(frozen=True)
+class DecodeCapacity:
+    """The sizes of a decode engine: blocks, seats, and the tokens of one batch."""
+    block_size: int
+    total_blocks: int
+    total_requests: int
+    batch_tokens: int
+
+
+class DecodeHandover(ABC, Generic[R]):
+    """All prompts of one decode engine that are, or may be, prefilled elsewhere. Used from the step loop only. A
+    binding derives from it and says what its engine's requests and queues are (at the end)."""
+
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, capacity: DecodeCapacity, metrics: PDMetrics) -> None:
+        self._protocol = protocol
+        self._metrics = metrics
+        self._capacity = capacity
+        self._policy = PolicyConfig(max_local_prefill_tokens=config.max_local_prefill_tokens,
+                                    max_queue_length=config.max_queue_length,
+                                    max_parked_fraction=config.max_parked_fraction,
+                                    attempts=config.attempts)
+        self._deadline_s = config.attempt_deadline_s
+        self._batch_tokens = capacity.batch_tokens
+        self._requests: weakref.WeakKeyDictionary[R, RemoteRequest] = weakref.WeakKeyDictionary()
+        self._attempts: dict[Attempt, RemoteAttempt] = {}
+        self._resuming: list[R] = []  # their KV has come; they have no token yet
+        self._pace = FallbackPace(config.max_fallback_share)
+        self._batch: list[R] = []  # the last ones that were given back to be prefilled here
+
+    @property
+    def waiting_for_peers(self) -> bool:
+        """Whether a notice may arrive."""
+        return bool(self._attempts)
+
+    def debug_state(self) -> dict[str, int]:
+        """How many attempts have blocks, how many of them failed and were not given back, and how many requests wait
+        for their first token: for tests and chaos. All are 0 at rest."""
+        return {"held_blocks": len(self._attempts),
+                "given_up": sum(attempt.stage is AttemptStage.FAILED or attempt.released
+                                for attempt in self._attempts.values()),
+                "resumed": len(self._resuming)}
+
+    def choose(self, request: R, cached_tokens: int) -> Attempt | None:
+        """The attempt under which the prompt is to be prefilled elsewhere, or None. `decide` and `commit` in one, for
+        a scheduler that acts on the answer at once."""
+        decision = self.decide(request, cached_tokens)
+        return None if decision is None else self.commit(request, decision)
+
+    def decide(self, request: R, cached_tokens: int) -> Decision | None:
+        """Where the request's prompt is to be prefilled, of which `cached_tokens` are a prefix hit; None where it was
+        settled before that it stays. Changes nothing: it may be asked any number of times."""
+        remote = self._request(request)
+        if remote.stays:
+            return None
+        return self._decide(request, cached_tokens, remote, self._protocol.view(remote.failed_peers),
+                            self._count_blocks(), len(self._parked()))
+
+    def commit(self, request: R, decision: Decision) -> Attempt | None:
+        """The scheduler acts on `decide`. Counted once a stay in the waiting queue: a request that is to stay is not
+        asked about again. Returns the attempt to park it under; None where it stays."""
+        self._metrics.decision("remote" if decision.remote else "local", decision.reason.value)
+        if not decision.remote:
+            self._stay(request)
+            return None
+        remote = self._request(request)
+        if remote.began_at is None:
+            remote.began_at = time.monotonic()
+        remote.attempts += 1
+        return self._protocol.next_attempt(self._request_id(request))
+
+    def start(self, attempt: Attempt, request: R, block_ids: list[int], cached_tokens: int) -> None:
+        """The request is parked: submit its job. `block_ids` are those of the whole prompt, the cached prefix
+        included."""
+        cached_blocks = cached_tokens // self._capacity.block_size
+        remote = self._requests[request]
+        remote.parked_at = time.monotonic()
+        self._attempts[attempt] = RemoteAttempt(remote, len(block_ids) - cached_blocks)
+        if request in self._batch:  # it was to be prefilled here, but now there is a peer for it
+            self._batch.remove(request)
+        self._protocol.submit(attempt, self._prompt(request), list(block_ids), cached_blocks, remote.failed_peers,
+                              self._time_left_s(remote))
+
+    def abort(self, attempt: Attempt) -> None:
+        """The client is gone. The blocks come back with the attempt's Released."""
+        self._protocol.abort(attempt)
+        remote = self._attempts.get(attempt)
+        if remote is None:
+            return
+        if remote.stage is AttemptStage.PARKED:  # else it has ended, and was counted
+            self._metrics.attempt("cancelled")
+        remote.stage = AttemptStage.LEFT
+
+    def notice(self, payload: bytes) -> None:
+        """A notice has arrived with a peer's write. One that can't be decoded is counted and dropped."""
+        notice = ArrivalNotice.decode(payload)
+        if notice is None:
+            self._metrics.frames_dropped("notice_malformed")
+        else:
+            self._protocol.arrived(notice.attempt, notice.rank)
+
+    def handle(self, event: Event, progress: Progress) -> None:
+        """Turn an event of the protocol into progress for the scheduler."""
+        if isinstance(event, Prefilled):
+            remote = self._attempts.pop(event.attempt, None)
+            progress.finished_prefills.append(event.attempt)
+            self._metrics.attempt("done")
+            self._count_timings(event.timings)
+            request = self._parked().get(event.attempt)
+            if request is not None:
+                remote.request.attempts = self._policy.attempts  # if it is preempted later, it stays here (B8)
+                for sibling in self._siblings(request):
+                    if sibling is not request:
+                        self._request(sibling).stays = True
+                self._resuming.append(request)
+        elif isinstance(event, Timed):
+            self._count_timings(event.timings)
+        elif isinstance(event, Fallback):
+            self._fall_back(event)
+        elif isinstance(event, Released):
+            remote = self._attempts.get(event.attempt)
+            if remote is not None and remote.stage is AttemptStage.FAILED:
+                remote.released = True
+            else:
+                self._free(event.attempt, progress)
+
+    def scheduled(self) -> None:
+        """A step was scheduled. Note which requests it resumed whose KV has come."""
+        for request in self._resuming:
+            remote = self._requests[request]
+            if remote.resumed_at is None and self._is_running(request):
+                remote.resumed_at = time.time()
+                self._metrics.parked(time.monotonic() - remote.parked_at)
+
+    def give_back(self, progress: Progress, stalled: bool) -> None:
+        """Give the requests whose attempt failed back to the scheduler: at once where another peer will be tried, else
+        at the pace that the running ones can bear. `stalled`: the last batch can't run with the free blocks."""
+        now = time.monotonic()
+        if not any(self._awaits_prefill(request) for request in self._batch):
+            self._batch.clear()
+            self._pace.ended(now)
+        for attempt, remote in list(self._attempts.items()):
+            if remote.stage is AttemptStage.LEFT and remote.released:
+                self._free(attempt, progress)  # it was aborted after its Released had come
+        failed = [item for item in self._attempts.items() if item[1].stage is AttemptStage.FAILED]
+        if not failed:
+            return
+        views: dict[tuple[str, ...], QueueView] = {}
+        blocks, parked, local = self._count_blocks(), self._parked(), []
+        for attempt, remote in failed:
+            request, avoid = parked[attempt], remote.request.failed_peers
+            if avoid not in views:
+                views[avoid] = self._protocol.view(avoid)
+            free_again = remote.blocks if remote.released else 0
+            if self._decide(request, 0, remote.request, views[avoid], blocks - free_again, len(parked) - 1).remote:
+                self._give_back(attempt, progress)
+            else:
+                local.append((attempt, request))
+        if not local or not (stalled or self._pace.may_begin(now, self._has_running())):
+            return
+        self._pace.began(now)
+        tokens = 0
+        for attempt, request in local:
+            tokens += self._num_tokens(request)
+            if tokens > self._batch_tokens and request is not local[0][1]:
+                break
+            self._batch.append(request)
+            self._give_back(attempt, progress)
+
+    def update_metrics(self) -> None:
+        """Set the gauges, and count the first tokens since the last call."""
+        quarantined = sum(remote.blocks for attempt, remote in self._attempts.items()
+                          if attempt in self._quarantined())
+        self._metrics.quarantined_blocks.set(quarantined)
+        self._metrics.parked_blocks.set(self._count_blocks() - quarantined)
+        waiting = []
+        for request in self._resuming:
+            resumed_at, first_token_at = self._requests[request].resumed_at, self._first_token_at(request)
+            if resumed_at is not None and first_token_at is not None:
+                self._metrics.handover("first_step", max(0.0, first_token_at - resumed_at))
+            elif resumed_at is None or not self._is_finished(request):
+                waiting.append(request)
+        self._resuming = waiting
+
+    # Inside.
+
+    def _request(self, request: R) -> RemoteRequest:
+        remote = self._requests.get(request)
+        if remote is None:
+            remote = self._requests[request] = RemoteRequest()
+        return remote
+
+    def _count_blocks(self) -> int:
+        """Blocks that are set aside for attempts, quarantined ones included."""
+        return sum(remote.blocks for remote in self._attempts.values())
+
+    def _stay(self, request: R) -> None:
+        """Keep this request and its siblings here: `decide` answers None for each of them."""
+        for one in (request, *self._siblings(request)):
+            self._request(one).stays = True
+
+    def _fall_back(self, event: Fallback) -> None:
+        attempt = event.attempt
+        logger.warning("remote prefill %d of request %s has ended (%s): %s", attempt.number, attempt.request_id,
+                       event.reason.value, event.detail)
+        self._metrics.attempt(event.outcome.value)
+        if attempt not in self._parked():
+            return  # aborted in the meantime
+        remote = self._attempts[attempt] = self._attempts.pop(attempt)  # failed ones are in the order of their failures
+        remote.stage = AttemptStage.FAILED
+        if not event.reason.another_may_help:
+            remote.request.attempts = self._policy.attempts
+        elif event.peer:
+            remote.request.failed_peers += (event.peer, )
+
+    def _give_back(self, attempt: Attempt, progress: Progress) -> None:
+        progress.failed_prefills.append(attempt)
+        remote = self._attempts[attempt]
+        remote.stage = AttemptStage.LEFT
+        if remote.released:
+            self._free(attempt, progress)
+
+    def _free(self, attempt: Attempt, progress: Progress) -> None:
+        """No peer will write its blocks any more."""
+        self._attempts.pop(attempt, None)
+        progress.finished_transfers.append(attempt)
+
+    def _time_left_s(self, remote: RemoteRequest) -> float:
+        return self._deadline_s - (time.monotonic() - remote.began_at if remote.began_at is not None else 0.0)
+
+    def _decide(self, request: R, cached_tokens: int, remote: RemoteRequest, view: QueueView, parked_blocks: int,
+                parked_requests: int) -> Decision:
+        """Apply the policy. `parked_blocks` and `parked_requests` do not count the request itself."""
+        block_size, tokens, attempts = self._capacity.block_size, self._num_tokens(request), remote.attempts
+        if self._has_outputs(request):  # preempted: a job is a prompt, and its blocks would hold the outputs too
+            attempts = self._policy.attempts
+        return decide(
+            PolicyInput(prompt_tokens=tokens,
+                        cached_tokens=cached_tokens,
+                        blocks=-(-tokens // block_size) - cached_tokens // block_size,
+                        can_go_remote=self._can_go_remote(request),
+                        attempts_made=attempts,
+                        time_left_s=self._time_left_s(remote),
+                        broker_up=view.broker_up,
+                        prefill_peers=view.prefill_peers,
+                        queue_length=view.queue_length,
+                        parked_blocks=parked_blocks,
+                        total_blocks=self._capacity.total_blocks,
+                        parked_requests=parked_requests,
+                        total_requests=self._capacity.total_requests), self._policy)
+
+    def _count_timings(self, timings: Timings) -> None:
+        if timings.measured:
+            self._metrics.transfer_bytes(timings.bytes)
+            for stage, seconds in (("queue", timings.queue_s), ("claim", timings.claim_s),
+                                   ("prefill", timings.prefill_s), ("transfer", timings.transfer_s)):
+                self._metrics.handover(stage, seconds)
+
+    # What a binding knows of its engine.
+
+    @abstractmethod
+    def _parked(self) -> Mapping[Attempt, R]:
+        """The parked requests."""
+
+    @abstractmethod
+    def _quarantined(self) -> Collection[Attempt]:
+        """Attempts that have ended, and whose blocks a peer may still write."""
+
+    @abstractmethod
+    def _has_running(self) -> bool:
+        """Whether a request runs, which would have to wait for a prefill."""
+
+    @abstractmethod
+    def _can_go_remote(self, request: R) -> bool:
+        """Whether all that the request needs can come from another engine."""
+
+    @abstractmethod
+    def _request_id(self, request: R) -> str:
+        """Its id in this engine."""
+
+    @abstractmethod
+    def _prompt(self, request: R) -> list[int]:
+        """The token ids of its prompt."""
+
+    @abstractmethod
+    def _num_tokens(self, request: R) -> int:
+        """Tokens of its prompt and its outputs."""
+
+    @abstractmethod
+    def _has_outputs(self, request: R) -> bool:
+        """Whether it has tokens beyond its prompt."""
+
+    @abstractmethod
+    def _awaits_prefill(self, request: R) -> bool:
+        """Whether it goes on, and its prompt is not computed."""
+
+    @abstractmethod
+    def _is_running(self, request: R) -> bool:
+        """Whether it is scheduled."""
+
+    @abstractmethod
+    def _is_finished(self, request: R) -> bool:
+        """Whether it has ended."""
+
+    @abstractmethod
+    def _first_token_at(self, request: R) -> float | None:
+        """When it got its first token, on the wall clock."""
+
+    def _siblings(self, request: R) -> Collection[R]:
+        """All parts of a request with n > 1 that have not ended, this one included; none of any other request."""
+        return ()

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine learns between two steps: events of the protocol, ends of transfers, notices.
+
+A binding asks for them with `_collect`, as often as it likes, and passes `_progress` to its scheduler.
+"""
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from vllm_pd.control.agent import ControlAgent
+from vllm_pd.control.degraded import Degraded
+from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.core.messages import Load
+from vllm_pd.core.mutual import JobPatience
+from vllm_pd.handover.decode import DecodeHandover
+from vllm_pd.handover.prefill import PrefillHandover
+from vllm_pd.handover.progress import Progress
+from vllm_pd.metrics import PDMetrics
+from vllm_pd.transfer.engine import EngineTransfer
+from vllm_pd.transfer.requests import Finished
+
+logger = logging.getLogger("vllm.pd")
+
+METRICS_PERIOD_S = 0.2
+_PREFILL_EVENTS = (Prefill, Cancelled, AddPeer, DropPeer)
+
+
+class HandoverEngine(ABC):
+    """The events and transfers of one engine. Used from its step loop only. A binding derives from it, and sets
+    `remote_prefills` and `prefill_jobs` (None: this engine takes no jobs) before the first `_collect`."""
+
+    remote_prefills: DecodeHandover
+    prefill_jobs: PrefillHandover | None
+
+    def __init__(self, agent: ControlAgent, transfer: EngineTransfer, metrics: PDMetrics) -> None:
+        self.protocol = agent.protocol
+        self._agent = agent
+        self._transfer = transfer
+        self._metrics = metrics
+        self._progress = Progress()
+        self.stalled = False  # whether the last schedule() could do nothing for those that wait
+        self._patience = JobPatience()
+        self._metrics_due = 0.0
+        self._metrics_stale = True
+        self._counted: dict[str, int] = {}
+        self._shown: tuple[str, bool, bool] | None = None  # role, draining, thread ended: as in the gauges
+        self._degraded: Degraded | None = None  # as the gauge shows it
+
+    @abstractmethod
+    def _load(self) -> Load:
+        """How busy the engine is."""
+
+    @abstractmethod
+    def _has_running(self) -> bool:
+        """Whether a request runs."""
+
+    def _collect(self) -> None:
+        """Move everything that has happened since the last call into `_progress`."""
+        if self.remote_prefills.waiting_for_peers:
+            self._guard(self._transfer.poll)
+        transfers = self._transfer.take_progress()
+        for notice in transfers.notices:
+            self._guard(self.remote_prefills.notice, notice.payload)
+        if self.prefill_jobs is not None:
+            for end in transfers.finished:
+                self._guard(self.prefill_jobs.ended, end, self._progress)
+            for refusal in transfers.refused:
+                self._guard(self.prefill_jobs.refused, refusal)
+        for event in iter(self.protocol.poll_event, None):
+            self.stalled = False
+            self._guard(self._handler(event), event, self._progress)
+        self._guard(self.remote_prefills.give_back, self._progress, self.stalled)
+        if self.prefill_jobs is not None:
+            self._guard(self._give_back_jobs)
+            self.prefill_jobs.set_credits()
+        self.protocol.set_load(self._load())
+        shown = (self.protocol.state.role.value, self.protocol.state.draining, self._agent.error is not None)
+        if shown != self._shown:
+            self._shown = shown
+            self._metrics.standing(*shown)
+        degraded = self.protocol.degraded()
+        if degraded != self._degraded:
+            self._degraded = degraded
+            self._metrics.degraded(None if degraded is None else degraded.cause.value)
+
+    def _give_back_jobs(self) -> None:
+        """Give back the peers' jobs that wait for this engine's parked requests (`vllm_pd.core.mutual`)."""
+        if self._progress:
+            return  # the next step may begin them
+        moving = self._has_running() or self.prefill_jobs.sending
+        over = self._patience.take_over(time.monotonic(), moving, self.prefill_jobs.waiting)
+        if over:
+            self.stalled = False  # those behind them may fit
+            self.prefill_jobs.give_back(over)
+
+    def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
+        if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:
+            return self.prefill_jobs.handle
+        return self.remote_prefills.handle
+
+    def _guard(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return guarded(self._metrics, call, *arguments)
+
+    def _update_metrics(self) -> None:
+        now = time.monotonic()
+        if now >= self._metrics_due:
+            self._metrics_due = now + METRICS_PERIOD_S
+            self._metrics_stale = False
+            self.remote_prefills.update_metrics()
+            for kind, count in self._agent.dropped().items():
+                if count > self._counted.get(kind, 0):
+                    self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))
+                    self._counted[kind] = count
+
+
+def guarded(metrics: PDMetrics, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Log and count errors caused by peer input; never propagate them."""
+    try:
+        return call(*arguments)
+    except Exception:
+        logger.exception("unexpected error in %s", call)
+        metrics.frames_dropped("stumble")
+        return None
+
+
+def ignore_end(end: Finished) -> None:
+    """Nothing: a decode engine has no writes that could end."""

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill engine's half of a binding: jobs of peers as requests of this engine.
+
+Life of a job: a Prefill event becomes a request for one token (COMPUTING); when that has finished, its blocks are held
+and `computed` is called; the binding posts the write with the requests that it takes (SENDING). When it ends, the end
+is reported to the peer at once, in the thread that saw it, and the step loop frees the blocks later. Whatever goes
+wrong on the way, the peer gets a message and the blocks are freed.
+
+Where the peer has more of the prompt in its prefix cache than this engine, and reading that is quicker than computing
+it, the request is parked before it is computed, and the read goes into its pending blocks (READING). When it has ended
+they enter this engine's prefix cache and the request waits again, in front. That is so only if the read succeeded and
+the lease is still valid: of a read that failed, or ended too late, nothing is kept.
+"""
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.core.prefix import PrefixCost, PrefixReads
+from vllm_pd.handover.progress import ArrivalNotice, Progress
+from vllm_pd.metrics import PDMetrics
+from vllm_pd.transfer import requests as transfer
+
+logger = logging.getLogger("vllm.pd")
+
+
+class JobStage(Enum):
+    """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`core.prefill.JobState`)."""
+    COMPUTING = "computing"
+    READING = "reading"
+    COMPUTED = "computed"
+    SENDING = "sending"
+
+
+@dataclass
+class PeerJob:
+    """One job of a peer, from its `Prefill` to the end of its write."""
+    prefill: Prefill
+    request_id: str
+    started_at: float
+    state: JobStage = JobStage.COMPUTING
+    prefill_s: float = 0.0
+    local_block_ids: list[int] = field(default_factory=list)
+    cancelled: bool = False
+    cached_tokens: int = 0  # this engine's prefix hit, when it was last looked for
+    read_tokens: int = 0  # how many of the peer's tokens were asked for
+    request: Any = None  # the engine's own
+
+
+@dataclass(frozen=True)
+class PrefillCapacity:
+    """The sizes of a prefill engine. `token_bytes` is the KV of one token, over all layers and ranks."""
+    block_size: int
+    vocab_size: int
+    ranks: int
+    token_bytes: int
+    caching: bool
+
+
+class PrefillHandover(ABC):
+    """All jobs that this engine has from peers. Used from the step loop only, except `report_end`. A binding derives
+    from it and says what a request of its engine is (at the end)."""
+
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, capacity: PrefillCapacity, metrics: PDMetrics) -> None:
+        self._protocol = protocol
+        self._metrics = metrics
+        self._max_jobs = config.max_prefill_jobs
+        self._jobs: dict[Attempt, PeerJob] = {}
+        self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
+        self._requests: list[transfer.TransferRequest] = []
+        self._cost = PrefixCost(PrefixReads(config.prefix_reads) if capacity.caching else PrefixReads.NEVER,
+                                capacity.token_bytes)
+        self._block_size = capacity.block_size
+        self._vocab_size = capacity.vocab_size
+        self._ranks = capacity.ranks
+        self.set_credits()
+
+    @property
+    def sending(self) -> bool:
+        """Whether a write or a read is under way, or its end is not processed yet."""
+        return bool(self._open)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether the next step has transfer requests for the worker."""
+        return bool(self._requests) or any(job.state is JobStage.COMPUTED for job in self._jobs.values())
+
+    @property
+    def waiting(self) -> list[Attempt]:
+        """The jobs that wait for their first step."""
+        return [attempt for attempt, job in self._jobs.items()
+                if job.state is JobStage.COMPUTING and self._is_waiting(job)]
+
+    def give_back(self, attempts: Iterable[Attempt]) -> None:
+        """Give up these jobs, which wait for their first step: their decode engines try another peer."""
+        for attempt in attempts:
+            logger.info("job %s finds no room beside this engine's own requests that wait for peers", attempt)
+            self._abort_request(self._jobs.pop(attempt))
+            self._protocol.failed(attempt, "there is no room for it beside requests that wait for peers in turn")
+
+    def set_credits(self) -> None:
+        """Tell the protocol how many more jobs this engine takes. To be called after events were handled."""
+        self._protocol.set_credits(max(0, self._max_jobs - len(self._jobs)))
+
+    def handle(self, event: Event, progress: Progress) -> None:
+        """Handle an event of the protocol."""
+        if isinstance(event, Prefill):
+            self._start(event)
+        elif isinstance(event, Cancelled):
+            self._cancel(event.attempt, progress)
+        elif isinstance(event, AddPeer):
+            self._requests.append(transfer.AddTransferPeer(event.incarnation, event.metadata))
+        elif isinstance(event, DropPeer):
+            self._requests.append(transfer.DropTransferPeer(event.incarnation))
+
+    def ignored(self, attempt: Attempt) -> None:
+        """The scheduler refused the job's request: it fits neither the pool nor the batch. It owns no blocks."""
+        if self._jobs.pop(attempt, None) is not None:
+            self._protocol.failed(attempt, "the prompt does not fit this engine")
+
+    def wants_prefix(self, attempt: Attempt, cached_tokens: int) -> bool:
+        """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, is to be read
+        from the peer first. At most once a job: a read that failed is not repeated."""
+        job = self._jobs.get(attempt)
+        if job is None or job.read_tokens:
+            return False
+        job.cached_tokens = cached_tokens
+        return self._cost.worth_reading(job.prefill.cached_blocks * self._block_size - cached_tokens)
+
+    def read_prefix(self, attempt: Attempt, block_ids: list[int], cached_tokens: int) -> None:
+        """The job's request is parked with these blocks for the whole prompt. The read goes with the coming step."""
+        job = self._jobs[attempt]
+        first, last = cached_tokens // self._block_size, job.prefill.cached_blocks
+        job.read_tokens = last * self._block_size - cached_tokens
+        job.state = JobStage.READING
+        self._open[_read_key(attempt)] = job
+        self._requests.append(transfer.Read(_read_key(attempt), job.prefill.peer, list(block_ids[first:last]),
+                                            job.prefill.cached_block_ids[first:last]))
+
+    def aborted(self, attempt: Attempt) -> None:
+        """The job's request was aborted while it was parked. Its blocks stay until the read has ended."""
+        job = self._jobs[attempt]
+        if job.state is JobStage.READING and not job.cancelled:
+            job.cancelled = True
+            self._requests.append(transfer.CancelTransfer(_read_key(attempt)))
+
+    def lost(self, attempt: Attempt, reason: str) -> None:
+        """The job's request has ended early, and not by a message of the peer. A read that fills its blocks has been
+        cancelled by then, see `aborted`."""
+        if self._jobs[attempt].state is not JobStage.READING:
+            del self._jobs[attempt]
+        self._protocol.failed(attempt, reason)
+
+    def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
+        """The prompt is computed, in these blocks of the whole prompt, which the scheduler keeps for us."""
+        job = self._jobs.get(attempt)
+        if job is None:  # it was cancelled
+            progress.finished_transfers.append(attempt)
+            return
+        first = job.prefill.cached_blocks
+        job.local_block_ids = list(block_ids[first:first + len(job.prefill.block_ids)])
+        job.prefill_s = time.monotonic() - job.started_at
+        self._learn(job)
+        self._metrics.job(len(job.prefill.token_ids))
+        job.state = JobStage.COMPUTED
+
+    def return_requests(self, requests: list[transfer.TransferRequest]) -> None:
+        """These were taken by `take_requests`, but their step was given up."""
+        self._requests[:0] = requests
+
+    def take_requests(self, progress: Progress) -> list[transfer.TransferRequest]:
+        """The transfer requests of the step that is about to run. The lease is checked here, right before the post."""
+        requests, self._requests = self._requests, []
+        for attempt, job in list(self._jobs.items()):
+            if job.state is not JobStage.COMPUTED:
+                continue
+            if not self._protocol.may_write(attempt):
+                self._end(attempt, progress)
+                self._protocol.failed(attempt, "the lease ran out before the write")
+                continue
+            job.state = JobStage.SENDING
+            self._open[str(attempt)] = job
+            requests.append(transfer.Write(str(attempt), job.prefill.peer, job.local_block_ids, job.prefill.block_ids,
+                                           [ArrivalNotice(attempt, rank).encode() for rank in range(self._ranks)]))
+        self._metrics.sending_blocks.set(sum(len(j.local_block_ids) for j in self._jobs.values()))
+        return requests
+
+    def report_end(self, end: transfer.Finished) -> None:
+        """Report to the peer that a write, or the read of a job that it cancelled, has ended: no byte of it moves any
+        more. Called in any thread, before `ended`; the step loop may be in a forward pass."""
+        job = self._open.get(end.key)
+        if job is None:
+            return
+        attempt = job.prefill.attempt
+        if job.cancelled:
+            self._protocol.ended(attempt)
+        elif job.state is JobStage.READING:
+            return  # the job goes on
+        elif end.ok:
+            self._protocol.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
+                                              measured=True))
+        else:
+            self._protocol.failed(attempt, f"the transfer failed: {end.error}")
+
+    def ended(self, end: transfer.Finished, progress: Progress) -> None:
+        """Free what a write or a read held that has ended."""
+        job = self._open.pop(end.key, None)
+        if job is None:
+            return
+        if job.state is JobStage.READING:
+            self._read(job, end, progress)
+            return
+        self._end(job.prefill.attempt, progress)
+        if end.ok and not job.cancelled:
+            self._metrics.transfer_bytes(end.bytes)
+            self._cost.moved(len(job.local_block_ids) * self._block_size, end.seconds)
+
+    def _read(self, job: PeerJob, end: transfer.Finished, progress: Progress) -> None:
+        attempt = job.prefill.attempt
+        arrived = end.ok and not job.cancelled and self._protocol.lease_stands(attempt)
+        self._metrics.prefix_read("done" if arrived else "late" if end.ok or job.cancelled else "failed",
+                                  end.bytes if arrived else 0)
+        if arrived:
+            progress.read_prefixes[attempt] = job.prefill.cached_blocks * self._block_size
+        else:
+            progress.failed_prefills.append(attempt)
+        progress.finished_transfers.append(attempt)
+        if job.cancelled:
+            del self._jobs[attempt]
+            self._protocol.ended(attempt)  # again, for it may have been cancelled since `report_end`
+            return
+        if end.ok:
+            self._cost.moved(job.read_tokens, end.seconds)
+        else:
+            logger.warning("job %s computes what could not be read from its peer: %s", attempt, end.error)
+        job.state = JobStage.COMPUTING
+
+    def refused(self, refusal: transfer.PeerRefusal) -> None:
+        """The transport could not add a peer: its writes will fail, one by one."""
+        logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.reason)
+
+    def _start(self, prefill: Prefill) -> None:
+        attempt = prefill.attempt
+        job = PeerJob(prefill, f"pd-{attempt}", time.monotonic())
+        try:
+            token_ids = prefill.token_ids
+            if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+                raise ValueError(f"a token id is outside the vocabulary of {self._vocab_size}")
+            job.request = self._add_request(job)
+        except Exception as error:  # an error in a peer's prompt must not end this engine
+            logger.warning("job %s can't run here: %s", attempt, error)
+            self._abort_request(job)
+            self._protocol.failed(attempt, f"the prefill engine can't run it: {error}")
+            return
+        self._jobs[attempt] = job
+
+    def _cancel(self, attempt: Attempt, progress: Progress) -> None:
+        job = self._jobs.get(attempt)
+        if job is None:
+            self._protocol.ended(attempt)
+        elif job.state is JobStage.COMPUTING:
+            self._abort_request(job)
+            del self._jobs[attempt]
+            self._protocol.ended(attempt)
+        elif job.state is JobStage.COMPUTED:
+            self._end(attempt, progress)
+            self._protocol.ended(attempt)
+        elif job.state is JobStage.READING:
+            self._abort_request(job)  # which calls `aborted`
+        elif not job.cancelled:
+            job.cancelled = True
+            self._requests.append(transfer.CancelTransfer(str(attempt)))
+
+    def _learn(self, job: PeerJob) -> None:
+        """Measure how fast prompts are computed here. Not of a job with a read, whose time began with it."""
+        began_at = self._scheduled_at(job)
+        if began_at is not None and not job.read_tokens:
+            self._cost.computed(len(job.prefill.token_ids) - job.cached_tokens, time.time() - began_at)
+
+    def _end(self, attempt: Attempt, progress: Progress) -> PeerJob:
+        progress.finished_transfers.append(attempt)
+        return self._jobs.pop(attempt)
+
+    def find(self, attempt: Attempt) -> JobStage | None:
+        """The state of a job, for tests."""
+        job = self._jobs.get(attempt)
+        return None if job is None else job.state
+
+
+    # What a binding knows of its engine.
+
+    @abstractmethod
+    def _add_request(self, job: PeerJob) -> Any:
+        """Add a request for one token of the job's prompt under the job's `request_id`, and return it. Whatever it
+        raises is the reason why the job can't run here."""
+
+    @abstractmethod
+    def _abort_request(self, job: PeerJob) -> None:
+        """Abort the job's request. An unknown one is no error."""
+
+    @abstractmethod
+    def _is_waiting(self, job: PeerJob) -> bool:
+        """Whether the job's request waits for its first step."""
+
+    @abstractmethod
+    def _scheduled_at(self, job: PeerJob) -> float | None:
+        """When it had its first step, on the wall clock."""
+
+
+def _read_key(attempt: Attempt) -> str:
+    return f"read {attempt}"

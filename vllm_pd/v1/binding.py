@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`EngineHandover`: the binding of one V1 engine, in EngineCore's process and thread.
+
+Built when the engine's loop begins. News come from the control thread and the transfer thread, which wake the engine;
+`look` applies them at once: requests are resumed or failed, fences come down, peers' jobs are added. No step is needed
+for that, and none is made while all that is left waits for peers (`asleep`).
+"""
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.agent import ControlAgent
+from vllm_pd.core.messages import Attempt, Load
+from vllm_pd.handover.engine import HandoverEngine, guarded, ignore_end
+from vllm_pd.handover.prefill import PrefillCapacity
+from vllm_pd.handover.progress import Progress
+from vllm_pd.transfer.engine import EngineTransfer
+from vllm_pd.transfer.requests import Read, Write
+from vllm_pd.v1.decode import ParkedRequests
+from vllm_pd.v1.fence import BlockFence
+from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
+from vllm_pd.v1.prefill import InternalRequests
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.request import Request
+
+    from vllm_pd.v1.engine_access import EngineAccess
+    from vllm_pd.v1.scheduler import HandoverScheduling
+
+logger = logging.getLogger("vllm.pd")
+
+FENCES_S = 10.0  # how long a reset of the prefix cache waits for fences
+POLL_S = 0.001  # meanwhile
+
+
+class StepMetadata(KVConnectorMetadata):
+    """What goes to the workers with each step. `step` counts the steps from 1; `brings_kv`: it is the first that may
+    read what a transfer has written."""
+
+    def __init__(self, step: int, brings_kv: bool) -> None:
+        self.step = step
+        self.brings_kv = brings_kv
+
+
+class EngineHandover(HandoverEngine):
+    """The binding of one engine. It owns `agent`, which runs, and `transfer`, which it starts; `close` ends both.
+    `capacity` is that of the engine as a prefill engine."""
+
+    def __init__(self, config: PDConfig, scheduler: HandoverScheduling, access: EngineAccess, agent: ControlAgent,
+                 transfer: EngineTransfer, capacity: PrefillCapacity, metrics: MetricsRecorder) -> None:
+        super().__init__(agent, transfer, metrics)
+        self._scheduler = scheduler
+        self._access = access
+        self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
+        self.remote_prefills = ParkedRequests(config, self.protocol, scheduler, self.fence, metrics)
+        self.prefill_jobs: InternalRequests | None = None
+        if config.role.prefills:
+            self.prefill_jobs = InternalRequests(config, self.protocol, scheduler, access, capacity, self.fence,
+                                                 metrics)
+        self._slept = False  # the group was told that this rank has nothing to do, and has not been told otherwise
+        self._step = 0
+        self._processed_step = 0
+        self._brings_kv = False
+        report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
+        transfer.start(access.wake, partial(guarded, metrics, report_end))
+        scheduler.binding = self
+        self._finalizer = weakref.finalize(self, _shut, agent, transfer, access)
+
+    # Calls of the connector.
+
+    def match(self, request: Request, cached_tokens: int) -> int | None:
+        """How many of the request's tokens after the `cached_tokens` come from a peer; None: ask again with the next
+        step. No effect on anything that the caller sees."""
+        if self._is_internal(request):
+            return self.prefill_jobs.match(request, cached_tokens)
+        return self.remote_prefills.match(request, cached_tokens) if self.protocol.state.hands_over else 0
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, remote_tokens: int) -> None:
+        """The request has these blocks; it is being parked where `remote_tokens` is more than 0."""
+        part = self.prefill_jobs if self._is_internal(request) else self.remote_prefills
+        part.allocated(request, blocks.get_block_ids()[0], remote_tokens)
+
+    def finished(self, request: Request, block_ids: list[int]) -> None:
+        """The request has ended and still has its blocks."""
+        if self._is_internal(request):
+            self._guard(self.prefill_jobs.finished, request, block_ids, self._progress)
+            self._transmit()
+        else:
+            self.remote_prefills.withdraw(request.request_id)
+        self.stalled = False
+
+    def step_metadata(self) -> StepMetadata:
+        """For the workers, with the step that is being scheduled."""
+        self._step += 1
+        brings_kv, self._brings_kv = self._brings_kv, False
+        return StepMetadata(self._step, brings_kv)
+
+    def take_stats(self) -> HandoverStats | None:
+        """Our figures since the last call."""
+        return self._metrics.take()
+
+    # Calls of the scheduler.
+
+    @property
+    def asleep(self) -> bool:
+        """Whether no step is to be made although there are requests."""
+        asleep = self.stalled and not self._scheduler.finished_req_ids and self._access.may_sleep
+        self._slept = self._slept or asleep
+        return asleep
+
+    def look(self) -> None:
+        """Apply what is new, if the engine was woken for something."""
+        if self._access.take_wake():
+            self._apply_news()
+            if self.stalled or not self._scheduler.requests:
+                self._publish_stats()
+
+    def before_schedule(self) -> None:
+        """A step is about to be scheduled."""
+        self._access.take_wake()
+        self._apply_news()
+
+    def after_schedule(self, output: SchedulerOutput, throttled: bool) -> None:
+        """This step was scheduled. `throttled`: it was not to begin prefills."""
+        scheduler, tokens = self._scheduler, output.total_num_scheduled_tokens
+        self.remote_prefills.scheduled()
+        if tokens and self._slept:
+            self._slept = False
+            self._access.start_wave()
+        new_ids = [new.req_id for new in output.scheduled_new_reqs]
+        self.stalled = bool((len(self.fence) or self.remote_prefills.parked_ids()) and not tokens and not throttled
+                            and not scheduler.running and scheduler.ec_connector is None
+                            and not scheduler.awaits_grammar())
+        if self.prefill_jobs is not None:
+            self.prefill_jobs.scheduled(new_ids)
+            blocked = not new_ids and not throttled and self.remote_prefills.waiting_for_peers
+            self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
+            self._transmit()  # reads into blocks that were allocated in this step
+        next_look = self._patience.next_look() if self.stalled else None
+        if next_look is not None:
+            self._access.wake()  # a job that nothing here will make room for is given back at once
+        self._access.wake_at(next_look)
+
+    def before_update(self, output: SchedulerOutput) -> None:
+        """The output of this step is about to be processed: the workers have done it, and all steps before it."""
+        self._processed_step = output.kv_connector_metadata.step
+        if output.total_num_scheduled_tokens:
+            self.stalled = False
+
+    def after_update(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """The output of a step was processed. Takes our own requests out of what goes to the clients."""
+        self.remote_prefills.note_first_tokens()
+        self._update_metrics()
+        if self.prefill_jobs is None:
+            return
+        for client, output in list(outputs.items()):
+            ours = {one.request_id for one in output.outputs if self.prefill_jobs.is_internal(one.request_id)}
+            if ours:
+                output.outputs = [one for one in output.outputs if one.request_id not in ours]
+                if output.finished_requests:
+                    output.finished_requests = output.finished_requests - ours
+                for request_id in ours:  # its only token is its last
+                    self.prefill_jobs.forget(request_id)
+                if not (output.outputs or output.finished_requests or output.scheduler_stats):
+                    del outputs[client]
+
+    def after_finish(self, request_ids: list[str], finished: list[Request]) -> list[Request]:
+        """These were aborted, or nothing is known of them. Returns `finished` without our own."""
+        self.stalled = False
+        if self.prefill_jobs is None:
+            return finished
+        ours = [request for request in finished if self.prefill_jobs.is_internal(request.request_id)]
+        for request in ours:
+            if self._scheduler.finished_req_ids_dict is not None:
+                self._scheduler.finished_req_ids_dict[request.client_index].discard(request.request_id)
+            self.prefill_jobs.forget(request.request_id)
+        return [request for request in finished if request not in ours]
+
+    def count_internal(self, requests: Iterable[Request]) -> int:
+        """How many of these are our own."""
+        return 0 if self.prefill_jobs is None else sum(map(self._is_internal, requests))
+
+    def fall_back_all(self) -> None:
+        """No request waits for a peer any more, and no block is held for one unless a peer does not answer within
+        `FENCES_S`."""
+        for request_id in self.remote_prefills.parked_ids():
+            request = self.remote_prefills.withdraw(request_id)
+            self._scheduler.fail_parked(request)
+            self._scheduler.free_failed(request)
+        deadline = time.monotonic() + FENCES_S
+        self._apply_news()
+        while len(self.fence) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self._apply_news()
+        if len(self.fence):
+            logger.warning("%d fences are still up after %g s: peers may still touch those blocks", len(self.fence),
+                           FENCES_S)
+
+    def close(self) -> None:
+        """Leave the peers and release every transfer. Idempotent."""
+        self._finalizer()
+
+    # Inside.
+
+    def _is_internal(self, request: Request) -> bool:
+        return self.prefill_jobs is not None and self.prefill_jobs.is_internal(request.request_id)
+
+    def _apply_news(self) -> None:
+        """Collect what is new, and apply it to the scheduler."""
+        self._collect()
+        progress, self._progress = self._progress, Progress()
+        if progress:
+            self.stalled = False
+            self._brings_kv = self._brings_kv or progress.brings_kv
+        for attempt in (*progress.finished_prefills, *progress.read_prefixes):
+            request = self._leave(attempt)
+            if request is not None:
+                self._scheduler.resume_parked(request)
+        for attempt in progress.failed_prefills:
+            request = self._leave(attempt)
+            if request is not None:
+                self._scheduler.fail_parked(request)
+        for attempt in (*progress.finished_prefills, *progress.finished_transfers):
+            self.fence.release(attempt)
+        self._transmit()
+
+    def _leave(self, attempt: Attempt) -> Request | None:
+        request = self.remote_prefills.leave(attempt)
+        if request is None and self.prefill_jobs is not None:
+            request = self.prefill_jobs.leave(attempt)
+        return request
+
+    def _transmit(self) -> None:
+        """Pass transfer requests on to the ranks. All steps that used their blocks have been processed."""
+        if self.prefill_jobs is None:
+            return
+        requests = self.prefill_jobs.take_requests(self._progress)
+        if requests:
+            self._transfer.execute([msgspec.structs.replace(one, after_step=self._processed_step)
+                                    if isinstance(one, Read | Write) else one for one in requests])
+        for attempt in self._progress.finished_transfers:  # of writes that were given up before they were posted
+            self.fence.release(attempt)
+        self._progress.finished_transfers.clear()
+
+    def _publish_stats(self) -> None:
+        """Send the figures, with which no step goes now."""
+        self._metrics_due = 0.0
+        self._update_metrics()
+        ours = self._metrics.take()
+        stats = self._scheduler.make_stats(None, ours) if ours is not None else None
+        if stats is not None:
+            self._access.publish(stats)
+
+    def _has_running(self) -> bool:
+        return bool(self._scheduler.running)
+
+    def _load(self) -> Load:
+        parked = len(self.remote_prefills.parked_ids())
+        running, waiting = self._scheduler.get_request_counts()
+        return Load(running + parked, waiting - parked,
+                    self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def _shut(agent: ControlAgent, transfer: EngineTransfer, access: EngineAccess) -> None:
+    access.close()
+    agent.close()
+    if transfer.close():
+        agent.end_lifeline()

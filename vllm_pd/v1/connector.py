@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PDConnector`: what `kv_connector` names, in its two roles. It only passes on.
+
+Scheduler role, in EngineCore: until the engine's loop begins every request stays local; `bind_engine` then builds the
+`EngineHandover`. Worker role, in each worker: `vllm_pd.v1.worker.RankWorker`. Nothing goes between the two through a
+step but the step's number; no load, no failure and no end is ever reported in a connector's output.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+
+from vllm_pd.v1.binding import EngineHandover, StepMetadata
+from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
+from vllm_pd.v1.settings import served_name
+from vllm_pd.v1.start import begin_handover
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from vllm_pd.v1.worker import RankWorker
+
+
+class PDConnector(KVConnectorBase_V1):
+    """Without `SupportsHMA`: V1 then keeps all layers in one group of blocks, which is what is transferred."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.binding: EngineHandover | None = None
+        self._handshakes: dict[int, KVConnectorHandshakeMetadata] = {}
+        self._rank: RankWorker | None = None
+        if role is KVConnectorRole.WORKER:
+            from vllm_pd.v1.worker import RankWorker
+            self._rank = RankWorker(vllm_config)
+
+    # The scheduler role.
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """What each tensor-parallel rank said of itself."""
+        self._handshakes = metadata
+
+    def bind_engine(self, engine: EngineCoreProc) -> None:
+        """The engine's loop is about to begin: join the peers."""
+        if self.binding is None:
+            self.binding = begin_handover(engine, self._handshakes)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens that come from a peer, True); (0, False): compute it here; (None, False): ask with the next step."""
+        tokens = self.binding.match(request, num_computed_tokens) if self.binding is not None else 0
+        return tokens, bool(tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All groups: V1 must not zero blocks that a peer writes."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request has blocks."""
+        if self.binding is not None:
+            self.binding.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What goes to the workers with this step."""
+        return self.binding.step_metadata() if self.binding is not None else StepMetadata(0, False)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended. Its blocks are V1's to free at once: what a transfer touches has our reference."""
+        if self.binding is not None:
+            self.binding.finished(request, block_ids)
+        return False, None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Our figures since the last call."""
+        return self.binding.take_stats() if self.binding is not None else None
+
+    def reset_cache(self) -> bool:
+        """There is nothing cached here."""
+        return True
+
+    # The worker role.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The caches of all layers are allocated."""
+        self._rank.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """For `set_xfer_handshake_metadata`."""
+        return self._rank.handshake() if self._rank is not None else None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """A step is about to run."""
+        self._rank.begin_step(kv_connector_metadata.brings_kv)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The forward pass of the step was launched. Nothing is reported."""
+        self._rank.end_step(self._get_connector_metadata().step)
+        return KVConnectorTransferResults()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing: transfers need no step."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs when all its KV is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: KV is sent when its prompt is computed."""
+
+    def wait_for_save(self) -> None:
+        """Nothing."""
+
+    # The front end.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """What `get_kv_connector_stats` gave, from its data."""
+        return HandoverStats(data or {"calls": []})
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, metric_types: dict, labelnames: list[str],
+                           per_engine_labelvalues: dict[int, list[object]]) -> KVConnectorPromMetrics:
+        """What makes /metrics of those."""
+        return HandoverPromMetrics(served_name(vllm_config), vllm_config, metric_types, labelnames,
+                                   per_engine_labelvalues)
+
+    # Either role.
+
+    def shutdown(self) -> None:
+        """The engine, or the worker, ends."""
+        if self.binding is not None:
+            self.binding.close()
+        if self._rank is not None:
+            self._rank.close()

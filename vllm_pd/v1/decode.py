@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode engine's half of the binding, for V1's requests: see `vllm_pd.handover.decode`.
+
+A parked request is in V1's status WAITING_FOR_REMOTE_KVS and has no seat. V1 asks for a decision whenever the request
+is at the head of its queue, and acts on it only where blocks are free. So `match` decides and changes nothing;
+`allocated` commits.
+"""
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.core.messages import Attempt
+from vllm_pd.core.policy import Decision
+from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
+from vllm_pd.metrics import PDMetrics
+from vllm_pd.v1.features import can_go_remote
+from vllm_pd.v1.fence import BlockFence
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+_QUEUED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class ParkedRequests(DecodeHandover["Request"]):
+    """All prompts of one V1 engine that are, or may be, prefilled elsewhere."""
+
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, fence: BlockFence,
+                 metrics: PDMetrics) -> None:
+        cache, batch = scheduler.cache_config, scheduler.scheduler_config
+        super().__init__(config, protocol, DecodeCapacity(scheduler.block_size, cache.num_gpu_blocks,
+                                                          batch.max_num_seqs, scheduler.max_num_scheduled_tokens),
+                         metrics)
+        self._scheduler = scheduler
+        self._fence = fence
+        self._caching = bool(cache.enable_prefix_caching)
+        self._by_attempt: dict[Attempt, Request] = {}
+        self._by_id: dict[str, Attempt] = {}
+        self._matched: dict[str, tuple[Decision, int]] = {}  # by request id: the last decision and its prefix hit
+        self._first_tokens: weakref.WeakKeyDictionary[Request, float] = weakref.WeakKeyDictionary()
+
+    def match(self, request: Request, cached_tokens: int) -> int | None:
+        """How many of the prompt's tokens after the `cached_tokens` a peer is to compute: all, or 0. None: ask again
+        with the next step. May be asked any number of times."""
+        self._matched.pop(request.request_id, None)
+        if self._has_parked_twin(request):
+            return None
+        decision = self.decide(request, cached_tokens)
+        if decision is None:
+            return 0
+        if decision.remote and not self._is_computed(request, cached_tokens):
+            return None
+        self._matched[request.request_id] = decision, cached_tokens
+        return request.num_prompt_tokens - cached_tokens if decision.remote else 0
+
+    def allocated(self, request: Request, block_ids: list[int], remote_tokens: int) -> None:
+        """The request has blocks for its whole prompt, or for what is computed of it next. `remote_tokens`: as `match`
+        answered; more than 0 where the request is being parked."""
+        decision, cached_tokens = self._matched.pop(request.request_id, (None, 0))
+        if decision is None or decision.remote != (remote_tokens > 0):
+            return  # it was settled before
+        attempt = self.commit(request, decision)
+        if attempt is not None:
+            self._fence.hold(attempt, block_ids)
+            self._by_attempt[attempt] = request
+            self._by_id[request.request_id] = attempt
+            self.start(attempt, request, block_ids, cached_tokens)
+
+    def leave(self, attempt: Attempt) -> Request | None:
+        """The attempt's request goes on without it: resumed, or to be computed here. Returns it; None where it was
+        aborted."""
+        request = self._by_attempt.pop(attempt, None)
+        if request is not None:
+            del self._by_id[request.request_id]
+        return request
+
+    def withdraw(self, request_id: str) -> Request | None:
+        """The request does not wait for a peer any more: it was aborted, or its blocks are needed. Its fence stays
+        until the attempt's Released. Returns the request; None if it is not parked."""
+        self._matched.pop(request_id, None)
+        attempt = self._by_id.get(request_id)
+        if attempt is None:
+            return None
+        request = self.leave(attempt)
+        self.abort(attempt)
+        return request
+
+    def parked_ids(self) -> list[str]:
+        """The ids of the parked requests."""
+        return list(self._by_id)
+
+    def note_first_tokens(self) -> None:
+        """A step's output was processed. Note which resumed requests got their first token."""
+        for request in self._resuming:
+            if request.num_output_tokens and request not in self._first_tokens:
+                self._first_tokens[request] = time.time()
+
+    def _has_parked_twin(self, request: Request) -> bool:
+        """Whether a peer prefills the same blocks for another request. That one's are this one's prefix hit later: so
+        go the samples of a request with n > 1, which are requests of their own in V1."""
+        hashes = request.block_hashes
+        return bool(self._caching and hashes and not request.num_output_tokens
+                    and any(len(twin.block_hashes) == len(hashes) and twin.block_hashes[-1] == hashes[-1]
+                            for twin in self._by_attempt.values()))
+
+    def _is_computed(self, request: Request, cached_tokens: int) -> bool:
+        """Whether the KV of the prefix hit is in memory, for a peer to read. V1 hashes a block when the step that fills
+        it is scheduled, and several steps may be in flight."""
+        if not cached_tokens:
+            return True
+        if self._scheduler.deferred_frees:  # of ended requests, whose steps are in flight
+            return False
+        size, hashes = self._capacity.block_size, request.block_hashes
+        for other in self._scheduler.running:
+            final = (other.num_computed_tokens - other.num_in_flight_tokens) // size
+            if final < cached_tokens // size and other.block_hashes[final:final + 1] == hashes[final:final + 1]:
+                return False  # a block's hash is that of all tokens up to it
+        return True
+
+    def _parked(self) -> Mapping[Attempt, Request]:
+        return self._by_attempt
+
+    def _quarantined(self) -> Collection[Attempt]:
+        return self._attempts.keys() - self._by_attempt.keys()
+
+    def _has_running(self) -> bool:
+        return bool(self._scheduler.running)
+
+    def _can_go_remote(self, request: Request) -> bool:
+        return can_go_remote(request)
+
+    def _request_id(self, request: Request) -> str:
+        return request.request_id
+
+    def _prompt(self, request: Request) -> list[int]:
+        return list(request.prompt_token_ids)
+
+    def _num_tokens(self, request: Request) -> int:
+        return request.num_tokens
+
+    def _has_outputs(self, request: Request) -> bool:
+        return request.num_output_tokens > 0
+
+    def _awaits_prefill(self, request: Request) -> bool:
+        return request.status in _QUEUED or (not request.is_finished() and request.is_prefill_chunk)
+
+    def _is_running(self, request: Request) -> bool:
+        return request.status is RequestStatus.RUNNING or request.is_finished()
+
+    def _is_finished(self, request: Request) -> bool:
+        return request.is_finished()
+
+    def _first_token_at(self, request: Request) -> float | None:
+        return self._first_tokens.get(request)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EngineCore, as far as the binding touches it: woken from any thread, and given requests in its own.
+
+vLLM hands its engine to nobody. `hand_over_engines` wraps `run_busy_loop` of the engine classes, so that an engine
+whose connector is ours passes itself on before its first step; any other engine runs as without the wrap.
+"""
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.request import Request
+
+
+def hand_over_engines() -> None:
+    """From now on an engine of this process calls `bind_engine` of a connector of ours, in its own thread, when its
+    loop begins. May be called again."""
+    from vllm_pd.v1.connector import PDConnector
+    for cls in (EngineCoreProc, DPEngineCoreProc):
+        run = cls.__dict__["run_busy_loop"]
+        if not hasattr(run, "vllm_pd"):
+            cls.run_busy_loop = _handing_over(run, PDConnector)
+
+
+def _handing_over(run: Callable[[EngineCoreProc], None], connector_class: type) -> Callable[[EngineCoreProc], None]:
+
+    @functools.wraps(run)
+    def run_busy_loop(engine: EngineCoreProc) -> None:
+        connector = engine.scheduler.get_kv_connector()
+        if isinstance(connector, connector_class):
+            connector.bind_engine(engine)
+        run(engine)
+
+    run_busy_loop.vllm_pd = True
+    return run_busy_loop
+
+
+class EngineAccess:
+    """One engine. `wake` may be called in any thread, all else in the engine's own."""
+
+    def __init__(self, engine: EngineCoreProc) -> None:
+        self._engine = engine
+        self._woken = threading.Event()
+        self._timer: threading.Timer | None = None
+        self._due: float | None = None
+
+    def wake(self) -> None:
+        """Have the engine look for news: now if it sleeps, else before its next step."""
+        if not self._woken.is_set():  # one that is set has its wake-up in the queue, or is looked at after this call
+            self._woken.set()
+            self._engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def take_wake(self) -> bool:
+        """Whether `wake` was called since the last time. To be asked before the look."""
+        if not self._woken.is_set():
+            return False
+        self._woken.clear()
+        return True
+
+    def wake_at(self, when: float | None) -> None:
+        """Also wake the engine at that time of the monotonic clock; None: at none. The last call counts."""
+        if when == self._due:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._due = when
+        if when is not None:
+            self._timer = threading.Timer(max(0.0, when - time.monotonic()), self.wake)
+            self._timer.daemon = True
+            self._timer.start()
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether the engine may stop stepping although requests wait for peers. Not where the end of all requests is
+        waited for: by a shutdown that drains, or by a pause."""
+        engine = self._engine
+        return (engine.is_running() and not engine._idle_state_callbacks
+                and engine.scheduler.pause_state is PauseState.UNPAUSED
+                and (not isinstance(engine, DPEngineCoreProc) or engine.has_coordinator))
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that is added now would be scheduled."""
+        return self._engine.is_running() and self._engine.scheduler.pause_state is PauseState.UNPAUSED
+
+    def add(self, request: EngineCoreRequest) -> Request:
+        """Add a request of our own, at once, and return it as the scheduler knows it."""
+        made, _ = self._engine.preprocess_add_request(request)
+        self._engine.scheduler.add_request(made)
+        return made
+
+    def start_wave(self) -> None:
+        """A step is about to run that the other ranks of a lockstep group were not told of: start a wave, as the engine
+        does for a late request. No effect in any other engine."""
+        engine: Any = self._engine
+        if isinstance(engine, DPEngineCoreProc) and engine.has_coordinator and not engine.engines_running:
+            engine.engines_running = True
+            engine.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
+
+    def publish(self, stats: SchedulerStats) -> None:
+        """Send these statistics to a front end, without a step."""
+        self._engine.output_queue.put_nowait((0, EngineCoreOutputs(scheduler_stats=stats)))
+
+    def close(self) -> None:
+        """Cancel the timer."""
+        self.wake_at(None)

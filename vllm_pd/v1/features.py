@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests of a V1 engine can have their prompt prefilled by another engine.
+
+All sampling stays on the decode engine, so whatever only shapes the choice of tokens (grammars, penalties, seeds, stop
+conditions, priority) goes remote unharmed. What a prompt step computes beside KV, or needs beside token ids, does not.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_pd.core.messages import MAX_ID_CHARS
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def can_go_remote(request: Request) -> bool:
+    """Whether another engine may prefill this request's prompt."""
+    params = request.sampling_params
+    if params is None or params.prompt_logprobs is not None or request.skip_reading_prefix_cache:
+        return False  # pooled, or computed in the prompt step only; the latter's connector's answer is ignored upstream
+    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+        return False  # the prompt is more than token ids
+    if request.lora_request is not None or request.cache_salt is not None:
+        return False  # the peer may have another adapter of that name; its cache would be shared across salts
+    if request.resumable:
+        return False  # the prompt goes on while it is prefilled
+    return len(request.request_id) <= MAX_ID_CHARS

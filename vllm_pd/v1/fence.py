@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BlockFence`: our own references on blocks that a transfer may touch.
+
+V1's scheduler gives a request's blocks back to the pool when the request ends, is preempted, or its load has failed, no
+matter what a peer still does to them. So each attempt holds a reference of its own, taken while the request still has
+the blocks: on D on all blocks of a parked request (a peer writes the new ones and may read the prefix hit), on P on the
+blocks that a read fills or a write sends. It is given back when nobody touches them any more.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm_pd.core.messages import Attempt
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+
+class BlockFence:
+    """The references of one engine, by attempt. Nothing else in this package calls `touch` or `free_blocks`."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._held: dict[Attempt, list[int]] = {}
+
+    def hold(self, attempt: Attempt, block_ids: Iterable[int]) -> None:
+        """Take a reference on each of these blocks, which a request must have at this moment. Raises ValueError for an
+        attempt that holds some."""
+        if attempt in self._held:
+            raise ValueError(f"{attempt} holds blocks already")
+        self._held[attempt] = held = list(block_ids)
+        self._pool.touch([self._pool.blocks[block_id] for block_id in held])
+
+    def release(self, attempt: Attempt) -> bool:
+        """Give the references of this attempt back; the pool frees what nobody else refers to. Returns whether there
+        were any. May be called again."""
+        held = self._held.pop(attempt, None)
+        if held is None:
+            return False
+        self._pool.free_blocks(self._pool.blocks[block_id] for block_id in reversed(held))
+        return True
+
+    def block_ids(self, attempt: Attempt) -> list[int]:
+        """The blocks that this attempt holds, in order; empty for an unknown one."""
+        return list(self._held.get(attempt, ()))
+
+    def attempts(self) -> list[Attempt]:
+        """All that hold blocks."""
+        return list(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)

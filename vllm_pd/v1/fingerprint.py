@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a V1 engine tells its peers about its model and cache, so that KV never goes between two that differ.
+
+The order of the axes says where the run of a head is, not what is inside: that is up to the attention kernels of the
+release. On the CPU it depends on the instruction set as well. So all of these are in `Fingerprint.engine`.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from vllm_pd.core.messages import PROTOCOL, Fingerprint
+from vllm_pd.fingerprint import model_digest
+from vllm_pd.transfer.layout import CacheDescription
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str) -> Fingerprint:
+    """The engine's fingerprint. `cache` is the description of any rank's cache, `engine` is `engine_name` there."""
+    model, parallel = config.model_config, config.parallel_config
+    kv_dtype = config.cache_config.cache_dtype
+    return Fingerprint(
+        protocol=PROTOCOL,
+        model=model_digest(config),
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_dtype=cache.dtype if kv_dtype == "auto" else kv_dtype,
+        block_size=cache.block_size,
+        layers=cache.layers,
+        kv_heads=total_kv_heads(config),
+        head_size=model.get_head_size(),
+        layout=cache.layout.value,
+        tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        engine=engine,
+    )
+
+
+def total_kv_heads(config: VllmConfig) -> int:
+    """The KV heads in the caches of all ranks together. A model with MLA has one, which every rank holds."""
+    return 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
+
+
+def token_bytes(config: VllmConfig) -> int:
+    """The KV of one token, over all layers and ranks, in bytes."""
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    model, kv_dtype = config.model_config, config.cache_config.cache_dtype
+    dtype = model.dtype if kv_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_dtype]
+    elements = total_kv_heads(config) * model.get_head_size() * (1 if model.use_mla else 2)
+    return model.get_num_layers(config.parallel_config) * elements * dtype.itemsize
+
+
+def engine_name(config: VllmConfig, layers: Collection[str]) -> str:
+    """For `Fingerprint.engine`: release and attention backend of these layers. To be called in a worker, after the
+    model was loaded."""
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+    from vllm.platforms import current_platform
+
+    release = ".".join(vllm.__version__.split(".")[:2])
+    backends = sorted(backend.get_name() for backend in get_current_attn_backends(config, list(layers)))
+    return " ".join(["vllm", release, *backends, *([_instruction_set(config)] if current_platform.is_cpu() else [])])
+
+
+def _instruction_set(config: VllmConfig) -> str:
+    """By which instructions the CPU backend chooses the order inside a block."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    cache = config.cache_config
+    return _get_attn_isa(config.model_config.dtype, cache.block_size, config.model_config.get_head_size(),
+                         cache.cache_dtype)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes and the drain of `vllm_pd.frontend`, for a V1 server whose engine has our connector.
+
+V1's server sets its signal handlers and then starts `NoSignalServer.serve`, whose application has not begun by then:
+`attach_servers` wraps that. SIGTERM begins a drain; at its end vLLM's own handler, which SIGINT has still, is called.
+"""
+from __future__ import annotations
+
+import asyncio
+import functools
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+LAUNCHER = "vllm.entrypoints.launchers.launcher"
+
+
+def attach_servers() -> None:
+    """From now on the servers of this process whose engine has our connector get our routes and drain as they start.
+    Does nothing in a process without V1's server. May be called again."""
+    launcher = sys.modules.get(LAUNCHER)
+    if launcher is not None and not hasattr(launcher.NoSignalServer.serve, "vllm_pd"):
+        launcher.NoSignalServer.serve = _attaching(launcher.NoSignalServer.serve)
+
+
+def _attaching(serve: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+
+    @functools.wraps(serve)
+    async def serve_attached(server: Any, *arguments: Any, **keywords: Any) -> None:
+        _attach(server.config.app, server)
+        await serve(server, *arguments, **keywords)
+
+    serve_attached.vllm_pd = True
+    return serve_attached
+
+
+def _attach(app: FastAPI, server: Any) -> None:
+    from vllm_pd.frontend.attach import attach_disaggregation
+    from vllm_pd.v1.settings import is_ours, read_settings
+    client = getattr(app.state, "engine_client", None)
+    if client is None or not is_ours(client.vllm_config):
+        return
+    # Its own exit is left to vLLM's handler, which ends the engine, too.
+    stopping = SimpleNamespace(config=server.config, handle_exit=lambda number, frame: None)
+    on_sigterm = attach_disaggregation(app, stopping, read_settings(client.vllm_config)._asdict(),
+                                       lambda: signal.raise_signal(signal.SIGINT))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)

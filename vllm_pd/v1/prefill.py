@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill engine's half of the binding, for V1's requests: see `vllm_pd.handover.prefill`.
+
+A job is an internal request of this engine, with an id of its own: it is batched with clients' requests, uses and fills
+the prefix cache, and its output goes to nobody. When it has ended its blocks are fenced and the write is posted at
+once, without a step.
+"""
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import RequestStatus
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.core.messages import Attempt
+from vllm_pd.handover.prefill import PeerJob, PrefillCapacity, PrefillHandover
+from vllm_pd.handover.progress import Progress
+from vllm_pd.metrics import PDMetrics
+from vllm_pd.v1.fence import BlockFence
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+    from vllm_pd.v1.engine_access import EngineAccess
+
+
+class InternalRequests(PrefillHandover):
+    """All jobs that a V1 engine has from peers."""
+
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, access: EngineAccess,
+                 capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics) -> None:
+        self._scheduler = scheduler
+        self._access = access
+        self._fence = fence
+        self._attempts: dict[str, Attempt] = {}  # by request id, until the request's last output was dropped
+        self._matched: dict[Attempt, int] = {}  # prefix hits of requests that are to be parked for a read
+        self._parked: dict[Attempt, Request] = {}  # while a read fills their blocks
+        self._first_steps: dict[str, float] = {}
+        self._aborting = False
+        super().__init__(config, protocol, capacity, metrics)
+
+    def is_internal(self, request_id: str) -> bool:
+        """Whether a request of this id is, or just was, one of ours."""
+        return request_id in self._attempts
+
+    def forget(self, request_id: str) -> None:
+        """The last output of this request was dropped."""
+        self._attempts.pop(request_id, None)
+        self._first_steps.pop(request_id, None)
+
+    def match(self, request: Request, cached_tokens: int) -> int:
+        """How many tokens after the `cached_tokens` are to be read from the job's peer."""
+        attempt = self._attempts[request.request_id]
+        if not self.wants_prefix(attempt, cached_tokens):
+            return 0
+        self._matched[attempt] = cached_tokens
+        return self._jobs[attempt].prefill.cached_blocks * self._block_size - cached_tokens
+
+    def allocated(self, request: Request, block_ids: list[int], remote_tokens: int) -> None:
+        """The request has these blocks. `remote_tokens`: more than 0 where it is being parked for the read."""
+        attempt = self._attempts[request.request_id]
+        cached_tokens = self._matched.pop(attempt, 0)
+        if remote_tokens > 0:
+            self._fence.hold(attempt, block_ids)
+            self._parked[attempt] = request
+            self.read_prefix(attempt, block_ids, cached_tokens)
+
+    def leave(self, attempt: Attempt) -> Request | None:
+        """The read of this attempt has ended. Returns its request; None where that was aborted."""
+        return self._parked.pop(attempt, None)
+
+    def scheduled(self, request_ids: list[str]) -> None:
+        """A step with these new requests was scheduled."""
+        for request_id in request_ids:
+            if request_id in self._attempts:
+                self._first_steps.setdefault(request_id, time.time())
+
+    def finished(self, request: Request, block_ids: list[int], progress: Progress) -> None:
+        """One of our requests has ended, and still has its blocks."""
+        attempt = self._attempts[request.request_id]
+        if self._parked.pop(attempt, None) is not None:
+            self.aborted(attempt)
+        job = self._jobs.get(attempt)
+        if job is None or self._aborting:
+            return
+        if request.status is not RequestStatus.FINISHED_LENGTH_CAPPED:
+            self.lost(attempt, f"its request ended as {request.status.name}")
+            return
+        first = job.prefill.cached_blocks
+        self._fence.hold(attempt, block_ids[first:first + len(job.prefill.block_ids)])
+        self.computed(attempt, block_ids, progress)
+
+    def set_credits(self) -> None:
+        """Tell the protocol how many more jobs this engine takes: none while it is paused or ends."""
+        if self._access.takes_requests:
+            super().set_credits()
+        else:
+            self._protocol.set_credits(0)
+
+    def _add_request(self, job: PeerJob) -> Request:
+        tokens = len(job.prefill.token_ids)
+        longest = min(self._scheduler.max_model_len - 1,
+                      (self._scheduler.cache_config.num_gpu_blocks - 1) * self._block_size - 1)
+        if tokens > longest:
+            raise ValueError(f"its {tokens} tokens are more than the {longest} of this engine")
+        if not self._access.takes_requests:
+            raise ValueError("this engine is paused or ends")
+        if job.request_id in self._scheduler.requests:
+            raise ValueError(f"there is a request {job.request_id}")
+        self._attempts[job.request_id] = job.prefill.attempt
+        try:
+            return self._access.add(EngineCoreRequest(
+                request_id=job.request_id, prompt_token_ids=job.prefill.token_ids, mm_features=None,
+                sampling_params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False),
+                pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None,
+                data_parallel_rank=None))
+        except Exception:
+            self.forget(job.request_id)
+            raise
+
+    def _abort_request(self, job: PeerJob) -> None:
+        self._aborting = True
+        try:
+            self._scheduler.finish_requests(job.request_id, RequestStatus.FINISHED_ABORTED)
+        finally:
+            self._aborting = False
+        self.forget(job.request_id)
+
+    def _is_waiting(self, job: PeerJob) -> bool:
+        return job.request.status is RequestStatus.WAITING
+
+    def _scheduled_at(self, job: PeerJob) -> float | None:
+        return self._first_steps.get(job.request_id)

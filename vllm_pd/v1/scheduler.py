@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler of an engine with disaggregation: V1's own class, sync or async, with a mixin before it.
+
+The mixin resumes, fails and aborts parked requests through the scheduler's own sets, in the scheduler's own thread.
+Nothing is ever reported through a connector's output: an id that V1 does not expect there ends the engine. The request
+itself is V1's throughout; the blocks that a peer may still touch are held by `vllm_pd.v1.fence` alone.
+
+    parked                 status WAITING_FOR_REMOTE_KVS, in `kv_holding_waiting`
+    its KV is there        id in `finished_recving_kv_req_ids`: hashed and scheduled by the next `schedule`
+    its KV will not come   `_handle_failed_recving`, then the same: freed and begun anew by the next `schedule`
+    aborted                id in that set before `finish_requests`: nothing is delayed, it is gone at once
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    from vllm_pd.v1.binding import EngineHandover
+
+
+def PDScheduler(*, vllm_config: VllmConfig, **arguments: Any) -> HandoverScheduling:
+    """What `scheduler_cls` names: the scheduler for this configuration. Called by EngineCore, with keywords only."""
+    base = AsyncHandoverScheduler if vllm_config.scheduler_config.async_scheduling else SyncHandoverScheduler
+    return base(vllm_config=vllm_config, **arguments)
+
+
+class HandoverScheduling(Scheduler):
+    """The mixin. `binding` is None until the engine's loop begins; till then this is V1's scheduler."""
+
+    binding: EngineHandover | None = None
+
+    # What the binding calls.
+
+    def resume_parked(self, request: Request) -> None:
+        """The request's KV is there. No effect on one that is not parked (any more): its id would stay in the set and
+        resume a later parking too early."""
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.finished_recving_kv_req_ids.add(request.request_id)
+
+    def fail_parked(self, request: Request) -> None:
+        """The request's KV will not come: it begins anew, in fresh blocks. No effect on one that is not parked."""
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._handle_failed_recving({request.request_id})
+            self.finished_recving_kv_req_ids.add(request.request_id)
+
+    def free_failed(self, request: Request) -> None:
+        """Free the blocks of a request that `fail_parked` was called for now, not with the next `schedule`."""
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._handle_blocked_waiting_request(request)
+
+    def awaits_grammar(self) -> bool:
+        """Whether a waiting request waits for its grammar, whose thread wakes nobody."""
+        return any(request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR for request in self.waiting)
+
+    # What the engine calls.
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """V1's, after the news were applied."""
+        if self.binding is None:
+            return super().schedule(throttle_prefills)
+        self.binding.before_schedule()
+        output = super().schedule(throttle_prefills)
+        self.binding.after_schedule(output, throttle_prefills)
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput,
+                           model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        """V1's, without the outputs of our own requests."""
+        if self.binding is None:
+            return super().update_from_output(scheduler_output, model_runner_output)
+        self.binding.before_update(scheduler_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.binding.after_update(outputs)
+        return outputs
+
+    def add_request(self, request: Request) -> None:
+        """V1's."""
+        super().add_request(request)
+        if self.binding is not None:
+            self.binding.stalled = False
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """V1's; parked requests are gone at once, and our own are not among those that are returned."""
+        if self.binding is None:
+            return super().finish_requests(request_ids, finished_status)
+        ids = [request_ids] if isinstance(request_ids, str) else list(
+            self.requests if request_ids is None else request_ids)
+        for request_id in ids:
+            request = self.requests.get(request_id)
+            if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self.finished_recving_kv_req_ids.add(request_id)
+        return self.binding.after_finish(ids, super().finish_requests(ids, finished_status))
+
+    def has_requests(self) -> bool:
+        """V1's, but False while all that is left waits for peers, and nothing is new."""
+        if self.binding is None:
+            return super().has_requests()
+        self.binding.look()
+        return super().has_requests() and not self.binding.asleep
+
+    def has_unfinished_requests(self) -> bool:
+        """V1's, but False as `has_requests`: the other ranks of a group must not step for it."""
+        return super().has_unfinished_requests() and not (self.binding is not None and self.binding.asleep)
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """V1's."""
+        super().set_pause_state(pause_state)
+        if self.binding is not None:
+            self.binding.stalled = False
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """V1's, which a parked request or a fence would make fail: parked requests fall back first, and fences that
+        come down soon are waited for."""
+        if self.binding is not None and (reset_running_requests or not self.running):
+            self.binding.fall_back_all()
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def make_stats(self, *arguments: Any, **keywords: Any) -> SchedulerStats | None:
+        """V1's, without our own requests."""
+        stats = super().make_stats(*arguments, **keywords)
+        if stats is not None and self.binding is not None:
+            stats.num_running_reqs -= self.binding.count_internal(self.running)
+            stats.num_waiting_reqs -= self.binding.count_internal(self.waiting)
+        return stats
+
+
+class SyncHandoverScheduler(HandoverScheduling):
+    """For one step in flight."""
+
+
+class AsyncHandoverScheduler(HandoverScheduling, AsyncScheduler):
+    """For several steps in flight."""

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine with our connector joins its peers: the parts of an `EngineHandover`, put together."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.agent import ControlAgent
+from vllm_pd.handover.prefill import PrefillCapacity
+from vllm_pd.v1.binding import EngineHandover
+from vllm_pd.v1.engine_access import EngineAccess
+from vllm_pd.v1.metrics import MetricsRecorder
+from vllm_pd.v1.settings import read_settings
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from vllm_pd.v1.worker import RankHandshake
+
+logger = logging.getLogger("vllm.pd")
+
+
+def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshake]) -> EngineHandover:
+    """Attach to the engine's ranks, start the control thread, and bind the scheduler. Raises ConfigError and
+    ControlError, which end the engine before it serves anybody."""
+    from vllm_pd.v1.fingerprint import token_bytes
+    from vllm_pd.v1.worker import attach_ranks
+    vllm_config = engine.vllm_config
+    settings = read_settings(vllm_config)
+    config = PDConfig.parse(settings.kv_role, settings.extra)
+    access = EngineAccess(engine)
+    member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes)
+    agent = ControlAgent(config, member, metadata, wake=access.wake, front=settings.front, look=transfer.poll)
+    agent.start()
+    transfer.hold(agent.lifeline_fileno())
+    capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
+                               vllm_config.parallel_config.tensor_parallel_size, token_bytes(vllm_config),
+                               bool(vllm_config.cache_config.enable_prefix_caching))
+    binding = EngineHandover(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
+    logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation, agent.member.address)
+    return binding

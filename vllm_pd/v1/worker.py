@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a V1 engine: the worker role of the connector, and how EngineCore attaches to it.
+
+Every tensor-parallel rank has its own transport over its own cache, and a thread that carries transfers without an
+engine step (`vllm_pd.transfer.rank`). Life of a rank:
+
+1. `register_kv_caches` describes the cache, refuses one that can't be transferred, and opens a socket.
+2. The executor carries the `RankHandshake` of each rank to EngineCore, where `attach_ranks` connects to the sockets and
+   tells each rank the engine's incarnation. The rank makes its transport and answers with its metadata.
+3. From then on requests go down and progress comes up over that socket, at any time. The lifeline's file goes down too.
+4. `close` on either side ends the thread. A rank whose EngineCore is gone ends its process at once, because a peer
+   reuses the blocks that we may write to only when all processes of the engine are gone.
+"""
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+from vllm_pd.core.messages import Member, Process, Role
+from vllm_pd.errors import ConfigError
+from vllm_pd.liveness.process import local_member, this_process
+from vllm_pd.transfer.device import CudaDevice, Device, HostDevice
+from vllm_pd.transfer.engine import RemoteEngineTransfer
+from vllm_pd.transfer.gather import RankTransfers
+from vllm_pd.transfer.layout import CacheDescription, Memory, describe_views
+from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.plan import head_range
+from vllm_pd.transfer.rank import AttachRank, RankServer, connect_ranks
+from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
+from vllm_pd.transfer.thread import no_context
+from vllm_pd.transfer.transport import RanksMetadata, rank_name
+from vllm_pd.transfer.worker import TransferWorker
+from vllm_pd.v1.fingerprint import engine_name, fingerprint, total_kv_heads
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """What a rank tells EngineCore when its cache is registered. Plain values: the executor pickles it."""
+    process: tuple[int, int]  # a vllm_pd.core.messages.Process
+    address: bytes  # of the rank's socket
+    cache: bytes  # its CacheDescription, in msgpack
+    engine: str  # Fingerprint.engine
+
+
+class RankWorker:
+    """The worker role of the connector. One in each worker process. All methods are for the worker's main thread."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._config = vllm_config
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._rank = 0  # known when the process groups are
+        self._device: Device = HostDevice()
+        self._steps = ComputedSteps(self._device)
+        self._server: RankServer | None = None
+        self._handshake: RankHandshake | None = None
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe the cache and open the socket. `kv_caches`: a view [blocks, heads, tokens, content] for each layer.
+        Raises ConfigError for a cache that can't be transferred."""
+        if self._server is not None:
+            raise ConfigError("kv_cache", "registered twice", "an engine that replaces its cache can't transfer it")
+        self._rank = get_tensor_model_parallel_rank()
+        views = _distinct(kv_caches)
+        heads = head_range(self._rank, self._ranks, total_kv_heads(self._config))
+        description = self._describe(list(views.values()), heads)
+        enter = no_context
+        if description.memory is Memory.VRAM:
+            import torch
+            self._device = CudaDevice(torch.cuda)
+            enter = _enter_device(description.device_id)
+        self._steps = ComputedSteps(self._device)
+        self._server = RankServer(lambda order: self._attach(order, list(views.values()), description),
+                                  {os.getpid(), _parent_pid()}, enter)
+        self._handshake = RankHandshake(msgspec.structs.astuple(this_process()), self._server.address,
+                                        msgspec.msgpack.encode(description), engine_name(self._config, views))
+
+    def handshake(self) -> RankHandshake | None:
+        """For `get_handshake_metadata`. None before `register_kv_caches`."""
+        return self._handshake
+
+    def begin_step(self, brings_kv: bool) -> None:
+        """To be called before the forward pass (`handle_preemptions`). `brings_kv`: this step is the first that may
+        read what a transfer has written; its data is made visible to the device."""
+        if brings_kv:
+            self._device.flush()
+
+    def end_step(self, step: int) -> None:
+        """To be called after the forward pass of step `step` was launched, also without a forward pass
+        (`get_transfer_results`). `step` counts the steps from 1: EngineCore puts it into the connector's metadata."""
+        self._steps.launched(step)
+
+    def close(self) -> None:
+        """For `shutdown`. End the thread and release everything. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+
+    def _describe(self, views: list[torch.Tensor], heads: range) -> CacheDescription:
+        cache = self._config.cache_config
+        description = describe_views(views, num_blocks=cache.num_gpu_blocks, block_size=cache.block_size,
+                                     first_head=heads.start)
+        if description.kv_heads != len(heads):
+            raise ConfigError("kv_cache", f"{description.kv_heads} KV heads on rank {self._rank}",
+                              f"{len(heads)} were expected there")
+        return description
+
+    def _attach(self, order: AttachRank, views: list[torch.Tensor],
+                description: CacheDescription) -> tuple[StepOrderedTransfer, bytes]:
+        """Runs in the rank's thread."""
+        # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
+        transport = NixlTransport(rank_name(order.incarnation, self._rank), views, description,
+                                  progress_thread=order.receives)
+        ranked = RankedTransport(transport, self._rank, self._ranks, total_kv_heads(self._config))
+        return StepOrderedTransfer(TransferWorker(ranked, rank=self._rank), self._steps), transport.metadata()
+
+
+def attach_ranks(vllm_config: VllmConfig, role: Role,
+                 handshakes: Mapping[int, RankHandshake]) -> tuple[Member, bytes, RemoteEngineTransfer]:
+    """Attach EngineCore to its ranks. `handshakes` by tensor-parallel rank, as `set_xfer_handshake_metadata` gets them.
+
+    Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and the
+    transfers of all ranks, which the caller owns: it must `start` and `close` them. Raises ConfigError if the ranks'
+    caches differ, ControlError if a rank does not answer within ATTACH_S.
+
+    The transfers are used as in V0, but that requests need no step: `execute(requests)` at any time, in any thread. A
+    `Write` or `Read` names in `after_step` the last step that used its local blocks; EngineCore must have processed the
+    output of that step. Each ends with exactly one `Finished`, unless a rank's process dies: then the executor ends
+    this engine. `poll` makes rank 0 look for notices. After `hold` every rank holds the lifeline for as long as it can
+    write to a peer's memory.
+    """
+    ranks = [handshakes[rank] for rank in sorted(handshakes)]
+    expected = vllm_config.parallel_config.tensor_parallel_size
+    if sorted(handshakes) != list(range(expected)):
+        raise ConfigError("tensor_parallel_size", expected, f"only the ranks {sorted(handshakes)} have a KV cache")
+    if len({rank.engine for rank in ranks}) > 1:
+        raise ConfigError("attention backend", sorted({rank.engine for rank in ranks}), "all ranks must have the same")
+    cache = msgspec.msgpack.decode(ranks[0].cache, type=CacheDescription)
+    member = local_member(role, fingerprint(vllm_config, cache, ranks[0].engine))
+    order = AttachRank(member.incarnation, role is not Role.PREFILL)
+    connections, metadata = connect_ranks({number: (rank.process[0], rank.address)
+                                          for number, rank in enumerate(ranks)}, order)
+    processes = dict.fromkeys([*member.processes, *(Process(*rank.process) for rank in ranks)])
+    return (msgspec.structs.replace(member, processes=tuple(processes)), RanksMetadata(metadata).encode(),
+            RemoteEngineTransfer(RankTransfers(connections)))
+
+
+def _distinct(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The caches in the order of their layers' numbers, without those of layers that share another layer's cache."""
+    views: dict[int, tuple[str, torch.Tensor]] = {}
+    for name in sorted(kv_caches, key=_numbers_in):
+        views.setdefault(kv_caches[name].data_ptr(), (name, kv_caches[name]))
+    return dict(views.values())
+
+
+def _numbers_in(name: str) -> list[tuple[int, str]]:
+    """A sort key by which "layers.10" comes after "layers.9"."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _parent_pid() -> int:
+    """EngineCore's process, if it has started this one."""
+    parent = multiprocessing.parent_process()
+    return os.getppid() if parent is None else parent.pid
+
+
+def _enter_device(device: int) -> Callable[[], None]:
+    """What a thread calls before it uses the transport: UCX goes by the device of the calling thread."""
+    import torch
+    return lambda: torch.cuda.set_device(device)
