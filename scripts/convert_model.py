@@ -34,7 +34,9 @@ def convert(source: Path, dest: Path) -> None:
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     AutoTokenizer.from_pretrained(**where).save_pretrained(dest)
     model = AutoModelForCausalLM.from_pretrained(**where, torch_dtype=torch.bfloat16)
-    model.hf_quantizer = None  # the weights are not quantised any more; transformers 5 would refuse to save them
+    # The weights are not quantised any more. transformers 5 would refuse to save them, and config.json would say it.
+    model.hf_quantizer = None
+    vars(model.config).pop("quantization_config", None)
     model.save_pretrained(dest)
     (dest / "tokenizer.model").unlink(missing_ok=True)  # transformers copies the GGUF file there
 

@@ -27,6 +27,7 @@ from vllm_pd.checks import (
 )
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
+from vllm_pd.fingerprint import pin_weights
 from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY
 
@@ -120,4 +121,5 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
         raise ConfigError("bind", ours.bind, "write port 0: each data-parallel rank listens at a port of its own")
     check_bind(ours.bind)
     require_free_bind(ours.bind)
+    pin_weights(config)
     check_nixl()
