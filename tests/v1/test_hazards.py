@@ -269,6 +269,15 @@ def test_b96_hazard_13_a_reset_of_the_prefix_cache_falls_back_first(engine, runn
     end(engine)
 
 
+def test_b96_hazard_13_also_between_the_word_and_the_step(engine):
+    parked(engine)
+    engine.prefilled("a")
+    engine.scheduler.has_requests()  # the word is applied
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    end(engine)
+
+
 def test_b96_a_reset_with_a_fence_that_stays_up_fails_as_v1_says(engine, monkeypatch):
     monkeypatch.setattr("vllm_pd.v1.binding.FENCES_S", 0.01)
     attempt = parked(engine)

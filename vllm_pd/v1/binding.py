@@ -204,6 +204,7 @@ class EngineHandover(HandoverEngine):
         while len(self.fence) and time.monotonic() < deadline:
             time.sleep(POLL_S)
             self._apply_news()
+        self._scheduler.free_resumed()
         if len(self.fence):
             logger.warning("%d fences are still up after %g s: peers may still touch those blocks", len(self.fence),
                            FENCES_S)

@@ -61,6 +61,13 @@ class HandoverScheduling(Scheduler):
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self._handle_blocked_waiting_request(request)
 
+    def free_resumed(self) -> None:
+        """Begin requests anew whose KV is there, and which no step has resumed yet."""
+        for request in list(self.kv_holding_waiting):
+            if request.request_id in self.finished_recving_kv_req_ids:
+                self.fail_parked(request)
+                self.free_failed(request)
+
     def awaits_grammar(self) -> bool:
         """Whether a waiting request waits for its grammar, whose thread wakes nobody."""
         return any(request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR for request in self.waiting)
