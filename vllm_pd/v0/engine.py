@@ -76,7 +76,7 @@ class Disaggregation(EngineBinding):
         self._transfer.start(self._wakeup.wake, partial(_guarded, self._metrics, report_end))
         self._progress = Progress()
         self._turns = DecodeTurns()
-        self._looped = False  # whether an engine loop sleeps with `poll` or `serve`
+        self.in_loop = False  # whether an engine loop sleeps with `poll` or `serve`
         self._had_clients = False  # whether a client had a request at the beginning of this step
         self._sleeping = False  # whether that loop waits for a wake-up
         self._device: Device = engine.model_executor.driver_worker.worker.transfer.device
@@ -168,14 +168,14 @@ class Disaggregation(EngineBinding):
     def expects_steps(self) -> bool:
         """Whether more steps follow the one that ends. `LLM.generate` makes none after its own last request, though
         jobs of peers may be left."""
-        if self._had_clients and not self._looped and self.get_num_client_requests() == 0:
+        if self._had_clients and not self.in_loop and self.get_num_client_requests() == 0:
             return False
         return self._scheduler.has_unfinished_seqs()
 
     def take_progress(self) -> dict[str, Any]:
         """The arguments of the `schedule` that follows. A loop that never sleeps, as that of `LLM`, is slowed down here
         while it only waits for peers."""
-        if not self._looped:
+        if not self.in_loop:
             if not self.has_work():
                 self._wakeup.wait(LLM_PAUSE_S)
             self._had_clients = self.get_num_client_requests() > 0
@@ -205,7 +205,7 @@ class Disaggregation(EngineBinding):
     def serve(self, async_engine: AsyncLLMEngine) -> None:
         """This engine runs in the loop of `async_engine`: wake it, and start it before the first request of a
         client."""
-        self._looped = True
+        self.in_loop = True
         self._wakeup.serve(async_engine, self._is_worth_a_step)
         try:
             asyncio.get_running_loop()
