@@ -187,6 +187,11 @@ async def test_the_workers_own_key_takes_the_clients_place():
     async with serving(1, api_key="front", worker_api_key="back") as (served, [engine]):
         assert (await served.ask(headers={"authorization": "Bearer front"})).status == 200
         assert engine.asked[0][1]["authorization"] == "Bearer back"
+        assert (await served.ask(path="/v1/completions", method="OPTIONS")).status == 200
+        assert "authorization" not in engine.asked[1][1]
+        assert (await served.ask(path="/v1/completions", method="OPTIONS",
+                                 headers={"authorization": "Bearer front"})).status == 200
+        assert "authorization" not in engine.asked[2][1]
 
 
 async def test_workers_come_and_go_by_request():
