@@ -62,18 +62,18 @@ class Disaggregation(EngineBinding):
         self._outputs = engine.scheduler_contexts[0].output_queue  # of the last step, with asynchronous processing
         self._wakeup = LoopWakeup()
         self._metrics = PDMetrics(engine.model_config.served_model_name)
-        member, metadata, self._transfer = attach_transfer(engine, config.role)
-        self._agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
-        self._agent.start()
-        self.protocol = self._agent.protocol
-        self._transfer.hold(self._agent.lifeline_fileno())
+        member, metadata, self.transfer = attach_transfer(engine, config.role)
+        self.agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
+        self.agent.start()
+        self.protocol = self.agent.protocol
+        self.transfer.hold(self.agent.lifeline_fileno())
         self.remote_prefills = RemotePrefills(config, self.protocol, self._scheduler, self._metrics,
                                               engine.seq_id_to_seq_group)
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics)
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else _ignore
-        self._transfer.start(self._wakeup.wake, partial(_guarded, self._metrics, report_end))
+        self.transfer.start(self._wakeup.wake, partial(_guarded, self._metrics, report_end))
         self._progress = Progress()
         self._turns = DecodeTurns()
         self.in_loop = False  # whether an engine loop sleeps with `poll` or `serve`
@@ -91,9 +91,9 @@ class Disaggregation(EngineBinding):
         self._degraded: Degraded | None = None  # as the gauge shows it
         self._scheduler.disagg = self
         # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
-        self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._wakeup)
+        self._finalizer = weakref.finalize(self, _shut, self.agent, self.transfer, self._wakeup)
         logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation,
-                    self._agent.member.address)
+                    self.agent.member.address)
 
     # Calls of the scheduler.
 
@@ -251,7 +251,7 @@ class Disaggregation(EngineBinding):
             self._was_busy = True
             logger.error("the device was busy between two steps: sampling does not wait for it. Blocks are offered "
                          "after a synchronisation only, so answers stay right; please report this")
-        self._transfer.synchronize()
+        self.transfer.synchronize()
 
     def _note_stall(self, outputs: SchedulerOutputs) -> None:
         """Groups may wait for seats or blocks that parked, fenced or sending ones hold. Only an event can change that,
@@ -267,7 +267,7 @@ class Disaggregation(EngineBinding):
 
     def _has_parked(self) -> bool:
         """Whether requests of this engine itself, and not of a peer, are parked or in quarantine."""
-        own = self._agent.member.incarnation
+        own = self.agent.member.incarnation
         return any(attempt.incarnation == own
                    for attempt in (*self._scheduler.remote_prefilling, *self._scheduler.quarantined))
 
@@ -284,8 +284,8 @@ class Disaggregation(EngineBinding):
     def _collect(self) -> None:
         """Move everything that has happened since the last call into `_progress`."""
         if self.remote_prefills.waiting_for_peers:
-            self._guard(self._transfer.poll)
-        transfers = self._transfer.take_progress()
+            self._guard(self.transfer.poll)
+        transfers = self.transfer.take_progress()
         for notice in transfers.notices:
             self._guard(self.remote_prefills.notice, notice.payload)
         if self.prefill_jobs is not None:
@@ -301,7 +301,7 @@ class Disaggregation(EngineBinding):
             self._guard(self._give_back_jobs)
             self.prefill_jobs.set_credits()
         self.protocol.set_load(self._load())
-        shown = (self.protocol.state.role.value, self.protocol.state.draining, self._agent.error is not None)
+        shown = (self.protocol.state.role.value, self.protocol.state.draining, self.agent.error is not None)
         if shown != self._shown:
             self._shown = shown
             self._metrics.standing(*shown)
@@ -329,7 +329,7 @@ class Disaggregation(EngineBinding):
             self._metrics_due = now + METRICS_PERIOD_S
             self._metrics_stale = False
             self.remote_prefills.update_metrics()
-            for kind, count in self._agent.dropped().items():
+            for kind, count in self.agent.dropped().items():
                 if count > self._counted.get(kind, 0):
                     self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))
                     self._counted[kind] = count
