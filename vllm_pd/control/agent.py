@@ -81,4 +81,4 @@ class ControlAgent:
 
     def dropped(self) -> dict[str, int]:
         """Counters of messages that changed nothing: malformed, late, duplicate, unknown, refused, unsent."""
-        return self.protocol.dropped() | merged(link=self._socket_counters)
+        return self.protocol.dropped() | merged(link=dict(self._socket_counters))  # the thread adds to it

@@ -187,7 +187,7 @@ class ControlSockets:
         return self._send(None if route is None else self._router, route, message)
 
     def to_operator(self, name: str, message: m.Message) -> SendResult:
-        """ProbeAnswer an operator."""
+        """Answer an operator."""
         return self.to_prefill(name, message)
 
     def to_front(self, message: m.Message) -> None:

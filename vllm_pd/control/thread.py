@@ -182,8 +182,10 @@ class ControlThread:
 
     def _warn(self) -> None:
         """Log once, for each, why a peer does not fit; not more often than every `WARNING_S`, whoever may call."""
-        mismatch = self._protocol.mismatch(self.sockets.other_protocol)
-        self.sockets.other_protocol = None
+        version = self.sockets.other_protocol
+        if version is not None:
+            self.sockets.other_protocol = None
+        mismatch = self._protocol.mismatch(version)
         now = self._clock()
         if mismatch == self._warned or now < self._next_warning:
             return

@@ -286,8 +286,9 @@ class ShmMember(BaseMember):
 
     def _misses(self, rank: int) -> bool:
         """Whether this process keeps running although that rank was closed SHUTDOWN_SPREAD_S ago."""
-        closed_s = time.monotonic() - self._closed.setdefault(rank, time.monotonic())
-        return not self._end_expected and closed_s >= SHUTDOWN_SPREAD_S
+        if self._end_expected:
+            return False
+        return time.monotonic() - self._closed.setdefault(rank, time.monotonic()) >= SHUTDOWN_SPREAD_S
 
     def _give_up(self, fault: _FailureCode, rank: int, detail: str = "") -> None:
         self._page.write(_Word.FAULT, rank * 16 + fault)
