@@ -74,7 +74,8 @@ def test_every_drop_is_described():
     """Each kind of a message that changed nothing."""
     kinds = (dropped("vllm_pd/core/decode.py", "decode") | dropped("vllm_pd/core/prefill.py", "prefill")
              | dropped("vllm_pd/core/peering.py", "prefill")
-             | dropped("vllm_pd/control/thread.py", "link", "counters") | {f"link_frame_{fault.value}" for fault in FrameFault}
+             | dropped("vllm_pd/control/thread.py", "link", "counters")
+             | {f"link_frame_{fault.value}" for fault in FrameFault}
              | {f"decode_claim_{reason.value}" for reason in DenyReason})
     assert len(kinds) > 30
     assert kinds <= TICKED, sorted(kinds - TICKED)
