@@ -12,10 +12,10 @@ an order of block ids. In each round the three ways take turns, so that a busy m
 The notice column is the time from our Finished until the other process, which polls every half millisecond, has it.
 
 With `--wire-ms` it then measures a computing engine with a slow wire: passes of matrix products of `--pass-ms`, each
-with a write before it that an emulated wire carries in so long. `late` is the time from the moment at which the wire has
-carried a write until the other process has its notice; `post` is what the step loop waits before its pass. The rows:
-a step loop that polls between its passes; the transfer thread that engines have; and that thread beside an engine that
-sleeps, which shows what the emulated wire, the write and the notice take themselves.
+with a write before it that an emulated wire carries in so long. `late` is the time from the moment at which the wire
+has carried a write until the other process has its notice; `post` is what the step loop waits before its pass. The
+rows: a step loop that polls between its passes; the transfer thread that engines have; and that thread beside an engine
+that sleeps, which shows what the emulated wire, the write and the notice take themselves.
 """
 from __future__ import annotations
 

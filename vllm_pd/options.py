@@ -30,7 +30,7 @@ class Option:
     parse: Callable[[Any], Any] | None = None
 
 
-class _Field(NamedTuple):
+class _OptionField(NamedTuple):
     """One field of a settings class. `option` is None where `kind` is a settings class."""
     name: str
     kind: Any
@@ -99,7 +99,7 @@ def _is_settings(kind: Any) -> bool:
     return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct))
 
 
-def _fields(settings: type) -> Iterator[_Field]:
+def _fields(settings: type) -> Iterator[_OptionField]:
     """The fields that are options or groups of options."""
     struct = issubclass(settings, msgspec.Struct)
     defaults = {field.name: field.default for field in
@@ -110,7 +110,7 @@ def _fields(settings: type) -> Iterator[_Field]:
         option = next((note for note in notes if isinstance(note, Option)), None)
         if option is not None or _is_settings(kind):
             default = defaults[name] if defaults[name] not in missing else inspect.Parameter.empty
-            yield _Field(name, kind, option, default)
+            yield _OptionField(name, kind, option, default)
 
 
 def _parameters(settings: type) -> list[inspect.Parameter]:

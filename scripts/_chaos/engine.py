@@ -57,7 +57,7 @@ class EngineUnderTest:
         self._gauges_at = self._counters_at = 0.0
         self._stopping = False
         if self.disagg is not None:
-            self.incarnation = self.disagg._agent.member.incarnation
+            self.incarnation = self.disagg.agent.member.incarnation
             self._watch_fallbacks()
 
     def run(self) -> None:
@@ -122,7 +122,7 @@ class EngineUnderTest:
     def stats(self) -> dict:
         """All counts that must be back at their start when nothing is open (B20), and those that may not keep
         growing."""
-        counts = self.disagg._agent.counts() if self.disagg is not None else {}
+        counts = self.disagg.agent.counts() if self.disagg is not None else {}
         return open_counts(self.engine) | {name: counts[name] for name in ("peers", "sockets") if name in counts} | {
             "descriptors": len(os.listdir("/proc/self/fd")), "memory_bytes": anonymous_bytes(),
             "threads": len(os.listdir("/proc/self/task"))}

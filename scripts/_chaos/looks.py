@@ -43,8 +43,8 @@ def open_counts(engine) -> dict[str, int]:
         "open_attempts": len(disagg.protocol.open_attempts()),
         **prefills.debug_state(),
         "jobs": len(jobs._jobs) if jobs is not None else 0,
-        "live_handles": disagg._transfer.live_handles(),
-        "agent_errors": int(disagg._agent.error is not None),
+        "live_handles": disagg.transfer.live_handles(),
+        "agent_errors": int(disagg.agent.error is not None),
     }
 
 
@@ -58,6 +58,6 @@ def counters_of(disagg) -> dict[str, float]:
             if not sample.name.endswith(("_created", "_bucket")):
                 counters[":".join(filter(None, [sample.name.removeprefix("vllm:pd_"), labels]))] = sample.value
     if disagg is not None:
-        agent = disagg._agent
+        agent = disagg.agent
         counters |= {f"agent:{name}": count for name, count in (agent.protocol.totals() | agent.dropped()).items()}
     return counters

@@ -27,7 +27,7 @@ GENERATED = frozenset(["vllm/_version.py"])
 _PIP_CLIENT = Path(__file__).with_name("pip_client.py")
 
 
-class Member(NamedTuple):
+class SourceFile(NamedTuple):
     """One regular file of the source; `path` is relative to the source's root, with forward slashes."""
 
     path: str
@@ -39,7 +39,7 @@ def default_cache() -> Path:
     return Path(os.environ.get("VLLM_PD_CACHE") or "~/.cache/vllm-pd").expanduser()
 
 
-def members(archive: bytes, stem: str) -> Iterator[Member]:
+def members(archive: bytes, stem: str) -> Iterator[SourceFile]:
     """The files of a tar archive whose every name begins with `stem/`; links and ways out of it are refused."""
     prefix = stem + "/" if stem else ""
     try:
@@ -52,7 +52,7 @@ def members(archive: bytes, stem: str) -> Iterator[Member]:
                     raise Refusal(f"archive: expected regular files under {prefix or './'}; found {entry.name!r}")
                 reader = tar.extractfile(entry)
                 assert reader is not None
-                yield Member(entry.name[len(prefix):], reader.read(), bool(entry.mode & 0o100))
+                yield SourceFile(entry.name[len(prefix):], reader.read(), bool(entry.mode & 0o100))
     except (tarfile.TarError, EOFError, OSError) as error:
         raise Refusal(f"archive of {stem or 'the checkout'}: cannot be read: {error}") from error
 
@@ -66,7 +66,7 @@ class Source:
     stem: str
     origin: str
 
-    def files(self, wanted: Optional[Set[str]] = None) -> Iterator[Member]:
+    def files(self, wanted: Optional[Set[str]] = None) -> Iterator[SourceFile]:
         for member in members(self.archive, self.stem):
             if wanted is None or member.path in wanted:
                 yield member
@@ -83,7 +83,7 @@ class Source:
         return count
 
 
-def tree_digest(files: Iterator[Member]) -> str:
+def tree_digest(files: Iterator[SourceFile]) -> str:
     lines: Dict[str, str] = {}
     for member in files:
         if member.path.split("/", 1)[0] in TREE and member.path not in GENERATED:

@@ -186,7 +186,7 @@ class EngineProcess:
         self.wait_until(f"{PROTOCOL}.view().broker_up and {PROTOCOL}.debug_state()['prefill_peers'] == {names!r}")
 
     def incarnation(self) -> str:
-        return self.evaluate("disagg._agent.member.incarnation")
+        return self.evaluate("disagg.agent.member.incarnation")
 
     def bring_forward(self, limit: str) -> None:
         """The `deadline`, or the `lease_until`, of every open attempt of this decode engine comes in a moment, whatever
@@ -337,7 +337,7 @@ def resumed_together(d: EngineProcess, p: EngineProcess, prompts: list[list[int]
     """What D says to these prompts, which P prefills, when it begins to decode all of them at the same time."""
     p.do("hold", held=True)
     names = d.add_all(prompts, **parameters)
-    d.wait_until(f"disagg._agent.counts()['decode_granted'] == {len(prompts)}")
+    d.wait_until(f"disagg.agent.counts()['decode_granted'] == {len(prompts)}")
     d.do("hold", held=True)
     p.do("hold", held=False)
     eventually(lambda: d.evaluate("disagg._collect() or len(disagg._progress.finished_prefills)") == len(prompts),

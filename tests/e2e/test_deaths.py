@@ -96,13 +96,13 @@ def stage(whole_stage: Stage) -> Iterator[Stage]:
 def before_claim(stage: Stage, path: Path, submit: Callable[[], None]) -> None:
     stage.p.freeze()
     submit()
-    stage.d.wait_until("disagg._agent.counts()['decode_queued'] == 1")
+    stage.d.wait_until("disagg.agent.counts()['decode_queued'] == 1")
 
 
 def after_claim(stage: Stage, path: Path, submit: Callable[[], None]) -> None:
     stage.p.do("hold", held=True)
     submit()
-    stage.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    stage.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
 
 
 def mid_prefill(stage: Stage, path: Path, submit: Callable[[], None]) -> None:
@@ -167,7 +167,7 @@ def test_b21_another_p_takes_over(stage):
     for p in stage.ps:
         p.do("hold", held=True)
     stage.d.add(tokens, "x")
-    stage.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    stage.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     [name] = stage.d.evaluate(f"[one['peer'] for one in {PROTOCOL}.debug_state()['decode'].values() if one['peer']]")
     [victim] = [p for p in stage.ps if p.incarnation() == name]
     stage.bury(victim)
@@ -202,7 +202,7 @@ def test_b22_a_write_that_comes_after_all_is_over(stage):
     assert stage.d.evaluate("[group.request_id for group in scheduler.running]") == ["beside b22"]
     was = checksums(stage.d)
     stage.p.thaw()
-    stage.p.wait_until("not disagg.prefill_jobs._jobs and not disagg._transfer.live_handles()")
+    stage.p.wait_until("not disagg.prefill_jobs._jobs and not disagg.transfer.live_handles()")
     now = checksums(stage.d)
     written = {block for block in range(POOL) if was[block] != now[block]}
     assert written == aside  # late, and where nobody is
@@ -233,7 +233,7 @@ def test_b25_abort_while_a_write_hangs(stage):
     [again] = stage.d.wait([stage.d.add(tokens, "x")])
     assert [again["outputs"][0]["token_ids"]] == expected
     assert stage.d.stats()["quarantined"] == 1
-    stage.p.wait_until("disagg._transfer.live_handles() == 1")  # the one that hangs
+    stage.p.wait_until("disagg.transfer.live_handles() == 1")  # the one that hangs
     assert stage.d.stats()["quarantined"] == 1
     stage.p.execute("faulty.go_on()")
     stage.at_rest()

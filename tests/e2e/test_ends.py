@@ -13,12 +13,12 @@ WIRE_S = 0.4
 FIRST, SECOND = 600, 601  # tokens: together too many for one pass
 SLOW_WIRE = f"""
 from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
-ranked = disagg._transfer.own._transport
-ranked._transport = SlowTransport(ranked._transport, EmulatedWire(delay_s={WIRE_S}), 1)
+ranked = disagg.transfer.own.transport
+ranked.transport = SlowTransport(ranked.transport, EmulatedWire(delay_s={WIRE_S}), 1)
 """
 FAIL_NEXT = """
 from faults import Fault, FaultyAgent
-nixl = ranked._transport._transport
+nixl = ranked.transport.transport
 nixl._agent = FaultyAgent(nixl._agent)
 nixl._agent.faults.append(Fault.ERROR)
 """
@@ -51,7 +51,7 @@ class Stage:
         self.p.execute(LONG_PASS.format(tokens=SECOND, began=str(self.began), over=str(self.over)))
         self.p.do("hold", held=True)
         self.d.add_all([first, second], ["first", "second"])
-        self.d.wait_until("disagg._agent.counts()['decode_granted'] == 2")
+        self.d.wait_until("disagg.agent.counts()['decode_granted'] == 2")
         self.p.execute("driver.held = False")
         eventually(self.began.exists, "P computes the second")
         return first, second

@@ -23,22 +23,22 @@ engine.model_executor.execute_model = counted
 # The ends of transfers are kept back, as if the bytes were still under way.
 KEEP_ENDS = """
 driver.kept = []
-driver.take = disagg._transfer.take_progress
+driver.take = disagg.transfer.take_progress
 def take():
     progress = driver.take()
     driver.kept += progress.finished
     progress.finished = []
     return progress
-disagg._transfer.take_progress = take
+disagg.transfer.take_progress = take
 """
 GIVE_ENDS = """
 def give():
     progress = driver.take()
     progress.finished = driver.kept + progress.finished
     driver.kept = []
-    disagg._transfer.take_progress = driver.take
+    disagg.transfer.take_progress = driver.take
     return progress
-disagg._transfer.take_progress = give
+disagg.transfer.take_progress = give
 """
 
 
@@ -75,7 +75,7 @@ def test_b5_p_reads_what_only_d_has_and_computes_the_rest(pair, mono, always):
     pair.p.execute(COUNT_COMPUTED)
     pair.p.do("hold", held=True)
     name = pair.d.add(tokens)
-    pair.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    pair.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     cached = pair.d.block_ids(name)[:6]
     digests = pair.d.do("block_digests", block_ids=cached)
     pair.p.do("hold", held=False)
@@ -131,7 +131,7 @@ def test_b27_a_read_that_fails_is_made_up_for(pair, mono, always):
     tokens = known_to_d(pair, 6, "fails") + prompt(30, "fails")
     before = pair.p.counters()
     pair.p.execute("from vllm_pd.transfer.agent import TransferState\n"
-                   "agent = disagg._transfer.own._transport._transport._agent\n"
+                   "agent = disagg.transfer.own.transport.transport._agent\n"
                    "agent_post = agent.post\n"
                    "def post(handle):\n    agent_post(handle)\n    agent.post = agent_post\n"
                    "    return TransferState.FAILED\n"
@@ -150,7 +150,7 @@ def test_b25_cancelled_while_it_reads(pair, mono, always):
     pair.p.execute(KEEP_ENDS)
     try:
         pair.d.add(tokens, "x")
-        pair.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+        pair.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
         pair.p.wait_until("driver.kept")
         assert pair.p.stats()["remote_prefilling"] == 1
         pair.d.abort("x")

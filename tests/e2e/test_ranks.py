@@ -63,7 +63,7 @@ def trio(two, pair_processes) -> Pair:
 
 def worker_pids(engine: EngineProcess) -> list[int]:
     """All processes that write, as the peers know them."""
-    return engine.evaluate("[process.pid for process in disagg._agent.member.processes]")
+    return engine.evaluate("[process.pid for process in disagg.agent.member.processes]")
 
 
 def keep_away(d: EngineProcess, p: EngineProcess) -> None:
@@ -149,7 +149,7 @@ def test_b32_generate_on_a_prefill_engine_of_two_ranks_leaves_its_workers_free(t
     keep_away(trio.d, trio.p)
     two.do("hold", held=True)
     name = trio.d.add(prompt(60, "a peer's"))
-    trio.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    trio.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     with two.policy(max_local_prefill_tokens=100):  # or its own prompt would go to P
         # A step of 64 tokens has no room for the peer's prompt beside its own.
         two.execute("from vllm import SamplingParams\n"
@@ -174,7 +174,7 @@ def test_b21_an_engine_is_gone_when_its_last_rank_is(trio, two, mono):
     keep_away(trio.d, trio.p)
     two.do("hold", held=True)
     name = trio.d.add(tokens)
-    trio.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    trio.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     freeze(other)
     os.kill(driver, signal.SIGKILL)
     two.process.wait(WAIT_S)

@@ -39,7 +39,7 @@ def test_b7_other_requests_pass_those_that_wait_for_a_sibling(pair, mono):
     tokens, other = prompt(60, "held"), prompt(30, "passes")
     pair.p.do("hold", held=True)
     name = pair.d.add(tokens, n=3, temperature=0.9, seed=5)
-    pair.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    pair.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     assert pair.d.stats()["waiting"] == 2
     with pair.d.policy(max_local_prefill_tokens=1000):
         assert pair.d.tokens([other]) == mono.tokens([other])
@@ -55,7 +55,7 @@ def test_b25_all_samples_go_with_an_abort(pair, mono):
     tokens = prompt(60, "aborted")
     pair.p.do("hold", held=True)
     name = pair.d.add(tokens, n=3, temperature=0.9, seed=6)
-    pair.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    pair.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     pair.d.abort(name)
     stats = pair.d.stats()
     assert (stats["waiting"], stats["remote_prefilling"], stats["split_requests"]) == (0, 0, 0)

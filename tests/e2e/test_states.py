@@ -12,7 +12,7 @@ from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.messages import Fingerprint, Role
 from vllm_pd.liveness.process import local_member
 
-GRANTED = "disagg._agent.counts()['decode_granted'] == {}"
+GRANTED = "disagg.agent.counts()['decode_granted'] == {}"
 LOCAL = {"prompt_logprobs": 0}  # what makes a request stay on D
 
 
@@ -31,7 +31,7 @@ class TestAbort:
         tokens = prompt(70, 1)
         pair.p.freeze()
         pair.d.add(tokens, "x")
-        pair.d.wait_until("disagg._agent.counts()['decode_queued'] == 1")
+        pair.d.wait_until("disagg.agent.counts()['decode_queued'] == 1")
         pair.d.abort("x")
         pair.d.at_rest()  # while P stands still
         pair.p.thaw()
@@ -145,7 +145,7 @@ def test_b26_broker_gone_and_back(pair, mono):
     before = pair.d.counters()
     pair.p.freeze()
     pair.d.add(prompts[0], "waiting")
-    pair.d.wait_until("disagg._agent.counts()['decode_queued'] == 1")
+    pair.d.wait_until("disagg.agent.counts()['decode_queued'] == 1")
     pair.broker.kill()
     try:
         [result] = pair.d.wait(["waiting"])
@@ -183,7 +183,7 @@ def test_b29_notices_that_are_none(pair, mono):
                msgspec.msgpack.encode([parked, -1]), msgspec.msgpack.encode([parked, 2**40]),
                msgspec.msgpack.encode([parked]), msgspec.msgpack.encode({"attempt": parked, "rank": 0})]
     for notice in notices:
-        pair.p.execute(f"send = disagg._transfer.own._transport._transport._agent.send_notice\n"
+        pair.p.execute(f"send = disagg.transfer.own.transport.transport._agent.send_notice\n"
                        f"send({parked[0] + '/0'!r}, bytes.fromhex({notice.hex()!r}))")
     kinds = ("frames_dropped_total:notice_malformed", "agent:decode_notice_unknown")
     known = sum(before[kind] for kind in kinds)
@@ -268,7 +268,7 @@ def test_b25_a_control_thread_that_has_ended_shows_in_a_gauge(pair):
     """Not for real, for the others need it: the engine is only told so."""
     shown = []
     for error in ("RuntimeError('planned')", "None"):
-        pair.d.execute(f"disagg._agent._thread.error = {error}")
+        pair.d.execute(f"disagg.agent.thread.error = {error}")
         pair.d.tokens([prompt(8, 2030)])
         shown.append(pair.d.counters()["control_dead"])
     assert shown == [1, 0]
@@ -280,7 +280,7 @@ def stranger(pair):
     agents: list[ControlAgent] = []
 
     def start(**difference) -> ControlAgent:
-        ours = pair.d.evaluate("__import__('msgspec').to_builtins(disagg._agent.member.fingerprint)")
+        ours = pair.d.evaluate("__import__('msgspec').to_builtins(disagg.agent.member.fingerprint)")
         fingerprint = (msgspec.convert(ours, Fingerprint) if isinstance(ours, dict) else Fingerprint(*ours))
         member = local_member(Role.PREFILL, msgspec.structs.replace(fingerprint, **difference))
         config = PDConfig.parse("kv_producer", {"broker": pair.broker.url, **PATIENT})

@@ -93,7 +93,7 @@ def test_b5_prefix_partly_cached_on_d(pair, mono):
     before = pair.d.counters()
     pair.p.do("hold", held=True)
     name = pair.d.add(tokens)
-    pair.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    pair.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     table = pair.d.block_ids(name)
     digests = pair.d.do("block_digests", block_ids=table[:3])
     pair.p.do("hold", held=False)
@@ -238,9 +238,9 @@ def test_b9_two_requests_whose_shared_prefix_is_in_flight(pair, mono):
     prompts = [stem + prompt(9, 9001), stem + prompt(20, 9002), stem]
     pair.p.do("hold", held=True)
     names = pair.d.add_all(prompts[:1])
-    pair.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    pair.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     names += pair.d.add_all(prompts[1:])
-    pair.d.wait_until("disagg._agent.counts()['decode_granted'] == 3")
+    pair.d.wait_until("disagg.agent.counts()['decode_granted'] == 3")
     tables = [pair.d.block_ids(name) for name in names]
     assert len({block for table in tables for block in table}) == sum(map(len, tables))
     pair.p.do("hold", held=False)
@@ -254,12 +254,12 @@ def test_b10_the_same_prompt_after_an_abort(pair, mono):
     tokens = prompt(6 * BLOCK + 2, 10000)
     pair.p.do("hold", held=True)
     name = pair.d.add(tokens)
-    pair.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    pair.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     pair.d.abort(name)
     assert pair.d.stats()["quarantined"] == 1
     assert pair.d.hit(tokens) == 0
     again = pair.d.add(tokens)
-    pair.d.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    pair.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     assert pair.d.hit(tokens) == 0
     pair.p.do("hold", held=False)
     [result] = pair.d.wait([again])

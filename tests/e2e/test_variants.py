@@ -81,7 +81,7 @@ def test_b25_abort_between_two_chunks_on_p(sender, both, mono):
     before = prefiller.counters()
     prefiller.do("hold", held=True)
     decoder.add(tokens, "x")
-    decoder.wait_until("disagg._agent.counts()['decode_granted'] == 1")
+    decoder.wait_until("disagg.agent.counts()['decode_granted'] == 1")
     prefiller.wait_until("scheduler.running")
     prefiller.do("step", count=2)
     assert prefiller.stats()["running"] == 1

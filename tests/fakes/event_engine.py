@@ -14,7 +14,6 @@ from vllm_pd.events.messages import EngineLoad, EventBatch
 from vllm_pd.events.notice import EventsNotice
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
-from vllm_pd.rpc.sockets import Waker
 
 BLOCK_SIZE = 4
 TOPIC = "kv-events"
@@ -80,10 +79,10 @@ class FakeEngine:
         self._rng = random.Random(seed)
         self._ids = itertools.count(1)
         self.publisher = LossyPublisher(events, faults, seed)
-        waker = Waker()
-        self.sink = BlockSink(waker.set, max_queued=max_queued)
+        side_port = SidePort(side, keys)
+        self.sink = BlockSink(side_port.waker.set, max_queued=max_queued)
         self.announcer = EventAnnouncer(self.sink, BLOCK_SIZE, self.publisher.publish, lambda: self.load, lambda: False,
-                                   SidePort(side, keys), waker)
+                                        side_port)
         self.announcer.start()
         self.notice = EventsNotice(events, BLOCK_SIZE, None, TOPIC, self.announcer.address, self.announcer.epoch)
 

@@ -73,7 +73,7 @@ class LightEngine:
         self.worker = TransferWorker(NixlTransport(member.incarnation, self.memory, cache, progress_thread=False))
         self.bell = threading.Event()
         config = PDConfig.parse(role, {**PATIENT, **settings})
-        self.agent = ControlAgent(config, member, self.worker._transport.metadata(), self.bell.set)
+        self.agent = ControlAgent(config, member, self.worker.transport.metadata(), self.bell.set)
         self.work_s, self.room = work_s, room
         self.free = list(range(BLOCKS))
         self.prompts: dict[m.Attempt, tuple[str, list[int], list[int]]] = {}  # name, tokens, blocks
@@ -109,7 +109,7 @@ class LightEngine:
 
     def _reached(self) -> list[str]:
         """The peers whose lifelines have been found once: from now on their deaths are seen there."""
-        return [name for name, peer in list(self.agent._thread._liveness._rules._peers.items()) if peer.reached]
+        return [name for name, peer in list(self.agent.thread.liveness.rules._peers.items()) if peer.reached]
 
     def do_drain(self) -> None:
         self.agent.protocol.drain()

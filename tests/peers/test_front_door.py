@@ -236,7 +236,7 @@ def test_b82_an_address_that_a_header_may_have_made_up_is_not_believed(tmp_path)
 
 def test_b43_what_an_operator_asks_elsewhere_is_seen_here(tmp_path):
     async def body(served):
-        await until(lambda: served.agent._thread._sockets._front_route is not None)
+        await until(lambda: served.agent.thread.sockets.front_route is not None)
         served.agent.protocol.drain()
         served.agent.protocol.set_load(m.Load())
         while (await served.ask("GET", "/pd/status"))[1].get("drained") is not True:

@@ -214,7 +214,7 @@ def test_b22_a_refusal_is_no_death_while_the_connection_stands():
             time.sleep(0.005)
         return dead
 
-    assert turns(True, lambda: monitor._rules._peers["p"].reached) == []
+    assert turns(True, lambda: monitor.rules._peers["p"].reached) == []
     line.close()
     began = time.monotonic()
     assert turns(True, lambda: len(probes) == 4) == []

@@ -67,7 +67,7 @@ async def test_a_new_prompt_is_placed_by_its_beginning_and_draws_its_like_to_its
         assert again.deferred is None and held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
         assert placer.place(again, ())[1].overlap_blocks == len(LONG) // BLOCK
         assert (sample(metrics, "begun"), sample(metrics, "done")) == (1, 1)
-        assert not len(placer._deferred)
+        assert not len(placer.deferred)
 
 
 async def test_where_prompts_part_decides_and_not_how_much_was_read_first():
@@ -95,7 +95,7 @@ async def test_of_many_at_once_all_wait_for_the_first_ones_rest():
         pool._rests_until_s = float("inf")
         plans = await asyncio.gather(*(placer.plan([], body(LONG), True) for _ in range(10)))
         assert held(placer, LONG) == {worker.url: len(LONG) // BLOCK}
-        assert [len(plan.hashes[BLOCK]) for plan in plans] == [len(LONG) // BLOCK] * 10 and not len(placer._deferred)
+        assert [len(plan.hashes[BLOCK]) for plan in plans] == [len(LONG) // BLOCK] * 10 and not len(placer.deferred)
 
 
 async def test_the_rest_counts_where_the_request_went_last():
@@ -129,7 +129,7 @@ async def test_what_is_gone_does_not_come_back(happens):
             index_of(placer).removed(worker.url, [3])
         await placer.plan([], body(LONG), True)
         assert held(placer, LONG) == ({worker.url: 2} if happens == "evicted" else {})
-        assert not len(placer._deferred)
+        assert not len(placer.deferred)
 
 
 @pytest.mark.parametrize("case, outcome", [("late", "late"), ("failed", "failed"), ("closed", "failed"),
@@ -146,10 +146,10 @@ async def test_a_rest_that_does_not_come_harms_nobody(case, outcome):
             pool.close()
         if case == "full":
             pool._queued = MAX_QUEUED
-        await asyncio.gather(*placer._deferred.finish_matching(plan.hashes[BLOCK]))
+        await asyncio.gather(*placer.deferred.finish_matching(plan.hashes[BLOCK]))
         pool._tokenizers[""].may_go_on.set()
         assert metrics.registry.get_sample_value("vllm:pd_router_rests_total", {"outcome": outcome}) == 1
-        assert held(placer, LONG) == {worker.url: PARTIAL_BLOCKS} and not len(placer._deferred)
+        assert held(placer, LONG) == {worker.url: PARTIAL_BLOCKS} and not len(placer.deferred)
         assert placer.place(plan, [worker]) is not None
 
 
@@ -241,7 +241,7 @@ async def test_placers_that_read_the_beginning_and_the_whole_see_the_same(seed):
     async with (placing(load=Uneven, workers=urls, tokenize_timeout_s=50.0) as (begins, _, _, metrics),
                 placing(workers=urls, tokenize_timeout_s=50.0) as (reads, all_workers, _, _)):
         begins._now = reads._now = lambda: now[0]
-        begins._deferred._loop = SimpleNamespace(time=lambda: now[0], create_task=asyncio.create_task,
+        begins.deferred._loop = SimpleNamespace(time=lambda: now[0], create_task=asyncio.create_task,
                                                  call_at=lambda *given: None)
         earlier, sent, stored = [], [], []
         for _ in range(60):

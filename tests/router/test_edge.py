@@ -276,7 +276,7 @@ async def test_b66_a_probe_without_descriptors_says_nothing(monkeypatch):
         async def nothing_left(*_):
             raise OSError(errno.EMFILE, "none left")
 
-        monkeypatch.setattr(served.router._probes, "_fetch", nothing_left)
+        monkeypatch.setattr(served.router.probes, "_fetch", nothing_left)
         await served.until(lambda: served.count("vllm:pd_router_probes_total", worker=engines[0].url,
                                                 outcome="inconclusive") >= 3)
         assert_nobody_is_blamed(served, engines)
@@ -310,7 +310,7 @@ async def test_b66_the_last_descriptor_of_an_idle_connection_is_taken_over(monke
     loop = asyncio.get_running_loop()
     connect = loop.create_connection
     async with serving(2) as (served, engines):
-        upstream = served.router._worker_client
+        upstream = served.router.worker_client
 
         async def one_left(*given, **named):
             if upstream.connections:
@@ -330,7 +330,7 @@ async def test_b66_the_last_descriptor_of_an_idle_connection_is_taken_over(monke
 
 async def test_connections_to_workers_have_a_bound_that_only_idle_ones_feel():
     async with serving(3, max_connections=20) as (served, engines):
-        upstream = served.router._worker_client
+        upstream = served.router.worker_client
         for _ in range(3):
             answers = await asyncio.gather(*(served.ask() for _ in range(18)))
             assert {answer.status for answer in answers} == {200}

@@ -236,7 +236,7 @@ def test_b67_reasons_why_blocks_are_left_out_are_bounded_too():
                   "token_ids": [*range(size)], "block_size": size, "group_idx": 0}
         batch = msgspec.msgpack.encode([1.0, [stored], 0])
         for event in reader.read([b"", bytes(8), batch])[1].events:
-            assert subscriber._holdings.apply(event)
+            assert subscriber.holdings.apply(event)
     assert sum(subscriber.unread.values()) == 100 and len(subscriber.unread) <= 17
 
 
@@ -335,7 +335,7 @@ async def test_b67_what_cant_be_read_is_said_once_in_the_log_and_in_workers(capl
             await until_heard(served, engine, [publisher], bytes.fromhex(FIXTURES["0.32.0"]["batches"]["stored"]))
             for _ in range(3):
                 publisher.send(msgspec.msgpack.encode([time.time(), [{"type": "BlockPinned"}], 0]))
-            subscriptions = served.router._subscriptions
+            subscriptions = served.router.subscriptions
             await served.until(lambda: sum(subscriptions.as_json()[engine.url]["unread"].values()) == 3)
             shown = (await served.ask(path="/workers", method="GET")).json["workers"][0]["events"]
             assert shown["unread"] == {"an event of an unknown kind, 'BlockPinned'": 3}
@@ -353,7 +353,7 @@ async def test_b67_a_rank_that_begins_anew_leaves_the_others_events_alone():
         async with serving(1, Policy.KV, events=([rank.endpoint for rank in ranks],)) as (served, [engine]):
             await until_heard(served, engine, ranks, batches["stored"])
             index, names = with_index(served.router.placer, SIZE), (engine.url, f"{engine.url}#1")
-            first, second = served.router._subscriptions._subscribers[engine.url]
+            first, second = served.router.subscriptions._subscribers[engine.url]
             await first.close()
             assert index.blocks(names[0]) == 0 and index.blocks(names[1]) == 2
             ranks[1].send(batches["removed"])

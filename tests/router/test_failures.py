@@ -259,7 +259,7 @@ async def test_one_that_ends_leaves_the_connections_of_the_next_worker_at_its_ur
         await served.until(lambda: served.worker(engine).state.value == "up")
         engine.gap_s = 0.0
         assert (await served.ask()).status == 200
-        [idle] = served.router._worker_client._idle.values()
+        [idle] = served.router.worker_client._idle.values()
         [connection] = idle
         assert not slow.done() and (await slow).status == 200
         assert connection.usable
@@ -294,7 +294,7 @@ async def test_b63_a_busy_worker_whose_events_go_on_is_not_out_though_nothing_is
     """Answers in one piece, and a queue before the probe: all that shows is what the engine tells of itself."""
     async with serving(2, probe_interval_s=0.1, probe_timeout_s=0.3) as (served, engines):
         batches = itertools.count()
-        served.router._subscriptions.progress_of = lambda url: WorkerProgress(next(batches))
+        served.router.subscriptions.progress_of = lambda url: WorkerProgress(next(batches))
         for engine in engines:
             engine.sick, engine.gap_s = Fault.HANG, 1.0
         answers = await asyncio.gather(*(served.ask() for _ in range(4)))
@@ -308,7 +308,7 @@ async def test_b63_a_busy_worker_whose_events_go_on_is_not_out_though_nothing_is
 async def test_b63_events_alone_save_no_worker_for_ever():
     async with serving(1, probe_interval_s=0.1, probe_timeout_s=0.1) as (served, [engine]):
         load = itertools.count()
-        served.router._subscriptions.progress_of = lambda url: WorkerProgress(0, (next(load), ))
+        served.router.subscriptions.progress_of = lambda url: WorkerProgress(0, (next(load), ))
         engine.fault = engine.sick = Fault.HANG
         assert (await asyncio.wait_for(served.ask(), 50)).status == 503
         assert served.worker(engine).state.value == "down"
@@ -571,16 +571,16 @@ async def test_b64_an_engine_that_is_lost_by_chance_costs_no_request():
         engines[0].fault = Fault.HANG_UP
         for _ in range(4):
             assert (await served.ask()).status == 200
-        served.router._proxy._fatal._now = lambda: 0.0
+        served.router.proxy.fatal._now = lambda: 0.0
         await engines[0].stop()
-        fatal = served.router._proxy._fatal
+        fatal = served.router.proxy.fatal
         assert not await fatal.connection_broke(served.worker(engines[0]), "/v1/completions", b"once")
         fatal.answered("/v1/completions", b"once")
         assert not await fatal.connection_broke(served.worker(engines[0]), "/v1/completions", b"once")
         for number in range(1100):
-            served.router._proxy._fatal._crashes[number] = (frozenset(), 0.0)
-        await served.router._proxy._fatal.connection_broke(served.worker(engines[0]), "/v1/completions", b"another")
-        assert len(served.router._proxy._fatal._crashes) == 1000
+            served.router.proxy.fatal._crashes[number] = (frozenset(), 0.0)
+        await served.router.proxy.fatal.connection_broke(served.worker(engines[0]), "/v1/completions", b"another")
+        assert len(served.router.proxy.fatal._crashes) == 1000
 
 
 async def test_b63_two_equal_requests_over_which_one_engine_is_lost_count_it_once():
@@ -623,7 +623,7 @@ async def test_b63_a_stream_that_is_answered_makes_an_earlier_loss_chance():
         other.fault = Fault.NONE
         await lost.stop()
         assert (await asked).events == [*TEXTS, "[DONE]"]
-        assert not served.router._proxy._fatal._crashes
+        assert not served.router.proxy.fatal._crashes
 
 
 async def test_b63_an_engine_lost_in_an_answer_without_room_for_an_event_counts():
@@ -633,7 +633,7 @@ async def test_b63_an_engine_lost_in_an_answer_without_room_for_an_event_counts(
         engine.raw = chunked(GZIPPED[:20], b"content-encoding: gzip", end=False), False
         with pytest.raises(aiohttp.ClientPayloadError):
             await served.ask(True)
-        await served.until(lambda: served.router._proxy._fatal._crashes)
+        await served.until(lambda: served.router.proxy.fatal._crashes)
 
 
 async def test_b64_a_request_is_sent_three_times_at_most_idle_connections_included():

@@ -123,7 +123,7 @@ async def test_b68_a_model_that_is_gone_leaves_nothing():
     async with fleet(a=("one", "/models/one"), b=("two", "/models/two")) as (placer, workers, metrics):
         held(placer, workers.get("http://a:1"), WORDS, 4)
         placer.forget("http://a:1")
-        assert not placer.families._by_name.keys() - {"two"} and "one" not in placer._pool._tokenizers
+        assert not placer.families._by_name.keys() - {"two"} and "one" not in placer.pool._tokenizers
         assert metrics.registry.get_sample_value("vllm:pd_router_index_blocks_total", {"kind": "stored"}) == 7
         assert not list(placer.families.indexes())
 
@@ -152,7 +152,7 @@ async def test_b68_two_models_by_their_events_without_a_block_size():
             engines = [FaultyEngine(model) for model in ("one", "two")]
             for engine in engines:
                 await engine.start()
-            subscriptions = served.router._subscriptions
+            subscriptions = served.router.subscriptions
             for engine, publisher in zip(engines, publishers, strict=True):
                 subscriptions._configured[engine.url] = [(publisher.endpoint, None)]
                 served.router._membership.add(engine.url)

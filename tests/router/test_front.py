@@ -187,6 +187,11 @@ async def test_the_workers_own_key_takes_the_clients_place():
     async with serving(1, api_key="front", worker_api_key="back") as (served, [engine]):
         assert (await served.ask(headers={"authorization": "Bearer front"})).status == 200
         assert engine.asked[0][1]["authorization"] == "Bearer back"
+        assert (await served.ask(path="/v1/completions", method="OPTIONS")).status == 200
+        assert "authorization" not in engine.asked[1][1]
+        assert (await served.ask(path="/v1/completions", method="OPTIONS",
+                                 headers={"authorization": "Bearer front"})).status == 200
+        assert "authorization" not in engine.asked[2][1]
 
 
 async def test_workers_come_and_go_by_request():
@@ -346,7 +351,7 @@ async def test_a_stock_engines_events_draw_its_prefixes():
                     for number in range(2):
                         begin = next(begins)
                         await sent(number, ["BlockStored", [begin], None, [*range(begin, begin + 4)], 4, None])
-            before = served.router._subscriptions.progress_of(engines[1].url)
+            before = served.router.subscriptions.progress_of(engines[1].url)
             for number in range(2):
                 first = 100 * number
                 await sent(number, ["BlockStored", [first + 1, first + 2], None, [*range(first, first + 8)], 4, None])
@@ -354,7 +359,7 @@ async def test_a_stock_engines_events_draw_its_prefixes():
                 return index.matches(index.hashes([*range(100 * number, 100 * number + 8)])).get(engines[number].url, 0)
 
             await served.until(lambda: hits(0) == hits(1) == 2)
-            assert before.differs(served.router._subscriptions.progress_of(engines[1].url))
+            assert before.differs(served.router.subscriptions.progress_of(engines[1].url))
             for number, engine in ((0, engines[0]), (1, engines[1])) * 2:
                 assert await chosen([*range(100 * number, 100 * number + 10)]) == (engine.url, "2/2")
             await sent(1, ["BlockRemoved", [102]])
@@ -463,8 +468,8 @@ async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(mo
         engine.notices = [(503, {}), (200, {"no": "size"}), (500, {}),
                           (200, {"events": "tcp://127.0.0.1:9", "block_size": 4})]
         served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
-        await served.until(lambda: served.router._subscriptions.as_json())
-        assert index_of(served.router.placer).block_size == 4 and not served.router._subscriptions._asking
+        await served.until(lambda: served.router.subscriptions.as_json())
+        assert index_of(served.router.placer).block_size == 4 and not served.router.subscriptions._asking
 
 
 class TestMembership:
@@ -568,7 +573,7 @@ async def test_no_error_of_its_own_ends_the_probing_or_the_sweeping():
                 worker.fail(WorkerFailure.PROBE, "again")
                 raise stumbles.pop()
 
-        served.router._probes._on_up = came_up
+        served.router.probes._on_up = came_up
         served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
         await served.until(lambda: not stumbles and served.worker(engine).state.value == "up")
         assert served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="stumbled") == 3
@@ -582,7 +587,7 @@ async def test_no_error_of_its_own_ends_the_probing_or_the_sweeping():
 
         index, families = Index(), served.router.placer.families
         served.router.placer.families = SimpleNamespace(indexes=lambda: [index])
-        sweeper = asyncio.create_task(served.router._subscriptions._sweep())
+        sweeper = asyncio.create_task(served.router.subscriptions._sweep())
         await served.until(lambda: index.sweeps == 3)
         sweeper.cancel()
         served.router.placer.families = families

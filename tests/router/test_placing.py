@@ -305,7 +305,7 @@ class TestTokenizer:
                 return "".join(message["content"] for message in messages)
 
         made = Tokenizer.__new__(Tokenizer)
-        made._tokenizer, made._backend, made._cache = Library(), None, None
+        made._tokenizer, made._backend, made.cache = Library(), None, None
         return made
 
     def test_prompts_get_special_tokens_and_chats_do_not_unless_told(self, tokenizer):

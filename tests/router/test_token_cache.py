@@ -166,8 +166,8 @@ def test_chats_of_a_model_have_the_librarys_ids():
         from vllm_pd.router.tokenizer import Prompt, Tokenizer
         tokenizer = Tokenizer(sys.argv[1])
         said, asked = [], []
-        encode = tokenizer._cache._encode
-        tokenizer._cache._encode = lambda texts: asked.extend(texts) or encode(texts)
+        encode = tokenizer.cache._encode
+        tokenizer.cache._encode = lambda texts: asked.extend(texts) or encode(texts)
         for turn in range(5):
             said += [{"role": "user", "content": f"{turn} \u00e9 <|im_start|>? " * 20},
                      {"role": "assistant", "content": " \\n yes"}]

@@ -85,7 +85,7 @@ class Engine:
         """Its thread may take its time."""
         self.agent.close(WAIT_S)
         self.agent.end_lifeline()
-        assert not self.agent._thread.is_alive()
+        assert not self.agent.thread.is_alive()
 
     def _wake(self):
         self.wakes += 1
@@ -770,7 +770,7 @@ def test_death_of_the_thread_is_told_and_all_stays_local(pair):
         raise Planned("a fault of ours")
 
     decode.protocol._decode.handle_timeout = fail
-    decode.agent._thread._sockets.waker.set()
+    decode.agent.thread.sockets.waker.set()
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (granted, FallbackReason.CONTROL)
     assert isinstance(decode.agent.error, Planned) and not decode.protocol.view().broker_up

@@ -302,12 +302,12 @@ async def test_an_engine_of_another_block_size_is_refused_and_the_reason_said(en
     front.engine.store(2)
     async with watched(front) as (index, subscriber):
         await until_right(front, index, subscriber)
-        subscriber._index = subscriber._holdings._index = PrefixIndex(16)
+        subscriber._index = subscriber.holdings._index = PrefixIndex(16)
         front.engine.store(1)
         while subscriber.state is not SubscriberState.SEARCHING:
             await asyncio.sleep(0.01)
         assert "block_size" in caplog.text and not subscriber.counters["stumbles"]
-        subscriber._index = subscriber._holdings._index = index
+        subscriber._index = subscriber.holdings._index = index
 
 
 @pytest.mark.parametrize("where", ["events", "side", "replay"])

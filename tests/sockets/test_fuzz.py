@@ -458,7 +458,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
                     assert time.monotonic() < deadline, prefill.protocol.open_attempts()
                     take_events(prefill)
                     time.sleep(0.05)
-                line = one.agent._thread._sockets._backend
+                line = one.agent.thread.sockets.backend
                 assert line.error is None and one.agent.error is None
             growth.check()
             counts = prefill.agent.dropped()

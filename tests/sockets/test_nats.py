@@ -341,7 +341,7 @@ def test_the_death_of_the_thread_is_logged_and_counts_as_a_broker_that_is_away(s
     decode, prefill = (test_agent.Engine(settings, role) for role in (m.Role.DECODE, m.Role.PREFILL))
     try:
         test_agent.peered(decode, prefill)
-        line = decode.agent._thread._sockets._backend
+        line = decode.agent.thread.sockets.backend
 
         async def fail():
             raise Death
@@ -365,7 +365,7 @@ def test_both_ways_are_bounded(speaker, monkeypatch):
     d = speaker(m.Role.DECODE)
     d.register()
     deadline = time.monotonic() + 60
-    while d.line._commands._waiting:  # heartbeats of one that was answered late
+    while d.line.commands._waiting:  # heartbeats of one that was answered late
         assert time.monotonic() < deadline
         time.sleep(0.01)
     gate, limit = asyncio.Event(), nats_backend.MAX_WAITING

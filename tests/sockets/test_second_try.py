@@ -95,10 +95,10 @@ NEVER_ENDS = """
 import pathlib, pytest, time
 @pytest.fixture
 def engine():
-    pathlib.Path("begun").touch()
     yield
     pathlib.Path("ended").touch()
 def test_never_ends(engine):
+    pathlib.Path("begun").touch()
     time.sleep(600)
 """
 SESSION = """

@@ -27,7 +27,6 @@ from vllm_pd.events.sink import BlockSink
 from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.ports import take_free
 from vllm_pd.router.index import PrefixIndex
-from vllm_pd.rpc.sockets import Waker
 from vllm_pd.v0.events import _publish_to, bind_sink, load_reader
 
 EXAMPLE = "examples/online_serving/kv_events_subscriber.py"
@@ -68,11 +67,11 @@ def test_upstreams_example_reads_a_v0_engine(ports, tmp_path):
 
     publisher = publisher_at(f"tcp://*:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
     engine = SimulatedEngine(wants_remote=lambda group: False)
-    waker = Waker()
-    sink = BlockSink(waker.set)
+    side = SidePort("tcp://127.0.0.1:0")
+    sink = BlockSink(side.waker.set)
     bind_sink(engine.scheduler, sink)
     announcer = EventAnnouncer(sink, BLOCK_SIZE, _publish_to(publisher), load_reader(engine.scheduler),
-                          lambda: not engine.scheduler.running, SidePort("tcp://127.0.0.1:0"), waker)
+                               lambda: not engine.scheduler.running, side)
     announcer.start()
     reader = subprocess.Popen([sys.executable, "-u", str(program)], stdout=subprocess.PIPE, text=True)
     lines: list[str] = []

@@ -50,7 +50,7 @@ class Transfer:
     def hold(self, descriptor: int) -> None:
         pass
 
-    def look(self) -> None:
+    def poll(self) -> None:
         pass
 
     def take_progress(self) -> TransferProgress:

@@ -43,7 +43,7 @@ class NatsBackend(BrokerBackend):
         self._waker = Waker()
         self._inbox: collections.deque[tuple[str, m.Message]] = collections.deque()
         self._offered: set[m.Attempt] = set()
-        self._commands: Mailbox | None = None
+        self.commands: Mailbox | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = threading.Event()
         self._closed: asyncio.Event | None = None
@@ -88,7 +88,7 @@ class NatsBackend(BrokerBackend):
         self._waker.close()
 
     def _command(self, command: Command) -> SendResult:
-        commands = self._commands
+        commands = self.commands
         if commands is None or self.error is not None:
             return SendResult.UNREACHABLE
         try:
@@ -113,7 +113,7 @@ class NatsBackend(BrokerBackend):
             self.counters["nats_thread"] += 1
             logger.exception("the thread that speaks to NATS ended; no prefill is queued from now on")
         finally:
-            self._commands = None
+            self.commands = None
             self._ready.set()
             self._waker.set()
 
@@ -136,7 +136,7 @@ class NatsBackend(BrokerBackend):
                 self.counters["nats_stumble"] += 1
                 self._log(f"unexpected error in the connection to NATS: {error!r}", exc_info=True)
             finally:
-                self._commands = None
+                self.commands = None
                 self._waker.set()
             if not self._closing.is_set():
                 with contextlib.suppress(TimeoutError):
@@ -150,9 +150,9 @@ class NatsBackend(BrokerBackend):
         try:
             session = NatsSession(store, self._incarnation, self._ttl_s, lambda message: self._report(store, message),
                               self.counters, self._note_protocol)
-            self._commands = Mailbox(self._loop, MAX_WAITING)
+            self.commands = Mailbox(self._loop, MAX_WAITING)
             self._problem = ""
-            work = {asyncio.create_task(session.run(self._commands)), asyncio.create_task(closed.wait())}
+            work = {asyncio.create_task(session.run(self.commands)), asyncio.create_task(closed.wait())}
             try:
                 done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -162,7 +162,7 @@ class NatsBackend(BrokerBackend):
                     task.cancel()
                 await asyncio.gather(*work, return_exceptions=True)
         finally:
-            self._commands = None
+            self.commands = None
             await store.close()
         return True
 

@@ -38,7 +38,7 @@ class ControlAgent:
         self._is_gone = is_gone
         self._front = front
         self._lifeline: Lifeline | None = None
-        self._thread: ControlThread | None = None
+        self.thread: ControlThread | None = None
         self._socket_counters: m.Counters = collections.Counter()
 
     def start(self) -> None:
@@ -49,14 +49,14 @@ class ControlAgent:
         self._lifeline = Lifeline(self.member.incarnation, urlsplit(sockets.address).hostname)
         member = msgspec.structs.replace(self.member, address=sockets.address, lifeline=self._lifeline.address)
         self.protocol = PeerProtocol(self._config, member, self._metadata, self._clock)
-        self._thread = ControlThread(self.protocol, sockets, self._lifeline, self._wake, self._clock, self._is_gone,
-                                     self._look)
-        self._thread.start()
+        self.thread = ControlThread(self.protocol, sockets, self._lifeline, self._wake, self._clock, self._is_gone,
+                                    self._look)
+        self.thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Leave the registry and end the thread. Open attempts are not waited for."""
-        if self._thread is not None:
-            self._thread.stop(timeout_s)
+        if self.thread is not None:
+            self.thread.stop(timeout_s)
 
     def lifeline_fileno(self) -> int:
         """The lifeline's socket, for every other process of this engine that can write to a peer's memory: it holds it
@@ -66,7 +66,7 @@ class ControlAgent:
     def end_lifeline(self) -> None:
         """After `close`, once nothing of this engine can write to a peer's memory any more: the proof for its peers.
         Where this is never called, the end of the process is."""
-        if self._lifeline is not None and not (self._thread is not None and self._thread.is_alive()):
+        if self._lifeline is not None and not (self.thread is not None and self.thread.is_alive()):
             self._lifeline.close()
 
     @property
@@ -77,12 +77,12 @@ class ControlAgent:
     @property
     def error(self) -> BaseException | None:
         """What the thread died of; None while it lives."""
-        return None if self._thread is None else self._thread.error
+        return None if self.thread is None else self.thread.error
 
     def counts(self) -> dict[str, int]:
         """Gauges: jobs and attempts by state, peers, sockets."""
-        return {**self.protocol.counts(), "sockets": self._thread.count_sockets() if self._thread is not None else 0}
+        return {**self.protocol.counts(), "sockets": self.thread.count_sockets() if self.thread is not None else 0}
 
     def dropped(self) -> dict[str, int]:
         """Counters of messages that changed nothing: malformed, late, duplicate, unknown, refused, unsent."""
-        return self.protocol.dropped() | merged(link=self._socket_counters)
+        return self.protocol.dropped() | merged(link=dict(self._socket_counters))  # the thread adds to it

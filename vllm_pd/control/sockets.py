@@ -50,17 +50,17 @@ class ControlSockets:
                 gate = Gate(self._context, self._keys)
             self._router = self._listen("bind", config.bind, self._keys)
             self._front = self._listen("front", front, None) if front else None
-            self._backend: BrokerBackend = open_backend(self._context, incarnation, config, self._keys)
+            self.backend: BrokerBackend = open_backend(self._context, incarnation, config, self._keys)
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self.counters = self._backend.counters
+        self.counters = self.backend.counters
         self.address = sockets.endpoint(self._router)
-        self._front_route: bytes | None = None
+        self.front_route: bytes | None = None
         self._watched: set[int] = set()
         self._poller = SocketPoller(gate)
         self.waker = self._poller.waker
-        for pollable in (self._router, self._front, self._backend.pollable):
+        for pollable in (self._router, self._front, self.backend.pollable):
             if pollable is not None:
                 self._poller.watch(pollable)
 
@@ -82,11 +82,11 @@ class ControlSockets:
     def other_protocol(self) -> int | None:
         """The protocol version of the last sender whose version is not ours. The caller sets it to None once it is
         logged."""
-        return self._backend.other_protocol
+        return self.backend.other_protocol
 
     @other_protocol.setter
     def other_protocol(self, version: int | None) -> None:
-        self._backend.other_protocol = version
+        self.backend.other_protocol = version
 
     def poll(self, timeout_s: float | None) -> list["zmq.Socket | int"]:
         """Wait for messages or for the waker, at most so long. Returns what is readable, for `receive`."""
@@ -95,7 +95,7 @@ class ControlSockets:
     def receive(self, ready: list["zmq.Socket | int"]) -> Iterator[tuple[MessageSource, str, m.Message]]:
         """The messages that wait, a bounded batch from each socket. Bad ones are counted and skipped."""
         for socket in ready:
-            if socket == self._backend.pollable:
+            if socket == self.backend.pollable:
                 yield from self._from_broker()
                 continue
             if socket in self._watched:
@@ -107,7 +107,7 @@ class ControlSockets:
 
     def _from_broker(self) -> Iterator[tuple[MessageSource, str, m.Message]]:
         for _ in range(BATCH_MESSAGES):
-            received = self._backend.receive()
+            received = self.backend.receive()
             if received is None:
                 return
             yield MessageSource.BROKER, *received
@@ -130,7 +130,7 @@ class ControlSockets:
             self.counters["frame_other_sender"] += 1  # another process has that address now
             return None
         if source is MessageSource.FRONT:
-            self._front_route = frames[0]
+            self.front_route = frames[0]
         elif source is not MessageSource.DECODE:
             self._routes[sender] = frames[0]
             self._routes.move_to_end(sender)
@@ -163,14 +163,14 @@ class ControlSockets:
 
     def to_broker(self, message: m.Message) -> SendResult:
         """Send to the broker."""
-        result = self._backend.send(message)
+        result = self.backend.send(message)
         if result is not SendResult.SENT:
             self.counters["unsent"] += 1
         return result
 
     def holding(self, attempts: Set[m.Attempt]) -> None:
         """The offered jobs that this engine still works on."""
-        self._backend.holding(attempts)
+        self.backend.holding(attempts)
 
     def to_decode(self, peer: str, message: m.Message) -> SendResult:
         """Send to a decode engine."""
@@ -187,13 +187,13 @@ class ControlSockets:
         return self._send(None if route is None else self._router, route, message)
 
     def to_operator(self, name: str, message: m.Message) -> SendResult:
-        """ProbeAnswer an operator."""
+        """Answer an operator."""
         return self.to_prefill(name, message)
 
     def to_front(self, message: m.Message) -> None:
         """Send to the front end, if it has sent us a message before."""
-        if self._front_route is not None:
-            self._send(self._front, self._front_route, message)
+        if self.front_route is not None:
+            self._send(self._front, self.front_route, message)
 
     def _send(self, socket: zmq.Socket | None, route: bytes | None, message: m.Message) -> SendResult:
         result = SendResult.UNREACHABLE
@@ -215,7 +215,7 @@ class ControlSockets:
 
     def close(self, linger_ms: int) -> None:
         """Close all sockets. Messages that wait may leave for so long."""
-        self._backend.close(linger_ms)
+        self.backend.close(linger_ms)
         for socket in [self._router, *self._decode.values(), *([self._front] if self._front is not None else [])]:
             socket.close(linger=linger_ms)
         self._decode.clear()

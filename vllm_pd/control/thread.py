@@ -33,9 +33,9 @@ class ControlThread:
                  clock: Callable[[], float], is_gone: Callable[[m.Member], bool], look: Callable[[], None]):
         self.error: BaseException | None = None
         self._protocol = protocol
-        self._sockets = sockets
+        self.sockets = sockets
         self._lifeline = lifeline
-        self._liveness = LivenessMonitor()
+        self.liveness = LivenessMonitor()
         self._notices = Notices()
         self._wake = wake
         self._look = look
@@ -46,7 +46,7 @@ class ControlThread:
         self._warned: str | None = None
         self._next_warning = 0.0
         self._degraded_log = DegradedLog(protocol.ttl_s)
-        for source in (lifeline, self._liveness):
+        for source in (lifeline, self.liveness):
             sockets.watch(source.fileno())
         self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
         protocol.set_wakeup(self._wakeup)
@@ -73,12 +73,12 @@ class ControlThread:
 
     def count_sockets(self) -> int:
         """Open sockets."""
-        return self._sockets.count()
+        return self.sockets.count()
 
     def _wakeup(self) -> None:
         """There is something new in the protocol, whose lock is held: so the sockets are open."""
         if threading.current_thread() is not self._thread:
-            self._sockets.waker.set()
+            self.sockets.waker.set()
 
     # The thread.
 
@@ -94,22 +94,22 @@ class ControlThread:
             self._wake()
         finally:
             self._protocol.set_wakeup(None)
-            self._sockets.close(LINGER_MS)
-            self._liveness.close()
+            self.sockets.close(LINGER_MS)
+            self.liveness.close()
 
     def _leave(self) -> None:
         """Send what the engine still has to say, cancel what it had asked for, and say goodbye."""
         self._protocol.abort_all()
         self._transmit()
-        self._sockets.to_broker(m.Leave())
+        self.sockets.to_broker(m.Leave())
 
     def _turn(self) -> None:
         """Wait and receive. First send what comes of it, for which others wait; then do what is due, and send that."""
-        for source, sender, message in self._sockets.receive(self._sockets.poll(self._timeout_s())):
+        for source, sender, message in self.sockets.receive(self.sockets.poll(self._timeout_s())):
             try:
                 self._receive(source, sender, message)
             except Exception:  # one peer's message must not silence the engine for all others
-                self._sockets.counters["frame_stumble"] += 1
+                self.sockets.counters["frame_stumble"] += 1
                 logger.exception("unexpected error in a %s from %s", type(message).__name__, sender)
         self._transmit()
         self._wake_engine()
@@ -121,12 +121,12 @@ class ControlThread:
         if line is not None:
             logger.warning(line)
         self._transmit()
-        self._sockets.holding(self._protocol.jobs())
+        self.sockets.holding(self._protocol.jobs())
         self._show_state()
         self._wake_engine()
 
     def _timeout_s(self) -> float:
-        due = [self._protocol.next_timeout(), self._notices.next_look, self._liveness.next_timeout()]
+        due = [self._protocol.next_timeout(), self._notices.next_look, self.liveness.next_timeout()]
         return max(0.0, min(when for when in due if when is not None) - self._clock())
 
     # What comes in.
@@ -135,15 +135,15 @@ class ControlThread:
         if source in (MessageSource.OPERATOR, MessageSource.FRONT):
             self._answer_operator(source, sender, message)
         elif not self._protocol.receive(source, sender, message):
-            self._sockets.counters["dead_sender"] += 1
+            self.sockets.counters["dead_sender"] += 1
         elif source is not MessageSource.BROKER:
             self._note_peer(source, sender, message)
 
     def _note_peer(self, source: MessageSource, sender: str, message: m.Message) -> None:
         now = self._clock()
-        self._liveness.heard(now, sender)
+        self.liveness.heard(now, sender)
         if isinstance(message, (m.Hello, m.HelloReply)):
-            self._liveness.watch_soon(now)
+            self.liveness.watch_soon(now)
         if source is MessageSource.PREFILL and isinstance(message, (m.Writing, m.Sent)):
             self._notices.look_soon(now)
 
@@ -157,9 +157,9 @@ class ControlThread:
             self._protocol.set_http(message.http)
         status = self._protocol.status(self.count_sockets(), problem)
         if source is MessageSource.FRONT:
-            self._sockets.to_front(status)
+            self.sockets.to_front(status)
         else:
-            self._sockets.to_operator(sender, status)
+            self.sockets.to_operator(sender, status)
 
     # What is due.
 
@@ -167,24 +167,26 @@ class ControlThread:
         """See whether the processes that matter now still exist."""
         now, protocol = self._clock(), self._protocol
         gone: list[str] = []
-        if self._liveness.is_due(now):
+        if self.liveness.is_due(now):
             rank = process.lost(protocol.member) if len(protocol.member.processes) > 1 else None
             if rank is not None:  # what it was to write never will be; the others may wait for it for ever
                 raise ControlError(f"the process {rank.pid} of a rank of this engine has ended")
             peers = protocol.watched_peers()
-            self._liveness.watch(now, peers.introduced, peers.busy)
-            gone = self._liveness.confirm_gone(now, [name for name, one in peers.known.items() if self._is_gone(one)])
-        gone += self._liveness.poll_probes(now, self._is_connected)
+            self.liveness.watch(now, peers.introduced, peers.busy)
+            gone = self.liveness.confirm_gone(now, [name for name, one in peers.known.items() if self._is_gone(one)])
+        gone += self.liveness.poll_probes(now, self._is_connected)
         for incarnation in gone:
             protocol.peer_dead(incarnation)
 
     def _is_connected(self, incarnation: str) -> bool:
-        return self._sockets.is_connected(incarnation, self._protocol.hello_reply)
+        return self.sockets.is_connected(incarnation, self._protocol.hello_reply)
 
     def _warn(self) -> None:
         """Log once, for each, why a peer does not fit; not more often than every `WARNING_S`, whoever may call."""
-        mismatch = self._protocol.mismatch(self._sockets.other_protocol)
-        self._sockets.other_protocol = None
+        version = self.sockets.other_protocol
+        if version is not None:
+            self.sockets.other_protocol = None
+        mismatch = self._protocol.mismatch(version)
         now = self._clock()
         if mismatch == self._warned or now < self._next_warning:
             return
@@ -201,16 +203,16 @@ class ControlThread:
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, ToBroker):
-            if self._sockets.to_broker(action.message) is not SendResult.SENT:
+            if self.sockets.to_broker(action.message) is not SendResult.SENT:
                 self._protocol.transmit_failed(action.message)
         elif isinstance(action, ToDecode):
-            self._sockets.to_decode(action.peer, action.message)
+            self.sockets.to_decode(action.peer, action.message)
         elif isinstance(action, ToPrefill):
-            self._sockets.to_prefill(action.peer, action.message)
+            self.sockets.to_prefill(action.peer, action.message)
         elif isinstance(action, Connect):
-            self._sockets.connect(action.peer, action.address)
+            self.sockets.connect(action.peer, action.address)
         elif isinstance(action, Disconnect):
-            self._sockets.disconnect(action.peer)
+            self.sockets.disconnect(action.peer)
 
     def _show_state(self) -> None:
         """Send the status to the front end when something has changed that it goes by."""
@@ -218,7 +220,7 @@ class ControlThread:
         shown = (state.role, state.draining, state.left)
         if shown != self._shown:
             self._shown = shown
-            self._sockets.to_front(self._protocol.status(self.count_sockets()))
+            self.sockets.to_front(self._protocol.status(self.count_sockets()))
 
     def _wake_engine(self) -> None:
         """Wake the engine if there is something for it to see, or to look for."""

@@ -19,7 +19,8 @@ from vllm_pd.dp.interface import GroupFailed, SyncSettings
 from vllm_pd.dp.liveness import SHUTDOWN_SPREAD_S, GroupLiveness
 from vllm_pd.dp.messages import CoordinatorUpdate, Keys, RankReport, decode, encode, rank_identity, router
 from vllm_pd.rpc.codec import BadFrame
-from vllm_pd.rpc.sockets import SendResult, Waker, endpoint, receive, send
+from vllm_pd.rpc.poller import SocketPoller
+from vllm_pd.rpc.sockets import SendResult, endpoint, receive, send
 
 log = logging.getLogger("vllm.pd")
 
@@ -41,7 +42,7 @@ class CoordinatorServer:
         self._closed: dict[int, float] = {}  # by rank, since when
         self._fault = ""
         self._closing = threading.Event()
-        self._waker = Waker()
+        self._poller = SocketPoller()
         self._context = zmq.Context()
         self.dropped = 0  # frames that are not reports of this group's ranks
         self.messages = 0  # updates sent
@@ -61,7 +62,7 @@ class CoordinatorServer:
     def close(self) -> None:
         """End the thread. If all ranks have left, wait up to `timeout_s` until all of them know it."""
         self._closing.set()
-        self._waker.set()
+        self._poller.waker.set()
         self._thread.join(2 * self._settings.timeout_s)
         if self._thread.is_alive():
             log.error("thread %s does not end", self._thread.name)
@@ -78,15 +79,14 @@ class CoordinatorServer:
             self._monitor.close(0)
             self._socket.close(500)  # leave queued messages half a second to be sent
             self._context.term()
-            self._waker.close()
+            self._poller.close()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._waker):
-            poller.register(source, zmq.POLLIN)
+        self._poller.watch(self._socket)
+        self._poller.watch(self._monitor)
         closing_until = None
         while True:
-            ready = dict(poller.poll(self._wait_ms()))
+            ready = self._poller.wait(self._wait_s())
             now = time.monotonic()
             if self._monitor in ready:
                 while self._monitor.poll(0):
@@ -98,20 +98,19 @@ class CoordinatorServer:
             if not self._fault:
                 self._check(now)
             if self._closing.is_set():
-                self._waker.clear()
                 closing_until = closing_until or now + self._settings.timeout_s
                 if not self._core.over or not self._core.outdated_ranks() or self._fault or now > closing_until:
                     break
         self._send_all(time.monotonic(), closed=True)
 
-    def _wait_ms(self) -> float | None:
-        """How long to sleep, in ms. None: until something arrives, in a quiet group."""
+    def _wait_s(self) -> float | None:
+        """How long to sleep, in s. None: until something arrives, in a quiet group."""
         if self._fault:
             return None if not self._closing.is_set() else 0
         if self._core.quiet and all(self._core.joined) and not self._lost and not self._closed:
             return None
         wait_s = self._beat_s / 2 if self._lost else self._beat_s
-        return 1000 * (min(wait_s, SHUTDOWN_SPREAD_S) if self._closed else wait_s)
+        return min(wait_s, SHUTDOWN_SPREAD_S) if self._closed else wait_s
 
     def _receive(self, frames: list[bytes], now: float) -> None:
         try:

@@ -34,7 +34,7 @@ _LEADER = 0  # the rank that decides about calls
 _ONLY_NEXT = Lookahead(1, 1)
 
 
-class _Field(IntEnum):
+class _Word(IntEnum):
     """The words of a slot: aligned, 8 bytes each, written by one process and in one store."""
     ASKED = 0  # twice the highest requested step, plus 1 if the rank has left: both must change together
     ENDED = 1  # how many forwards have ended
@@ -71,7 +71,7 @@ class SharedPage:
     """The shared files: `slots`, and the FIFOs `wakeup.0`, `wakeup.1`... Rank 0 creates them in a folder of its own and
     removes them when all ranks have opened them. So nothing is left behind, however the processes end.
 
-    `slots` holds a uint64 array [size, _SLOT_WORDS]; see `_Field` for the columns.
+    `slots` holds a uint64 array [size, _SLOT_WORDS]; see `_Word` for the columns.
     """
 
     def __init__(self, folder: str, rank: int, size: int):
@@ -101,15 +101,15 @@ class SharedPage:
             os.mkfifo(os.path.join(folder, f"wakeup.{rank}"), 0o600)
         return folder
 
-    def read(self, rank: int, field: _Field) -> int:
+    def read(self, rank: int, field: _Word) -> int:
         """Read a word of that rank's slot."""
         return self._words[rank * _SLOT_WORDS + field]
 
-    def write(self, field: _Field, value: int) -> None:
+    def write(self, field: _Word, value: int) -> None:
         """Write a word of this rank's own slot."""
         self._words[self.rank * _SLOT_WORDS + field] = value
 
-    def column(self, field: _Field) -> list[int]:
+    def column(self, field: _Word) -> list[int]:
         """That word of all ranks, in order of rank."""
         return self._words[field::_SLOT_WORDS].tolist()
 
@@ -163,37 +163,37 @@ class ShmMember(BaseMember):
     def _refresh(self) -> None:
         # In this order: a rank stores its last request before it stores that it is ready, and requests again only after
         # it has read that the call is released.
-        ready = self._page.column(_Field.READY)
-        asked = self._page.column(_Field.ASKED)
-        words = (ready, self._page.read(_LEADER, _Field.PROPOSED), self._page.read(_LEADER, _Field.RELEASED))
+        ready = self._page.column(_Word.READY)
+        asked = self._page.column(_Word.ASKED)
+        words = (ready, self._page.read(_LEADER, _Word.PROPOSED), self._page.read(_LEADER, _Word.RELEASED))
         registers = None
         if words != self._call_fields:
             self._call_fields, registers = words, _registers(self._participant.call_state.registers, *words)
         self._participant.update(max(asked) >> 1, all(word & 1 for word in asked), registers=registers)
 
     def _publish_request(self, request: StepRequest) -> None:
-        self._page.write(_Field.ASKED, request.step << 1)
+        self._page.write(_Word.ASKED, request.step << 1)
         if request.urgent:
             self.counters.messages += self._page.wake_all()
 
     def _publish_end(self) -> None:
-        self._page.write(_Field.ENDED, self._participant.ended)
-        self._page.write(_Field.DONE, self._participant.done)
+        self._page.write(_Word.ENDED, self._participant.ended)
+        self._page.write(_Word.DONE, self._participant.done)
 
     def _publish_call(self) -> None:
         call_state = self._participant.call_state
         if call_state.leads:
-            self._page.write(_Field.PROPOSED, _packed(call_state.registers.proposed, call_state.registers.name))
-            self._page.write(_Field.RELEASED, _packed(call_state.registers.released, call_state.registers.final))
-        self._page.write(_Field.READY, call_state.registers.dropped if call_state.leads else call_state.ready)
+            self._page.write(_Word.PROPOSED, _packed(call_state.registers.proposed, call_state.registers.name))
+            self._page.write(_Word.RELEASED, _packed(call_state.registers.released, call_state.registers.final))
+        self._page.write(_Word.READY, call_state.registers.dropped if call_state.leads else call_state.ready)
         self._page.wake_all()
 
     def _publish_leave(self) -> None:
-        self._page.write(_Field.ASKED, self._participant.agreed << 1 | 1)
+        self._page.write(_Word.ASKED, self._participant.agreed << 1 | 1)
         self.counters.messages += self._page.wake_all()
 
     def _before_close(self) -> None:
-        self._page.write(_Field.CLOSED, 1)
+        self._page.write(_Word.CLOSED, 1)
         self._page.wake_all()
 
     def _release(self) -> None:
@@ -205,10 +205,10 @@ class ShmMember(BaseMember):
         try:
             self._poll()
         except Exception:
-            self._page.write(_Field.FAULT, self.rank * 16 + _FailureCode.BROKEN)
+            self._page.write(_Word.FAULT, self.rank * 16 + _FailureCode.BROKEN)
             raise
         finally:
-            if self._failed or self._page.read(self.rank, _Field.FAULT):
+            if self._failed or self._page.read(self.rank, _Word.FAULT):
                 self._page.wake_all()
 
     def _poll(self) -> None:
@@ -232,7 +232,7 @@ class ShmMember(BaseMember):
                 self._wake_engine()
             steps = not self._quiet()
             busy = steps or self._called()
-            self._page.write(_Field.BEAT, self._page.read(self.rank, _Field.BEAT) + 1)
+            self._page.write(_Word.BEAT, self._page.read(self.rank, _Word.BEAT) + 1)
             self._check(steps, busy)
             # Sleep only after two quiet rounds, a beat apart: another CPU's stores may become visible in another order.
             calm = 0 if busy else calm + 1
@@ -241,27 +241,27 @@ class ShmMember(BaseMember):
                 timeout_ms = min(self._liveness.beat_s, SHUTDOWN_SPREAD_S) * 1000
 
     def _quiet(self) -> bool:
-        ended = self._page.column(_Field.ENDED)
-        return min(ended) >= max(self._page.column(_Field.ASKED)) >> 1
+        ended = self._page.column(_Word.ENDED)
+        return min(ended) >= max(self._page.column(_Word.ASKED)) >> 1
 
     def _called(self) -> bool:
         """Whether a call is open, or some rank has yet to end it."""
         registers = self._participant.call_state.registers
-        return registers.open or min(self._page.column(_Field.DONE)) < registers.released
+        return registers.open or min(self._page.column(_Word.DONE)) < registers.released
 
     def _check(self, steps: bool, busy: bool) -> None:
         """Look for failures. `steps`: there are steps to run. `busy`: there are steps or a call."""
         page = self._page
         for rank in self._pidfds:
-            if fault := page.read(rank, _Field.FAULT):
+            if fault := page.read(rank, _Word.FAULT):
                 return self._give_up(_FailureCode(fault % 16), fault // 16, f" (reported by rank {rank})")
         with self._lock:
             over = self._participant.over
             registers = self._participant.call_state.registers
         for rank in self._pidfds:
-            closed = page.read(rank, _Field.CLOSED)
-            called = page.read(rank, _Field.DONE) < registers.released or rank == _LEADER and registers.open
-            if over and page.read(rank, _Field.ENDED) >= self._participant.agreed and not called:
+            closed = page.read(rank, _Word.CLOSED)
+            called = page.read(rank, _Word.DONE) < registers.released or rank == _LEADER and registers.open
+            if over and page.read(rank, _Word.ENDED) >= self._participant.agreed and not called:
                 continue  # the group does not need it any more
             if closed and (steps or called or self._misses(rank)):
                 return self._give_up(_FailureCode.CLOSED, rank)
@@ -273,11 +273,11 @@ class ShmMember(BaseMember):
         if self._loop_is_away(now):
             return self._give_up(_FailureCode.AWAY, self.rank)
         for rank in self._pidfds:
-            seen = (page.read(rank, _Field.BEAT), page.read(rank, _Field.ENDED), page.read(rank, _Field.ASKED))
-            if self._seen.get(rank) != seen or page.read(rank, _Field.CLOSED):
+            seen = (page.read(rank, _Word.BEAT), page.read(rank, _Word.ENDED), page.read(rank, _Word.ASKED))
+            if self._seen.get(rank) != seen or page.read(rank, _Word.CLOSED):
                 self._seen[rank] = seen
                 self._liveness.heard(rank, now)
-        ended = page.column(_Field.ENDED)
+        ended = page.column(_Word.ENDED)
         if failure := self._liveness.check(now, sum(ended), steps):
             if failure.rank is None:
                 return self._give_up(_FailureCode.STALLED, ended.index(min(ended)), f": {failure.text}")
@@ -286,11 +286,12 @@ class ShmMember(BaseMember):
 
     def _misses(self, rank: int) -> bool:
         """Whether this process keeps running although that rank was closed SHUTDOWN_SPREAD_S ago."""
-        closed_s = time.monotonic() - self._closed.setdefault(rank, time.monotonic())
-        return not self._end_expected and closed_s >= SHUTDOWN_SPREAD_S
+        if self._end_expected:
+            return False
+        return time.monotonic() - self._closed.setdefault(rank, time.monotonic()) >= SHUTDOWN_SPREAD_S
 
     def _give_up(self, fault: _FailureCode, rank: int, detail: str = "") -> None:
-        self._page.write(_Field.FAULT, rank * 16 + fault)
+        self._page.write(_Word.FAULT, rank * 16 + fault)
         self._fail(f"rank {rank}: {_FAILURE_TEXTS[fault]}{detail}")
 
 

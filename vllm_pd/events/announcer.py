@@ -14,14 +14,11 @@ import time
 import uuid
 from collections.abc import Callable
 
-import zmq
-
 from vllm_pd.events import messages as m
 from vllm_pd.events.journal import EventJournal
 from vllm_pd.events.metrics import EventMetrics
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
-from vllm_pd.rpc.sockets import Waker
 
 logger = logging.getLogger("vllm.pd")
 
@@ -29,12 +26,12 @@ PAUSE_S = 0.1  # after a turn that failed
 
 
 class EventAnnouncer:
-    """One per engine; it owns `side`, `waker` and the thread. `publish` gives a batch to vLLM's publisher and must have
+    """One per engine; it owns `side` and the thread. `publish` gives a batch to vLLM's publisher and must have
     no other caller. `read_load`, which may raise, and `is_at_rest` (see `BlockSink.take`) are called in the thread."""
 
     def __init__(self, sink: BlockSink, block_size: int, publish: Callable[[list[m.KVEvent]], None],
                  read_load: Callable[[], m.EngineLoad], is_at_rest: Callable[[], bool], side: SidePort,
-                 waker: Waker, metrics: EventMetrics | None = None) -> None:
+                 metrics: EventMetrics | None = None) -> None:
         self.epoch = uuid.uuid4().hex
         self.counters: collections.Counter[str] = collections.Counter()
         self.load = m.EngineLoad()
@@ -44,16 +41,12 @@ class EventAnnouncer:
         self._read_load = read_load
         self._is_at_rest = is_at_rest
         self._side = side
-        self._waker = waker
         self._metrics = metrics
         self._next_seq = 0
         self._reported: tuple[m.EngineLoad, int] | None = None  # the last report's load and next number
         self._next_reading = 0.0  # of the load
         self._next_report = 0.0
         self._stopping = False
-        self._poller = zmq.Poller()
-        self._poller.register(waker.fileno(), zmq.POLLIN)
-        side.watch(self._poller)
         self._thread = threading.Thread(target=self._run, name="vllm-pd-events", daemon=True)
 
     @property
@@ -69,7 +62,7 @@ class EventAnnouncer:
         """Publish what is left and end the thread. Idempotent."""
         if not self._stopping:
             self._stopping = True
-            self._waker.set()
+            self._side.waker.set()
             if self._thread.ident is not None:
                 self._thread.join(timeout_s)
 
@@ -77,8 +70,7 @@ class EventAnnouncer:
         pause_s = 0.0
         while not self._stopping:
             try:
-                self._poller.poll(pause_s * 1000)
-                self._waker.clear()
+                self._side.wait(pause_s)
                 pause_s = self._turn(time.monotonic())
             except Exception:
                 logger.exception("unexpected error in the thread that publishes KV events; subscribers start again")
@@ -91,7 +83,6 @@ class EventAnnouncer:
         except Exception:
             logger.exception("the last KV events of this engine could not be published")
         self._side.close()
-        self._waker.close()
 
     def _turn(self, now: float) -> float:
         """Returns the time in seconds until the next turn is due."""

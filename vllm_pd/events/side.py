@@ -18,6 +18,7 @@ from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import BadFrame
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.poller import SocketPoller, receive_batch
 
 MAX_SUBSCRIBERS = 256
 MESSAGES_A_TURN = 64
@@ -43,34 +44,31 @@ class SidePort:
     def __init__(self, bind: str, keys: Keys | None = None) -> None:
         self.counters: collections.Counter[str] = collections.Counter()
         self._context = zmq.Context()
-        self._gate = Gate(self._context, keys) if keys is not None else None
+        self._poller = SocketPoller(Gate(self._context, keys) if keys is not None else None)
+        self.waker = self._poller.waker
         try:
             self._socket = sockets.server(self._context, bind, keys)
         except zmq.ZMQError:
             self._end()
             raise
+        self._poller.watch(self._socket)
         self.address = sockets.endpoint(self._socket)
         self._subscribers: dict[bytes, float] = {}  # routing id -> until when
         self._reported_to: set[bytes] = set()  # subscribers that have been sent a report
         self._answers: dict[bytes, _SnapshotAnswer] = {}
 
-    def watch(self, poller: zmq.Poller) -> None:
-        """Have `poller` wake when `turn` has something to read."""
-        poller.register(self._socket, zmq.POLLIN)
-        if self._gate is not None:
-            poller.register(self._gate.socket, zmq.POLLIN)
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until `turn` has something to read or `waker` is set, at most so long."""
+        self._poller.wait(timeout_s)
 
     def turn(self, now: float, journal: EventJournal, epoch: str, next_seq: int) -> bool:
         """Read messages, and send further parts of snapshots. `journal` must be in its state after the batches before
         `next_seq`. Returns whether there is more to do at once, which is False also where there is no room to send."""
-        if self._gate is not None:
-            self._gate.answer()
-        for _ in range(MESSAGES_A_TURN):
-            frames = sockets.receive(self._socket)
-            if frames is None:
-                break
+        messages = 0
+        for frames in receive_batch(self._socket, MESSAGES_A_TURN):
+            messages += 1
             self._handle(now, frames, journal, epoch, next_seq)
-        else:
+        if messages == MESSAGES_A_TURN:
             return True
         for peer in [peer for peer, until in self._subscribers.items() if until < now]:
             self._forget(peer)
@@ -96,8 +94,7 @@ class SidePort:
             self._end()
 
     def _end(self) -> None:
-        if self._gate is not None:
-            self._gate.close()
+        self._poller.close()
         self._context.term()
 
     def _handle(self, now: float, frames: list[bytes], journal: EventJournal, epoch: str, next_seq: int) -> None:

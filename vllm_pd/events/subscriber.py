@@ -109,7 +109,7 @@ class Subscriber:
         self.counters: collections.Counter[str] = collections.Counter()
         self.unread: collections.Counter[str] = collections.Counter()
         self._index = index
-        self._holdings = Holdings(index, self.worker, self._note)
+        self.holdings = Holdings(index, self.worker, self._note)
         self._rank = rank
         self._session = session
         self._headers = dict(headers or {})
@@ -157,14 +157,14 @@ class Subscriber:
         """See `FollowerTarget`."""
         self._replacement = None
         self._batches.clear()
-        self._holdings.forget()
+        self.holdings.forget()
         self._index.cleared(self.worker)
 
     def replace(self, blocks: Blocks, then: Callable[[], None]) -> None:
         """See `FollowerTarget`."""
         self._replacement = (blocks, then)
         self._batches.clear()
-        self._holdings.forget()
+        self.holdings.forget()
 
     def reported(self, report: m.EngineReport) -> None:
         """See `FollowerTarget`."""
@@ -323,7 +323,7 @@ class Subscriber:
             self.counters["blocks_removed"] += len(event.block_hashes)
         else:
             self.counters["unreadable" if isinstance(event, Unreadable) else "cleared"] += 1
-        if not self._holdings.apply(event):
+        if not self.holdings.apply(event):
             self.counters["not_kept"] += 1
             self._incomplete = True
 
@@ -349,7 +349,7 @@ class Subscriber:
         self._replacement = None
         self._batches.clear()
         self._incomplete = False
-        self._holdings.forget()
+        self.holdings.forget()
         self._index.drop(self.worker)
 
     def _warn(self, text: str) -> None:

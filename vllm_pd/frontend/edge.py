@@ -2,7 +2,7 @@
 """Limits for the clients of an HTTP server that uvicorn runs: how much each may send, and how long it may take.
 
 uvicorn's protocol upon httptools keeps a header of any size. It waits without a limit for the end of a header, for the
-rest of a body, and for a client that does not read. `ClientConnection` is that protocol with limits. All connections of
+rest of a body, and for a client that does not read. `EdgeConnection` is that protocol with limits. All connections of
 a server share one `Edge`, whose `connect` uvicorn gets as `http`. One timer, which runs while there are connections,
 ends those that are over a limit. Where there are too many connections, those without a whole request are ended first.
 """
@@ -80,7 +80,7 @@ class Edge:
         self.count = count
         self.ending = False  # close each connection after its present answer
         self._spared = frozenset(spared)
-        self._open: set[ClientConnection] = set()
+        self._open: set[EdgeConnection] = set()
         self._sweeping: asyncio.TimerHandle | None = None
         self._packed_until_s = 0.0
         self._times = {_Wait.SILENT: (limits.head_s, "head_time"), _Wait.HEAD: (limits.head_s, "head_time"),
@@ -91,11 +91,11 @@ class Edge:
         """The number of open connections."""
         return len(self._open)
 
-    def connect(self, **given: Any) -> ClientConnection:
+    def connect(self, **given: Any) -> EdgeConnection:
         """The protocol object of a new connection. uvicorn calls this."""
-        return ClientConnection(self, **given)
+        return EdgeConnection(self, **given)
 
-    def opened(self, connection: ClientConnection) -> None:
+    def opened(self, connection: EdgeConnection) -> None:
         """Add a new connection; may end others, or this one, to stay within the limit."""
         self._open.add(connection)
         if self._sweeping is None:
@@ -107,7 +107,7 @@ class Edge:
                 self.count("full")
                 connection.transport.abort()
 
-    def closed(self, connection: ClientConnection) -> None:
+    def closed(self, connection: EdgeConnection) -> None:
         """Remove a connection that has ended."""
         self._open.discard(connection)
 
@@ -121,7 +121,7 @@ class Edge:
         for connection in list(self._open):
             connection.transport.abort()
 
-    def _make_room(self, newest: ClientConnection) -> None:
+    def _make_room(self, newest: EdgeConnection) -> None:
         now_s = newest.loop.time()
         if now_s < self._packed_until_s:
             return
@@ -160,7 +160,7 @@ class Edge:
                     one.transport.abort()
 
 
-class ClientConnection(HttpToolsProtocol):
+class EdgeConnection(HttpToolsProtocol):
     """The connection of one client. uvicorn and httptools call the methods without a docstring."""
 
     def __init__(self, edge: Edge, **given: Any) -> None:

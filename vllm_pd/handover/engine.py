@@ -38,8 +38,8 @@ class HandoverEngine(ABC):
 
     def __init__(self, agent: ControlAgent, transfer: EngineTransfer, metrics: PDMetrics) -> None:
         self.protocol = agent.protocol
-        self._agent = agent
-        self._transfer = transfer
+        self.agent = agent
+        self.transfer = transfer
         self._metrics = metrics
         self._progress = Progress()
         self.stalled = False  # whether the last schedule() could do nothing for those that wait
@@ -61,8 +61,8 @@ class HandoverEngine(ABC):
     def _collect(self) -> None:
         """Move everything that has happened since the last call into `_progress`."""
         if self.remote_prefills.waiting_for_peers:
-            self._guard(self._transfer.poll)
-        transfers = self._transfer.take_progress()
+            self._guard(self.transfer.poll)
+        transfers = self.transfer.take_progress()
         for notice in transfers.notices:
             self._guard(self.remote_prefills.notice, notice.payload)
         if self.prefill_jobs is not None:
@@ -78,7 +78,7 @@ class HandoverEngine(ABC):
             self._guard(self._give_back_jobs)
             self.prefill_jobs.set_credits()
         self.protocol.set_load(self._load())
-        shown = (self.protocol.state.role.value, self.protocol.state.draining, self._agent.error is not None)
+        shown = (self.protocol.state.role.value, self.protocol.state.draining, self.agent.error is not None)
         if shown != self._shown:
             self._shown = shown
             self._metrics.standing(*shown)
@@ -111,7 +111,7 @@ class HandoverEngine(ABC):
             self._metrics_due = now + METRICS_PERIOD_S
             self._metrics_stale = False
             self.remote_prefills.update_metrics()
-            for kind, count in self._agent.dropped().items():
+            for kind, count in self.agent.dropped().items():
                 if count > self._counted.get(kind, 0):
                     self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))
                     self._counted[kind] = count

@@ -17,7 +17,7 @@ class LivenessMonitor:
     """Watches the peers of one engine. `watch` says who they are, `confirm_gone` and `poll_probes` return the dead."""
 
     def __init__(self) -> None:
-        self._rules = LivenessRules()
+        self.rules = LivenessRules()
         self._probes = TcpProbes()
         self._next_watch = 0.0
         self._watching = False
@@ -29,7 +29,7 @@ class LivenessMonitor:
 
     def heard(self, now: float, incarnation: str) -> None:
         """A message of this engine has come."""
-        self._rules.heard(now, incarnation)
+        self.rules.heard(now, incarnation)
 
     def watch_soon(self, now: float) -> None:
         """A peer has been introduced: call `watch` at once, so that the peer is reached once before it can die."""
@@ -44,7 +44,7 @@ class LivenessMonitor:
         something of ours."""
         self._next_watch = now + LIVENESS_S
         self._watching = bool(busy)
-        self._rules.watch(now, {name: peer.lifeline for name, peer in peers.items()
+        self.rules.watch(now, {name: peer.lifeline for name, peer in peers.items()
                                 if peer.lifeline and not process.is_visible(peer)}, busy)
 
     def confirm_gone(self, now: float, gone: Collection[str]) -> list[str]:
@@ -60,15 +60,15 @@ class LivenessMonitor:
     def poll_probes(self, now: float, is_connected: Callable[[str], bool]) -> list[str]:
         """Go on with the probes. Returns the engines whose lifelines are gone and which are not connected to us."""
         dead = [name for name, answer in self._probes.poll(now)
-                if self._rules.answered(now, name, answer) and not is_connected(name)]
-        for name, address in self._rules.due(now, self._probes.count_free()):
+                if self.rules.answered(now, name, answer) and not is_connected(name)]
+        for name, address in self.rules.due(now, self._probes.count_free()):
             self._probes.start(now, name, address)
         return dead
 
     def next_timeout(self) -> float | None:
         """When `watch` or `poll_probes` is next due; None where nothing is watched."""
         due = [self._next_watch if self._watching or self._gone_since else None, self._probes.next_timeout(),
-               self._rules.next_timeout() if self._probes.count_free() else None]
+               self.rules.next_timeout() if self._probes.count_free() else None]
         return min((when for when in due if when is not None), default=None)
 
     def close(self) -> None:

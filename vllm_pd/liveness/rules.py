@@ -84,7 +84,7 @@ class LivenessRules:
         due = sorted((peer.next_probe, name) for name, peer in self._peers.items()
                      if not peer.probing and peer.next_probe <= now)[:max(0, most)]
         for _, name in due:
-            self._peers[name].asked = True
+            self._peers[name].probing = True
         return [(name, self._peers[name].address) for _, name in due]
 
     def next_timeout(self) -> float | None:

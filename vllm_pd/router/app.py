@@ -60,23 +60,23 @@ class RouterApp:
         """Begin to follow the registry, to probe the workers and to read their events."""
         options = self.options
         tls = ssl.create_default_context()
-        self._worker_client = WorkerClient(options.connect_timeout_s, tls, self.max_clients)
+        self.worker_client = WorkerClient(options.connect_timeout_s, tls, self.max_clients)
         self._session = session = aiohttp.ClientSession(  # for the router's own requests
             connector=aiohttp.TCPConnector(ssl=tls, limit=0),  # a worker that hangs must not delay others
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
         self._pool = TokenPool(options)
         self.placer = Placer(options, self._policy, self.workers, self._pool, self.metrics,
-                             lambda url: self._subscriptions.load_of(url))
-        self._subscriptions = EventSubscriptions(self.placer, session, options)
-        self._probes = GenerationProbes(options, session, self._came_up,
+                             lambda url: self.subscriptions.load_of(url))
+        self.subscriptions = EventSubscriptions(self.placer, session, options)
+        self.probes = GenerationProbes(options, session, self._came_up,
                                         lambda url, outcome: self.metrics.of(url, self.metrics.probes, outcome).inc(),
-                                        lambda url: self._subscriptions.progress_of(url))
-        self._proxy = RouterProxy(options, self.workers, self.placer, self._worker_client, self.metrics)
+                                        lambda url: self.subscriptions.progress_of(url))
+        self.proxy = RouterProxy(options, self.workers, self.placer, self.worker_client, self.metrics)
         self._membership = Membership(options, self.workers, self.metrics)
-        self.workers.on_join.append(self._probes.watch)
-        self.workers.on_leave.append(self._subscriptions.unsubscribe)
-        self.workers.on_end += [self._probes.forget, self._close_connections]
+        self.workers.on_join.append(self.probes.watch)
+        self.workers.on_leave.append(self.subscriptions.unsubscribe)
+        self.workers.on_end += [self.probes.forget, self._close_connections]
         self._membership.start()
         self._running = True
 
@@ -86,11 +86,11 @@ class RouterApp:
             return
         self._running = False
         await self._membership.close()
-        await self._probes.close()
-        await self._subscriptions.close()
+        await self.probes.close()
+        await self.subscriptions.close()
         self.placer.close()
         self._pool.close()
-        self._worker_client.close()
+        self.worker_client.close()
         await self._session.close()
 
     def unready(self) -> None:
@@ -100,7 +100,7 @@ class RouterApp:
     def cut(self) -> None:
         """End every open request: a stream with an error event, a request whose answer has not begun with 503."""
         self._cut = True
-        self._proxy.ending = True
+        self.proxy.ending = True
         for task in list(self._open):
             task.cancel()
 
@@ -179,7 +179,7 @@ class RouterApp:
                                 asyncio.get_running_loop().time(), path in GENERATING and scope["method"] == "POST",
                                 explain=_wants_explanation(headers))
         try:
-            return await self._proxy.forward(request, receive, send)
+            return await self.proxy.forward(request, receive, send)
         except ClientResponseBroken as error:
             self.metrics.requests.labels(path, "broken").inc()
             raise ConnectionAbortedError(f"the worker was lost in the middle of an answer: {error}") from error
@@ -219,7 +219,7 @@ class RouterApp:
         if refused is not None:
             return refused
         if scope["method"] == "GET":
-            events = self._subscriptions.as_json()
+            events = self.subscriptions.as_json()
             return RouterResponse.of_json({
                 "workers": [{**worker.as_json(), "events": events.get(worker.url)} for worker in self.workers],
                 "policy": self._policy.policy.value, "registry": self._membership.problem or "ok",
@@ -263,16 +263,16 @@ class RouterApp:
     def _close_connections(self, worker: RouterWorker) -> None:
         """Connections belong to a URL, and a new worker may have the URL already: then they stay."""
         if self.workers.get(worker.url) is None:
-            self._worker_client.forget(worker.url)
+            self.worker_client.forget(worker.url)
 
     def _came_up(self, worker: RouterWorker) -> None:
         if self.placer.families.has_changed_model(worker):
-            self._subscriptions.unsubscribe(worker)
+            self.subscriptions.unsubscribe(worker)
         family = self.placer.families.join(worker)
         if self._policy.policy is Policy.KV:
             self._pool.load_for(family.name, worker.root)
         if self._policy.policy in (Policy.KV, Policy.LEAST_LOAD):
-            self._subscriptions.subscribe(worker)
+            self.subscriptions.subscribe(worker)
 
 
 _OWN_ROUTES: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {

@@ -80,13 +80,13 @@ class Placer:
         self.ranks: dict[str, list[str]] = {}  # worker with several ranks -> their names in the index
         self._options = options
         self._workers = workers
-        self._pool = pool
+        self.pool = pool
         self._metrics = metrics
         self._load_of = load_of
         self._rng = rng or random.Random()
         self._recent: dict[str, RecentlySent] = collections.defaultdict(RecentlySent)
         self._turn = 0
-        self._deferred = DeferredPrompts()
+        self.deferred = DeferredPrompts()
         self._now = asyncio.get_running_loop().time
         workers.on_leave.append(self._forget_recent)
         metrics.indexes.present = self.families.indexes
@@ -114,14 +114,14 @@ class Placer:
             family.name)
         partial = tokens.PartialTerms(PARTIAL_BLOCKS * CHARS_PER_TOKEN * max(indexes),
                                       lambda hashes: self._is_unknown(family, hashes))
-        result = await self._pool.tokenize(request, partial)
+        result = await self.pool.tokenize(request, partial)
         self._metrics.tokenized.labels(result.outcome.value).inc()
         plan = PlacementPlan(self._request(family, result), model, result.made, family)
         if result.outcome is Tokenized.BEGUN:
             plan.deferred = DeferredPrompt(result.made[min(result.made)][-1],
                                            lambda: self._finish_deferred(plan, body, request.finish))
         elif result.made:
-            for task in self._deferred.finish_matching(result.made[min(result.made)]):
+            for task in self.deferred.finish_matching(result.made[min(result.made)]):
                 await asyncio.shield(task)
         return plan
 
@@ -131,7 +131,7 @@ class Placer:
     def _is_unknown(self, family: Family, found: Hashes) -> bool:
         """Whether no worker holds all of these first blocks of a prompt: then none holds any block after them. If a
         deferred prompt has the same first blocks, they are known, and finishing that one begins."""
-        if not all(found.values()) or self._deferred.finish_matching(found[min(found)]):
+        if not all(found.values()) or self.deferred.finish_matching(found[min(found)]):
             return False
         now_s = self._now()
         return all(max(family.index(size).matches(hashes, now_s).values(), default=0) < len(hashes)
@@ -154,7 +154,7 @@ class Placer:
             self._recent[worker.url].add(now_s, max(0, new_tokens))
         self._expect(worker, plan, now_s + self._options.expected_s)
         if plan.deferred is not None:
-            self._deferred.add(plan.deferred, now_s + self._options.expected_s)
+            self.deferred.add(plan.deferred, now_s + self._options.expected_s)
         plan.worker = worker
         self._metrics.decisions.labels(choice.policy.value, choice.reason.value).inc()
         self._metrics.prompt_blocks.inc(choice.prompt_blocks)
@@ -199,7 +199,7 @@ class Placer:
         """Tokenise all of a deferred prompt. If its first blocks still count as held by its worker, all of them do from
         now on."""
         first, deferred = plan.hashes, plan.deferred
-        result = await self._pool.tokenize_deferred(body, finish, plan.family.name)
+        result = await self.pool.tokenize_deferred(body, finish, plan.family.name)
         self._metrics.deferred.labels(result.outcome.value).inc()
         plan.deferred = None
         if not result.made:
@@ -233,13 +233,13 @@ class Placer:
         """Drop what is known of a worker that has left or changed its model, and its family with the last worker."""
         ended = self.families.leave(url)
         if ended is not None:
-            self._pool.forget(ended.name)
+            self.pool.forget(ended.name)
             for index in ended.indexes.values():
                 self._metrics.indexes.retire(index)
 
     def close(self) -> None:
         """Forget the deferred prompts."""
-        self._deferred.close()
+        self.deferred.close()
 
     def _forget_recent(self, worker: RouterWorker) -> None:
         self._recent.pop(worker.url, None)

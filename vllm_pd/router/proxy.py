@@ -108,17 +108,20 @@ class RouterProxy:
         self._metrics = metrics
         self._authorization = (None if options.worker_api_key is None
                                else f"Bearer {options.worker_api_key}".encode())
-        self._fatal = FatalRequests()
+        self.fatal = FatalRequests()
         self._now = asyncio.get_running_loop().time
         self.ending = False  # the router is shutting down: a cancelled request tells its client so
 
     async def forward(self, request: RouterRequest, receive: Receive, send: Send) -> int:
         """Answer a request. Returns the status that was sent. Raises ClientGone, ClientResponseBroken."""
-        if request.generates and self._fatal.is_known(request.path, request.body):
+        if request.generates and self.fatal.is_known(request.path, request.body):
             self._metrics.refused.labels("fatal").inc()
             await respond(send, responses.error_response(HTTPStatus.BAD_GATEWAY, _FATAL))
             return HTTPStatus.BAD_GATEWAY
-        headers = responses.request_headers(request.headers, self._authorization)
+        authorization = self._authorization
+        if authorization and request.method == b"OPTIONS":  # the router asks for no key there, so it lends none
+            authorization = b""
+        headers = responses.request_headers(request.headers, authorization)
         client = ClientConnection(receive, send)
         try:
             plan = await self._placer.plan(request.headers, request.body, request.path in COMPLETING)
@@ -171,7 +174,7 @@ class RouterProxy:
         return await self._give_up(request, plan.model, bool(tried), last, client)
 
     async def _is_fatal(self, worker: RouterWorker, request: RouterRequest) -> bool:
-        return request.generates and await self._fatal.connection_broke(worker, request.path, request.body)
+        return request.generates and await self.fatal.connection_broke(worker, request.path, request.body)
 
     async def _give_up(self, request: RouterRequest, model: str | None, tried: bool, last: RouterResponse | None,
                        client: ClientConnection, short: bool = False) -> int:
@@ -247,7 +250,7 @@ class RouterProxy:
         if not whole:
             await self._pass_on(this, reply, first, request, client)
         if generated:
-            self._fatal.answered(request.path, request.body)
+            self.fatal.answered(request.path, request.body)
         this.outcome = TryOutcome.ANSWERED
         return reply.status
 
@@ -286,7 +289,7 @@ class RouterProxy:
             worker.fail(WorkerFailure.BROKEN, str(broken))
         else:
             worker.probe_soon()
-        self._fatal.stream_broke(worker, request.path, request.body)
+        self.fatal.stream_broke(worker, request.path, request.body)
         return await self._end_broken(worker, client, f"{_LOST}: {broken}")
 
     async def _send(self, worker: RouterWorker, request: RouterRequest, headers: Headers) -> WorkerResponse:

@@ -43,12 +43,14 @@ def error_event(text: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> bytes
 
 
 def request_headers(headers: Iterable[tuple[bytes, bytes]], authorization: bytes | None = None) -> Headers:
-    """The headers to send to a worker: all except those of one connection. `authorization` replaces the client's."""
+    """The headers to send to a worker: all except those of one connection. `authorization` replaces the client's;
+    an empty one only removes it."""
     drop = _NOT_FORWARDED | _named_by_connection(headers)
     kept = [(name, value) for name, value in headers if name not in drop]
     if authorization is not None:
         kept = [(name, value) for name, value in kept if name != b"authorization"]
-        kept.append((b"authorization", authorization))
+        if authorization:
+            kept.append((b"authorization", authorization))
     return kept
 
 

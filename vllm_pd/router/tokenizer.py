@@ -49,7 +49,7 @@ class Tokenizer:
             plain, special = (encode(self._backend, ["a"], special)[0] for special in (False, True))
             self._adds_special_end = special[len(special) - len(plain):] != plain
             self._cuts_between_words = can_cut_between_words(functools.partial(encode, self._backend))
-        self._cache = None if self._backend is None else TokenCache(
+        self.cache = None if self._backend is None else TokenCache(
             self._backend.get_added_tokens_decoder().values(), functools.partial(encode, self._backend))
 
     @property
@@ -73,7 +73,7 @@ class Tokenizer:
         if text is None:
             return None
         if not special:
-            return self._cache.partial(text, chars)
+            return self.cache.partial(text, chars)
         end = None if self._adds_special_end else place_to_cut(text, chars)
         if end is None:
             return None
@@ -99,8 +99,8 @@ class Tokenizer:
             continue_final_message=bool(prompt.continue_final_message), **(prompt.chat_template_kwargs or {}))
 
     def _ids(self, text: str, special: bool) -> Sequence[int]:
-        if self._cache is not None:
-            return encode(self._backend, [text], True)[0] if special else self._cache.ids(text)
+        if self.cache is not None:
+            return encode(self._backend, [text], True)[0] if special else self.cache.ids(text)
         return self._tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False).input_ids
 
     @staticmethod

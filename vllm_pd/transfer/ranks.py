@@ -53,7 +53,7 @@ class RankedTransport:
     """
 
     def __init__(self, transport: Transport, rank: int, ranks: int, kv_heads: int) -> None:
-        self._transport = transport
+        self.transport = transport
         self._rank = rank
         self._ranks = ranks
         self._kv_heads = kv_heads
@@ -64,7 +64,7 @@ class RankedTransport:
 
     def metadata(self) -> bytes:
         """This rank's entry in the engine's `RanksMetadata`."""
-        return self._transport.metadata()
+        return self.transport.metadata()
 
     def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
         """See Transport. `heads` is ignored: it follows from the ranks."""
@@ -80,11 +80,11 @@ class RankedTransport:
             for other, share in enumerate(shares):
                 self._check(name, other, len(ranks), ranks[other])
                 if share or other == 0:
-                    self._transport.add_peer(rank_name(name, other), ranks[other], share)
+                    self.transport.add_peer(rank_name(name, other), ranks[other], share)
                     engine.known.append(rank_name(name, other))
         except Exception:
             for rank in engine.known if known is None else ():
-                self._transport.drop_peer(rank)
+                self.transport.drop_peer(rank)
             raise
         self._engines[name] = engine
 
@@ -92,7 +92,7 @@ class RankedTransport:
         """See Transport."""
         engine = self._engines.pop(name, None)
         for rank in engine.known if engine is not None else ():
-            self._transport.drop_peer(rank)
+            self.transport.drop_peer(rank)
 
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes) -> None:
@@ -104,11 +104,11 @@ class RankedTransport:
             raise TransferError(f"write {key} is already open")
         front = rank_name(peer, 0)
         if engine.targets == [front] or not (engine.targets and local_block_ids):
-            self._transport.write(key, front, local_block_ids, remote_block_ids, notice)
+            self.transport.write(key, front, local_block_ids, remote_block_ids, notice)
             return
         self._splits[key] = _SplitTransfer(front, notice)
         for number, target in enumerate(engine.targets):
-            self._begin(key, f"{key}@{number}", self._transport.write, target, local_block_ids, remote_block_ids, b"")
+            self._begin(key, f"{key}@{number}", self.transport.write, target, local_block_ids, remote_block_ids, b"")
         self._go_on(key)
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
@@ -120,26 +120,26 @@ class RankedTransport:
         if key in self._splits:
             raise TransferError(f"transfer {key} is already open")
         if len(engine.sources) == 1:
-            self._transport.read(key, engine.sources[0], local_block_ids, remote_block_ids)
+            self.transport.read(key, engine.sources[0], local_block_ids, remote_block_ids)
             return
         self._splits[key] = _SplitTransfer("", b"")
         for number, source in enumerate(engine.sources):
-            self._begin(key, f"{key}@{number}", self._transport.read, source, local_block_ids, remote_block_ids)
+            self._begin(key, f"{key}@{number}", self.transport.read, source, local_block_ids, remote_block_ids)
         self._go_on(key)
 
     def cancel(self, key: str) -> None:
         """See Transport."""
         split = self._splits.get(key)
         for open_key in list(split.open) if split is not None else [key]:
-            self._transport.cancel(open_key)
+            self.transport.cancel(open_key)
 
     def is_open(self, key: str) -> bool:
         """See Transport."""
-        return key in self._splits or self._transport.is_open(key)
+        return key in self._splits or self.transport.is_open(key)
 
     def poll(self) -> TransportProgress:
         """See Transport."""
-        progress = self._transport.poll()
+        progress = self.transport.poll()
         for end in progress.finished:
             key = self._part_of.pop(end.key, None)
             if key is None:
@@ -156,11 +156,11 @@ class RankedTransport:
 
     def live_handles(self) -> int:
         """See Transport."""
-        return max(self._transport.live_handles(), len(self._splits))
+        return max(self.transport.live_handles(), len(self._splits))
 
     def close(self) -> bool:
         """See Transport."""
-        return self._transport.close()
+        return self.transport.close()
 
     def _go_on(self, key: str) -> None:
         """After the last part has ended: send the notice if all parts succeeded, then report the end."""
@@ -169,7 +169,7 @@ class RankedTransport:
             return
         if split.notice and not split.errors:
             notice, split.notice = split.notice, b""
-            self._begin(key, f"{key}@notice", self._transport.write, split.peer, [], [], notice)
+            self._begin(key, f"{key}@notice", self.transport.write, split.peer, [], [], notice)
         if not split.open:
             self._finished.append(self._splits.pop(key).ended(key))
 
@@ -179,7 +179,7 @@ class RankedTransport:
             start(part, *arguments)
         except Exception as error:  # the other parts must still reach their ends
             self._splits[key].errors.append(str(error) if isinstance(error, TransferError) else repr(error))
-            if not self._transport.is_open(part):
+            if not self.transport.is_open(part):
                 return
         self._splits[key].open.add(part)
         self._part_of[part] = key

@@ -36,7 +36,7 @@ class SlowTransport:
 
     def __init__(self, transport: Transport, wire: EmulatedWire, block_bytes: int,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        self._transport = transport
+        self.transport = transport
         self._wire = wire
         self._block_bytes = block_bytes
         self._clock = clock
@@ -47,40 +47,40 @@ class SlowTransport:
 
     def metadata(self) -> bytes:
         """See Transport."""
-        return self._transport.metadata()
+        return self.transport.metadata()
 
     def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
         """See Transport."""
-        self._transport.add_peer(name, metadata, heads)
+        self.transport.add_peer(name, metadata, heads)
 
     def drop_peer(self, name: str) -> None:
         """See Transport."""
         for key, waiting in self._waiting.items():
             if waiting.peer == name:
                 self._given_up.setdefault(key, "peer dropped")
-        self._transport.drop_peer(name)
+        self.transport.drop_peer(name)
 
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
               notice: bytes) -> None:
         """See Transport."""
         self._put(key, peer, len(local_block_ids),
-                  lambda: self._transport.write(key, peer, local_block_ids, remote_block_ids, notice))
+                  lambda: self.transport.write(key, peer, local_block_ids, remote_block_ids, notice))
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
         """See Transport."""
         self._put(key, peer, len(local_block_ids),
-                  lambda: self._transport.read(key, peer, local_block_ids, remote_block_ids))
+                  lambda: self.transport.read(key, peer, local_block_ids, remote_block_ids))
 
     def cancel(self, key: str) -> None:
         """See Transport."""
         if key in self._waiting:
             self._given_up.setdefault(key, "cancelled")
         else:
-            self._transport.cancel(key)
+            self.transport.cancel(key)
 
     def is_open(self, key: str) -> bool:
         """See Transport."""
-        return key in self._waiting or self._transport.is_open(key)
+        return key in self._waiting or self.transport.is_open(key)
 
     def poll(self) -> TransportProgress:
         """See Transport."""
@@ -95,17 +95,17 @@ class SlowTransport:
                     error = str(problem)
             if error:
                 finished.append(Finished(key=key, ok=False, error=error))
-        progress = self._transport.poll()
+        progress = self.transport.poll()
         return TransportProgress([self._timed(end) for end in finished + progress.finished], progress.notices)
 
     def live_handles(self) -> int:
         """See Transport."""
-        return len(self._waiting) + self._transport.live_handles()
+        return len(self._waiting) + self.transport.live_handles()
 
     def close(self) -> bool:
         """See Transport."""
         self._waiting.clear()
-        return self._transport.close()
+        return self.transport.close()
 
     def _put(self, key: str, peer: str, blocks: int, start: Callable[[], None]) -> None:
         if key in self._started_s:

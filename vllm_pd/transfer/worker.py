@@ -46,7 +46,7 @@ class TransferWorker:
 
     def __init__(self, transport: Transport, synchronize: Callable[[], None] = _nothing, rank: int = 0,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        self._transport = transport
+        self.transport = transport
         self._synchronize = synchronize
         self._rank = rank
         self._clock = clock
@@ -62,11 +62,11 @@ class TransferWorker:
             if isinstance(request, Write | Read):
                 self._move(request)
             elif isinstance(request, CancelTransfer):
-                self._transport.cancel(request.key)
+                self.transport.cancel(request.key)
             elif isinstance(request, AddTransferPeer):
                 self._add_peer(request)
             elif isinstance(request, DropTransferPeer):
-                self._transport.drop_peer(request.name)
+                self.transport.drop_peer(request.name)
             else:
                 raise TypeError(f"not a transfer request: {request!r}")
 
@@ -76,7 +76,7 @@ class TransferWorker:
 
     def take_progress(self) -> TransferProgress:
         """Poll the transport. Returns all progress since the last call."""
-        progress = self._transport.poll()
+        progress = self.transport.poll()
         if self._unsettled_s > 0:
             now = self._clock()
             self._unsettled_s -= min(now - self._polled_at, SETTLE_STEP_S)
@@ -103,11 +103,11 @@ class TransferWorker:
 
     def live_handles(self) -> int:
         """How many transfers have not been released."""
-        return self._transport.live_handles()
+        return self.transport.live_handles()
 
     def close(self) -> bool:
         """Release everything. Returns whether it is certain that no more bytes will land."""
-        return self._transport.close()
+        return self.transport.close()
 
     def _move(self, request: Write | Read) -> None:
         kind = type(request).__name__
@@ -118,15 +118,15 @@ class TransferWorker:
         blocks = request.local_block_ids, request.remote_block_ids
         try:
             if isinstance(request, Write):
-                self._transport.write(request.key, request.peer, *blocks, request.notices[self._rank])
+                self.transport.write(request.key, request.peer, *blocks, request.notices[self._rank])
             else:
-                self._transport.read(request.key, request.peer, *blocks)
+                self.transport.read(request.key, request.peer, *blocks)
         except PDError as error:
             logger.warning("%s %s with %s failed: %s", kind, request.key, request.peer, error)
             self._finished.append(Finished(key=request.key, ok=False, error=str(error)))
         except Exception as error:
             logger.exception("unexpected error in %s %s with %s", kind, request.key, request.peer)
-            if self._transport.is_open(request.key):
+            if self.transport.is_open(request.key):
                 self._open.add(request.key)  # bytes may land, so only the transport knows its end
             else:
                 self._finished.append(Finished(key=request.key, ok=False, error=repr(error)))
@@ -135,7 +135,7 @@ class TransferWorker:
 
     def _add_peer(self, request: AddTransferPeer) -> None:
         try:
-            self._transport.add_peer(request.name, request.metadata)
+            self.transport.add_peer(request.name, request.metadata)
         except PDError as error:
             logger.warning("peer %s is refused: %s", request.name, error)
             self._refused.append(PeerRefusal(peer=request.name, reason=str(error)))

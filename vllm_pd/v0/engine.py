@@ -60,16 +60,16 @@ class Disaggregation(HandoverEngine, EngineBinding):
         agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
         agent.start()
         super().__init__(agent, transfer, PDMetrics(engine.model_config.served_model_name))
-        self._transfer.hold(self._agent.lifeline_fileno())
+        self.transfer.hold(self.agent.lifeline_fileno())
         self.remote_prefills = RemotePrefills(config, self.protocol, self._scheduler, self._metrics,
                                               engine.seq_id_to_seq_group)
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics)
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
-        self._transfer.start(self._wakeup.wake, partial(guarded, self._metrics, report_end))
+        self.transfer.start(self._wakeup.wake, partial(guarded, self._metrics, report_end))
         self._turns = DecodeTurns()
-        self._looped = False  # whether an engine loop sleeps with `poll` or `serve`
+        self.in_loop = False  # whether an engine loop sleeps with `poll` or `serve`
         self._had_clients = False  # whether a client had a request at the beginning of this step
         self._sleeping = False  # whether that loop waits for a wake-up
         self._device: Device = engine.model_executor.driver_worker.worker.transfer.device
@@ -77,9 +77,9 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self._was_busy = False  # whether the device was busy when it should have been idle
         self._scheduler.disagg = self
         # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
-        self._finalizer = weakref.finalize(self, _shut, self._agent, self._transfer, self._wakeup)
+        self._finalizer = weakref.finalize(self, _shut, self.agent, self.transfer, self._wakeup)
         logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation,
-                    self._agent.member.address)
+                    self.agent.member.address)
 
     # Calls of the scheduler.
 
@@ -154,14 +154,14 @@ class Disaggregation(HandoverEngine, EngineBinding):
     def expects_steps(self) -> bool:
         """Whether more steps follow the one that ends. `LLM.generate` makes none after its own last request, though
         jobs of peers may be left."""
-        if self._had_clients and not self._looped and self.get_num_client_requests() == 0:
+        if self._had_clients and not self.in_loop and self.get_num_client_requests() == 0:
             return False
         return self._scheduler.has_unfinished_seqs()
 
     def take_progress(self) -> dict[str, Any]:
         """The arguments of the `schedule` that follows. A loop that never sleeps, as that of `LLM`, is slowed down here
         while it only waits for peers."""
-        if not self._looped:
+        if not self.in_loop:
             if not self.has_work():
                 self._wakeup.wait(LLM_PAUSE_S)
             self._had_clients = self.get_num_client_requests() > 0
@@ -191,7 +191,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
     def serve(self, async_engine: AsyncLLMEngine) -> None:
         """This engine runs in the loop of `async_engine`: wake it, and start it before the first request of a
         client."""
-        self._looped = True
+        self.in_loop = True
         self._wakeup.serve(async_engine, self._is_worth_a_step)
         try:
             asyncio.get_running_loop()
@@ -237,7 +237,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
             self._was_busy = True
             logger.error("the device was busy between two steps: sampling does not wait for it. Blocks are offered "
                          "after a synchronisation only, so answers stay right; please report this")
-        self._transfer.synchronize()
+        self.transfer.synchronize()
 
     def _note_stall(self, outputs: SchedulerOutputs) -> None:
         """Groups may wait for seats or blocks that parked, fenced or sending ones hold. Only an event can change that,
@@ -253,7 +253,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
 
     def _has_parked(self) -> bool:
         """Whether requests of this engine itself, and not of a peer, are parked or in quarantine."""
-        own = self._agent.member.incarnation
+        own = self.agent.member.incarnation
         return any(attempt.incarnation == own
                    for attempt in (*self._scheduler.remote_prefilling, *self._scheduler.quarantined))
 

@@ -30,7 +30,6 @@ from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink, Salt
 from vllm_pd.ports import is_free
 from vllm_pd.rpc.keys import Keys
-from vllm_pd.rpc.sockets import Waker
 from vllm_pd.v0 import SETTINGS_KEY
 
 if TYPE_CHECKING:
@@ -71,11 +70,10 @@ def attach_events(engine: LLMEngine) -> None:
         side.close()
         raise
     scheduler = engine.scheduler[0]
-    waker = Waker()
-    sink = BlockSink(waker.set, explainer(scheduler))
+    sink = BlockSink(side.waker.set, explainer(scheduler))
     announcer = EventAnnouncer(sink, config.cache_config.block_size, _publish_to(publisher), load_reader(scheduler),
-                          lambda: not scheduler.running, side, waker,
-                          EventMetrics(engine.model_config.served_model_name))
+                               lambda: not scheduler.running, side,
+                               EventMetrics(engine.model_config.served_model_name))
     bind_sink(scheduler, sink)
     announcer.start()
     file = _leave_notice(config, notice.SideNotice(announcer.address, announcer.epoch, events.endpoint,

@@ -249,7 +249,7 @@ class EngineHandover(HandoverEngine):
             return
         requests = self.prefill_jobs.take_requests(self._progress)
         if requests:
-            self._transfer.execute([msgspec.structs.replace(one, after_step=self._processed_step)
+            self.transfer.execute([msgspec.structs.replace(one, after_step=self._processed_step)
                                     if isinstance(one, Read | Write) else one for one in requests])
         for attempt in self._progress.finished_transfers:  # of writes that were given up before they were posted
             self.fence.release(attempt)
