@@ -45,6 +45,7 @@ def _attach(app: FastAPI, server: Any) -> None:
     client = getattr(app.state, "engine_client", None)
     if client is None or not is_ours(client.vllm_config):
         return
+    app.middleware_stack = None  # vLLM builds it while it makes the application; no request has come, so it may be anew
     # Its own exit is left to vLLM's handler, which ends the engine, too.
     stopping = SimpleNamespace(config=server.config, handle_exit=lambda number, frame: None)
     on_sigterm = attach_disaggregation(app, stopping, read_settings(client.vllm_config)._asdict(),
