@@ -6,7 +6,7 @@
     python scripts/v1_canary.py FOLDER                a folder with the package vllm in it, or that package itself
 
 Prints one line for each, and the missing names. Exit status 1 if one lacks any, 2 if one can't be read. The names are
-in vllm_pd/v1/required.py. Needs Python 3.11, pip and msgspec.
+in vllm_pd/v1/required.py. Needs Python 3.11 and pip.
 """
 import argparse
 import sys
