@@ -21,16 +21,17 @@ class Clock:
 
 
 class Rank:
-    """A worker's cache in numpy, (layer, kv, block, head, bytes of a head), and its transport."""
+    """A worker's cache in numpy, (layer, part, block, head, bytes of a head), and its transport."""
 
     def __init__(self, fabric, name, *, blocks=8, heads=range(HEADS), layers=range(LAYERS), seed=0,
                  layout=Layout.HEADS_FIRST):
         head_bytes = TOKENS * SIZE * 4
         random = np.random.default_rng(seed)
         self.heads, self.layers = heads, layers
-        self.bytes = random.integers(0, 256, (len(layers), 2, blocks, len(heads), head_bytes), dtype=np.uint8)
+        shape = (len(layers), layout.parts, blocks, len(heads), head_bytes)
+        self.bytes = random.integers(0, 256, shape, dtype=np.uint8)
         block_bytes = len(heads) * head_bytes
-        planes = tuple(self.bytes[layer, kv].ctypes.data for layer in range(len(layers)) for kv in (0, 1))
+        planes = tuple(self.bytes[layer, kv].ctypes.data for layer in range(len(layers)) for kv in range(layout.parts))
         self.cache = CacheDescription(layout=layout, memory=Memory.DRAM, device_id=0, dtype="float32",
                                       num_blocks=blocks, block_size=TOKENS, head_size=SIZE, first_head=heads.start,
                                       kv_heads=len(heads), first_layer=layers.start, layers=len(layers),
