@@ -19,7 +19,7 @@ from vllm_pd import checks, hooks
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.transfer.layout import Layout
-from vllm_pd.v0.checks import sample_cache
+from vllm_pd.v0 import checks as v0_checks
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
@@ -211,7 +211,7 @@ def test_a_hub_model_is_loaded_at_the_commit_that_its_configuration_has(loads):
 
 
 def test_b50_with_nothing_of_ours_nothing_is_looked_at(loads, monkeypatch):
-    monkeypatch.setattr(checks, "check_config", lambda *arguments: pytest.fail("looked at"))
+    monkeypatch.setattr(v0_checks, "check_config", lambda *arguments: pytest.fail("looked at"))
     config = EngineArgs(model=os.environ["VLLM_PD_TINY_MODEL"], dtype="float32", max_model_len=512
                         ).create_engine_config()
     monkeypatch.setenv("VLLM_USE_V1", "0")
@@ -223,6 +223,6 @@ def test_the_sample_has_the_layout_that_the_workers_report(monkeypatch):
     """With IPEX and without: B3's tests compare both with real caches."""
     config = configuration()
     for there, layout in ((True, Layout.HEADS_FIRST), (False, Layout.PACKED)):
-        monkeypatch.setattr(checks, "_has_ipex", lambda there=there: there)
-        description = sample_cache(config)
+        monkeypatch.setattr(v0_checks, "_has_ipex", lambda there=there: there)
+        description = v0_checks.sample_cache(config)
         assert (description.layout, description.kv_heads) == (layout, 4)
