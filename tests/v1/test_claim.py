@@ -22,6 +22,15 @@ def nixl_works(monkeypatch):
     monkeypatch.setattr("vllm_pd.v1.claim.check_nixl", lambda: None)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def activated():
+    """The plugin's wrap of `VllmConfig` is there for these tests only: others of this process make a configuration that
+    vLLM leaves as it is."""
+    upstream = VllmConfig._verify_kv_transfer_compat
+    yield
+    VllmConfig._verify_kv_transfer_compat = upstream
+
+
 def transfer(role: str = "kv_consumer", extra: dict | None = None, **more) -> KVTransferConfig:
     return KVTransferConfig(**{"kv_connector": "PDConnector", "kv_role": role,
                                "kv_connector_extra_config": extra or BROKER, **more})
