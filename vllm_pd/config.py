@@ -99,7 +99,7 @@ class PDConfig:
         5.0, "How long an engine, or the broker, may be silent before it counts as gone; `vllm-pd broker` has its own "
         "`--ttl-s`.", least=0.02, most=3600)
     drain_timeout_s: float = _key(
-        30.0, "How long a server that was told to stop may go on with what is open, before that is ended.", least=0,
+        30.0, "How long a server may go on after the signal to stop with what is open, before that is ended.", least=0,
         most=86400)
 
     @classmethod

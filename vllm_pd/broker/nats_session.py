@@ -3,9 +3,9 @@
 
 What the embedded broker does for all engines, each engine does here for itself: it keeps the list of members from the
 changes of the bucket, decides whether a job can be queued, and asks for as many jobs as it has credits. A job is
-acknowledged when it has ended here, whatever its end. Until then the server is told every `PROGRESS_S` that it is in
-progress, so the job of a P that died is given to another one. A job that is not for this engine is handed back after a
-growing pause, or terminated where no engine can want it any more.
+acknowledged when it has ended here, whatever its end. Until then the session reports to the server every `PROGRESS_S`
+that it is in progress, so the job of a P that died is given to another one. A job that is not for this engine is handed
+back after a growing pause, or terminated where no engine can want it any more.
 """
 import asyncio
 import collections

@@ -150,8 +150,8 @@ class PeerProtocol:
 
     @_locked
     def writing_since(self) -> float | None:
-        """Since when a P writes into our blocks, as it told us; -inf where one may write and has told us nothing; None
-        where none may."""
+        """Since when a P writes into our blocks, as it reported; -inf where one may write and has reported nothing;
+        None where none may."""
         return self._decode.writing_since()
 
     # For a prefill engine.
@@ -165,7 +165,8 @@ class PeerProtocol:
 
     @_locked
     def may_write(self, attempt: m.Attempt) -> bool:
-        """Whether the lease stands. To be asked right before each post of a write, and D is told that it comes."""
+        """Whether the lease stands. To be asked right before each post of a write; D then gets a message that it
+        comes."""
         now = self._clock()
         allowed = self._prefill.may_write(now, attempt)
         if allowed:

@@ -4,6 +4,7 @@
 The order in which a half returns them is the order in which they are to be done.
 """
 from enum import StrEnum
+from typing import get_args
 
 import msgspec
 
@@ -122,4 +123,4 @@ class Disconnect(msgspec.Struct, frozen=True):
 
 
 Action = Event | ToBroker | ToPrefill | ToDecode | Connect | Disconnect
-EVENTS = (Prefilled, Timed, Fallback, Released, Prefill, Cancelled, AddPeer, DropPeer)
+EVENTS = get_args(Event)

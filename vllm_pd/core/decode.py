@@ -258,8 +258,8 @@ class DecodeProtocol:
         return {record.peer for record in self._records.values() if record.fenced}
 
     def writing_since(self) -> float | None:
-        """When a P last told us that it writes, or has written, into our blocks; -inf where one may write and has told
-        us nothing; None where none may write."""
+        """When a P last reported that it writes, or has written, into our blocks; -inf where one may write and has
+        reported nothing; None where none may write."""
         return max((_LONG_AGO if record.writing_at is None else record.writing_at
                     for record in self._records.values() if record.fenced), default=None)
 

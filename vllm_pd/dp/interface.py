@@ -146,9 +146,9 @@ class GroupMember(Protocol):
         other ranks may still need this rank's part of their forwards."""
 
     def expect_end(self) -> None:
-        """This process has been told to end, so a rank that closes is no failure for it any more. Takes no lock: safe
-        in a signal handler."""
+        """This process has got the signal to end, so a rank that closes is no failure for it any more. Takes no lock:
+        safe in a signal handler."""
 
     def close(self) -> None:
         """Release threads and sockets. If the rank closes before END, the group fails: at once if another rank needs
-        it, otherwise after SHUTDOWN_SPREAD_S, in which the other ranks may be told to end too."""
+        it, otherwise after SHUTDOWN_SPREAD_S, in which the signal may reach the others, too."""

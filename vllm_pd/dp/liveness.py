@@ -6,7 +6,7 @@ start again.
 """
 from typing import NamedTuple
 
-SHUTDOWN_SPREAD_S = 1.0  # processes that are told to end together are all told within that time
+SHUTDOWN_SPREAD_S = 1.0  # a signal to end reaches all processes of a group within that time
 
 
 class LivenessFailure(NamedTuple):

@@ -17,7 +17,7 @@ class EventFamilies(FamilyCollector):
                                          ["model_name", "kind"])
         for name in EngineLoad.__struct_fields__:
             setattr(self, f"load_{name}",
-                    self.gauge(f"vllm:pd_load_{name}", f"The load that is told to routers: {name}."))
+                    self.gauge(f"vllm:pd_load_{name}", f"The load that is reported to routers: {name}."))
 
 
 class EventMetrics:

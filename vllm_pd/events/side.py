@@ -64,11 +64,10 @@ class SidePort:
     def turn(self, now: float, journal: EventJournal, epoch: str, next_seq: int) -> bool:
         """Read messages, and send further parts of snapshots. `journal` must be in its state after the batches before
         `next_seq`. Returns whether there is more to do at once, which is False also where there is no room to send."""
-        messages = 0
-        for frames in receive_batch(self._socket, MESSAGES_A_TURN):
-            messages += 1
+        batch = list(receive_batch(self._socket, MESSAGES_A_TURN))
+        for frames in batch:
             self._handle(now, frames, journal, epoch, next_seq)
-        if messages == MESSAGES_A_TURN:
+        if len(batch) == MESSAGES_A_TURN:
             return True
         for peer in [peer for peer, until in self._subscribers.items() if until < now]:
             self._forget(peer)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the server of an engine ends without failing a request.
 
-The first SIGTERM begins a drain: the engine is told, new requests get 503, and the server ends when no request is open
-and the engine is drained. After `drain_timeout_s`, or upon a second SIGTERM, it ends at once, and what is left ends as
-it would upstream. An operator may begin the same drain over HTTP or at the engine itself; the server stays up then.
+The first SIGTERM begins a drain: the engine gets the order, new requests get 503, and the server ends when no request
+is open and the engine is drained. After `drain_timeout_s`, or upon a second SIGTERM, it ends at once, and what is left
+ends as it would upstream. An operator may begin the same drain over HTTP or at the engine itself; the server stays up
+then.
 """
 from __future__ import annotations
 

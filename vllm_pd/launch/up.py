@@ -39,7 +39,7 @@ class StartError(PDError):
 
 @dataclass(frozen=True)
 class SignalReceived:
-    """This process was told to end, by signal `number`."""
+    """Signal `number` has asked this process to end."""
     number: int
 
 

@@ -5,7 +5,7 @@ Requests travel to every rank, with a step (V0) or by themselves (V1), and its t
 engine takes the answers of all ranks from its `EngineTransfer`. Every `Write` and `Read` gets exactly one
 `Finished` with its key, whatever happens. The worker owns nothing that a request names. The engine keeps the local
 blocks allocated and unchanged until `Finished`. The peer keeps its blocks until the notice arrives, or until the engine
-has told it that no more bytes will land.
+has reported to it that no more bytes will land.
 """
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def bind_sink(scheduler: Scheduler, sink: BlockSink) -> None:
         pool.event_sink = sink
         scheduler.event_sink = sink
     else:
-        logger.warning("KV events are on, but prefix caching is off: only the load is told; add "
+        logger.warning("KV events are on, but prefix caching is off: only the load is reported; add "
                        "--enable-prefix-caching")
 
 
@@ -183,7 +183,7 @@ def _leave_notice(config: Any, where: notice.SideNotice) -> Path | None:
     try:
         return notice.leave(config, where)
     except OSError as error:
-        logger.error("%s can't be told where the side socket is: %s; snapshots and load will not be found",
+        logger.error("%s can't report where the side socket is: %s; snapshots and load will not be found",
                      notice.PATH, error)
         return None
 
