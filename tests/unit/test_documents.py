@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a reader follows in the README and in docs/ is there: links, files, modules, commands and their options."""
+import functools
 import re
 from pathlib import Path
 
@@ -21,9 +22,15 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@functools.cache
+def root() -> TyperGroup:
+    """The command `vllm-pd`."""
+    return typer.main.get_command(app)
+
+
 def find(words: list[str]) -> TyperCommand | None:
     """The command that these words begin with; None where they name none."""
-    command = typer.main.get_command(app)
+    command = root()
     while isinstance(command, TyperGroup):
         if not words or words[0] not in command.commands:
             return None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packages of vllm_pd import each other in one direction, and log where vLLM's handlers see it."""
 import ast
+import functools
 import graphlib
 import re
 from collections import defaultdict
@@ -35,6 +36,7 @@ def room(name: str) -> str:
     return (name.split(".") + [""])[1]
 
 
+@functools.cache
 def rooms() -> dict[str, set[str]]:
     """For each, those that it imports."""
     graph: dict[str, set[str]] = defaultdict(set)
