@@ -45,12 +45,12 @@ disagg.transfer.take_progress = give
 @contextlib.contextmanager
 def reading(p: EngineProcess, wanted: str) -> Iterator[None]:
     """P's key `prefix_reads` is this, for a while."""
-    p.execute("from vllm_pd.core.prefix import PrefixReads; wanted = disagg.prefill_jobs._cost._wanted; "
-              f"disagg.prefill_jobs._cost._wanted = PrefixReads({wanted!r})")
+    p.execute("from vllm_pd.core.prefix import PrefixReads; wanted = disagg.prefill_jobs.prefix_cost.wanted; "
+              f"disagg.prefill_jobs.prefix_cost.wanted = PrefixReads({wanted!r})")
     try:
         yield
     finally:
-        p.execute("disagg.prefill_jobs._cost._wanted = wanted")
+        p.execute("disagg.prefill_jobs.prefix_cost.wanted = wanted")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def end(engine: Engine) -> None:
 @pytest.mark.parametrize("tokens, cached", [(1, 0), (BLOCK_SIZE, 0), (BLOCK_SIZE + 1, 1), (100, 0), (300, 3)])
 def test_b1_a_job_is_computed_and_its_blocks_stay_until_they_are_sent(engine, tokens, cached):
     one = prompt(tokens)
-    engine.binding.prefill_jobs._cost._wanted = PrefixReads.NEVER
+    engine.binding.prefill_jobs.prefix_cost.wanted = PrefixReads.NEVER
     attempt = engine.job(one, cached)
     engine.run()
     write = engine.sent(attempt)

@@ -40,10 +40,11 @@ class _Rate:
 
 
 class PrefixCost:
-    """One per prefill engine. `token_bytes` is the KV of one token, over all layers and ranks."""
+    """One per prefill engine. `token_bytes` is the KV of one token, over all layers and ranks. `wanted` may be changed
+    at any time."""
 
     def __init__(self, wanted: PrefixReads, token_bytes: int) -> None:
-        self._wanted = wanted
+        self.wanted = wanted
         self._token_bytes = token_bytes
         self._moves = _Rate(START_BYTES_PER_S)
         self._computes = _Rate(START_TOKENS_PER_S)
@@ -68,6 +69,6 @@ class PrefixCost:
 
     def worth_reading(self, tokens: int) -> bool:
         """Whether to read these tokens' KV, which the peer has and this engine has not."""
-        if tokens <= 0 or self._wanted is PrefixReads.NEVER:
+        if tokens <= 0 or self.wanted is PrefixReads.NEVER:
             return False
-        return self._wanted is PrefixReads.ALWAYS or self.read_s(tokens) < self.compute_s(tokens)
+        return self.wanted is PrefixReads.ALWAYS or self.read_s(tokens) < self.compute_s(tokens)

@@ -77,7 +77,7 @@ class PrefillHandover(ABC):
         self._jobs: dict[Attempt, PeerJob] = {}
         self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
         self._requests: list[transfer.TransferRequest] = []
-        self._cost = PrefixCost(PrefixReads(config.prefix_reads) if capacity.caching else PrefixReads.NEVER,
+        self.prefix_cost = PrefixCost(PrefixReads(config.prefix_reads) if capacity.caching else PrefixReads.NEVER,
                                 capacity.token_bytes)
         self._block_size = capacity.block_size
         self._vocab_size = capacity.vocab_size
@@ -134,7 +134,7 @@ class PrefillHandover(ABC):
         if job is None or job.read_tokens:
             return False
         job.cached_tokens = cached_tokens
-        return self._cost.worth_reading(job.prefill.cached_blocks * self._block_size - cached_tokens)
+        return self.prefix_cost.worth_reading(job.prefill.cached_blocks * self._block_size - cached_tokens)
 
     def read_prefix(self, attempt: Attempt, block_ids: list[int], cached_tokens: int) -> None:
         """The job's request is parked with these blocks for the whole prompt. The read goes with the coming step."""
@@ -222,7 +222,7 @@ class PrefillHandover(ABC):
         self._end(job.prefill.attempt, progress)
         if end.ok and not job.cancelled:
             self._metrics.transfer_bytes(end.bytes)
-            self._cost.moved(len(job.local_block_ids) * self._block_size, end.seconds)
+            self.prefix_cost.moved(len(job.local_block_ids) * self._block_size, end.seconds)
 
     def _read(self, job: PeerJob, end: transfer.Finished, progress: Progress) -> None:
         attempt = job.prefill.attempt
@@ -239,7 +239,7 @@ class PrefillHandover(ABC):
             self._protocol.ended(attempt)  # again, for it may have been cancelled since `report_end`
             return
         if end.ok:
-            self._cost.moved(job.read_tokens, end.seconds)
+            self.prefix_cost.moved(job.read_tokens, end.seconds)
         else:
             logger.warning("job %s computes what could not be read from its peer: %s", attempt, end.error)
         job.state = JobStage.COMPUTING
@@ -284,7 +284,7 @@ class PrefillHandover(ABC):
         """Measure how fast prompts are computed here. Not of a job with a read, whose time began with it."""
         began_at = self._scheduled_at(job)
         if began_at is not None and not job.read_tokens:
-            self._cost.computed(len(job.prefill.token_ids) - job.cached_tokens, time.time() - began_at)
+            self.prefix_cost.computed(len(job.prefill.token_ids) - job.cached_tokens, time.time() - began_at)
 
     def _end(self, attempt: Attempt, progress: Progress) -> PeerJob:
         progress.finished_transfers.append(attempt)
