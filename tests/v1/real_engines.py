@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real V1 engines with the tiny model, each in a process tree of its own. It is forked from this process: the imports,
-most of an engine's start, are made once.
+"""Real V1 engines with the tiny model, each in a process tree of its own. It is forked from a server that has made the
+imports, most of an engine's start, and has no threads: the tests' process has, whose locks a fork would copy.
 """
 import multiprocessing
 import os
@@ -16,6 +16,8 @@ import psutil
 START_S = 600.0
 ANSWER_S = 600.0
 _FORK = multiprocessing.get_context("fork")
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["vllm.entrypoints.llm", "vllm_pd.v1.worker"])
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_CI_ENV": "1",
                "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "vllm_pd"}
 
@@ -61,9 +63,9 @@ class RealEngine:
 
     def __init__(self, role: str | None, log, broker: str = "", settings: dict[str, Any] | None = None,
                  **arguments: Any) -> None:
-        self._connection, theirs = _FORK.Pipe()
+        self._connection, theirs = _SERVER.Pipe()
         extra = {"broker": broker, "max_local_prefill_tokens": 40, **(settings or {})}
-        self._process = _FORK.Process(target=serve, args=(theirs, role, extra, str(log)), kwargs=arguments)
+        self._process = _SERVER.Process(target=serve, args=(theirs, role, extra, str(log)), kwargs=arguments)
         self._process.start()
         theirs.close()
 
