@@ -32,10 +32,19 @@ def model_digest(config: VllmConfig) -> str:
     model = config.model_config
     digest = hashlib.sha256()
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED_KEYS}
-    digest.update(json.dumps([settings, model.quantization], sort_keys=True, default=str).encode())
+    settings = [settings, model.quantization, _long_rope(model)]
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     digest.update(_weights(model, _load_format(config)))
-    architecture = (model.hf_config.architectures or ["unknown"])[0]
-    return f"{architecture}:{digest.hexdigest()[:16]}"
+    return f"{model.architecture}:{digest.hexdigest()[:16]}"
+
+
+def _long_rope(model: ModelConfig) -> bool:
+    """Whether a model with LongRoPE uses its long factors: vLLM chooses by the longest context that the engine serves,
+    and the keys depend on it."""
+    config = model.hf_text_config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    original = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    return "longrope" in str(rope) and original is not None and model.max_model_len > original
 
 
 def hub_commit(model: ModelConfig) -> str:

@@ -61,7 +61,7 @@ def test_the_way_of_writing_a_load_format_does_not_count(copy, load_format):
 def hub_model(commit: str | None, revision: str | None = None, name: str = "some/model") -> VllmConfig:
     config = config_of(os.environ["VLLM_PD_TINY_MODEL"])
     config.model_config.model, config.model_config.revision = name, revision
-    config.model_config.hf_config = LlamaConfig(architectures=["LlamaForCausalLM"], _commit_hash=commit)
+    config.model_config.hf_config = LlamaConfig(_commit_hash=commit)
     return config
 
 
@@ -69,6 +69,24 @@ def test_b42_a_hub_model_is_its_commit():
     one = model_digest(hub_model(COMMIT))
     assert one == model_digest(hub_model(COMMIT, revision="main")) == model_digest(hub_model(None, revision=COMMIT))
     assert len({one, model_digest(hub_model(OTHER)), model_digest(hub_model(COMMIT, name="other/model"))}) == 3
+
+
+def test_b42_models_of_another_class_and_other_rope_factors_differ():
+    """vLLM chooses the class (`--model-impl`), and for LongRoPE the factors by the longest context it serves."""
+    config = hub_model(COMMIT)
+    before = model_digest(config)
+    config.model_config.__dict__["_architecture"] = "TransformersForCausalLM"
+    assert model_digest(config) != before
+    digests = {}
+    for rope_type in ("longrope", "yarn"):
+        for max_model_len in (512, 4096, 8192):
+            config = hub_model(COMMIT)
+            config.model_config.hf_text_config = LlamaConfig(original_max_position_embeddings=2048)
+            config.model_config.hf_text_config.rope_scaling = {"rope_type": rope_type}
+            config.model_config.max_model_len = max_model_len
+            digests[rope_type, max_model_len] = model_digest(config)
+    assert digests["longrope", 512] != digests["longrope", 4096] == digests["longrope", 8192]
+    assert len({digests["yarn", one] for one in (512, 4096, 8192)}) == 1
 
 
 @pytest.mark.parametrize("revision", [None, "main", COMMIT[:7]])
