@@ -4,7 +4,7 @@ import os
 import socket
 
 import pytest
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig, WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd import checks
@@ -82,6 +82,7 @@ def test_a_configuration_that_is_checked_again_stays_the_same():
     ({"extra": {"brokr": "tcp://127.0.0.1:5700"}}, {}, "brokr=.*did you mean broker"),
     ({"extra": {"broker": "tcp://127.0.0.1:5700", "bind": "tcp://127.0.0.1:5701"}},
      {"data_parallel_size": 2}, "bind='tcp://127.0.0.1:5701'.*port 0"),
+    ({}, {"weight_transfer_config": WeightTransferConfig()}, "weight_transfer_config=.*remove it"),
     ({"enable_permute_local_kv": True}, {}, "enable_permute_local_kv=True.*remove it"),
     ({"kv_connector_module_path": "vllm_pd.v1.activate"}, {}, "kv_connector_module_path=.*remove it"),
     ({"kv_connector": "MultiConnector", "extra": {"connectors": [
@@ -99,6 +100,7 @@ def test_b80_what_cannot_work_is_refused_by_name(kv, more, words):
     ({"is_attention_free": True}, "attention"), ({"has_inner_state": True}, "recurrent"),
     ({"attention_chunk_size": 64}, "attention_chunk_size=64.*chunked"),
     ({"enable_sleep_mode": True}, "enable_sleep_mode=True.*remove it"),
+    ({"enable_cumem_allocator": True}, "enable_cumem_allocator=True.*remove it"),
 ], ids=str)
 def test_b80_a_model_that_cannot_take_part(monkeypatch, changes, words):
     """B80: by the same function as for V0."""
@@ -111,6 +113,16 @@ def test_b80_a_model_that_cannot_take_part(monkeypatch, changes, words):
         else:
             setattr(config.model_config, name, value)
     with pytest.raises(ConfigError, match=f"(?s){words}"):
+        check_config(config, PDConfig.parse("kv_consumer", BROKER))
+
+
+def test_b80_ranks_on_several_nodes():
+    """B80"""
+    from vllm_pd.config import PDConfig
+    from vllm_pd.v1.claim import check_config
+    config = configure(transfer())
+    config.parallel_config.nnodes = 2
+    with pytest.raises(ConfigError, match="nnodes=2.*this host"):
         check_config(config, PDConfig.parse("kv_consumer", BROKER))
 
 

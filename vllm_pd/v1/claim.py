@@ -41,12 +41,15 @@ V1_LIMITS = {
     **LIMITS,
     "prefill_context_parallel_size": (1, "use 1: a split of the prompt over ranks is not transferred"),
     "decode_context_parallel_size": (1, "use 1: a split of the context over ranks is not transferred"),
+    "nnodes": (1, "use 1: all ranks must be on this host"),
 }
 V1_FEATURES = {
     **FEATURES,
     "attention_chunk_size": "serve a model without chunked local attention: blocks that it frees have no place in the "
                             "peer's table",
     "enable_permute_local_kv": "remove it: peers compare the layout of their caches, and move it as it is",
+    "enable_cumem_allocator": "remove it: a cache that is released and mapped anew is memory that peers write to",
+    "weight_transfer_config": "remove it: peers would go on with KV of the weights that were loaded at the start",
     "kv_connector_module_path": "remove it: the plugin knows PDConnector by its name",
 }
 
@@ -109,6 +112,8 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_limits({key: getattr(parallel, key) for key in V1_LIMITS}, V1_LIMITS)
     check_features({"speculative_config": config.speculative_config, "enable_sleep_mode": model.enable_sleep_mode,
                     "attention_chunk_size": model.attention_chunk_size,
+                    "enable_cumem_allocator": model.enable_cumem_allocator,
+                    "weight_transfer_config": config.weight_transfer_config,
                     "enable_permute_local_kv": transfer.enable_permute_local_kv,
                     "kv_connector_module_path": transfer.kv_connector_module_path}, V1_FEATURES)
     check_model(config)
