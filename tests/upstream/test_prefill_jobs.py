@@ -307,7 +307,7 @@ def test_b30_jobs_that_have_not_begun_can_be_given_back(jobs, agent, engine):
     engine.scheduler[0].waiting[0].first_seq.status = SequenceStatus.RUNNING
     jobs.computed(attempts[1], [5, 6, 7], progress)
     assert jobs.waiting == [attempts[2]]
-    jobs.give_back(jobs.waiting)
+    jobs.give_back(jobs.waiting, "no room")
     assert not jobs.waiting and [jobs.find(attempt) for attempt in attempts] == [JobStage.COMPUTING,
                                                                                   JobStage.COMPUTED, None]
     assert engine.aborted == [f"pd-{attempts[2]}"]

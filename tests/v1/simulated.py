@@ -182,6 +182,7 @@ class FakeAccess:
         self._engine = engine
         self.woken = False
         self.waves = 0
+        self.engines_running = False
         self.may_sleep = True
         self.takes_requests = True
         self.due = None
@@ -197,12 +198,17 @@ class FakeAccess:
         self.due = when
 
     def start_wave(self):
-        self.waves += 1
+        self.waves += not self.engines_running
+        self.engines_running = True
 
     def add(self, request: EngineCoreRequest) -> Request:
         made = Request.from_engine_core_request(request, self._engine.hasher)
         self._engine.scheduler.add_request(made)
         return made
+
+    def finish_steps(self):
+        while self._engine._flying:
+            self._engine.process()
 
     def publish(self, stats):
         self._engine.figures.append(stats.kv_connector_stats)

@@ -100,6 +100,11 @@ class DecodeHandover(ABC, Generic[R]):
         """Whether a notice may arrive."""
         return bool(self._attempts)
 
+    @property
+    def falling_back(self) -> bool:
+        """Whether a request whose attempt has failed waits for its turn."""
+        return any(attempt.stage is AttemptStage.FAILED for attempt in self._attempts.values())
+
     def debug_state(self) -> dict[str, int]:
         """How many attempts have blocks, how many of them failed and were not given back, and how many requests wait
         for their first token: for tests and chaos. All are 0 at rest."""

@@ -95,7 +95,7 @@ class HandoverEngine(ABC):
         over = self._patience.take_over(time.monotonic(), moving, self.prefill_jobs.waiting)
         if over:
             self.stalled = False  # those behind them may fit
-            self.prefill_jobs.give_back(over)
+            self.prefill_jobs.give_back(over, "there is no room for it beside requests that wait for peers in turn")
 
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
         if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:

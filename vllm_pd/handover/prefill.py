@@ -78,7 +78,7 @@ class PrefillHandover(ABC):
         self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
         self._requests: list[transfer.TransferRequest] = []
         self.prefix_cost = PrefixCost(PrefixReads(config.prefix_reads) if capacity.caching else PrefixReads.NEVER,
-                                capacity.token_bytes)
+                                      capacity.token_bytes)
         self._block_size = capacity.block_size
         self._vocab_size = capacity.vocab_size
         self._ranks = capacity.ranks
@@ -97,15 +97,19 @@ class PrefillHandover(ABC):
     @property
     def waiting(self) -> list[Attempt]:
         """The jobs that wait for their first step."""
-        return [attempt for attempt, job in self._jobs.items()
-                if job.state is JobStage.COMPUTING and self._is_waiting(job)]
+        return [attempt for attempt in self.computing if self._is_waiting(self._jobs[attempt])]
 
-    def give_back(self, attempts: Iterable[Attempt]) -> None:
-        """Give up these jobs, which wait for their first step: their decode engines try another peer."""
+    @property
+    def computing(self) -> list[Attempt]:
+        """The jobs whose prompt is not computed yet; those that read their beginning are not among them."""
+        return [attempt for attempt, job in self._jobs.items() if job.state is JobStage.COMPUTING]
+
+    def give_back(self, attempts: Iterable[Attempt], reason: str) -> None:
+        """Give up these jobs, which are `computing`: their decode engines try another peer."""
         for attempt in attempts:
-            logger.info("job %s finds no room beside this engine's own requests that wait for peers", attempt)
+            logger.info("job %s is given back: %s", attempt, reason)
             self._abort_request(self._jobs.pop(attempt))
-            self._protocol.failed(attempt, "there is no room for it beside requests that wait for peers in turn")
+            self._protocol.failed(attempt, reason)
 
     def set_credits(self) -> None:
         """Tell the protocol how many more jobs this engine takes. To be called after events were handled."""

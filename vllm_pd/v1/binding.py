@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.sched.interface import PauseState
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
@@ -69,7 +70,6 @@ class EngineHandover(HandoverEngine):
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol, scheduler, access, capacity, self.fence,
                                                  metrics)
-        self._slept = False  # the group was told that this rank has nothing to do, and has not been told otherwise
         self._step = 0
         self._processed_step = 0
         self._brings_kv = False
@@ -116,9 +116,7 @@ class EngineHandover(HandoverEngine):
     @property
     def asleep(self) -> bool:
         """Whether no step is to be made although there are requests."""
-        asleep = self.stalled and not self._scheduler.finished_req_ids and self._access.may_sleep
-        self._slept = self._slept or asleep
-        return asleep
+        return self.stalled and not self._scheduler.finished_req_ids and self._access.may_sleep
 
     def look(self) -> None:
         """Apply what is new, if the engine was woken for something."""
@@ -136,8 +134,7 @@ class EngineHandover(HandoverEngine):
         """This step was scheduled. `throttled`: it was not to begin prefills."""
         scheduler, tokens = self._scheduler, output.total_num_scheduled_tokens
         self.remote_prefills.scheduled()
-        if tokens and self._slept:
-            self._slept = False
+        if tokens:
             self._access.start_wave()
         new_ids = [new.req_id for new in output.scheduled_new_reqs]
         self.stalled = bool((len(self.fence) or self.remote_prefills.parked_ids()) and not tokens and not throttled
@@ -149,8 +146,8 @@ class EngineHandover(HandoverEngine):
             self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
             self._transmit()  # reads into blocks that were allocated in this step
         next_look = self._patience.next_look() if self.stalled else None
-        if next_look is not None:
-            self._access.wake()  # a job that nothing here will make room for is given back at once
+        if next_look is not None or (self.stalled and self.remote_prefills.falling_back):
+            self._access.wake()  # a job, or a request that fell back, that nothing here will make room for: at once
         self._access.wake_at(next_look)
 
     def before_update(self, output: SchedulerOutput) -> None:
@@ -192,13 +189,23 @@ class EngineHandover(HandoverEngine):
         """How many of these are our own."""
         return 0 if self.prefill_jobs is None else sum(map(self._is_internal, requests))
 
+    def pause_changed(self, state: PauseState) -> None:
+        """The engine was paused, or goes on. Jobs that would not go on are given back: their decode engines wait."""
+        self.stalled = False
+        if self.prefill_jobs is not None and state is not PauseState.UNPAUSED:
+            jobs = self.prefill_jobs.waiting if state is PauseState.PAUSED_NEW else self.prefill_jobs.computing
+            self._guard(self.prefill_jobs.give_back, jobs, "this engine is paused")
+            self._guard(self.prefill_jobs.set_credits)
+
+    def finish_steps(self) -> None:
+        """Process the outputs of all steps in flight. The scheduler is paused."""
+        self._access.finish_steps()
+
     def fall_back_all(self) -> None:
         """No request waits for a peer any more, and no block is held for one unless a peer does not answer within
         `FENCES_S`."""
         for request_id in self.remote_prefills.parked_ids():
-            request = self.remote_prefills.withdraw(request_id)
-            self._scheduler.fail_parked(request)
-            self._scheduler.free_failed(request)
+            self._scheduler.fail_parked(self.remote_prefills.withdraw(request_id))
         deadline = time.monotonic() + FENCES_S
         self._apply_news()
         while len(self.fence) and time.monotonic() < deadline:
@@ -229,7 +236,7 @@ class EngineHandover(HandoverEngine):
             request = self._leave(attempt)
             if request is not None:
                 self._scheduler.resume_parked(request)
-        for attempt in progress.failed_prefills:
+        for attempt in reversed(progress.failed_prefills):  # each goes to the front
             request = self._leave(attempt)
             if request is not None:
                 self._scheduler.fail_parked(request)

@@ -112,6 +112,12 @@ class EngineAccess:
             engine.engines_running = True
             engine.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
 
+    def finish_steps(self) -> None:
+        """Process the outputs of all steps in flight. To be called while the scheduler is paused, which has none more
+        scheduled."""
+        while self._engine.batch_queue:
+            self._engine._process_engine_step()
+
     def publish(self, stats: SchedulerStats) -> None:
         """Send these statistics to a front end, without a step."""
         self._engine.output_queue.put_nowait((0, EngineCoreOutputs(scheduler_stats=stats)))

@@ -38,7 +38,7 @@ class InternalRequests(PrefillHandover):
         self._access = access
         self._fence = fence
         self._attempts: dict[str, Attempt] = {}  # by request id, until the request's last output was dropped
-        self._matched: dict[Attempt, int] = {}  # prefix hits of requests that are to be parked for a read
+        self._hits: dict[str, int] = {}  # by request id: the prefix hit of one that is to be parked for a read
         self._parked: dict[Attempt, Request] = {}  # while a read fills their blocks
         self._first_steps: dict[str, float] = {}
         self._aborting = False
@@ -52,19 +52,20 @@ class InternalRequests(PrefillHandover):
         """The last output of this request was dropped."""
         self._attempts.pop(request_id, None)
         self._first_steps.pop(request_id, None)
+        self._hits.pop(request_id, None)
 
     def match(self, request: Request, cached_tokens: int) -> int:
         """How many tokens after the `cached_tokens` are to be read from the job's peer."""
         attempt = self._attempts[request.request_id]
         if not self.wants_prefix(attempt, cached_tokens):
             return 0
-        self._matched[attempt] = cached_tokens
+        self._hits[request.request_id] = cached_tokens
         return self._jobs[attempt].prefill.cached_blocks * self._block_size - cached_tokens
 
     def allocated(self, request: Request, block_ids: list[int], remote_tokens: int) -> None:
         """The request has these blocks. `remote_tokens`: more than 0 where it is being parked for the read."""
         attempt = self._attempts[request.request_id]
-        cached_tokens = self._matched.pop(attempt, 0)
+        cached_tokens = self._hits.pop(request.request_id, 0)
         if remote_tokens > 0:
             self._fence.hold(attempt, block_ids)
             self._parked[attempt] = request

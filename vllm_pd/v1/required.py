@@ -42,7 +42,9 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler._handle_blocked_waiting_request", "frees the blocks of a failed one now",
                  takes=("request", )),
         Required("Scheduler.kv_holding_waiting", "where parked requests wait"),
-        Required("Scheduler.waiting", "asked for requests that wait for a grammar"),
+        Required("Scheduler.waiting", "where a request goes that begins anew, and that may wait for a grammar"),
+        Required("Scheduler.deferred_waiting", "a request that begins anew is taken out of it"),
+        Required("Scheduler._inflight_prefills", "as deferred_waiting: no block is reserved for it"),
         Required("Scheduler.running", "asked whether a step would do anything"),
         Required("Scheduler.requests", "finds a request by its id"),
         Required("Scheduler.finished_req_ids", "a step must carry these to the workers"),
@@ -65,6 +67,12 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/sched/interface.py": (
         Required("SchedulerInterface.has_unfinished_requests", _STEP, exactly=()),
         Required("PauseState.UNPAUSED", "a paused engine takes no request of ours"),
+        Required("PauseState.PAUSED_NEW", "jobs that wait are given back"),
+        Required("PauseState.PAUSED_ALL", "jobs are given back; no step is scheduled while others are processed"),
+    ),
+    "v1/core/sched/request_queue.py": (
+        Required("RequestQueue.remove_request", "a request begins anew", takes=("request", )),
+        Required("RequestQueue.prepend_request", "a request begins anew", takes=("request", )),
     ),
     "v1/request.py": (
         Required("RequestStatus.WAITING_FOR_REMOTE_KVS", "an id goes into the scheduler's sets while this holds only"),
@@ -73,6 +81,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Request.skip_reading_prefix_cache", "such a request is computed whole: it stays local"),
         Required("Request.num_preemptions", "a preempted request stays local"),
         Required("Request.num_in_flight_tokens", "what a step in flight computes is not offered to a peer"),
+        Required("Request.kv_transfer_params", "a client's are dropped"),
         Required("Request.prefill_stats", "what a client's usage says about cached tokens"),
         Required("Request.is_prefill_chunk", "whether a request that fell back is computed"),
         Required("Request.client_index", "our own requests have no client"),
@@ -95,6 +104,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCoreProc.engines_running", "whether a wave runs"),
         Required("EngineCoreProc.has_coordinator", "whether waves are told to the other ranks"),
         Required("EngineCoreProc.is_running", "whether it was told to shut down", takes=()),
+        Required("EngineCore.batch_queue", "steps in flight, which a reset of the prefix cache has processed first"),
+        Required("EngineCoreProc._process_engine_step", "processes them", takes=()),
         Required("EngineCore._idle_state_callbacks", "an engine that somebody waits for does not sleep"),
         Required("EngineCore.preprocess_add_request", "makes a request of our own", takes=("request", )),
         Required("DPEngineCoreProc.current_wave", "the wave that is started"),
@@ -130,6 +141,13 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorTransferResults", "what get_transfer_results returns"),
         Required("KVConnectorHandshakeMetadata", "what a rank tells EngineCore"),
     ),
+    "distributed/kv_transfer/kv_connector/utils.py": (
+        Required("get_current_attn_backends", "the fingerprint names them", takes=("vllm_config", "layer_names")),
+    ),
+    "v1/attention/backends/cpu_attn.py": (
+        Required("_get_attn_isa", "the fingerprint names it: the order inside a block depends on it",
+                 takes=("dtype", "block_size", "head_size", "kv_cache_dtype")),
+    ),
     "distributed/kv_transfer/kv_connector/v1/metrics.py": (
         Required("KVConnectorStats", "carries our figures"),
         Required("KVConnectorPromMetrics.observe", "our figures in the front end",
@@ -147,7 +165,13 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "config/vllm.py": (
         Required("VllmConfig._verify_kv_transfer_compat", "takes the settings over, at the end of __post_init__",
                  takes=()),
+        Required("VllmConfig.weight_transfer_config", "refused"),
     ),
+    "config/model.py": (
+        Required("ModelConfig.architecture", "the class of the model is in the fingerprint", takes=()),
+        Required("ModelConfig.enable_cumem_allocator", "refused"),
+    ),
+    "config/parallel.py": (Required("ParallelConfig.nnodes", "refused above 1"), ),
     "config/kv_transfer.py": (
         Required("KVTransferConfig.kv_load_failure_policy", "set to recompute"),
         Required("KVTransferConfig.has_connector", "finds our name", takes=("connector_name", )),

@@ -7,7 +7,7 @@ itself is V1's throughout; the blocks that a peer may still touch are held by `v
 
     parked                 status WAITING_FOR_REMOTE_KVS, in `kv_holding_waiting`
     its KV is there        id in `finished_recving_kv_req_ids`: hashed and scheduled by the next `schedule`
-    its KV will not come   `_handle_failed_recving`, then the same: freed and begun anew by the next `schedule`
+    its KV will not come   `_handle_failed_recving`, then the same and freed at once; in `waiting` again, in front
     aborted                id in that set before `finish_requests`: nothing is delayed, it is gone at once
 """
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
@@ -51,22 +51,24 @@ class HandoverScheduling(Scheduler):
             self.finished_recving_kv_req_ids.add(request.request_id)
 
     def fail_parked(self, request: Request) -> None:
-        """The request's KV will not come: it begins anew, in fresh blocks. No effect on one that is not parked."""
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            self._handle_failed_recving({request.request_id})
-            self.finished_recving_kv_req_ids.add(request.request_id)
-
-    def free_failed(self, request: Request) -> None:
-        """Free the blocks of a request that `fail_parked` was called for now, not with the next `schedule`."""
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            self._handle_blocked_waiting_request(request)
+        """The request's KV will not come: its blocks are freed, and it begins anew in fresh ones, before all others
+        that hold none. Among those that hold blocks it must not stay, as V1 has it: where no block is free it would
+        stop those behind it whose KV is there. No effect on one that is not parked."""
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return
+        self._handle_failed_recving({request.request_id})
+        self.finished_recving_kv_req_ids.add(request.request_id)
+        self._handle_blocked_waiting_request(request)
+        self.kv_holding_waiting.remove_request(request)
+        self.deferred_waiting.discard(request)
+        self._inflight_prefills.discard(request)
+        self.waiting.prepend_request(request)
 
     def free_resumed(self) -> None:
         """Begin requests anew whose KV is there, and which no step has resumed yet."""
         for request in list(self.kv_holding_waiting):
             if request.request_id in self.finished_recving_kv_req_ids:
                 self.fail_parked(request)
-                self.free_failed(request)
 
     def awaits_grammar(self) -> bool:
         """Whether a waiting request waits for its grammar, whose thread wakes nobody."""
@@ -94,7 +96,8 @@ class HandoverScheduling(Scheduler):
         return outputs
 
     def add_request(self, request: Request) -> None:
-        """V1's."""
+        """V1's. A client's own `kv_transfer_params` are for other connectors, and V1 ends if they are no map."""
+        request.kv_transfer_params = None
         super().add_request(request)
         if self.binding is not None:
             self.binding.stalled = False
@@ -126,21 +129,32 @@ class HandoverScheduling(Scheduler):
         """V1's."""
         super().set_pause_state(pause_state)
         if self.binding is not None:
-            self.binding.stalled = False
+            self.binding.pause_changed(pause_state)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """V1's, which a parked request or a fence would make fail: parked requests fall back first, and fences that
-        come down soon are waited for."""
+        """V1's, which a parked request, a fence, or a step in flight would make fail: these steps are processed, parked
+        requests fall back, and fences that come down soon are waited for."""
         if self.binding is not None and (reset_running_requests or not self.running):
+            self._finish_steps()
             self.binding.fall_back_all()
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def _finish_steps(self) -> None:
+        """Process the outputs of all steps in flight, and schedule nothing meanwhile."""
+        before = self.pause_state
+        super().set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            self.binding.finish_steps()
+        finally:
+            super().set_pause_state(before)
 
     def make_stats(self, *arguments: Any, **keywords: Any) -> SchedulerStats | None:
         """V1's, without our own requests."""
         stats = super().make_stats(*arguments, **keywords)
         if stats is not None and self.binding is not None:
             stats.num_running_reqs -= self.binding.count_internal(self.running)
-            stats.num_waiting_reqs -= self.binding.count_internal(self.waiting)
+            stats.num_waiting_reqs -= self.binding.count_internal(
+                request for request in self.waiting if request not in self.deferred_waiting)
         return stats
 
 
