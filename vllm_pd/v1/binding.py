@@ -129,6 +129,8 @@ class EngineHandover(HandoverEngine):
 
     def before_schedule(self) -> None:
         """A step is about to be scheduled."""
+        if self.stalled and not self._scheduler.finished_req_ids:  # it has work by V1's rules, and can do none
+            self._access.await_input()
         self._access.take_wake()
         self._apply_news()
 
