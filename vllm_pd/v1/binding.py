@@ -99,7 +99,7 @@ class EngineHandover(HandoverEngine):
             self._transmit()
         else:
             self.remote_prefills.withdraw(request.request_id)
-        self.stalled = False
+        self.changed()
 
     def step_metadata(self) -> StepMetadata:
         """For the workers, with the step that is being scheduled."""
@@ -124,8 +124,18 @@ class EngineHandover(HandoverEngine):
         """Apply what is new, if the engine was woken for something."""
         if self._access.take_wake():
             self._apply_news()
-            if self.stalled or not self._scheduler.requests:
-                self._publish_stats()
+            self._metrics_stale = True
+
+    def changed(self) -> None:
+        """A request has come or gone, or the engine is paused or resumed: steps make sense again."""
+        self.stalled = False
+        self._metrics_stale = True
+
+    def rest(self) -> None:
+        """No step is made now: report the load and the figures that would go with one."""
+        if self._metrics_stale:
+            self._publish_stats()
+            self.protocol.set_load(self._load())
 
     def before_schedule(self) -> None:
         """A step is about to be scheduled."""
@@ -165,6 +175,7 @@ class EngineHandover(HandoverEngine):
         """The output of a step was processed. Takes our own requests out of what goes to the clients."""
         self.remote_prefills.note_first_tokens()
         self._update_metrics()
+        self._metrics_stale = True  # the figures of this step went with its output
         if self.prefill_jobs is None:
             return
         for client, output in list(outputs.items()):
@@ -180,7 +191,7 @@ class EngineHandover(HandoverEngine):
 
     def after_finish(self, request_ids: list[str], finished: list[Request]) -> list[Request]:
         """These were aborted, or nothing is known of them. Returns `finished` without our own."""
-        self.stalled = False
+        self.changed()
         if self.prefill_jobs is None:
             return finished
         ours = [request for request in finished if self.prefill_jobs.is_internal(request.request_id)]

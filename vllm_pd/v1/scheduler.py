@@ -97,7 +97,7 @@ class HandoverScheduling(Scheduler):
         """V1's."""
         super().add_request(request)
         if self.binding is not None:
-            self.binding.stalled = False
+            self.binding.changed()
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """V1's; parked requests are gone at once, and our own are not among those that are returned."""
@@ -116,7 +116,10 @@ class HandoverScheduling(Scheduler):
         if self.binding is None:
             return super().has_requests()
         self.binding.look()
-        return super().has_requests() and not self.binding.asleep
+        if super().has_requests() and not self.binding.asleep:
+            return True
+        self.binding.rest()
+        return False
 
     def has_unfinished_requests(self) -> bool:
         """V1's, but False as `has_requests`: the other ranks of a group must not step for it."""
@@ -126,7 +129,7 @@ class HandoverScheduling(Scheduler):
         """V1's."""
         super().set_pause_state(pause_state)
         if self.binding is not None:
-            self.binding.stalled = False
+            self.binding.changed()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """V1's, which a parked request or a fence would make fail: parked requests fall back first, and fences that
