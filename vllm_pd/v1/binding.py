@@ -43,6 +43,7 @@ logger = logging.getLogger("vllm.pd")
 
 FENCES_S = 10.0  # how long a reset of the prefix cache waits for fences
 POLL_S = 0.001  # meanwhile
+LOOK_S = 0.05  # how often the load is reported while steps go on and no peer is involved
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -73,6 +74,7 @@ class EngineHandover(HandoverEngine):
         self._step = 0
         self._processed_step = 0
         self._brings_kv = False
+        self._look_due = 0.0
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
         transfer.start(access.wake, partial(guarded, metrics, report_end))
         scheduler.binding = self
@@ -129,6 +131,7 @@ class EngineHandover(HandoverEngine):
     def changed(self) -> None:
         """A request has come or gone, or the engine is paused or resumed: steps make sense again."""
         self.stalled = False
+        self._look_due = 0.0
         self._metrics_stale = True
 
     def rest(self) -> None:
@@ -141,8 +144,10 @@ class EngineHandover(HandoverEngine):
         """A step is about to be scheduled."""
         if self.stalled and not self._scheduler.finished_req_ids:  # it has work by V1's rules, and can do none
             self._access.await_input()
-        self._access.take_wake()
-        self._apply_news()
+        handing_over = self.remote_prefills.waiting_for_peers or (self.prefill_jobs is not None
+                                                                  and self.prefill_jobs.has_jobs)
+        if self._access.take_wake() or handing_over or time.monotonic() >= self._look_due:
+            self._apply_news()
 
     def after_schedule(self, output: SchedulerOutput, throttled: bool) -> None:
         """This step was scheduled. `throttled`: it was not to begin prefills."""
@@ -159,7 +164,8 @@ class EngineHandover(HandoverEngine):
             self.prefill_jobs.scheduled(new_ids)
             blocked = not new_ids and not throttled and self.remote_prefills.waiting_for_peers
             self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
-            self._transmit()  # reads into blocks that were allocated in this step
+            if self.prefill_jobs.has_requests:
+                self._transmit()  # reads into blocks that were allocated in this step
         next_look = self._patience.next_look() if self.stalled else None
         if next_look is not None:
             self._access.wake()  # a job that nothing here will make room for is given back at once
@@ -176,7 +182,7 @@ class EngineHandover(HandoverEngine):
         self.remote_prefills.note_first_tokens()
         self._update_metrics()
         self._metrics_stale = True  # the figures of this step went with its output
-        if self.prefill_jobs is None:
+        if self.prefill_jobs is None or not self.prefill_jobs.has_requests_here:
             return
         for client, output in list(outputs.items()):
             ours = {one.request_id for one in output.outputs if self.prefill_jobs.is_internal(one.request_id)}
@@ -203,7 +209,9 @@ class EngineHandover(HandoverEngine):
 
     def count_internal(self, requests: Iterable[Request]) -> int:
         """How many of these are our own."""
-        return 0 if self.prefill_jobs is None else sum(map(self._is_internal, requests))
+        if self.prefill_jobs is None or not self.prefill_jobs.has_requests_here:
+            return 0
+        return sum(map(self._is_internal, requests))
 
     def fall_back_all(self) -> None:
         """No request waits for a peer any more, and no block is held for one unless a peer does not answer within
@@ -233,6 +241,7 @@ class EngineHandover(HandoverEngine):
 
     def _apply_news(self) -> None:
         """Collect what is new, and apply it to the scheduler."""
+        self._look_due = time.monotonic() + LOOK_S
         self._collect()
         progress, self._progress = self._progress, Progress()
         if progress:
