@@ -197,6 +197,9 @@ class FakeAccess:
     def wake_at(self, when):
         self.due = when
 
+    def await_input(self):
+        """Nothing: a test's engine may always sleep, or is stepped."""
+
     def start_wave(self):
         self.waves += not self.engines_running
         self.engines_running = True

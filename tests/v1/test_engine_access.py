@@ -187,6 +187,42 @@ def test_b96_hazard_10_a_drain_waits_for_parked_requests(loop):
     loop.engine.check_answers()
 
 
+def begin_drain(loop: Loop) -> None:
+    loop.core.vllm_config.shutdown_timeout = 30
+    loop.core.shutdown_state = EngineShutdownState.REQUESTED
+    loop.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+    loop.wait(lambda: loop.core.shutdown_state is EngineShutdownState.SHUTTING_DOWN)
+
+
+def begin_pause(loop: Loop) -> None:
+    loop.core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (0, 0, "pause_scheduler", ("wait", False))))
+    loop.wait(lambda: loop.core._idle_state_callbacks)
+
+
+@pytest.mark.parametrize("begin", [begin_drain, begin_pause])
+def test_b94_b96_an_engine_that_drains_or_is_paused_rests_while_it_waits_for_peers(loop, begin):
+    """And is woken by a client that leaves, by a fence, and by the KV."""
+    first, second = park(loop), park(loop, "b")
+    begin(loop)
+    loop.wait(loop.sleeps)
+    steps = loop.executor.steps
+    time.sleep(0.2)
+    assert loop.executor.steps == steps
+    loop.core.input_queue.put_nowait((EngineCoreRequestType.ABORT, ["a"]))
+    loop.wait(lambda: "a" not in loop.engine.scheduler.requests)
+    loop.engine.ended["a"] = "aborted"
+    loop.engine.tell(Released(first))
+    loop.wait(lambda: loop.engine.binding.fence.attempts() == [second])
+    loop.wait(loop.sleeps)
+    assert not loop.core._idle_state_callbacks if begin is begin_drain else loop.core._idle_state_callbacks
+    loop.engine.prefilled("b")
+    loop.wait(lambda: "b" in loop.engine.ended)
+    loop.wait(lambda: not loop.core._idle_state_callbacks)
+    loop.stop()
+    loop.engine.check_answers()
+    loop.engine.check_at_rest()
+
+
 def test_b96_an_abort_at_the_end_leaves_nothing(loop):
     attempt = park(loop)
     loop.core.vllm_config.shutdown_timeout = 0

@@ -62,3 +62,20 @@ def test_statistics_add_up_and_say_how_attempts_ended():
     for _ in range(metrics.MAX_CALLS + 10):
         recorder.job(1)
     assert len(recorder.take().data["calls"]) == metrics.MAX_CALLS
+
+
+def test_figures_and_load_of_the_last_step_leave_an_engine_that_rests(model_folder, in_flight):
+    """No later step takes them along."""
+    prom, engine = front_end(model_folder), Engine(model_folder, in_flight)
+    before = value("handover_seconds_count", stage="first_step")
+    parked(engine)
+    engine.prefilled("a")
+    engine.run()
+    for one in engine.figures:
+        prom.observe(one)
+    assert value("handover_seconds_count", stage="first_step") == before + 1
+    assert (engine.protocol.load.running, engine.protocol.load.waiting) == (0, 0)
+    published = len(engine.figures)
+    for _ in range(3):
+        assert not engine.scheduler.has_requests()
+    assert len(engine.figures) == published

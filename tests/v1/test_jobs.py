@@ -4,7 +4,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
-from tests.v1.simulated import BLOCK_SIZE, Engine
+from tests.v1.simulated import BLOCK_SIZE, Engine, WrongRead
 from tests.v1.test_hazards import prompt
 from vllm_pd.core.actions import Cancelled
 from vllm_pd.core.prefix import PrefixReads
@@ -37,6 +37,43 @@ def test_b1_a_job_is_computed_and_its_blocks_stay_until_they_are_sent(engine, to
         engine.check_sent(attempt, one)
     engine.transfer.end(write.key)
     assert ("sent", attempt) in engine.protocol.calls
+    end(engine)
+
+
+@pytest.mark.parametrize("tokens", [100, 300])
+def test_b1_a_write_is_posted_with_the_output_of_its_last_step_and_reported_without_another(engine, tokens):
+    """Not before, while the KV is not written, though steps are scheduled ahead; and not later."""
+    one, turns, posted = prompt(tokens), [], []
+    execute = engine.transfer.execute
+
+    def checked_execute(requests):
+        for write in requests:
+            if isinstance(write, Write):
+                engine.check_sent_write(write, one)
+                posted.append((write.after_step, len(turns)))
+        execute(requests)
+
+    engine.transfer.execute = checked_execute
+    engine.binding.prefill_jobs._cost._wanted = PrefixReads.NEVER
+    engine.add("a", prompt(30), 60)  # a client whose steps go on
+    engine.turn()
+    attempt = engine.job(one)
+    last = None
+    while not posted:
+        turns.append(engine.turn())
+        for step, work in engine._flying:
+            for request_id, start, count, block_ids, *_ in work:
+                if request_id == f"pd-{attempt}" and start + count == tokens:
+                    last = step.kv_connector_metadata.step
+                    early = Write(str(attempt), "", block_ids[:-(-tokens // BLOCK_SIZE)], [], [])
+                    with pytest.raises(WrongRead):  # the guard sees a write that is posted now
+                        engine.check_sent_write(early, one)
+        assert len(turns) < 50
+    assert posted == [(last or posted[0][0], len(turns) - 1)] and posted[0][0] == engine.binding._processed_step
+    assert len(engine._flying) == engine.in_flight - 1
+    before = engine.steps
+    engine.transfer.end(str(attempt))
+    assert engine.protocol.calls == [("sent", attempt)] and engine.steps == before
     end(engine)
 
 

@@ -90,6 +90,11 @@ class PrefillHandover(ABC):
         return bool(self._open)
 
     @property
+    def has_jobs(self) -> bool:
+        """Whether there is any job."""
+        return bool(self._jobs)
+
+    @property
     def has_requests(self) -> bool:
         """Whether the next step has transfer requests for the worker."""
         return bool(self._requests) or any(job.state is JobStage.COMPUTED for job in self._jobs.values())

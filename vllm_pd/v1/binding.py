@@ -44,6 +44,7 @@ logger = logging.getLogger("vllm.pd")
 
 FENCES_S = 10.0  # how long a reset of the prefix cache waits for fences
 POLL_S = 0.001  # meanwhile
+LOOK_S = 0.05  # how often the load is reported while steps go on and no peer is involved
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -73,6 +74,7 @@ class EngineHandover(HandoverEngine):
         self._step = 0
         self._processed_step = 0
         self._brings_kv = False
+        self._look_due = 0.0
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
         transfer.start(access.wake, partial(guarded, metrics, report_end))
         scheduler.binding = self
@@ -99,7 +101,7 @@ class EngineHandover(HandoverEngine):
             self._transmit()
         else:
             self.remote_prefills.withdraw(request.request_id)
-        self.stalled = False
+        self.changed()
 
     def step_metadata(self) -> StepMetadata:
         """For the workers, with the step that is being scheduled."""
@@ -122,13 +124,28 @@ class EngineHandover(HandoverEngine):
         """Apply what is new, if the engine was woken for something."""
         if self._access.take_wake():
             self._apply_news()
-            if self.stalled or not self._scheduler.requests:
-                self._publish_stats()
+            self._metrics_stale = True
+
+    def changed(self) -> None:
+        """A request has come or gone, or the engine is paused or resumed: steps make sense again."""
+        self.stalled = False
+        self._look_due = 0.0
+        self._metrics_stale = True
+
+    def rest(self) -> None:
+        """No step is made now: report the load and the figures that would go with one."""
+        if self._metrics_stale:
+            self._publish_stats()
+            self.protocol.set_load(self._load())
 
     def before_schedule(self) -> None:
         """A step is about to be scheduled."""
-        self._access.take_wake()
-        self._apply_news()
+        if self.stalled and not self._scheduler.finished_req_ids:  # it has work by V1's rules, and can do none
+            self._access.await_input()
+        handing_over = self.remote_prefills.waiting_for_peers or (self.prefill_jobs is not None
+                                                                  and self.prefill_jobs.has_jobs)
+        if self._access.take_wake() or handing_over or time.monotonic() >= self._look_due:
+            self._apply_news()
 
     def after_schedule(self, output: SchedulerOutput, throttled: bool) -> None:
         """This step was scheduled. `throttled`: it was not to begin prefills."""
@@ -144,7 +161,8 @@ class EngineHandover(HandoverEngine):
             self.prefill_jobs.scheduled(new_ids)
             blocked = not new_ids and not throttled and self.remote_prefills.waiting_for_peers
             self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
-            self._transmit()  # reads into blocks that were allocated in this step
+            if self.prefill_jobs.has_requests:
+                self._transmit()  # reads into blocks that were allocated in this step
         next_look = self._patience.next_look() if self.stalled else None
         if next_look is not None or (self.stalled and self.remote_prefills.falling_back):
             self._access.wake()  # a job, or a request that fell back, that nothing here will make room for: at once
@@ -160,7 +178,8 @@ class EngineHandover(HandoverEngine):
         """The output of a step was processed. Takes our own requests out of what goes to the clients."""
         self.remote_prefills.note_first_tokens()
         self._update_metrics()
-        if self.prefill_jobs is None:
+        self._metrics_stale = True  # the figures of this step went with its output
+        if self.prefill_jobs is None or not self.prefill_jobs.has_requests_here:
             return
         for client, output in list(outputs.items()):
             ours = {one.request_id for one in output.outputs if self.prefill_jobs.is_internal(one.request_id)}
@@ -175,7 +194,7 @@ class EngineHandover(HandoverEngine):
 
     def after_finish(self, request_ids: list[str], finished: list[Request]) -> list[Request]:
         """These were aborted, or nothing is known of them. Returns `finished` without our own."""
-        self.stalled = False
+        self.changed()
         if self.prefill_jobs is None:
             return finished
         ours = [request for request in finished if self.prefill_jobs.is_internal(request.request_id)]
@@ -187,11 +206,13 @@ class EngineHandover(HandoverEngine):
 
     def count_internal(self, requests: Iterable[Request]) -> int:
         """How many of these are our own."""
-        return 0 if self.prefill_jobs is None else sum(map(self._is_internal, requests))
+        if self.prefill_jobs is None or not self.prefill_jobs.has_requests_here:
+            return 0
+        return sum(map(self._is_internal, requests))
 
     def pause_changed(self, state: PauseState) -> None:
         """The engine was paused, or goes on. Jobs that would not go on are given back: their decode engines wait."""
-        self.stalled = False
+        self.changed()
         if self.prefill_jobs is not None and state is not PauseState.UNPAUSED:
             jobs = self.prefill_jobs.waiting if state is PauseState.PAUSED_NEW else self.prefill_jobs.computing
             self._guard(self.prefill_jobs.give_back, jobs, "this engine is paused")
@@ -227,6 +248,7 @@ class EngineHandover(HandoverEngine):
 
     def _apply_news(self) -> None:
         """Collect what is new, and apply it to the scheduler."""
+        self._look_due = time.monotonic() + LOOK_S
         self._collect()
         progress, self._progress = self._progress, Progress()
         if progress:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
-from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc, EngineShutdownState
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
@@ -92,6 +92,18 @@ class EngineAccess:
         return (engine.is_running() and not engine._idle_state_callbacks
                 and engine.scheduler.pause_state is PauseState.UNPAUSED
                 and (not isinstance(engine, DPEngineCoreProc) or engine.has_coordinator))
+
+    def await_input(self) -> None:
+        """Wait as the engine does when it has no work, where it must not seem to have none: a shutdown drains, or a
+        pause waits for the requests. A lockstep group and an engine with a step in flight go on at once, as does one
+        whose loop is yet to see that it is to shut down."""
+        engine = self._engine
+        if (isinstance(engine, DPEngineCoreProc) or engine.batch_queue
+                or engine.shutdown_state is EngineShutdownState.REQUESTED):
+            return
+        inputs = engine.input_queue
+        with inputs.not_empty:  # what wakes a sleeping engine wakes this one: all of it goes through that queue
+            inputs.not_empty.wait_for(lambda: inputs.queue or self._woken.is_set())
 
     @property
     def takes_requests(self) -> bool:

@@ -48,6 +48,11 @@ class InternalRequests(PrefillHandover):
         """Whether a request of this id is, or just was, one of ours."""
         return request_id in self._attempts
 
+    @property
+    def has_requests_here(self) -> bool:
+        """Whether any request is one of ours."""
+        return bool(self._attempts)
+
     def forget(self, request_id: str) -> None:
         """The last output of this request was dropped."""
         self._attempts.pop(request_id, None)

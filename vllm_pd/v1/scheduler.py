@@ -100,7 +100,7 @@ class HandoverScheduling(Scheduler):
         request.kv_transfer_params = None
         super().add_request(request)
         if self.binding is not None:
-            self.binding.stalled = False
+            self.binding.changed()
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """V1's; parked requests are gone at once, and our own are not among those that are returned."""
@@ -119,7 +119,10 @@ class HandoverScheduling(Scheduler):
         if self.binding is None:
             return super().has_requests()
         self.binding.look()
-        return super().has_requests() and not self.binding.asleep
+        if super().has_requests() and not self.binding.asleep:
+            return True
+        self.binding.rest()
+        return False
 
     def has_unfinished_requests(self) -> bool:
         """V1's, but False as `has_requests`: the other ranks of a group must not step for it."""
