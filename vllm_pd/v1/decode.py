@@ -145,6 +145,9 @@ class ParkedRequests(DecodeHandover["Request"]):
     def _prompt(self, request: Request) -> list[int]:
         return list(request.prompt_token_ids)
 
+    def _priority(self, request: Request) -> int:
+        return request.priority
+
     def _num_tokens(self, request: Request) -> int:
         return request.num_tokens
 

@@ -102,7 +102,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/engine/__init__.py": (
         Required("EngineCoreRequest", "a request of our own", takes=(
             "request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "arrival_time",
-            "lora_request", "cache_salt", "data_parallel_rank")),
+            "lora_request", "cache_salt", "data_parallel_rank", "priority")),
         Required("EngineCoreRequestType.WAKEUP", "wakes the engine"),
         Required("EngineCoreOutputs.start_wave", "wakes the other ranks"),
         Required("EngineCoreOutputs.finished_requests", "our own requests are taken out of it"),
