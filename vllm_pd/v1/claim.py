@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,14 +23,13 @@ from vllm_pd.checks import (
     check_model,
     check_nixl,
     check_parallel,
-    new_front_address,
     require_free_bind,
 )
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.fingerprint import pin_weights
 from vllm_pd.v1.plugin import CONNECTOR
-from vllm_pd.v1.settings import OWN_KEY
+from vllm_pd.v1.settings import OWN_KEY, name_front
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 SCHEDULER = "vllm_pd.v1.scheduler.PDScheduler"
+END_S = 5  # for the end of a process of the server after its drain
 V1_LIMITS = {
     **LIMITS,
     "prefill_context_parallel_size": (1, "use 1: a split of the prompt over ranks is not transferred"),
@@ -86,7 +87,10 @@ def claim(config: VllmConfig) -> None:
         config.kv_transfer_config = dataclasses.replace(
             transfer, kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config={
                 **transfer.kv_connector_extra_config,
-                OWN_KEY: {"kv_role": transfer.kv_role, "front": new_front_address()}})
+                OWN_KEY: {"kv_role": transfer.kv_role, "front": name_front(transfer.engine_id)}})
+        if config.parallel_config._api_process_count > 1 and not config.shutdown_timeout:
+            # A first process passes SIGTERM on to those that serve, and would kill them at once.
+            config.shutdown_timeout = math.ceil(ours.drain_timeout_s) + END_S
         logger.info("%s: role %s, broker %s, V1 engine", CONNECTOR, ours.role.value, ours.broker)
     config.scheduler_config.scheduler_cls = SCHEDULER
 

@@ -130,6 +130,12 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorTransferResults", "what get_transfer_results returns"),
         Required("KVConnectorHandshakeMetadata", "what a rank tells EngineCore"),
     ),
+    "config/parallel.py": (
+        Required("ParallelConfig.data_parallel_index", "the number of a rank behind its server"),
+        Required("ParallelConfig.data_parallel_size_local", "how many ranks of a server are on its host"),
+        Required("ParallelConfig.local_engines_only", "whether a server has other ranks than those"),
+        Required("ParallelConfig._api_process_count", "whether the server has several processes"),
+    ),
     "distributed/kv_transfer/kv_connector/v1/metrics.py": (
         Required("KVConnectorStats", "carries our figures"),
         Required("KVConnectorPromMetrics.observe", "our figures in the front end",
@@ -147,6 +153,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "config/vllm.py": (
         Required("VllmConfig._verify_kv_transfer_compat", "takes the settings over, at the end of __post_init__",
                  takes=()),
+        Required("VllmConfig.shutdown_timeout", "how long the first process of a server lets the others drain"),
     ),
     "config/kv_transfer.py": (
         Required("KVTransferConfig.kv_load_failure_policy", "set to recompute"),
