@@ -95,6 +95,16 @@ def test_b80_what_cannot_work_is_refused_by_name(kv, more, words):
         configure(transfer(**kv), **more)
 
 
+def test_b80_an_explicit_policy_that_conflicts_is_refused(monkeypatch):
+    """B80: vLLM's default is the same word, so only the command line shows who chose it."""
+    kv = transfer(kv_load_failure_policy="fail")
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", '--kv-transfer-config={"kv_load_failure_policy": "fail"}'])
+    with pytest.raises(ConfigError, match="kv_load_failure_policy='fail'.*remove it"):
+        configure(kv)
+    monkeypatch.setattr("sys.argv", ["vllm", "serve"])
+    configure(kv)
+
+
 def test_b43_a_server_of_several_processes_lets_them_drain():
     """B43: and a time that the user has set stays."""
     drain = {**BROKER, "drain_timeout_s": 12.5}

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY, name_front
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 logger = logging.getLogger("vllm.pd")
 
@@ -80,6 +81,7 @@ def claim(config: VllmConfig) -> None:
         raise ConfigError("kv_connector", transfer.kv_connector, f"name {CONNECTOR} by itself: together with another "
                           "connector it can't know who holds which block")
     check_scheduler(config)
+    check_policy(transfer)
     if OWN_KEY not in transfer.kv_connector_extra_config:
         ours = PDConfig.parse(transfer.kv_role, transfer.kv_connector_extra_config)
         check_config(config, ours)
@@ -104,6 +106,14 @@ def check_scheduler(config: VllmConfig) -> None:
         raise ConfigError("scheduler_cls", chosen, "serve another model: vLLM has a scheduler of its own for this one, "
                           f"and {CONNECTOR} needs another")
     raise ConfigError("scheduler_cls", chosen, f"remove it: {CONNECTOR} needs a scheduler of its own and sets it")
+
+
+def check_policy(transfer: KVTransferConfig) -> None:
+    """The policy for loads that fail must not be "fail", as far as the user has chosen it. Raises ConfigError. It is
+    vLLM's default, too, and only the command line tells the two apart."""
+    if transfer.kv_load_failure_policy == "fail" and any("kv_load_failure_policy" in one for one in sys.argv):
+        raise ConfigError("kv_load_failure_policy", "fail", f"remove it: a request whose KV does not come is computed "
+                          f"here, and {CONNECTOR} sets recompute for that")
 
 
 def check_config(config: VllmConfig, ours: PDConfig) -> None:
