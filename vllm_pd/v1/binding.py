@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
     from vllm_pd.v1.engine_access import EngineAccess
@@ -188,9 +188,19 @@ class EngineHandover(HandoverEngine):
             self.prefill_jobs.forget(request.request_id)
         return [request for request in finished if request not in ours]
 
-    def count_internal(self, requests: Iterable[Request]) -> int:
-        """How many of these are our own."""
-        return 0 if self.prefill_jobs is None else sum(map(self._is_internal, requests))
+    def remove_internal(self, stats: SchedulerStats) -> None:
+        """Take what V1 has counted of our own requests out of these statistics."""
+        if self.prefill_jobs is None:
+            return
+        stats.num_running_reqs -= sum(map(self._is_internal, self._scheduler.running))
+        stats.num_waiting_reqs -= sum(map(self._is_internal, self._scheduler.waiting))
+        ours, peers = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
+        requests, queries, hits, peer_queries, peer_hits = self.prefill_jobs.take_lookups()
+        for found, of_tokens, of_hits in ((ours, queries, hits), (peers, peer_queries, peer_hits)):
+            if found is not None and found.requests:  # it counts none where prefix caching is off
+                found.requests -= requests
+                found.queries -= of_tokens
+                found.hits -= of_hits
 
     def fall_back_all(self) -> None:
         """No request waits for a peer any more, and no block is held for one unless a peer does not answer within

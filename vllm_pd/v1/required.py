@@ -130,6 +130,10 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorTransferResults", "what get_transfer_results returns"),
         Required("KVConnectorHandshakeMetadata", "what a rank tells EngineCore"),
     ),
+    "v1/metrics/stats.py": (
+        Required("SchedulerStats.prefix_cache_stats", "look-ups of our own requests are taken out of it"),
+        Required("SchedulerStats.connector_prefix_cache_stats", "as prefix_cache_stats"),
+    ),
     "config/parallel.py": (
         Required("ParallelConfig.data_parallel_index", "the number of a rank behind its server"),
         Required("ParallelConfig.data_parallel_size_local", "how many ranks of a server are on its host"),
