@@ -17,7 +17,6 @@ from vllm_pd.frontend.edge import limit_headers
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
-    from vllm.config import VllmConfig
 
 
 def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[str, Any],
@@ -46,10 +45,10 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
     return drain.on_sigterm
 
 
-def attach_events(app: FastAPI, config: VllmConfig) -> None:
-    """Give the server of an engine that publishes KV events the route that says where. It must not have started yet;
-    to be called after `attach_disaggregation`, whose routes would hide this one."""
-    app.add_middleware(routes.RoutesMiddleware, routes=[routes.events_route(config, key_of(app))], prefix=notice.PATH)
+def attach_events(app: FastAPI, find: Callable[[], notice.EventsNotice]) -> None:
+    """Give the server of an engine that publishes KV events the route that says where, as `find` does. It must not have
+    started yet; to be called after `attach_disaggregation`, whose routes would hide this one."""
+    app.add_middleware(routes.RoutesMiddleware, routes=[routes.events_route(find, key_of(app))], prefix=notice.PATH)
 
 
 def _base_url(server: uvicorn.Config, config: PDConfig) -> str:

@@ -33,7 +33,6 @@ from vllm_pd.frontend.drain import ServerDrain
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
-    from vllm.config import VllmConfig
 
 PREFIX = "/pd/"
 MAX_BODY_BYTES = 4096
@@ -87,11 +86,11 @@ def operator_routes(drain: ServerDrain, key: str | None) -> list[Route]:
             _route("POST", "/pd/role", set_role, key)]
 
 
-def events_route(config: VllmConfig, key: str | None) -> Route:
-    """/pd/events of an engine that publishes KV events."""
+def events_route(find: Callable[[], notice.EventsNotice], key: str | None) -> Route:
+    """/pd/events of an engine that publishes KV events, where `find` says."""
 
     async def show_events(request: Request) -> Response:
-        return Response(msgspec.json.encode(notice.find(config)), media_type="application/json")
+        return Response(msgspec.json.encode(find()), media_type="application/json")
 
     return _route("GET", notice.PATH, show_events, key)
 

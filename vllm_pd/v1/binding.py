@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,7 @@ class EngineHandover(HandoverEngine):
         self._brings_kv = False
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
         transfer.start(access.wake, partial(guarded, metrics, report_end))
+        self.end_reports: Callable[[], None] | None = None  # where the load is reported
         scheduler.binding = self
         self._finalizer = weakref.finalize(self, _shut, agent, transfer, access)
 
@@ -221,6 +223,8 @@ class EngineHandover(HandoverEngine):
 
     def close(self) -> None:
         """Leave the peers and release every transfer. Idempotent."""
+        if self.end_reports is not None:
+            self.end_reports()
         self._finalizer()
 
     # Inside.

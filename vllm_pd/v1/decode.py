@@ -99,6 +99,10 @@ class ParkedRequests(DecodeHandover["Request"]):
         """The ids of the parked requests."""
         return list(self._by_id)
 
+    def parked_attempts(self) -> list[Attempt]:
+        """Their attempts."""
+        return list(self._by_attempt)
+
     def note_first_tokens(self) -> None:
         """A step's output was processed. Note which resumed requests got their first token."""
         for request in self._resuming:

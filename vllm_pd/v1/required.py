@@ -80,6 +80,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/block_pool.py": (
         Required("BlockPool.touch", "raises a fence", takes=("blocks", )),
         Required("BlockPool.free_blocks", "takes a fence down", takes=("ordered_blocks", )),
+        Required("BlockPool.num_gpu_blocks", "the load that is reported"),
         Required("BlockPool.get_num_free_blocks", "the load that is reported", takes=()),
         Required("BlockPool.blocks", "finds a block by its id"),
     ),
@@ -129,6 +130,9 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorBase_V1._kv_cache_config", "the groups of the cache"),
         Required("KVConnectorTransferResults", "what get_transfer_results returns"),
         Required("KVConnectorHandshakeMetadata", "what a rank tells EngineCore"),
+    ),
+    "v1/engine/async_llm.py": (
+        Required("AsyncLLM.get_kv_event_sources", "where each rank publishes KV events", takes=()),
     ),
     "v1/metrics/stats.py": (
         Required("SchedulerStats.prefix_cache_stats", "look-ups of our own requests are taken out of it"),

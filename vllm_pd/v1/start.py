@@ -13,6 +13,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.engine_access import EngineAccess
+from vllm_pd.v1.events import publishes_events, report_load
 from vllm_pd.v1.metrics import MetricsRecorder
 from vllm_pd.v1.settings import front_of_rank, read_settings
 
@@ -43,6 +44,8 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshak
                                vllm_config.parallel_config.tensor_parallel_size, token_bytes(vllm_config),
                                bool(vllm_config.cache_config.enable_prefix_caching))
     binding = EngineHandover(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
+    if publishes_events(vllm_config):
+        binding.end_reports = report_load(config, front, engine.scheduler, binding)
     logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation, agent.member.address)
     return binding
 
