@@ -71,14 +71,14 @@ class EventSubscriptions:
     def load_of(self, url: str) -> tuple[EngineLoad | None, float]:
         """The worker's last load report, that of all its ranks together, None where there is none, and its age in
         seconds."""
-        return _load_of(self._subscribers.get(url, []))
+        return load_of(self._subscribers.get(url, []))
 
     def progress_of(self, url: str) -> WorkerProgress:
         """The worker's present progress."""
         subscribers = self._subscribers.get(url)
         if subscribers is None:
             return WorkerProgress()
-        load, _ = _load_of(subscribers)
+        load, _ = load_of(subscribers)
         return WorkerProgress(sum(one.counters["batches"] for one in subscribers), None if load is None else (
             load.running, load.used_blocks, load.queued_prefill_tokens))
 
@@ -177,7 +177,7 @@ class EventSubscriptions:
 def _ranks_as_json(ranks: list[Subscriber]) -> dict[str, object]:
     """One worker's entry: the sums over its ranks, and the state of the rank of which least is known."""
     counters, unread, states = Counter(), Counter(), list(SubscriberState)
-    load, _ = _load_of(ranks)
+    load, _ = load_of(ranks)
     for one in ranks:
         counters += one.counters
         unread += one.unread
@@ -186,7 +186,7 @@ def _ranks_as_json(ranks: list[Subscriber]) -> dict[str, object]:
             "load": None if load is None else msgspec.structs.asdict(load)}
 
 
-def _load_of(ranks: list[Subscriber]) -> tuple[EngineLoad | None, float]:
+def load_of(ranks: list[Subscriber]) -> tuple[EngineLoad | None, float]:
     """The sum of the ranks' loads and the age of the oldest; (None, infinite) where one is unknown."""
     loads = [one.load for one in ranks]
     if not loads or None in loads:
