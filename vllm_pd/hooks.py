@@ -82,10 +82,11 @@ def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]
     settings = _settings(config)
     if settings is not None:
         from vllm_pd.frontend.attach import attach_disaggregation
-        stop = attach_disaggregation(app, server, settings, stop)
+        stop = attach_disaggregation(app, server, settings, stop, (settings["front"], ))
     if _publishes_events(config):
+        from vllm_pd.events import notice
         from vllm_pd.frontend.attach import attach_events
-        attach_events(app, config)
+        attach_events(app, lambda: notice.find(config))
     return stop
 
 

@@ -20,6 +20,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core import messages as m
 from vllm_pd.frontend import connection
+from vllm_pd.frontend.drain import ServerDrain
 from vllm_pd.liveness.process import local_member
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
@@ -236,7 +237,7 @@ def test_b82_an_address_that_a_header_may_have_made_up_is_not_believed(tmp_path)
 
 def test_b43_what_an_operator_asks_elsewhere_is_seen_here(tmp_path):
     async def body(served):
-        await until(lambda: served.agent.thread.sockets.front_route is not None)
+        await until(lambda: served.agent.thread.sockets.front_routes)
         served.agent.protocol.drain()
         served.agent.protocol.set_load(m.Load())
         while (await served.ask("GET", "/pd/status"))[1].get("drained") is not True:
@@ -246,6 +247,74 @@ def test_b43_what_an_operator_asks_elsewhere_is_seen_here(tmp_path):
         await until(lambda: served.stops)
 
     run(body, tmp_path)
+
+
+@contextlib.asynccontextmanager
+async def several(tmp_path, ranks=2, processes=2):
+    """(agents, drains, stops): the server of so many data-parallel ranks, in so many processes."""
+    config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:1"})
+    addresses = [f"ipc://{tmp_path}/{uuid.uuid4().hex}" for _ in range(ranks)]
+    agents = [ControlAgent(config, local_member(m.Role.BOTH, FINGERPRINT), b"", lambda: None, front=address)
+              for address in addresses]
+    stops = []
+    for agent in agents:
+        agent.start()
+        agent.protocol.set_load(m.Load())
+    drains = [ServerDrain(addresses, 60.0, lambda number=number: stops.append(number), "http://127.0.0.1:8000")
+              for number in range(processes)]
+    await until(lambda: all(len(agent.thread.sockets.front_routes) == processes for agent in agents))
+    try:
+        yield agents, drains, stops
+    finally:
+        for one in (*drains, *agents):
+            one.close()
+        for agent in agents:
+            agent.end_lifeline()
+
+
+def run_several(body, tmp_path):
+    async def main():
+        async with several(tmp_path) as served:
+            await asyncio.wait_for(body(*served), 100)
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("begin", ["sigterm", "http", "engine"])
+def test_b43_all_ranks_behind_one_server_drain_together(tmp_path, begin):
+    async def body(agents, drains, stops):
+        told = await drains[0].ask(m.Status(), lambda status: True)
+        assert [status.member.http for status in told] == ["http://127.0.0.1:8000", ""], "a router sees one worker"
+        agents[1].protocol.set_load(m.Load(running=1))
+        if begin == "sigterm":
+            drains[1].on_sigterm()
+        elif begin == "http":
+            assert [status.member.draining for status in await drains[0].begin()] == [True, True]
+        else:
+            agents[1].protocol.drain()
+        await until(lambda: all(agent.protocol.state.draining for agent in agents))
+        await until(lambda: all(drain.draining for drain in drains))
+        agents[0].protocol.set_load(m.Load())
+        await until(lambda: agents[0].protocol.state.left)
+        assert stops == [] and not any(drain.drained for drain in drains), "the second rank has a request"
+        agents[1].protocol.set_load(m.Load())
+        await until(lambda: all(drain.drained for drain in drains))
+        await until(lambda: stops == ([1] if begin == "sigterm" else []))
+
+    run_several(body, tmp_path)
+
+
+def test_b43_each_process_of_a_server_gets_its_own_answers(tmp_path):
+    async def body(agents, drains, stops):
+        names = [agent.protocol.member.incarnation for agent in agents]
+        for role in (m.Role.PREFILL, m.Role.DECODE, m.Role.BOTH):
+            changed, seen = await asyncio.gather(
+                drains[0].ask(m.SetRole(role), lambda status, role=role: status.member.role is role),
+                drains[1].ask(m.Status(), lambda status: True))
+            for answers in (changed, seen):
+                assert [status.member.incarnation for status in answers] == names
+                assert not any(status.problem for status in answers)
+
+    run_several(body, tmp_path)
 
 
 def test_b43_requests_of_an_operator(tmp_path):

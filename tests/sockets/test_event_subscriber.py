@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import math
 import random
 import socket
 import time
@@ -20,6 +21,7 @@ from vllm_pd.events.notice import EventsNotice
 from vllm_pd.events.subscriber import POLLED_S, Subscriber, SubscriberState
 from vllm_pd.ports import take_free
 from vllm_pd.router.index import PrefixIndex
+from vllm_pd.router.subscriptions import load_of
 from vllm_pd.rpc.keys import Keys
 
 HEALED_S = 1.0  # B61; on a machine that does other things at the same time the tests wait longer before they give up
@@ -459,3 +461,27 @@ async def test_without_events_the_snapshots_do(endpoint, caplog, monkeypatch):
         await until_right(front, index, subscriber)
         assert subscriber.counters["snapshots_asked"] - asked <= (time.monotonic() - began) / POLLED_S + 1
         assert "tcp://*:PORT" in caplog.text and not subscriber.counters["stumbles"]
+
+
+async def test_an_engine_without_snapshots_reports_its_load(endpoint):
+    """As V1 with the plugin: each rank has an address of its own for it, and a router adds the ranks up."""
+    front, seen = Front(), []
+    front.engine = FakeEngine(endpoint)
+    notice = front.engine.notice
+    front.engine.notice = msgspec.structs.replace(notice, side=None, epoch=None, ranks=2,
+                                                  loads=["tcp://127.0.0.1:1", notice.side])
+    front.engine.load = m.EngineLoad(running=3, used_blocks=10, total_blocks=1000)
+    async with watched(front, on_load=lambda worker, load: seen.append(load)) as (_, silent), \
+            aiohttp.ClientSession() as session:
+        spoken = Subscriber(silent.url, PrefixIndex(BLOCK_SIZE), session, rank=1, worker="second")
+        spoken.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while spoken.load != front.engine.load:
+            assert time.monotonic() < deadline, spoken.counters
+            await asyncio.sleep(0.01)
+        assert silent.load is None and not seen and spoken.load_age_s < PATIENCE_S
+        assert load_of([spoken, silent]) == (None, math.inf) == load_of([])
+        together, age_s = load_of([spoken, spoken])
+        assert together == m.EngineLoad(running=6, used_blocks=20, total_blocks=2000) and age_s >= 0
+        await spoken.close()
+        assert spoken.load is None

@@ -55,6 +55,15 @@ def assert_empty(side):
     assert side.writing_since() is None and side.queued() == 0
 
 
+def test_b98_a_job_has_the_priority_of_its_request(side):
+    (put,) = side.submit(1.0, attempt(1), TOKENS, [5, 6, 9], 1, priority=-7)
+    assert put.message.job.priority == -7
+    frame = msgspec.msgpack.encode(put.message.job)
+    *older, priority = msgspec.msgpack.decode(frame)
+    assert priority == -7
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Job).priority == 0, "of an older engine"
+
+
 def test_life_of_an_attempt_that_is_done(side):
     # 1. The job carries no block id, only how much is cached.
     (put,) = side.submit(1.0, attempt(1), TOKENS, [5, 6, 9], 1)

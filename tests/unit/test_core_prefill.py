@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill engine's side of a job, step by step, in a time that is passed in."""
+import msgspec
 import pytest
 
 from vllm_pd.core import messages as m
@@ -45,6 +46,12 @@ def side(stranger):
 def running(side, now=0.0):
     assert side.offer(now, job()) == [ToDecode("d", m.Claim(ONE, 1, 1))]
     assert side.receive(now, "d", grant()) == [Prefill(ONE, TOKENS, [6, 9], 1, [5], "d")]
+
+
+def test_b98_a_prefill_has_the_priority_of_its_job(side):
+    side.offer(0.0, msgspec.structs.replace(job(), priority=3))
+    (prefill,) = side.receive(0.0, "d", grant())
+    assert prefill.priority == 3
 
 
 def test_life_of_a_job(side):

@@ -143,7 +143,7 @@ class Node:
         self._numbers += 1
         return Attempt(self.name, request_id, self._numbers)
 
-    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s) -> None:
+    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority) -> None:
         self.sim.peers.work[attempt] = RemoteWork(token_ids, block_ids, cached_blocks * BLOCK_SIZE)
         self.ring.queue.append((Prefill(attempt, token_ids, block_ids[cached_blocks:], cached_blocks,
                                         block_ids[:cached_blocks], self.name), avoid))

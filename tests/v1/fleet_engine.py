@@ -45,7 +45,7 @@ class _Protocol:
     def __getattr__(self, name: str):
         return getattr(self.node if hasattr(Node, name) else self.node.protocol, name)
 
-    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None):
+    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0):
         self.jobs[attempt] = token_ids, block_ids, cached_blocks
         self.node.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s)
 

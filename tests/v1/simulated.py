@@ -104,7 +104,7 @@ class FakeProtocol:
         self._numbers += 1
         return Attempt(OWN, request_id, self._numbers)
 
-    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None):
+    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0):
         assert attempt not in self.jobs
         self.jobs[attempt] = token_ids, block_ids, cached_blocks
 

@@ -56,10 +56,11 @@ def test_b91_one_flag_sets_what_the_binding_needs(role):
 
 
 def test_b91_engines_beside_it_stay_as_they_are():
-    """B91: in the same process, before and after; and two engines of one object."""
+    """B91: in the same process, before and after; and a second configuration of one object, which each process of a
+    server makes."""
     shared = transfer()
-    first, second = configure(shared), configure(shared)
-    assert read_settings(first).front != read_settings(second).front
+    first, second, third = configure(shared), configure(shared), configure(transfer())
+    assert read_settings(first).front == read_settings(second).front != read_settings(third).front
     plain = configure(None)
     assert plain.scheduler_config.scheduler_cls is None and plain.kv_transfer_config is None
     other = configure(KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"))
@@ -93,6 +94,24 @@ def test_b80_what_cannot_work_is_refused_by_name(kv, more, words):
     """B80"""
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         configure(transfer(**kv), **more)
+
+
+def test_b80_an_explicit_policy_that_conflicts_is_refused(monkeypatch):
+    """B80: vLLM's default is the same word, so only the command line shows who chose it."""
+    kv = transfer(kv_load_failure_policy="fail")
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", '--kv-transfer-config={"kv_load_failure_policy": "fail"}'])
+    with pytest.raises(ConfigError, match="kv_load_failure_policy='fail'.*remove it"):
+        configure(kv)
+    monkeypatch.setattr("sys.argv", ["vllm", "serve"])
+    configure(kv)
+
+
+def test_b43_a_server_of_several_processes_lets_them_drain():
+    """B43: and a time that the user has set stays."""
+    drain = {**BROKER, "drain_timeout_s": 12.5}
+    assert configure(transfer(extra=drain)).shutdown_timeout == 0
+    assert configure(transfer(extra=drain), _api_process_count=2).shutdown_timeout == 18
+    assert configure(transfer(extra=drain), _api_process_count=2, shutdown_timeout=3).shutdown_timeout == 3
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -12,13 +12,14 @@ from vllm_pd.v1.connector import PDConnector
 
 
 def value(name: str, **labels) -> float:
-    return REGISTRY.get_sample_value(f"vllm:pd_{name}", {"model_name": "the-model", **labels}) or 0.0
+    return REGISTRY.get_sample_value(f"vllm:pd_{name}", {"model_name": "the-model", "engine": "0", **labels}) or 0.0
 
 
 def front_end(model_folder):
     config = Engine(model_folder).config
     config.model_config.served_model_name = "the-model"
-    return PDConnector.build_prom_metrics(config, {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, [], {0: []})
+    types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+    return PDConnector.build_prom_metrics(config, types, [], {0: [], 1: []})
 
 
 def test_every_method_and_gauge_is_recorded():
@@ -26,7 +27,7 @@ def test_every_method_and_gauge_is_recorded():
     public = {name for name in vars(PDMetrics) if not name.startswith("_")}
     assert public == {*metrics._COUNTS, *metrics._STATES}
     for name in {*public, *metrics._GAUGES}:
-        assert hasattr(recorder, name) and hasattr(PDMetrics("x"), name)
+        assert hasattr(recorder, name) and hasattr(PDMetrics("x", 0), name)
 
 
 def test_what_an_engine_counts_appears_on_the_front_ends_page(model_folder, in_flight):
@@ -47,6 +48,20 @@ def test_what_an_engine_counts_appears_on_the_front_ends_page(model_folder, in_f
         prom.observe(one)
     assert value("parked_blocks") == value("quarantined_blocks") == 0
     assert value("attempts_total", outcome="cancelled") == before + 1
+
+
+def test_each_rank_has_its_own_figures(model_folder):
+    prom = front_end(model_folder)
+    for engine, blocks in ((0, 5), (1, 0), (0, 3)):
+        recorder = metrics.MetricsRecorder()
+        recorder.parked_blocks.set(blocks)
+        recorder.job(10)
+        recorder.standing("kv_both", engine == 1, False)
+        before = value("jobs_total", engine=str(engine))
+        prom.observe(recorder.take().data, engine)
+        assert value("jobs_total", engine=str(engine)) == before + 1
+    assert (value("parked_blocks"), value("parked_blocks", engine="1")) == (3, 0)
+    assert (value("draining"), value("draining", engine="1")) == (0, 1)
 
 
 def test_statistics_add_up_and_say_how_attempts_ended():

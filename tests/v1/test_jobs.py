@@ -6,7 +6,8 @@ from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, Engine, WrongRead
 from tests.v1.test_hazards import prompt
-from vllm_pd.core.actions import Cancelled
+from vllm_pd.core.actions import Cancelled, Prefill
+from vllm_pd.core.messages import Attempt
 from vllm_pd.core.prefix import PrefixReads
 from vllm_pd.transfer.requests import CancelTransfer, Read, Write
 
@@ -54,7 +55,7 @@ def test_b1_a_write_is_posted_with_the_output_of_its_last_step_and_reported_with
         execute(requests)
 
     engine.transfer.execute = checked_execute
-    engine.binding.prefill_jobs._cost._wanted = PrefixReads.NEVER
+    engine.binding.prefill_jobs.prefix_cost.wanted = PrefixReads.NEVER
     engine.add("a", prompt(30), 60)  # a client whose steps go on
     engine.turn()
     attempt = engine.job(one)
@@ -88,6 +89,39 @@ def test_b97_a_job_is_batched_with_clients_and_seen_by_none(engine):
     engine.transfer.end(engine.sent(attempt).key)
     end(engine)
     assert set(engine.outputs) == {"a"}
+
+
+def test_b97_v1s_prefix_figures_do_not_count_jobs(engine):
+    """B97: neither those of the prefix cache nor those of what came from a peer."""
+    one, other, seen, make = prompt(100), prompt(101), [], engine.scheduler.make_stats
+    engine.scheduler.make_stats = lambda *values, **more: seen.append(make(*values, **more)) or seen[-1]
+
+    def counted(name: str) -> tuple[int, int, int]:
+        found = [getattr(stats, name) for stats in seen]
+        return tuple(sum(getattr(one, key) for one in found) for key in ("requests", "queries", "hits"))
+
+    for number, (tokens, cached) in enumerate([(one, 0), (one, 0), (other, 6)]):
+        engine.job(tokens, cached, number)
+        engine.run()
+    engine.fill(other, True)
+    engine.run()
+    assert len(seen) > 2 and counted("prefix_cache_stats") == counted("connector_prefix_cache_stats") == (0, 0, 0)
+    engine.add("a", one)
+    engine.add("b", one)
+    engine.run()
+    assert counted("prefix_cache_stats") == (2, 200, 2 * 6 * BLOCK_SIZE)
+    assert counted("connector_prefix_cache_stats") == (2, 2 * (100 - 6 * BLOCK_SIZE), 0)
+
+
+@pytest.mark.parametrize("priority", [0, -5, 7])
+def test_b98_a_job_has_its_requests_priority(engine, priority):
+    attempt = Attempt("peer", "r", 1)
+    engine.tell(Prefill(attempt, prompt(600), list(range(100, 138)), 0, [], "peer", priority))
+    engine.turn()
+    assert [request.priority for request in engine.scheduler.requests.values()] == [priority]
+    engine.run()
+    engine.transfer.end(engine.sent(attempt).key)
+    end(engine)
 
 
 def test_b5_a_job_uses_and_fills_the_prefix_cache(engine):

@@ -123,7 +123,7 @@ class PeerProtocol:
 
     @_locked
     def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
-               avoid: tuple[str, ...] = (), deadline_s: float | None = None) -> None:
+               avoid: tuple[str, ...] = (), deadline_s: float | None = None, priority: int = 0) -> None:
         """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`, by a P that is not to `avoid`. The
         blocks stay the caller's to keep until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the
         caller's own `abort` ends it, at the latest after `deadline_s` (the configured deadline where None)."""
@@ -131,7 +131,8 @@ class PeerProtocol:
             end = Fallback(attempt, FallbackReason.CONTROL, AttemptEnd.FAILED, self._shut_detail)
             self._do([end, Released(attempt)])
             return
-        self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s))
+        self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s,
+                                     priority))
 
     @_locked
     def abort(self, attempt: m.Attempt) -> None:

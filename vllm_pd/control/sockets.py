@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm_pd.config import PDConfig
 
 MAX_ROUTES = 4096
+MAX_FRONTS = 256  # processes of one server
 BATCH_MESSAGES = 128
 
 
@@ -56,7 +57,7 @@ class ControlSockets:
             raise
         self.counters = self.backend.counters
         self.address = sockets.endpoint(self._router)
-        self.front_route: bytes | None = None
+        self.front_routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()  # by the name of the process
         self._watched: set[int] = set()
         self._poller = SocketPoller(gate)
         self.waker = self._poller.waker
@@ -130,12 +131,9 @@ class ControlSockets:
             self.counters["frame_other_sender"] += 1  # another process has that address now
             return None
         if source is MessageSource.FRONT:
-            self.front_route = frames[0]
+            remember(self.front_routes, sender, frames[0], MAX_FRONTS)
         elif source is not MessageSource.DECODE:
-            self._routes[sender] = frames[0]
-            self._routes.move_to_end(sender)
-            if len(self._routes) > MAX_ROUTES:
-                self._routes.popitem(last=False)
+            remember(self._routes, sender, frames[0], MAX_ROUTES)
         return source, sender, message
 
     def connect(self, peer: str, address: str) -> None:
@@ -190,10 +188,16 @@ class ControlSockets:
         """Answer an operator."""
         return self.to_prefill(name, message)
 
-    def to_front(self, message: m.Message) -> None:
-        """Send to the front end, if it has sent us a message before."""
-        if self.front_route is not None:
-            self._send(self._front, self.front_route, message)
+    def to_front(self, name: str, message: m.Message) -> None:
+        """Answer a process of the front end. One that is gone is forgotten."""
+        route = self.front_routes.get(name)
+        if route is not None and self._send(self._front, route, message) is SendResult.UNREACHABLE:
+            del self.front_routes[name]
+
+    def to_fronts(self, message: m.Message) -> None:
+        """Send to all processes of the front end that have sent us a message before."""
+        for name in list(self.front_routes):
+            self.to_front(name, message)
 
     def _send(self, socket: zmq.Socket | None, route: bytes | None, message: m.Message) -> SendResult:
         result = SendResult.UNREACHABLE
@@ -222,6 +226,14 @@ class ControlSockets:
         self._peer_of.clear()
         self._poller.close()
         self._context.term()
+
+
+def remember(routes: collections.OrderedDict[str, bytes], name: str, route: bytes, most: int) -> None:
+    """Note that this peer was last heard by this route, and forget the one not heard for longest beyond `most`."""
+    routes[name] = route
+    routes.move_to_end(name)
+    if len(routes) > most:
+        routes.popitem(last=False)
 
 
 def open_backend(context: zmq.Context, incarnation: str, config: "PDConfig", keys: Keys | None) -> BrokerBackend:

@@ -157,7 +157,7 @@ class ControlThread:
             self._protocol.set_http(message.http)
         status = self._protocol.status(self.count_sockets(), problem)
         if source is MessageSource.FRONT:
-            self.sockets.to_front(status)
+            self.sockets.to_front(sender, status)
         else:
             self.sockets.to_operator(sender, status)
 
@@ -220,7 +220,7 @@ class ControlThread:
         shown = (state.role, state.draining, state.left)
         if shown != self._shown:
             self._shown = shown
-            self.sockets.to_front(self._protocol.status(self.count_sockets()))
+            self.sockets.to_fronts(self._protocol.status(self.count_sockets()))
 
     def _wake_engine(self) -> None:
         """Wake the engine if there is something for it to see, or to look for."""

@@ -66,13 +66,15 @@ class Released(msgspec.Struct, frozen=True):
 
 class Prefill(msgspec.Struct, frozen=True):
     """P: prefill this prompt. `block_ids` are D's blocks to write, in order; `cached_blocks` whole blocks come before
-    them in D's cache, and `cached_block_ids` says where. `peer` is D's incarnation, added by an earlier `AddPeer`."""
+    them in D's cache, and `cached_block_ids` says where. `peer` is D's incarnation, added by an earlier `AddPeer`.
+    `priority` is that of D's request."""
     attempt: Attempt
     token_ids: list[int]
     block_ids: list[int]
     cached_blocks: int
     cached_block_ids: list[int]
     peer: str
+    priority: int = 0
 
 
 class Cancelled(msgspec.Struct, frozen=True):

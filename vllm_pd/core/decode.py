@@ -64,9 +64,10 @@ class _Record:
     """One open attempt. Times are those of the caller's clock."""
 
     def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
-                 avoid: tuple[str, ...]):
+                 avoid: tuple[str, ...], priority: int):
         self.attempt = attempt
         self.avoid = avoid
+        self.priority = priority
         self.token_ids = token_ids
         self.block_ids = block_ids
         self.cached_blocks = cached_blocks
@@ -112,14 +113,16 @@ class DecodeProtocol:
     # Calls of the engine.
 
     def submit(self, now: float, attempt: m.Attempt, token_ids: list[int], block_ids: list[int],
-               cached_blocks: int, avoid: tuple[str, ...] = (), deadline_s: float | None = None) -> list[Action]:
+               cached_blocks: int, avoid: tuple[str, ...] = (), deadline_s: float | None = None,
+               priority: int = 0) -> list[Action]:
         """Queue a job for any P but those to `avoid`. The caller keeps the blocks set aside until `Prefilled` or
-        `Released`. `deadline_s` is less than the limits' where earlier attempts took some of it. Attempt numbers must
-        grow from call to call (ValueError), or a late notice could be taken for another attempt's."""
+        `Released`. `deadline_s` is less than the limits' where earlier attempts took some of it. `priority`: see `Job`.
+        Attempt numbers must grow from call to call (ValueError), or a late notice could be taken for another
+        attempt's."""
         if attempt.number <= self._last_number or attempt.incarnation != self.member.incarnation:
             raise ValueError(f"attempt {attempt} is not newer than number {self._last_number} of this engine")
         self._last_number = attempt.number
-        record = _Record(attempt, list(token_ids), list(block_ids), cached_blocks, avoid)
+        record = _Record(attempt, list(token_ids), list(block_ids), cached_blocks, avoid, priority)
         self._records[attempt] = record
         record.submitted = now
         record.deadline = now + (self.limits.deadline_s if deadline_s is None else deadline_s)
@@ -406,7 +409,7 @@ class DecodeProtocol:
         record.next_put = now + self.limits.claim_retry_s
         cached_tokens = record.cached_blocks * self.member.fingerprint.block_size
         job = m.Job(record.attempt, self.member.address, record.token_ids, cached_tokens,
-                    max(0.0, record.deadline - now), avoid=record.avoid)
+                    max(0.0, record.deadline - now), avoid=record.avoid, priority=record.priority)
         return [ToBroker(m.Put(job))]
 
     def _due(self, record: _Record) -> float:

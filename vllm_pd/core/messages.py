@@ -153,7 +153,8 @@ class PutRefusal(StrEnum):
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
     """A prefill that wants a P: goes from D through the queue. It names no block; only a grant does. The Ps in `avoid`
-    have failed at it before."""
+    have failed at it before. `priority` is that of the request: lower comes first, where P schedules by priority. One
+    of an older release has none, and an older P ignores it."""
     attempt: Attempt
     address: Text
     token_ids: TokenIds
@@ -161,6 +162,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     deadline_s: Seconds
     lora: Text | None = None
     avoid: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_AVOIDED)] = ()
+    priority: int = 0
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):

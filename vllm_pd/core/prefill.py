@@ -255,7 +255,7 @@ class PrefillProtocol:
         job.claim_s = max(0.0, now - job.claimed_at)
         self.counters["granted"] += 1
         return [Prefill(job.attempt, job.job.token_ids, grant.block_ids[grant.cached_blocks:], grant.cached_blocks,
-                        grant.block_ids[:grant.cached_blocks], sender)]
+                        grant.block_ids[:grant.cached_blocks], sender, job.job.priority)]
 
     def _problem(self, now: float, job: _OfferedJob, grant: m.Grant) -> str:
         block_size = self.member.fingerprint.block_size

@@ -223,6 +223,34 @@ class SideFollower:
             self.ask(now)
 
 
+class LoadFollower:
+    """Reads the load of an engine without snapshots. `socket` is a client of its side socket."""
+
+    def __init__(self, socket: zmq.Socket, target: FollowerTarget, counters: Counter[str], now: float) -> None:
+        self._socket = socket
+        self._target = target
+        self._counters = counters
+        self._subscribe_at = now
+
+    def turn(self, now: float) -> None:
+        """Read from the side socket, and do what is due."""
+        if now >= self._subscribe_at:
+            self._subscribe_at = now + m.SUBSCRIBE_S
+            sockets.send(self._socket, m.encode(m.Subscribe()))
+        for _ in range(MESSAGES_A_TURN):
+            frames = sockets.receive(self._socket)
+            if frames is None:
+                return
+            try:
+                message = m.decode(frames)
+            except BadFrame as fault:
+                self._counters["malformed"] += 1
+                self._counters[f"malformed_{fault.fault.value}"] += 1
+                continue
+            if isinstance(message, m.EngineReport):
+                self._target.reported(message)
+
+
 class ReplayPurpose(Enum):
     """What a replay is requested for."""
     BEGIN = "begin"  # all batches that it holds

@@ -10,11 +10,12 @@ from vllm_pd.metrics import FamilyCollector
 class EventFamilies(FamilyCollector):
     """What is counted about events; docs/operations.md says what each means."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_engine: bool = False) -> None:
+        super().__init__(by_engine)
         self.announced_blocks = self.gauge("vllm:pd_events_announced_blocks", "KV blocks that were announced as prefix "
                                            "hits and not as removed since.")
         self.event_counts = self.counter("vllm:pd_events_total", "What became of KV events, see docs/events.md.",
-                                         ["model_name", "kind"])
+                                         "kind")
         for name in EngineLoad.__struct_fields__:
             setattr(self, f"load_{name}",
                     self.gauge(f"vllm:pd_load_{name}", f"The load that is reported to routers: {name}."))

@@ -40,8 +40,9 @@ class SideNotice(msgspec.Struct, frozen=True):
 class EventsNotice(msgspec.Struct, frozen=True):
     """The answer to `GET /pd/events`. A host `*` or `0.0.0.0` in an address means the host that was asked. `events` is
     empty where the publisher connects instead of listening, or listens at an unknown port (V1 with port 0). Without
-    `side` (V1) there are no snapshots and no load, only vLLM's events and, with `replay`, their replay. Each of the
-    `ranks` data-parallel ranks behind this front end has its own publisher, at the ports given here plus its rank."""
+    `side` (V1) there are no snapshots, only vLLM's events and, with `replay`, their replay. Each of the `ranks`
+    data-parallel ranks behind this front end has its own publisher, at the ports given here plus its rank, and reports
+    its load at its own address in `loads`, which is empty where none does."""
     events: Text
     block_size: Count
     replay: Text | None = None
@@ -49,6 +50,7 @@ class EventsNotice(msgspec.Struct, frozen=True):
     side: Text | None = None
     epoch: Text | None = None
     ranks: Count = 1
+    loads: list[Text] = []
 
     @classmethod
     def decode(cls, body: bytes) -> EventsNotice | None:
@@ -59,9 +61,8 @@ class EventsNotice(msgspec.Struct, frozen=True):
             return None
 
 
-def leave(config: VllmConfig, notice: SideNotice) -> Path:
-    """Write the engine's file and return its path; the caller removes it at the end. Raises OSError."""
-    path = _path(config)
+def leave(path: Path, notice: SideNotice) -> Path:
+    """Write the engine's file at `path`, which is returned; the caller removes it at the end. Raises OSError."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(descriptor, "wb") as stream:
@@ -77,7 +78,7 @@ def leave(config: VllmConfig, notice: SideNotice) -> Path:
 def find(config: VllmConfig) -> EventsNotice:
     """The answer for the engine with this configuration, as far as this process can know it."""
     events, parallel = config.kv_events_config, config.parallel_config
-    side = _read(_path(config))
+    side = read(path_of(config))
     own_rank = parallel.data_parallel_rank if parallel.data_parallel_external_lb else 0
     ranks = 1 if side or parallel.data_parallel_external_lb else parallel.data_parallel_size
     endpoint, replay = events.endpoint, events.replay_endpoint
@@ -90,14 +91,15 @@ def find(config: VllmConfig) -> EventsNotice:
                         side=side.side if side else None, epoch=side.epoch if side else None, ranks=ranks)
 
 
-def _path(config: VllmConfig) -> Path:
+def path_of(config: VllmConfig) -> Path:
+    """The file of the V0 engine with this configuration."""
     from vllm import envs
     events = config.kv_events_config
     name = hashlib.sha256(f"{config.instance_id}|{events.endpoint}".encode()).hexdigest()[:32]
     return Path(envs.VLLM_RPC_BASE_PATH) / f"vllm-pd-events-{name}"
 
 
-def _read(path: Path) -> SideNotice | None:
+def read(path: Path) -> SideNotice | None:
     """The content of the file; None where there is none that belongs to this user."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -25,7 +25,15 @@ import zmq.asyncio
 from vllm_pd.errors import PDError
 from vllm_pd.events import messages as m
 from vllm_pd.events import reach
-from vllm_pd.events.followers import BEHIND_S, Blocks, EngineLost, EventFollower, ReplayFollower, SideFollower
+from vllm_pd.events.followers import (
+    BEHIND_S,
+    Blocks,
+    EngineLost,
+    EventFollower,
+    LoadFollower,
+    ReplayFollower,
+    SideFollower,
+)
 from vllm_pd.events.formats import REMOVED, STORED, Event, Unreadable, count_unread
 from vllm_pd.events.holdings import Holdings
 from vllm_pd.events.notice import MAX_NOTICE_BYTES, PATH, EventsNotice
@@ -118,6 +126,7 @@ class Subscriber:
         self._on_load = on_load
         self._load_at = -math.inf
         self._task: asyncio.Task | None = None
+        self._loads: list[LoadFollower] = []
         self._replacement: tuple[Blocks, Callable[[], None]] | None = None
         self._batches: collections.deque[m.EventBatch] = collections.deque()  # empty between two turns
         self._incomplete = False  # the index could not keep some blocks: a snapshot is needed
@@ -225,6 +234,8 @@ class Subscriber:
                        '"endpoint": "tcp://*:PORT" in --kv-events-config')
         seen = {name: reach.of_rank(reach.seen_from(host, address), self._rank) for name in ("events", "replay", "side")
                 if (address := getattr(notice, name))}
+        for address in notice.loads[self._rank:self._rank + 1]:
+            seen["load"] = reach.seen_from(host, address)
         local = [name for name, address in seen.items() if sockets.is_local(address)]
         if local and notice is not self._configured and not await reach.is_here(host, FIND_TIMEOUT_S):
             self._warn(", ".join(f"{name} {seen[name]}" for name in local) + " can be reached from the engine's own "
@@ -233,7 +244,7 @@ class Subscriber:
         if not any(seen.values()):
             raise PDError("none of its addresses can be reached from this machine")
         return EventsNotice(seen.get("events") or "", notice.block_size, seen.get("replay"), notice.topic,
-                            seen.get("side"), notice.epoch)
+                            seen.get("side"), notice.epoch, loads=[*filter(None, [seen.get("load")])])
 
     async def _follow(self, context: zmq.Context, notice: EventsNotice) -> None:
         """Follow the engine until it is lost. Raises EngineLost, PDError."""
@@ -261,6 +272,11 @@ class Subscriber:
                 if notice.replay is not None:
                     connect = lambda: _client(context, notice.replay)
                 follower = replay = ReplayFollower(connect, self, self.counters, now, self.unread)
+            for address in notice.loads:
+                socket = _client(context, address, self._keys)
+                opened.append(socket)
+                poller.register(socket, zmq.POLLIN)
+                self._loads.append(LoadFollower(socket, self, self.counters, now))
             while True:
                 tick_s = 0 if follower.more else TICK_S if follower.waits else IDLE_TICK_S
                 await poller.poll(tick_s * 1000)
@@ -268,6 +284,7 @@ class Subscriber:
                     follower.hung_up(time.monotonic())
                 await self._turn(events, follower)
         finally:
+            self._loads.clear()
             if replay is not None:
                 replay.close()
             if monitor is not None:
@@ -288,6 +305,8 @@ class Subscriber:
                 self.counters["malformed"] += 1
                 self.counters[f"malformed_{fault.fault.value}"] += 1
         follower.turn(time.monotonic())
+        for load in self._loads:
+            load.turn(time.monotonic())
         if len(self._unread_logged) < len(self.unread):
             self._warn_unread()
         if self._replacement is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -17,13 +17,13 @@ from vllm_pd.frontend.edge import limit_headers
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
-    from vllm.config import VllmConfig
 
 
 def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[str, Any],
-                          stop: Callable[[], None]) -> Callable[[], None]:
+                          stop: Callable[[], None], fronts: Sequence[str]) -> Callable[[], None]:
     """Give the server of an engine with disaggregation its routes, its drain and limits for headers. `stop` is what
-    SIGTERM calls upstream; returns what it is to call instead. The server must not have started yet."""
+    SIGTERM calls upstream; returns what it is to call instead. `fronts` are the addresses at which the engine of each
+    data-parallel rank expects the server. The server must not have started yet."""
     config = PDConfig.parse(settings["kv_role"], settings["extra"])
     exit_as_before = server.handle_exit
 
@@ -37,7 +37,7 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
 
     server.handle_exit = handle_exit
     key = key_of(app)
-    drain = ServerDrain(settings["front"], config.drain_timeout_s, stop_as_before, _base_url(server.config, config))
+    drain = ServerDrain(fronts, config.drain_timeout_s, stop_as_before, _base_url(server.config, config))
     app.add_middleware(DrainMiddleware, drain=drain)
     app.add_middleware(routes.GenerateMiddleware, key=key)
     app.add_middleware(routes.RoutesMiddleware, routes=routes.operator_routes(drain, key), prefix=routes.PREFIX)
@@ -45,10 +45,10 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
     return drain.on_sigterm
 
 
-def attach_events(app: FastAPI, config: VllmConfig) -> None:
-    """Give the server of an engine that publishes KV events the route that says where. It must not have started yet;
-    to be called after `attach_disaggregation`, whose routes would hide this one."""
-    app.add_middleware(routes.RoutesMiddleware, routes=[routes.events_route(config, key_of(app))], prefix=notice.PATH)
+def attach_events(app: FastAPI, find: Callable[[], notice.EventsNotice]) -> None:
+    """Give the server of an engine that publishes KV events the route that says where, as `find` does. It must not have
+    started yet; to be called after `attach_disaggregation`, whose routes would hide this one."""
+    app.add_middleware(routes.RoutesMiddleware, routes=[routes.events_route(find, key_of(app))], prefix=notice.PATH)
 
 
 def _base_url(server: uvicorn.Config, config: PDConfig) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection from a server to the control agent of its engine, which may be another process.
+"""The connection from a server to the control agent of an engine of it, which may be another process.
 
 It is a socket of the file system that only this user can open. The messages are those of an operator; the agent also
 sends its status unasked when it changes.
@@ -26,12 +26,12 @@ class EngineConnection:
     """Belongs to the server's event loop. `on_status` is called with every status that the agent sends."""
 
     def __init__(self, address: str, on_status: Callable[[m.StatusReply], None]) -> None:
+        self.last: m.StatusReply | None = None  # the last status that came
         self._name = f"front-{uuid.uuid4().hex}"
         self._on_status = on_status
         self._context = zmq.asyncio.Context()
         self._socket = sockets.client(self._context, address, only_connected=False)
         self._updated = asyncio.Event()
-        self._last: m.StatusReply | None = None
         self._asking = asyncio.Lock()
         self._listener = asyncio.get_running_loop().create_task(self._listen())
 
@@ -48,8 +48,8 @@ class EngineConnection:
                     while True:
                         await self._updated.wait()
                         self._updated.clear()
-                        if self._last.problem or is_answer(self._last):
-                            return self._last
+                        if self.last.problem or is_answer(self.last):
+                            return self.last
             except TimeoutError:
                 raise ControlError("the engine's control thread does not answer") from None
 
@@ -69,6 +69,6 @@ class EngineConnection:
                 logger.error("the engine's control thread can't be understood: %s", fault)
                 continue
             if isinstance(message, m.StatusReply):
-                self._last = message
+                self.last = message
                 self._on_status(message)
                 self._updated.set()

@@ -5,13 +5,16 @@ The first SIGTERM begins a drain: the engine gets the order, new requests get 50
 is open and the engine is drained. After `drain_timeout_s`, or upon a second SIGTERM, it ends at once, and what is left
 ends as it would upstream. An operator may begin the same drain over HTTP or at the engine itself; the server stays up
 then.
+
+A server of several data-parallel ranks has an engine for each. They drain together, wherever the drain began: the
+server can't choose which of them a request goes to.
 """
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -30,28 +33,30 @@ _NO_ENGINE_STEP = ("/tokenize", "/detokenize")  # POST requests that are served 
 
 
 class ServerDrain:
-    """The drain of one server: how many requests its clients have open, and whether the engine drains. Belongs to the
+    """The drain of one server: how many requests its clients have open, and whether its engines drain. Belongs to the
     server's event loop.
 
-    `address` is the engine's control socket for its front end, `url` the base URL by which others reach the server.
-    `stop` ends the server as upstream does.
+    `addresses` are the engines' control sockets for their front end, `url` is the base URL by which others reach the
+    server. `stop` ends the server as upstream does.
     """
 
-    def __init__(self, address: str, timeout_s: float, stop: Callable[[], None], url: str) -> None:
-        self.connection = EngineConnection(address, self._on_status)
+    def __init__(self, addresses: Sequence[str], timeout_s: float, stop: Callable[[], None], url: str) -> None:
+        self._connections = [EngineConnection(address, self._on_status) for address in addresses]
         self.draining = False  # new requests are refused
         self.open_requests = 0
         self._timeout_s = timeout_s
         self._stop = stop
-        self._engine_drained = False
         self._changed = asyncio.Event()
         self._ending: asyncio.Task | None = None
-        self._greeting = asyncio.get_running_loop().create_task(self._greet(url))
+        self._spreading: asyncio.Task | None = None
+        # The server is registered once, with its first engine.
+        self._greeting = [asyncio.get_running_loop().create_task(self._greet(connection, "" if rank else url))
+                          for rank, connection in enumerate(self._connections)]
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is open any more, at the engine and here."""
-        return self._engine_drained and not self.open_requests
+        """Whether nothing is open any more, at the engines and here."""
+        return not self.open_requests and all(map(_is_drained, self._connections))
 
     @contextlib.contextmanager
     def open_request(self) -> Iterator[None]:
@@ -63,10 +68,15 @@ class ServerDrain:
             self.open_requests -= 1
             self._changed.set()
 
-    async def begin(self) -> m.StatusReply:
-        """Tell the engine to drain. New requests are refused from its answer on. Raises ControlError without one; the
-        server then goes on as before."""
-        return await self.connection.ask(m.Drain(), lambda status: status.member.draining)
+    async def ask(self, message: m.Message, is_answer: Callable[[m.StatusReply], bool]) -> list[m.StatusReply]:
+        """Send a message to each engine, and return their answers, see `EngineConnection.ask`. Raises ControlError
+        where one does not answer."""
+        return list(await asyncio.gather(*(one.ask(message, is_answer) for one in self._connections)))
+
+    async def begin(self) -> list[m.StatusReply]:
+        """Tell the engines to drain. New requests are refused from the first answer on. Raises ControlError where one
+        does not answer."""
+        return await self.ask(m.Drain(), lambda status: status.member.draining)
 
     def on_sigterm(self) -> None:
         """Drain, then stop. The second call stops at once."""
@@ -77,25 +87,37 @@ class ServerDrain:
             self._stop()
 
     def close(self) -> None:
-        """Release the connection when the server has ended. Idempotent."""
-        self._greeting.cancel()
-        self.connection.close()
+        """Release the connections when the server has ended. Idempotent."""
+        for task in (*self._greeting, self._spreading):
+            if task is not None:
+                task.cancel()
+        for connection in self._connections:
+            connection.close()
 
-    async def _greet(self, url: str) -> None:
+    async def _greet(self, connection: EngineConnection, url: str) -> None:
         """The first message says where the server is, and makes the engine send its status here."""
         with contextlib.suppress(ControlError):
-            await self.connection.ask(m.Status(url), lambda _: True)
+            await connection.ask(m.Status(url), lambda _: True)
 
     def _on_status(self, status: m.StatusReply) -> None:
-        self.draining = self.draining or status.member.draining
-        self._engine_drained = bool(status.gauges.get("drained"))
+        if status.member.draining and not self.draining:
+            self.draining = True
+            if len(self._connections) > 1:
+                self._spreading = asyncio.get_running_loop().create_task(self._spread())
         self._changed.set()
+
+    async def _spread(self) -> None:
+        """One engine drains: so do the others."""
+        try:
+            await self.begin()
+        except ControlError as error:
+            logger.error("not all data-parallel ranks of this server drain: %s", error)
 
     async def _end(self) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 answered = await self._begin_for_good()
-                while self.open_requests or (answered and not self._engine_drained):
+                while self.open_requests or not all(map(_is_drained, answered)):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -105,16 +127,25 @@ class ServerDrain:
         finally:
             self._stop()
 
-    async def _begin_for_good(self) -> bool:
-        """Refuse new requests whether or not the engine answers. Returns whether it does: where only its control thread
+    async def _begin_for_good(self) -> list[EngineConnection]:
+        """Refuse new requests whether or not the engines answer. Returns those that do: where only the control thread
         is silent, the engine still computes what is open."""
         self.draining = True
-        try:
-            await self.begin()
-        except ControlError as error:
-            logger.error("the engine is not drained, only the open requests are waited for: %s", error)
-            return False
-        return True
+        answers = await asyncio.gather(*(one.ask(m.Drain(), lambda status: status.member.draining)
+                                         for one in self._connections), return_exceptions=True)
+        answered = []
+        for connection, answer in zip(self._connections, answers, strict=True):
+            if isinstance(answer, ControlError):
+                logger.error("the engine is not drained, only the open requests are waited for: %s", answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                answered.append(connection)
+        return answered
+
+
+def _is_drained(connection: EngineConnection) -> bool:
+    return connection.last is not None and bool(connection.last.gauges.get("drained"))
 
 
 class DrainMiddleware:

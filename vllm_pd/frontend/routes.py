@@ -33,7 +33,6 @@ from vllm_pd.frontend.drain import ServerDrain
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
-    from vllm.config import VllmConfig
 
 PREFIX = "/pd/"
 MAX_BODY_BYTES = 4096
@@ -61,34 +60,37 @@ class RoutesMiddleware:
 def operator_routes(drain: ServerDrain, key: str | None) -> list[Route]:
     """/pd/status, /pd/drain and /pd/role of an engine with disaggregation."""
 
-    def show(status: m.StatusReply) -> Response:
-        if status.problem:
-            raise HTTPException(HTTPStatus.CONFLICT, status.problem)
-        member = status.member
-        return JSONResponse({"incarnation": member.incarnation, "role": member.role.value,
-                             "draining": member.draining, "drained": drain.drained,
-                             "open_requests": drain.open_requests, "address": member.address,
-                             "degraded": status.degraded or None, "gauges": status.gauges})
+    def show(answers: list[m.StatusReply]) -> Response:
+        for status in answers:
+            if status.problem:
+                raise HTTPException(HTTPStatus.CONFLICT, status.problem)
+        ranks = [{"incarnation": status.member.incarnation, "role": status.member.role.value,
+                  "draining": status.member.draining, "drained": bool(status.gauges.get("drained")),
+                  "address": status.member.address, "degraded": status.degraded or None, "gauges": status.gauges}
+                 for status in answers]
+        return JSONResponse({**ranks[0], "draining": any(rank["draining"] for rank in ranks),
+                             "drained": drain.drained, "open_requests": drain.open_requests,
+                             **({"ranks": ranks} if len(ranks) > 1 else {})})
 
     async def show_status(request: Request) -> Response:
-        return show(await drain.connection.ask(m.Status(), lambda status: True))
+        return show(await drain.ask(m.Status(), lambda status: True))
 
     async def begin_drain(request: Request) -> Response:
         return show(await drain.begin())
 
     async def set_role(request: Request) -> Response:
         role = msgspec.json.decode(await _body(request), type=_RoleBody).role
-        return show(await drain.connection.ask(m.SetRole(role), lambda status: status.member.role is role))
+        return show(await drain.ask(m.SetRole(role), lambda status: status.member.role is role))
 
     return [_route("GET", "/pd/status", show_status, key), _route("POST", "/pd/drain", begin_drain, key),
             _route("POST", "/pd/role", set_role, key)]
 
 
-def events_route(config: VllmConfig, key: str | None) -> Route:
-    """/pd/events of an engine that publishes KV events."""
+def events_route(find: Callable[[], notice.EventsNotice], key: str | None) -> Route:
+    """/pd/events of an engine that publishes KV events, where `find` says."""
 
     async def show_events(request: Request) -> Response:
-        return Response(msgspec.json.encode(notice.find(config)), media_type="application/json")
+        return Response(msgspec.json.encode(find()), media_type="application/json")
 
     return _route("GET", notice.PATH, show_events, key)
 

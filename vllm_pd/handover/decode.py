@@ -151,7 +151,7 @@ class DecodeHandover(ABC, Generic[R]):
         if request in self._batch:  # it was to be prefilled here, but now there is a peer for it
             self._batch.remove(request)
         self._protocol.submit(attempt, self._prompt(request), list(block_ids), cached_blocks, remote.failed_peers,
-                              self._time_left_s(remote))
+                              self._time_left_s(remote), self._priority(request))
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
@@ -353,6 +353,10 @@ class DecodeHandover(ABC, Generic[R]):
     @abstractmethod
     def _prompt(self, request: R) -> list[int]:
         """The token ids of its prompt."""
+
+    @abstractmethod
+    def _priority(self, request: R) -> int:
+        """Its priority; lower comes first."""
 
     @abstractmethod
     def _num_tokens(self, request: R) -> int:

@@ -192,9 +192,11 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def _events_config() -> str:
-    """The value of --kv-events-config: over a Unix socket, as all processes are on one machine."""
+    """The value of --kv-events-config: over Unix sockets, as all processes are on one machine. A V1 engine gives no
+    snapshots, so it keeps its events for those who come later."""
     path = os.path.join(tempfile.gettempdir(), f"vllm-pd-events-{uuid.uuid4().hex}")
-    return json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{path}"})
+    replay = {"replay_endpoint": f"ipc://{path}-replay"} if find_installation().world is World.PLUGIN else {}
+    return json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{path}", **replay})
 
 
 def _refuse_ours(serve_args: Sequence[str]) -> None:

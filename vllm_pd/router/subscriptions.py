@@ -69,16 +69,16 @@ class EventSubscriptions:
         self._sweeper: asyncio.Task | None = None
 
     def load_of(self, url: str) -> tuple[EngineLoad | None, float]:
-        """The worker's last load report, None where there is none, and its age in seconds."""
-        subscribers = self._subscribers.get(url)
-        return (None, math.inf) if subscribers is None else (subscribers[0].load, subscribers[0].load_age_s)
+        """The worker's last load report, that of all its ranks together, None where there is none, and its age in
+        seconds."""
+        return load_of(self._subscribers.get(url, []))
 
     def progress_of(self, url: str) -> WorkerProgress:
         """The worker's present progress."""
         subscribers = self._subscribers.get(url)
         if subscribers is None:
             return WorkerProgress()
-        load = subscribers[0].load
+        load, _ = load_of(subscribers)
         return WorkerProgress(sum(one.counters["batches"] for one in subscribers), None if load is None else (
             load.running, load.used_blocks, load.queued_prefill_tokens))
 
@@ -177,9 +177,19 @@ class EventSubscriptions:
 def _ranks_as_json(ranks: list[Subscriber]) -> dict[str, object]:
     """One worker's entry: the sums over its ranks, and the state of the rank of which least is known."""
     counters, unread, states = Counter(), Counter(), list(SubscriberState)
+    load, _ = load_of(ranks)
     for one in ranks:
         counters += one.counters
         unread += one.unread
     return {"state": min((one.state for one in ranks), key=states.index).name.lower(), "ranks": len(ranks),
             "counters": dict(counters), "unread": dict(unread),
-            "load": None if ranks[0].load is None else msgspec.structs.asdict(ranks[0].load)}
+            "load": None if load is None else msgspec.structs.asdict(load)}
+
+
+def load_of(ranks: list[Subscriber]) -> tuple[EngineLoad | None, float]:
+    """The sum of the ranks' loads and the age of the oldest; (None, infinite) where one is unknown."""
+    loads = [one.load for one in ranks]
+    if not loads or None in loads:
+        return None, math.inf
+    return (EngineLoad(*map(sum, zip(*map(msgspec.structs.astuple, loads), strict=True))),
+            max(one.load_age_s for one in ranks))

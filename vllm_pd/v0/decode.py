@@ -53,6 +53,9 @@ class RemotePrefills(DecodeHandover["SequenceGroup"]):
     def _prompt(self, request: SequenceGroup) -> list[int]:
         return list(request.first_seq.prompt_token_ids)
 
+    def _priority(self, request: SequenceGroup) -> int:
+        return request.priority
+
     def _num_tokens(self, request: SequenceGroup) -> int:
         return request.first_seq.get_len()
 

@@ -181,7 +181,7 @@ def _publish_to(publisher: EventPublisher) -> Callable[[list[KVEvent]], None]:
 
 def _leave_notice(config: Any, where: notice.SideNotice) -> Path | None:
     try:
-        return notice.leave(config, where)
+        return notice.leave(notice.path_of(config), where)
     except OSError as error:
         logger.error("%s can't report where the side socket is: %s; snapshots and load will not be found",
                      notice.PATH, error)

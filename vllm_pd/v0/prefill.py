@@ -28,7 +28,9 @@ class PrefillJobs(PrefillHandover):
     def _add_request(self, job: PeerJob) -> SequenceGroup:
         from vllm import SamplingParams, TokensPrompt
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-        self._engine.add_request(job.request_id, TokensPrompt(prompt_token_ids=job.prefill.token_ids), params)
+        by_priority = self._engine.scheduler_config.policy == "priority"  # where it is not, the engine refuses one
+        self._engine.add_request(job.request_id, TokensPrompt(prompt_token_ids=job.prefill.token_ids), params,
+                                 priority=job.prefill.priority if by_priority else 0)
         seq_group = self._engine.scheduler[0].waiting[-1]
         assert seq_group.request_id == job.request_id
         seq_group.first_seq.remote_decode = job.prefill.attempt

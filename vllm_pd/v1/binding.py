@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
     from vllm_pd.v1.engine_access import EngineAccess
@@ -77,6 +78,7 @@ class EngineHandover(HandoverEngine):
         self._look_due = 0.0
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
         transfer.start(access.wake, partial(guarded, metrics, report_end))
+        self.end_reports: Callable[[], None] | None = None  # where the load is reported
         scheduler.binding = self
         self._finalizer = weakref.finalize(self, _shut, agent, transfer, access)
 
@@ -204,11 +206,22 @@ class EngineHandover(HandoverEngine):
             self.prefill_jobs.forget(request.request_id)
         return [request for request in finished if request not in ours]
 
-    def count_internal(self, requests: Iterable[Request]) -> int:
-        """How many of these are our own."""
-        if self.prefill_jobs is None or not self.prefill_jobs.has_requests_here:
-            return 0
-        return sum(map(self._is_internal, requests))
+    def remove_internal(self, stats: SchedulerStats) -> None:
+        """Take what V1 has counted of our own requests out of these statistics."""
+        if self.prefill_jobs is None:
+            return
+        if self.prefill_jobs.has_requests_here:
+            deferred = self._scheduler.deferred_waiting  # which V1 does not count
+            stats.num_running_reqs -= sum(map(self._is_internal, self._scheduler.running))
+            stats.num_waiting_reqs -= sum(self._is_internal(request) for request in self._scheduler.waiting
+                                          if request not in deferred)
+        ours, peers = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
+        requests, queries, hits, peer_queries, peer_hits = self.prefill_jobs.take_lookups()
+        for found, of_tokens, of_hits in ((ours, queries, hits), (peers, peer_queries, peer_hits)):
+            if found is not None and found.requests:  # it counts none where prefix caching is off
+                found.requests -= requests
+                found.queries -= of_tokens
+                found.hits -= of_hits
 
     def pause_changed(self, state: PauseState) -> None:
         """The engine was paused, or goes on. Jobs that would not go on are given back: their decode engines wait."""
@@ -239,6 +252,8 @@ class EngineHandover(HandoverEngine):
 
     def close(self) -> None:
         """Leave the peers and release every transfer. Idempotent."""
+        if self.end_reports is not None:
+            self.end_reports()
         self._finalizer()
 
     # Inside.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,21 +24,21 @@ from vllm_pd.checks import (
     check_model,
     check_nixl,
     check_parallel,
-    new_front_address,
     require_free_bind,
 )
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.fingerprint import pin_weights
 from vllm_pd.v1.plugin import CONNECTOR
-from vllm_pd.v1.settings import OWN_KEY
+from vllm_pd.v1.settings import OWN_KEY, name_front
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 logger = logging.getLogger("vllm.pd")
 
 SCHEDULER = "vllm_pd.v1.scheduler.PDScheduler"
+END_S = 5  # for the end of a process of the server after its drain
 V1_LIMITS = {
     **LIMITS,
     "prefill_context_parallel_size": (1, "use 1: a split of the prompt over ranks is not transferred"),
@@ -82,6 +84,7 @@ def claim(config: VllmConfig) -> None:
         raise ConfigError("kv_connector", transfer.kv_connector, f"name {CONNECTOR} by itself: together with another "
                           "connector it can't know who holds which block")
     check_scheduler(config)
+    check_policy(transfer)
     if OWN_KEY not in transfer.kv_connector_extra_config:
         ours = PDConfig.parse(transfer.kv_role, transfer.kv_connector_extra_config)
         check_config(config, ours)
@@ -89,7 +92,10 @@ def claim(config: VllmConfig) -> None:
         config.kv_transfer_config = dataclasses.replace(
             transfer, kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config={
                 **transfer.kv_connector_extra_config,
-                OWN_KEY: {"kv_role": transfer.kv_role, "front": new_front_address()}})
+                OWN_KEY: {"kv_role": transfer.kv_role, "front": name_front(transfer.engine_id)}})
+        if config.parallel_config._api_process_count > 1 and not config.shutdown_timeout:
+            # A first process passes SIGTERM on to those that serve, and would kill them at once.
+            config.shutdown_timeout = math.ceil(ours.drain_timeout_s) + END_S
         logger.info("%s: role %s, broker %s, V1 engine", CONNECTOR, ours.role.value, ours.broker)
     config.scheduler_config.scheduler_cls = SCHEDULER
 
@@ -103,6 +109,14 @@ def check_scheduler(config: VllmConfig) -> None:
         raise ConfigError("scheduler_cls", chosen, "serve another model: vLLM has a scheduler of its own for this one, "
                           f"and {CONNECTOR} needs another")
     raise ConfigError("scheduler_cls", chosen, f"remove it: {CONNECTOR} needs a scheduler of its own and sets it")
+
+
+def check_policy(transfer: KVTransferConfig) -> None:
+    """The policy for loads that fail must not be "fail", as far as the user has chosen it. Raises ConfigError. It is
+    vLLM's default, too, and only the command line tells the two apart."""
+    if transfer.kv_load_failure_policy == "fail" and any("kv_load_failure_policy" in one for one in sys.argv):
+        raise ConfigError("kv_load_failure_policy", "fail", f"remove it: a request whose KV does not come is computed "
+                          f"here, and {CONNECTOR} sets recompute for that")
 
 
 def check_config(config: VllmConfig, ours: PDConfig) -> None:

@@ -99,6 +99,10 @@ class ParkedRequests(DecodeHandover["Request"]):
         """The ids of the parked requests."""
         return list(self._by_id)
 
+    def parked_attempts(self) -> list[Attempt]:
+        """Their attempts."""
+        return list(self._by_attempt)
+
     def note_first_tokens(self) -> None:
         """A step's output was processed. Note which resumed requests got their first token."""
         for request in self._resuming:
@@ -144,6 +148,9 @@ class ParkedRequests(DecodeHandover["Request"]):
 
     def _prompt(self, request: Request) -> list[int]:
         return list(request.prompt_token_ids)
+
+    def _priority(self, request: Request) -> int:
+        return request.priority
 
     def _num_tokens(self, request: Request) -> int:
         return request.num_tokens

@@ -40,14 +40,20 @@ def _attaching(serve: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable
 
 
 def _attach(app: FastAPI, server: Any) -> None:
-    from vllm_pd.frontend.attach import attach_disaggregation
-    from vllm_pd.v1.settings import is_ours, read_settings
+    from vllm_pd.frontend.attach import attach_disaggregation, attach_events
+    from vllm_pd.v1.events import find_events, publishes_events
+    from vllm_pd.v1.settings import fronts_of_server, is_ours, read_settings
     client = getattr(app.state, "engine_client", None)
     if client is None or not is_ours(client.vllm_config):
+        return
+    fronts = fronts_of_server(client.vllm_config)
+    if not fronts:  # all ranks are on other hosts
         return
     app.middleware_stack = None  # vLLM builds it while it makes the application; no request has come, so it may be anew
     # Its own exit is left to vLLM's handler, which ends the engine, too.
     stopping = SimpleNamespace(config=server.config, handle_exit=lambda number, frame: None)
     on_sigterm = attach_disaggregation(app, stopping, read_settings(client.vllm_config)._asdict(),
-                                       lambda: signal.raise_signal(signal.SIGINT))
+                                       lambda: signal.raise_signal(signal.SIGINT), fronts)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
+    if publishes_events(client.vllm_config):
+        attach_events(app, lambda: find_events(client.vllm_config, client))

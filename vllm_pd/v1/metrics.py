@@ -83,16 +83,17 @@ class HandoverStats(KVConnectorStats):
 
 
 class HandoverPromMetrics(KVConnectorPromMetrics):
-    """Makes the recorded calls in the front end."""
+    """Makes the recorded calls in the front end, for each of its engines."""
 
     def __init__(self, model_name: str, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._metrics = PDMetrics(model_name)
+        self._metrics = {engine: PDMetrics(model_name, engine) for engine in self.per_engine_labelvalues}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """What one engine has recorded."""
+        metrics = self._metrics[engine_idx]
         for name, *arguments in transfer_stats_data.get("calls", ()):
             if name in _GAUGES:
-                getattr(self._metrics, name).set(*arguments)
+                getattr(metrics, name).set(*arguments)
             else:
-                getattr(self._metrics, name)(*arguments)
+                getattr(metrics, name)(*arguments)

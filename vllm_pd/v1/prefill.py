@@ -8,7 +8,7 @@ once, without a step.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -29,6 +29,18 @@ if TYPE_CHECKING:
     from vllm_pd.v1.engine_access import EngineAccess
 
 
+class PrefixLookups(NamedTuple):
+    """Look-ups in the prefix cache, and at a peer: how many, of how many tokens, with how many hits."""
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    peer_queries: int = 0
+    peer_hits: int = 0
+
+    def __add__(self, other: PrefixLookups) -> PrefixLookups:
+        return PrefixLookups(*map(sum, zip(self, other, strict=True)))
+
+
 class InternalRequests(PrefillHandover):
     """All jobs that a V1 engine has from peers."""
 
@@ -38,11 +50,17 @@ class InternalRequests(PrefillHandover):
         self._access = access
         self._fence = fence
         self._attempts: dict[str, Attempt] = {}  # by request id, until the request's last output was dropped
-        self._hits: dict[str, int] = {}  # by request id: the prefix hit of one that is to be parked for a read
+        self._hits: dict[str, int] = {}  # by request id: the prefix hit, from the look-up to the allocation
+        self._lookups = PrefixLookups()
         self._parked: dict[Attempt, Request] = {}  # while a read fills their blocks
         self._first_steps: dict[str, float] = {}
         self._aborting = False
         super().__init__(config, protocol, capacity, metrics)
+
+    def take_lookups(self) -> PrefixLookups:
+        """What V1 has counted of our requests' prefix look-ups since the last call."""
+        lookups, self._lookups = self._lookups, PrefixLookups()
+        return lookups
 
     def is_internal(self, request_id: str) -> bool:
         """Whether a request of this id is, or just was, one of ours."""
@@ -62,15 +80,18 @@ class InternalRequests(PrefillHandover):
     def match(self, request: Request, cached_tokens: int) -> int:
         """How many tokens after the `cached_tokens` are to be read from the job's peer."""
         attempt = self._attempts[request.request_id]
+        self._hits[request.request_id] = cached_tokens
         if not self.wants_prefix(attempt, cached_tokens):
             return 0
-        self._hits[request.request_id] = cached_tokens
         return self._jobs[attempt].prefill.cached_blocks * self._block_size - cached_tokens
 
     def allocated(self, request: Request, block_ids: list[int], remote_tokens: int) -> None:
         """The request has these blocks. `remote_tokens`: more than 0 where it is being parked for the read."""
         attempt = self._attempts[request.request_id]
-        cached_tokens = self._hits.pop(request.request_id, 0)
+        cached_tokens = self._hits.pop(request.request_id, None)
+        if cached_tokens is not None and not request.num_preemptions:  # V1 counts it now, see its SchedulerStats
+            self._lookups += PrefixLookups(1, request.num_tokens, cached_tokens, request.num_tokens - cached_tokens,
+                                           remote_tokens)
         if remote_tokens > 0:
             self._fence.hold(attempt, block_ids)
             self._parked[attempt] = request
@@ -124,7 +145,7 @@ class InternalRequests(PrefillHandover):
                 request_id=job.request_id, prompt_token_ids=job.prefill.token_ids, mm_features=None,
                 sampling_params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False),
                 pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None,
-                data_parallel_rank=None))
+                data_parallel_rank=None, priority=job.prefill.priority))
         except Exception:
             self.forget(job.request_id)
             raise

@@ -89,6 +89,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/block_pool.py": (
         Required("BlockPool.touch", "raises a fence", takes=("blocks", )),
         Required("BlockPool.free_blocks", "takes a fence down", takes=("ordered_blocks", )),
+        Required("BlockPool.num_gpu_blocks", "the load that is reported"),
         Required("BlockPool.get_num_free_blocks", "the load that is reported", takes=()),
         Required("BlockPool.blocks", "finds a block by its id"),
     ),
@@ -115,7 +116,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/engine/__init__.py": (
         Required("EngineCoreRequest", "a request of our own", takes=(
             "request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "arrival_time",
-            "lora_request", "cache_salt", "data_parallel_rank")),
+            "lora_request", "cache_salt", "data_parallel_rank", "priority")),
         Required("EngineCoreRequestType.WAKEUP", "wakes the engine"),
         Required("EngineCoreOutputs.start_wave", "wakes the other ranks"),
         Required("EngineCoreOutputs.finished_requests", "our own requests are taken out of it"),
@@ -150,6 +151,20 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("_get_attn_isa", "the fingerprint names it: the order inside a block depends on it",
                  takes=("dtype", "block_size", "head_size", "kv_cache_dtype")),
     ),
+    "v1/engine/async_llm.py": (
+        Required("AsyncLLM.get_kv_event_sources", "where each rank publishes KV events", takes=()),
+    ),
+    "v1/metrics/stats.py": (
+        Required("SchedulerStats.prefix_cache_stats", "look-ups of our own requests are taken out of it"),
+        Required("SchedulerStats.connector_prefix_cache_stats", "as prefix_cache_stats"),
+    ),
+    "config/parallel.py": (
+        Required("ParallelConfig.data_parallel_index", "the number of a rank behind its server"),
+        Required("ParallelConfig.data_parallel_size_local", "how many ranks of a server are on its host"),
+        Required("ParallelConfig.local_engines_only", "whether a server has other ranks than those"),
+        Required("ParallelConfig.nnodes", "refused above 1"),
+        Required("ParallelConfig._api_process_count", "whether the server has several processes"),
+    ),
     "distributed/kv_transfer/kv_connector/v1/metrics.py": (
         Required("KVConnectorStats", "carries our figures"),
         Required("KVConnectorPromMetrics.observe", "our figures in the front end",
@@ -168,12 +183,12 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("VllmConfig._verify_kv_transfer_compat", "takes the settings over, at the end of __post_init__",
                  takes=()),
         Required("VllmConfig.weight_transfer_config", "refused"),
+        Required("VllmConfig.shutdown_timeout", "how long the first process of a server lets the others drain"),
     ),
     "config/model.py": (
         Required("ModelConfig.architecture", "the class of the model is in the fingerprint", takes=()),
         Required("ModelConfig.enable_cumem_allocator", "refused"),
     ),
-    "config/parallel.py": (Required("ParallelConfig.nnodes", "refused above 1"), ),
     "config/kv_transfer.py": (
         Required("KVTransferConfig.kv_load_failure_policy", "set to recompute"),
         Required("KVTransferConfig.has_connector", "finds our name", takes=("connector_name", )),

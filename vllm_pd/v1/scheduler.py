@@ -155,9 +155,7 @@ class HandoverScheduling(Scheduler):
         """V1's, without our own requests."""
         stats = super().make_stats(*arguments, **keywords)
         if stats is not None and self.binding is not None:
-            stats.num_running_reqs -= self.binding.count_internal(self.running)
-            stats.num_waiting_reqs -= self.binding.count_internal(
-                request for request in self.waiting if request not in self.deferred_waiting)
+            self.binding.remove_internal(stats)
         return stats
 
 

@@ -7,6 +7,7 @@ writes. So the plugin moves the role that the user wrote, and where the front en
 """
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_pd.errors import ConfigError
@@ -18,10 +19,10 @@ OWN_KEY = "vllm_pd"
 
 
 class HandoverSettings(NamedTuple):
-    """The user's `kv_role` and `kv_connector_extra_config`, and the address of the front end; None: there is none."""
+    """The user's `kv_role` and `kv_connector_extra_config`, and where the front end and the first rank meet."""
     kv_role: str
     extra: dict[str, Any]
-    front: str | None
+    front: str
 
 
 def read_settings(vllm_config: VllmConfig) -> HandoverSettings:
@@ -31,8 +32,29 @@ def read_settings(vllm_config: VllmConfig) -> HandoverSettings:
     own = extra.pop(OWN_KEY, None)
     if own is None:
         raise ConfigError("kv_connector", transfer.kv_connector, "the plugin did not prepare this engine: install "
-                          "vllm-pd and do not exclude vllm_pd from VLLM_PLUGINS")
-    return HandoverSettings(own["kv_role"], extra, own.get("front"))
+                          "vllm-pd, do not exclude vllm_pd from VLLM_PLUGINS, and leave "
+                          "--disable-hybrid-kv-cache-manager away")
+    return HandoverSettings(own["kv_role"], extra, own["front"])
+
+
+def name_front(engine_id: str) -> str:
+    """Where the front end and the first rank of this engine meet. The processes of a front end make a configuration
+    each; the KV transfer's `engine_id` is the same in all of them, and in no other engine."""
+    from vllm import envs
+    return f"ipc://{envs.VLLM_RPC_BASE_PATH}/vllm-pd-{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"
+
+
+def front_of_rank(front: str, rank: int) -> str:
+    """The same for a data-parallel rank."""
+    return f"{front}-{rank}" if rank else front
+
+
+def fronts_of_server(vllm_config: VllmConfig) -> list[str]:
+    """The same for all ranks of a server that are on its host."""
+    parallel = vllm_config.parallel_config
+    first = parallel.data_parallel_rank if parallel.local_engines_only else 0
+    front = read_settings(vllm_config).front
+    return [front_of_rank(front, first + rank) for rank in range(parallel.data_parallel_size_local)]
 
 
 def is_ours(vllm_config: VllmConfig) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
+from vllm_pd.errors import ConfigError
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.engine_access import EngineAccess
+from vllm_pd.v1.events import publishes_events, report_load
 from vllm_pd.v1.metrics import MetricsRecorder
-from vllm_pd.v1.settings import read_settings
+from vllm_pd.v1.settings import front_of_rank, read_settings
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
@@ -32,14 +35,29 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshak
     config = PDConfig.parse(settings.kv_role, settings.extra)
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes)
-    first = vllm_config.parallel_config.data_parallel_index == 0  # behind one server: the one it talks to
-    agent = ControlAgent(config, member, metadata, wake=access.wake, front=settings.front if first else None,
-                         look=transfer.poll)
+    front = front_of_rank(settings.front, vllm_config.parallel_config.data_parallel_index)
+    require_free_front(front, vllm_config.kv_transfer_config.engine_id)
+    agent = ControlAgent(config, member, metadata, wake=access.wake, front=front, look=transfer.poll)
     agent.start()
     transfer.hold(agent.lifeline_fileno())
     capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
                                vllm_config.parallel_config.tensor_parallel_size, token_bytes(vllm_config),
                                bool(vllm_config.cache_config.enable_prefix_caching))
     binding = EngineHandover(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
+    if publishes_events(vllm_config):
+        binding.end_reports = report_load(config, front, engine.scheduler, binding)
     logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation, agent.member.address)
     return binding
+
+
+def require_free_front(address: str, engine_id: str) -> None:
+    """Raises ConfigError where another engine listens at this `ipc://` address: ZeroMQ would take it away from it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(address.removeprefix("ipc://"))
+        except (FileNotFoundError, ConnectionRefusedError):  # what a dead engine has left is no engine
+            return
+        except OSError:  # another user's
+            pass
+    raise ConfigError("engine_id", engine_id, "another engine of this machine has it: leave it out of "
+                      "--kv-transfer-config, or make a KVTransferConfig for each engine")

@@ -106,8 +106,8 @@ class Node(Process):
         return self.protocol.next_attempt(request_id)
 
     def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
-               avoid: tuple[str, ...] = (), deadline_s: float | None = None) -> None:
-        self.protocol.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s)
+               avoid: tuple[str, ...] = (), deadline_s: float | None = None, priority: int = 0) -> None:
+        self.protocol.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority)
         self._speak()
 
     def abort(self, attempt: m.Attempt) -> None:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load that a V1 engine reports to routers, as a V0 engine does; and where its KV events are (B67)."""
+import collections
+import time
+from types import SimpleNamespace
+
+import pytest
+import zmq
+from vllm.config import KVEventsConfig
+
+from tests.v1.simulated import OWN, Engine
+from tests.v1.test_hazards import parked, prompt
+from vllm_pd.config import PDConfig
+from vllm_pd.core.actions import Released
+from vllm_pd.events import notice
+from vllm_pd.events.followers import LoadFollower
+from vllm_pd.events.messages import EngineLoad
+from vllm_pd.rpc import sockets
+from vllm_pd.v1 import events
+from vllm_pd.v1.settings import OWN_KEY, front_of_rank
+
+
+def reader(engine: Engine):
+    engine.binding.agent.member = SimpleNamespace(incarnation=OWN)
+    return events.load_reader(engine.scheduler, engine.binding)
+
+
+def test_the_load_of_a_decode_engine(model_folder, in_flight):
+    engine = Engine(model_folder, in_flight)
+    read = reader(engine)
+    total = read().total_blocks
+    assert read() == EngineLoad(total_blocks=total)
+    attempt = parked(engine)  # 100 tokens in 7 blocks
+    assert read() == EngineLoad(remote_prefilling=1, parked_blocks=7, used_blocks=7, total_blocks=total)
+    engine.abort("a")
+    assert read() == EngineLoad(quarantined=1, quarantined_blocks=7, used_blocks=7, total_blocks=total)
+    engine.tell(Released(attempt))
+    engine.run()
+    assert read() == EngineLoad(total_blocks=total)
+    engine.protocol.peers = 0
+    engine.add("b", prompt(30))
+    assert (read().waiting, read().queued_prefill_tokens) == (1, 30)
+    engine.run()
+    assert read() == EngineLoad(total_blocks=total)
+
+
+def test_the_load_of_a_prefill_engine(model_folder, in_flight):
+    engine = Engine(model_folder, in_flight, role="kv_producer")
+    read = reader(engine)
+    attempt = engine.job(prompt(100))
+    engine.run()
+    load = read()
+    assert (load.running, load.waiting, load.sending, load.sending_blocks, load.used_blocks) == (0, 0, 1, 7, 7)
+    engine.transfer.end(engine.sent(attempt).key)
+    engine.run()
+    assert read() == EngineLoad(total_blocks=load.total_blocks)
+
+
+def test_reports_reach_a_reader_and_leave_nothing_behind(model_folder, in_flight, tmp_path):
+    engine = Engine(model_folder, in_flight)
+    reader(engine)
+    config = PDConfig.parse("kv_consumer", {"broker": "tcp://127.0.0.1:1"})
+    front = f"ipc://{tmp_path}/front"
+    close = events.report_load(config, front, engine.scheduler, engine.binding)
+    (file, ) = tmp_path.iterdir()
+    where = notice.read(file)
+    reports, context = [], zmq.Context()
+    try:
+        socket = sockets.client(context, where.side, only_connected=False)
+        follower = LoadFollower(socket, SimpleNamespace(reported=reports.append), collections.Counter(), 0.0)
+        parked(engine)
+        deadline = time.monotonic() + 60
+        while not (reports and reports[-1].load.parked_blocks == 7):
+            follower.turn(time.monotonic())
+            assert time.monotonic() < deadline, reports
+            time.sleep(0.01)
+        assert reports[-1].epoch == where.epoch
+    finally:
+        context.destroy(linger=0)
+        close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_b67_a_router_is_told_where_events_and_loads_are(tmp_path, ranks):
+    """B67: a port that V1 has chosen by itself is known for one rank."""
+    front = f"ipc://{tmp_path}/front"
+    for rank in range(ranks):
+        file = events._file(front_of_rank(front, rank))
+        notice.leave(file, notice.SideNotice(f"tcp://127.0.0.1:{700 + rank}", "e"))
+    configured = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://*:0")
+    chosen = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://10.0.0.7:900",
+                            replay_endpoint="tcp://*:901")
+    config = SimpleNamespace(
+        kv_events_config=configured, instance_id="i", cache_config=SimpleNamespace(block_size=32),
+        parallel_config=SimpleNamespace(data_parallel_size=ranks, data_parallel_size_local=ranks,
+                                        data_parallel_external_lb=False, local_engines_only=False,
+                                        data_parallel_rank=0),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={
+            OWN_KEY: {"kv_role": "kv_consumer", "front": front}}))
+    client = SimpleNamespace(get_kv_event_sources=lambda: dict.fromkeys(range(ranks), chosen))
+    found = events.find_events(config, client)
+    assert found.loads == [f"tcp://127.0.0.1:{700 + rank}" for rank in range(ranks)]
+    assert (found.events, found.replay) == (("tcp://10.0.0.7:900", "tcp://*:901") if ranks == 1 else ("", None))
+    assert (found.ranks, found.block_size, found.side) == (ranks, 32, None)
+    events._file(front).unlink()
+    assert events.find_events(config, client).loads == [], "one of them does not report"
