@@ -46,6 +46,8 @@ V1_FEATURES = {
     **FEATURES,
     "attention_chunk_size": "serve a model without chunked local attention: blocks that it frees have no place in the "
                             "peer's table",
+    "weight_transfer_config": "remove it and restart engines for new weights: peers, who are not told, would mix KV of "
+                              "the old and the new ones",
     "enable_permute_local_kv": "remove it: peers compare the layout of their caches, and move it as it is",
     "kv_connector_module_path": "remove it: the plugin knows PDConnector by its name",
 }
@@ -109,6 +111,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_limits({key: getattr(parallel, key) for key in V1_LIMITS}, V1_LIMITS)
     check_features({"speculative_config": config.speculative_config, "enable_sleep_mode": model.enable_sleep_mode,
                     "attention_chunk_size": model.attention_chunk_size,
+                    "weight_transfer_config": config.weight_transfer_config,
                     "enable_permute_local_kv": transfer.enable_permute_local_kv,
                     "kv_connector_module_path": transfer.kv_connector_module_path}, V1_FEATURES)
     check_model(config)
