@@ -6,6 +6,8 @@
     . scripts/env.sh
     python scripts/chaos.py --requests 2000 --episodes 120 --calm-episodes 30 --out chaos
 
+With `--engine v1`, in the environment of VLLM_PD_ENGINE=v1, the engines are those of a stock vLLM with the plugin.
+
 Each episode is a burst of requests and one blow: SIGKILL or SIGSTOP of a prefill engine, a decode engine or the broker.
 Meanwhile a proxy loses, doubles and delays control messages, and some clients go away. A request whose decode engine is
 killed is sent to another one, as a client would do, and counted as such. Before that come the same bursts without any
@@ -20,11 +22,12 @@ import json
 import os
 import sys
 import time
+from enum import StrEnum
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _chaos.fleet import BrokerKind, ProcessLost
+from _chaos.fleet import ProcessLost
 from _chaos.page import page
 from _chaos.session import ChaosSettings, chaos
 
@@ -40,7 +43,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000, help="default: from the clock")
     for field in OPTIONS:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default,
-                            choices=list(BrokerKind) if field.type is BrokerKind else None, **field.metadata)
+                            choices=list(field.type) if issubclass(field.type, StrEnum) else None, **field.metadata)
     parser.add_argument("--no-proxy", action="store_true", help="engines connect to each other directly")
     parser.add_argument("--keys", action="store_true", help="sockets that need the cluster's key; with --no-proxy")
     parser.add_argument("--async-output", action="store_true", help="asynchronous output processing where an engine "

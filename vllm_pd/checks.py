@@ -23,7 +23,7 @@ from vllm_pd.transfer.transport import MAX_RANKS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-NIXL_TIMEOUT_S = 600  # it takes a second, and minutes on a crowded machine; a broken installation may never end
+NIXL_TIMEOUT_S = 300  # it takes a second, on a crowded machine over a minute; a broken installation does not end
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 LIMITS = {
     "tensor_parallel_size": (MAX_RANKS, f"use at most {MAX_RANKS}"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine under test: the real scheduler, sockets and transport, driven over a pipe.
+"""One V0 engine under test: the real scheduler, sockets and transport, driven over a pipe.
 
 The loop is that of `MQLLMEngine`: it sleeps in `disagg.poll` with the pipe in place of the front end's socket. Commands
 are JSON objects with an `op`. The engine's messages are JSON objects with one key:
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from _chaos.async_output import switch_on
-from _chaos.looks import anonymous_bytes, counters_of, margin_of, open_counts
+from _chaos.looks import counters_of, margin_of, open_counts, process_counts
 
 POLL_MS = 250
 GAUGES_S = 0.2
@@ -123,9 +123,8 @@ class EngineUnderTest:
         """All counts that must be back at their start when nothing is open (B20), and those that may not keep
         growing."""
         counts = self.disagg.agent.counts() if self.disagg is not None else {}
-        return open_counts(self.engine) | {name: counts[name] for name in ("peers", "sockets") if name in counts} | {
-            "descriptors": len(os.listdir("/proc/self/fd")), "memory_bytes": anonymous_bytes(),
-            "threads": len(os.listdir("/proc/self/task"))}
+        return open_counts(self.engine) | {name: counts[name] for name in ("peers", "sockets") if name in counts} | (
+            process_counts())
 
     def _send_gauges(self) -> None:
         now = time.monotonic()

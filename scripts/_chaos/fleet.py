@@ -23,7 +23,7 @@ from vllm_pd.ports import take_free
 from vllm_pd.rpc.keys import Keys
 
 HOST = "127.0.0.1"
-ANSWER_S = 60.0
+ANSWER_S = 300.0
 
 
 class BrokerKind(StrEnum):
@@ -104,12 +104,13 @@ class BrokerSlot:
 class ChaosFleet:
     """All processes. `on_message(slot, kind, value)` gets the messages of engines."""
 
-    def __init__(self, env: Mapping[str, str], model: str, seed: int, pd: dict, llm: dict, cores: list[int],
-                 through_proxy: bool, broker: BrokerKind, guarded: bool, async_output: bool) -> None:
+    def __init__(self, env: Mapping[str, str], model: str, seed: int, pd: dict, serve: str, llm: dict,
+                 cores: list[int], through_proxy: bool, broker: BrokerKind, guarded: bool, async_output: bool) -> None:
         self.zygote = Zygote(env)
         self.slots: dict[str, EngineSlot] = {}
         self.on_message: Callable[[EngineSlot, str, object], None] = lambda *_: None
-        self._model, self._llm, self._cores, self._async_output = model, llm, cores, async_output
+        self._model, self._serve, self._llm = model, serve, llm
+        self._cores, self._async_output = cores, async_output
         self._selector = selectors.DefaultSelector()
         self._replies: dict[str, object] = {}
         self._folder = tempfile.TemporaryDirectory()
@@ -134,26 +135,26 @@ class ChaosFleet:
         slot.life += 1
         slot.health, slot.began_at = SlotHealth.STARTING, time.monotonic()
         limits = {} if slot.role is Role.PREFILL else {"max_local_prefill_tokens": self._pd["max_local_prefill_tokens"]}
-        slot.pid, slot.pipe = self.zygote.fork("_chaos.engine:serve", slot.cores, model=self._model,
+        slot.pid, slot.pipe = self.zygote.fork(self._serve, slot.cores, model=self._model,
                                                role=slot.role and slot.role.value, pd={**self._pd, **limits},
                                                llm=self._llm, async_output=self._async_output)
         self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
 
     def kill(self, slot: EngineSlot) -> None:
-        """SIGKILL, also to a stopped engine. The messages that it sent before are received."""
-        os.kill(slot.pid, signal.SIGKILL)
+        """SIGKILL to all its processes, also to stopped ones. The messages that it sent before are received."""
+        os.killpg(slot.pid, signal.SIGKILL)
         slot.health = SlotHealth.DEAD
         self._receive(slot, until_end=True)
 
     def stop(self, slot: EngineSlot) -> None:
         """SIGSTOP."""
-        os.kill(slot.pid, signal.SIGSTOP)
+        os.killpg(slot.pid, signal.SIGSTOP)
         slot.health = SlotHealth.STOPPED
 
     def go_on(self, slot: EngineSlot) -> None:
         """SIGCONT, unless it was killed meanwhile."""
         if slot.health is SlotHealth.STOPPED:
-            os.kill(slot.pid, signal.SIGCONT)
+            os.killpg(slot.pid, signal.SIGCONT)
             slot.health = SlotHealth.UP
 
     def retire(self, slot: EngineSlot) -> None:

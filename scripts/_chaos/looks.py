@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine under test shows of itself: counts, counters, memory. To be called between its steps."""
+import collections
+import contextlib
+import os
+from pathlib import Path
 
 
 def margin_of(logprobs: list | None) -> list[float]:
@@ -10,10 +14,27 @@ def margin_of(logprobs: list | None) -> list[float]:
     return [min(first - second for first, second, *_ in values)]
 
 
-def anonymous_bytes() -> int:
-    """Bytes of memory of this process that belong to no file."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
+def process_counts() -> dict[str, int]:
+    """What may not keep growing, over this process and all that it started: open descriptors, threads, and bytes of
+    memory that belong to no file."""
+    totals: collections.Counter[str] = collections.Counter()
+    for pid in process_tree(os.getpid()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            folder = Path(f"/proc/{pid}")
+            status = (folder / "status").read_text(encoding="ascii").splitlines()
+            totals["memory_bytes"] += next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
+            totals["descriptors"] += len(os.listdir(folder / "fd"))
+            totals["threads"] += len(os.listdir(folder / "task"))
+    return dict(totals)
+
+
+def process_tree(pid: int) -> list[int]:
+    """This process and all below it."""
+    children: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return [pid, *(below for child in children for below in process_tree(child))]
 
 
 def open_counts(engine) -> dict[str, int]:
@@ -48,12 +69,13 @@ def open_counts(engine) -> dict[str, int]:
     }
 
 
-def counters_of(disagg) -> dict[str, float]:
-    """Our metrics by name and labels, and the counts of the control thread, if `disagg` is not None."""
+def counters_of(disagg, prefix: str = "vllm:pd_") -> dict[str, float]:
+    """The metrics of this process that begin with `prefix`, by name and labels, and the counts of the control thread,
+    if `disagg` is not None."""
     from prometheus_client import REGISTRY
     counters: dict[str, float] = {}
     for family in REGISTRY.collect():
-        for sample in family.samples if family.name.startswith("vllm:pd_") else ():
+        for sample in family.samples if family.name.startswith(prefix) else ():
             labels = ",".join(v for key, v in sorted(sample.labels.items()) if key not in ("model_name", "le"))
             if not sample.name.endswith(("_created", "_bucket")):
                 counters[":".join(filter(None, [sample.name.removeprefix("vllm:pd_"), labels]))] = sample.value

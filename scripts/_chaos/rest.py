@@ -7,7 +7,8 @@ from _chaos.fleet import ChaosFleet, EngineSlot
 
 EXACT = ("unfinished", "waiting", "running", "swapped", "remote_prefilling", "prefill_sending", "quarantined",
          "block_tables", "free_blocks", "references", "tracked", "split_requests", "open_attempts", "held_blocks",
-         "given_up", "resumed", "jobs", "live_handles", "agent_errors")
+         "given_up", "resumed", "jobs", "live_handles", "agent_errors", "parked", "received", "deferred_frees",
+         "fences", "parked_ids", "internal_requests", "front_requests")  # of V0, V1 or both
 GROWING = ("peers", "sockets", "descriptors", "threads", "memory_bytes")
 REST_S = 100.0
 MEMORY_SLACK_BYTES = 48 << 20  # the allocator's, and vLLM's own caches
@@ -27,9 +28,9 @@ class Rest:
                    for name, (found, should) in counts.items() if name == "free_blocks")
 
 
-def come_to_rest(fleet: ChaosFleet) -> Rest:
-    """Waits until each count of each engine is what it was when the engine started, at most REST_S."""
-    deadline = time.monotonic() + REST_S
+def come_to_rest(fleet: ChaosFleet, slow: float) -> Rest:
+    """Waits until each count of each engine is what it was when the engine started, at most `slow` times REST_S."""
+    deadline = time.monotonic() + slow * REST_S
     while True:
         stats = {slot.name: fleet.ask(slot, "stats") for slot in fleet.slots.values()}
         left = {name: counts for name in stats if (counts := _differences(fleet.slots[name], stats[name]))}
@@ -38,12 +39,12 @@ def come_to_rest(fleet: ChaosFleet) -> Rest:
         _go_on(fleet)
 
 
-def come_to_rest_as(fleet: ChaosFleet, before: Rest) -> tuple[Rest, dict[str, dict[str, tuple[int, int]]]]:
-    """Waits until all is at rest and nothing has `grown` since `before`, at most REST_S: what belonged to a dead peer
-    is given back with a delay. The counts at rest, and what has grown."""
-    deadline = time.monotonic() + REST_S
+def come_to_rest_as(fleet: ChaosFleet, before: Rest, slow: float) -> tuple[Rest, dict[str, dict[str, tuple[int, int]]]]:
+    """Waits until all is at rest and nothing has `grown` since `before`, at most `slow` times REST_S: what belonged to
+    a dead peer is given back with a delay. The counts at rest, and what has grown."""
+    deadline = time.monotonic() + slow * REST_S
     while True:
-        after = come_to_rest(fleet)
+        after = come_to_rest(fleet, slow)
         growth = grown(fleet, before, after)
         if not growth or time.monotonic() > deadline:
             return after, growth

@@ -2,6 +2,7 @@
 """One run: bursts of requests with a blow in each, and clients that ask again when their engine is gone."""
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,7 +20,10 @@ FELT_S = 5.0  # so long after the end of a blow a fallback has other causes, lik
 class ChaosRun:
     """Carries out a plan on a fleet whose engines are up. `record` has all that was seen."""
 
-    def __init__(self, fleet: ChaosFleet, requests: Sequence[ChaosRequest], say: Callable[[str], None]) -> None:
+    def __init__(self, fleet: ChaosFleet, requests: Sequence[ChaosRequest], say: Callable[[str], None],
+                 slow: float = 1.0) -> None:
+        """`slow`: requests and episodes have so many times as long."""
+        self._request_s, self._episode_s = slow * REQUEST_S, slow * EPISODE_S
         self.record = RunRecord(requests={request.number: request for request in requests})
         self._fleet = fleet
         self._say = say
@@ -28,17 +32,21 @@ class ChaosRun:
         self._homeless: list[ChaosRequest] = []
         fleet.on_message = self._on_message
 
-    def carry_out(self, episodes: Sequence[Episode]) -> None:
-        """Carries out all episodes. Returns when every request has ended, or its time is over, and all engines are
-        up."""
+    def carry_out(self, episodes: Sequence[Episode], limit_s: float = math.inf) -> None:
+        """Carries out all episodes, or those that begin within `limit_s`. Returns when every request has ended, or its
+        time is over, and all engines are up. Requests that were not asked are not in the record then."""
         self.record.began_at = time.monotonic()
         for index, episode in enumerate(episodes):
+            if time.monotonic() > self.record.began_at + limit_s:
+                self._say(f"{limit_s:g} s are over after {index} episodes")
+                break
             self._carry_out_one(index, episode)
             if (index + 1) % max(1, len(episodes) // 20) == 0:
                 self._say(self._progress_line(index + 1, len(episodes)))
-        self._until(lambda: not self._timers and not self._open(), REQUEST_S)
+        self._until(lambda: not self._timers and not self._open(), self._request_s)
         self.record.ended_at = time.monotonic()
-        self._until(lambda: all(slot.health is SlotHealth.UP for slot in self._fleet.slots.values()), REQUEST_S)
+        self.record.requests = {number: one for number, one in self.record.requests.items() if one.asked_at}
+        self._until(lambda: all(slot.health is SlotHealth.UP for slot in self._fleet.slots.values()), self._request_s)
 
     # Episodes.
 
@@ -50,7 +58,8 @@ class ChaosRun:
             self._at(now + episode.blow.offset_s, lambda: self._strike(episode.blow))
         numbers = [ask.number for ask in episode.asks]
         requests = self.record.requests
-        self._until(lambda: not self._timers and not any(requests[number].is_open for number in numbers), EPISODE_S)
+        self._until(lambda: not self._timers and not any(requests[number].is_open for number in numbers),
+                    self._episode_s)
 
     def _until(self, done: Callable[[], bool], limit_s: float) -> None:
         """Receives messages and runs timers until `done`, at most `limit_s`."""

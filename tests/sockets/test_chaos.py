@@ -3,6 +3,8 @@
 
 import asyncio
 import contextlib
+import os
+import subprocess
 from collections.abc import Iterator
 
 import msgspec
@@ -10,11 +12,14 @@ import pytest
 import zmq
 from _chaos import blows, report
 from _chaos.load import ChaosRequest, RequestEnd, draw_prompts, safe
+from _chaos.looks import process_counts, process_tree
 from _chaos.proxy import FaultProxy, MessageFaults
 from _chaos.report import RunRecord
 from _chaos.rest import Rest
+from _chaos.session import ChaosSettings, EngineKind
 
 from vllm_pd.core import messages as m
+from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "f", "f", 16, 1, 1, 8, "l")
@@ -136,6 +141,20 @@ def test_a_run_fails_for_each_thing_that_may_not_be():
                         (judged(good, left={"D1": {"free_blocks": (9, 10)}}), "D1 is not at rest"),
                         (judged(good, growth={"P1": {"descriptors": (90, 60)}}), "P1 has grown")):
         assert len(found) == 1 and word in found[0]
+
+
+def test_the_engine_must_be_that_of_the_environment():
+    """The message says which environment to enter."""
+    with pytest.raises(ConfigError, match="engine='v1'.*VLLM_PD_ENGINE=v1"):
+        ChaosSettings(engine=EngineKind.V1)
+
+
+def test_growth_is_looked_for_in_all_processes_of_an_engine():
+    before = process_counts()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert set(process_tree(os.getpid())) >= {os.getpid(), child.pid}
+        assert process_counts()["threads"] == before["threads"] + 1
+        child.kill()
 
 
 def test_percentiles():

@@ -483,8 +483,10 @@ class Engine:
             assert got == (right if self.ended[request_id] != "aborted" else right[:len(got)]), request_id
 
     def check_at_rest(self) -> None:
-        """B20: nothing is held by anybody."""
+        """B20: nothing is held by anybody, and no event has ended in an unexpected error."""
         scheduler = self.scheduler
+        counted = [call for data in self.figures for call in data["calls"]] + list(self.binding._metrics._calls)
+        assert ["frames_dropped", "stumble"] not in counted
         scheduler.has_requests()
         assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
         assert not len(scheduler.kv_holding_waiting) and not scheduler.deferred_frees

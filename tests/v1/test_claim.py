@@ -4,7 +4,7 @@ import os
 import socket
 
 import pytest
-from vllm.config import KVTransferConfig, VllmConfig, WeightTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd import checks
@@ -83,7 +83,7 @@ def test_a_configuration_that_is_checked_again_stays_the_same():
     ({"extra": {"brokr": "tcp://127.0.0.1:5700"}}, {}, "brokr=.*did you mean broker"),
     ({"extra": {"broker": "tcp://127.0.0.1:5700", "bind": "tcp://127.0.0.1:5701"}},
      {"data_parallel_size": 2}, "bind='tcp://127.0.0.1:5701'.*port 0"),
-    ({}, {"weight_transfer_config": WeightTransferConfig()}, "weight_transfer_config=.*remove it"),
+    ({}, {"weight_transfer_config": {"backend": "nccl"}}, "weight_transfer_config=.*restart engines"),
     ({"enable_permute_local_kv": True}, {}, "enable_permute_local_kv=True.*remove it"),
     ({"kv_connector_module_path": "vllm_pd.v1.activate"}, {}, "kv_connector_module_path=.*remove it"),
     ({"kv_connector": "MultiConnector", "extra": {"connectors": [

@@ -175,6 +175,8 @@ class DecodeHandover(ABC, Generic[R]):
         """Turn an event of the protocol into progress for the scheduler."""
         if isinstance(event, Prefilled):
             remote = self._attempts.pop(event.attempt, None)
+            if remote is None:
+                return  # it has ended before
             progress.finished_prefills.append(event.attempt)
             self._metrics.attempt("done")
             self._count_timings(event.timings)

@@ -49,9 +49,10 @@ V1_FEATURES = {
     **FEATURES,
     "attention_chunk_size": "serve a model without chunked local attention: blocks that it frees have no place in the "
                             "peer's table",
+    "weight_transfer_config": "remove it and restart engines for new weights: peers, who are not told, would mix KV of "
+                              "the old and the new ones",
     "enable_permute_local_kv": "remove it: peers compare the layout of their caches, and move it as it is",
     "enable_cumem_allocator": "remove it: a cache that is released and mapped anew is memory that peers write to",
-    "weight_transfer_config": "remove it: peers would go on with KV of the weights that were loaded at the start",
     "kv_connector_module_path": "remove it: the plugin knows PDConnector by its name",
 }
 

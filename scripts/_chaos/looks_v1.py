@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a V1 engine under test shows of its scheduler and of our binding. In EngineCore's process and thread."""
+import time
+from collections.abc import Callable
+
+
+def core_counts(scheduler, binding) -> dict[str, int]:
+    """All that must be back at its start when nothing is open in this EngineCore (B20). `binding` None: without
+    disaggregation."""
+    pool = scheduler.kv_cache_manager.block_pool
+    counts = {
+        "unfinished": len(scheduler.requests),
+        "waiting": len(scheduler.waiting),
+        "running": len(scheduler.running),
+        "parked": len(scheduler.kv_holding_waiting),
+        "received": len(scheduler.finished_recving_kv_req_ids) + len(scheduler.failed_recving_kv_req_ids),
+        "deferred_frees": len(scheduler.deferred_frees),
+        "block_tables": sum(len(one.req_to_blocks) for one in scheduler.kv_cache_manager.coordinator.
+                            single_type_managers),
+        "free_blocks": pool.get_num_free_blocks(),
+        "references": sum(block.ref_cnt for block in pool.blocks if not block.is_null),
+    }
+    if binding is None:
+        return counts
+    prefills, jobs = binding.remote_prefills, binding.prefill_jobs
+    members = binding.agent.counts()
+    return counts | {
+        "fences": len(binding.fence),
+        "open_attempts": len(binding.protocol.open_attempts()),
+        **prefills.debug_state(),
+        "parked_ids": len(prefills.parked_ids()) + len(prefills._matched),
+        "jobs": 0 if jobs is None else len(jobs._jobs),
+        "internal_requests": 0 if jobs is None else len(jobs._attempts) + len(jobs._parked) + len(jobs._first_steps),
+        "live_handles": binding.transfer.live_handles(),
+        "agent_errors": int(binding.agent.error is not None),
+        "peers": members["peers"],
+        "sockets": members["sockets"],
+    }
+
+
+def watch_fallbacks(binding, report: Callable[[str, str, str, float], None]) -> None:
+    """Reports when an attempt falls back: request id, reason, peer, time. `binding` None: nothing."""
+    if binding is None:
+        return
+    from vllm_pd.core.actions import Fallback
+    prefills = binding.remote_prefills
+    handle = prefills.handle
+
+    def handle_and_report(event, progress) -> None:
+        if isinstance(event, Fallback):
+            report(event.attempt.request_id, event.reason.value, event.peer, time.monotonic())
+        handle(event, progress)
+
+    prefills.handle = handle_and_report
