@@ -24,12 +24,18 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from vllm_pd.installation import World, find_installation
+
 PR_SET_PDEATHSIG = 1
 MAX_REQUEST_BYTES = 1 << 16
 START_S = 300.0
 PRELOADED = ("vllm", "vllm.engine.llm_engine", "vllm.engine.arg_utils", "vllm.worker.cpu_worker",
              "vllm.worker.cpu_model_runner", "vllm.executor.uniproc_executor", "vllm.model_executor.models.llama",
              "vllm.core.scheduler", "vllm.v1.core.sched.scheduler", "vllm_pd.v0.engine", "intel_extension_for_pytorch")
+PRELOADED_V1 = ("vllm", "vllm.engine.arg_utils", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
+                "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.executor.multiproc_executor",
+                "vllm.model_executor.models.llama", "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server",
+                "vllm_pd.v1.connector", "vllm_pd.v1.worker")
 
 
 class Zygote:
@@ -70,7 +76,8 @@ class Zygote:
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
-    for name in PRELOADED:
+    v1 = find_installation().world is World.PLUGIN
+    for name in PRELOADED_V1 if v1 else PRELOADED:
         importlib.import_module(name)
     _know_model()
     threads = len(os.listdir("/proc/self/task"))
