@@ -35,7 +35,8 @@ PRELOADED = ("vllm", "vllm.engine.llm_engine", "vllm.engine.arg_utils", "vllm.wo
              "vllm.core.scheduler", "vllm.v1.core.sched.scheduler", "vllm_pd.v0.engine", "intel_extension_for_pytorch")
 PRELOADED_V1 = ("vllm", "vllm.engine.arg_utils", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
                 "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.executor.multiproc_executor",
-                "vllm.model_executor.models.llama", "vllm_pd.v1.connector", "vllm_pd.v1.worker", "_chaos.engine_v1")
+                "vllm.model_executor.models.llama", "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server",
+                "vllm_pd.v1.connector", "vllm_pd.v1.worker", "_chaos.engine_v1")
 
 
 class Zygote:

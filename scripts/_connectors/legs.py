@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's leg: from the request to D, when P has the prompt's KV, to the first token.
+
+For each pair of measurements a new prompt of the same length goes to each connector, one after the other on idle
+engines, in alternating order. First P computes it, for a client of its own (upstream's connectors: the proxy's first
+request). Then the clock starts when the request is written to D, and stops when the first token of the stream is here.
+
+So upstream's leg is: D's front end, the scheduler, the read of P's blocks, the last token's step. Ours is that and
+more: the job goes through the broker, P claims it, finds its prefix hit, computes what a hit leaves out (the rest of
+the last block), and writes.
+"""
+import asyncio
+import random
+import statistics
+from typing import Any
+
+from _chaos.load import VOCABULARY
+
+from _connectors.pair import EnginePair
+from vllm_pd.bench.report import MS, ShowLine, summary
+
+FIGURES = "p10 p50 p90 min max"
+
+
+async def measure_leg(pair: EnginePair, prompt: list[int]) -> float:
+    """D's leg of one request in seconds. Raises LoadError and OSError."""
+    headers = {"X-Request-Id": f"leg-{random.getrandbits(64):x}"}
+    params = await pair.prefill(prompt, headers)
+    return (await pair.decode(prompt, 2, params, headers, stream=True)).ttft_s
+
+
+async def measure_legs(pairs: list[EnginePair], tokens: int, count: int, seed: int, say: ShowLine) -> dict[str, Any]:
+    """`count` pairs of measurements with prompts of `tokens` tokens. Milliseconds by connector, and the quotients of
+    the pairs' first and each other connector."""
+    draw = random.Random(f"legs {tokens} {seed}")
+    taken: list[dict[str, float]] = []
+    for number in range(count + 1):
+        order = pairs if number % 2 else pairs[::-1]
+        taken.append({})
+        for pair in order:
+            taken[-1][pair.connector.value] = await measure_leg(pair, draw.choices(VOCABULARY, k=tokens))
+            await asyncio.sleep(0.2)
+        say(f"D's leg at {tokens} tokens, {number}/{count}: "
+            + ", ".join(f"{name} {MS * took_s:.1f} ms" for name, took_s in taken[-1].items()))
+    taken = taken[1:]  # the first connects the engines
+    ours, *others = [pair.connector.value for pair in pairs]
+    return {"tokens": tokens, "pairs": count,
+            "ms": {name: summary((one[name] for one in taken), FIGURES, MS) for name in (ours, *others)},
+            "ours_to_theirs": {name: {"p50": round(statistics.median(one[ours] / one[name] for one in taken), 3),
+                                      **summary((one[ours] / one[name] for one in taken), "p10 p90")}
+                               for name in others},
+            "samples_ms": [{name: round(MS * took_s, 2) for name, took_s in one.items()} for one in taken]}

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve`, forked from a zygote, and its engine and worker forked from it.
+
+Imports take most of an engine's start, and are made once in this way. Nothing else differs from `vllm serve`.
+"""
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from _chaos.zygote import Zygote
+
+from vllm_pd.admin.client import is_healthy
+from vllm_pd.bench.servers import HOST
+from vllm_pd.errors import PDError
+
+SPAWNING = ("vllm.utils.system_utils", "vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
+START_S = 300.0
+
+
+def serve(pipe: Connection, arguments: list[str], env: dict[str, str], log: str) -> None:
+    """The child: `vllm serve` with these arguments, in a process group of its own."""
+    os.setpgid(0, 0)
+    os.environ.update(env)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    fork = multiprocessing.get_context("fork")
+    for name in SPAWNING:
+        importlib.import_module(name).get_mp_context = lambda: fork
+    from vllm.entrypoints.cli.main import main
+    sys.argv[:] = ["vllm", "serve", *arguments]
+    main()
+
+
+@dataclass
+class ForkedServer:
+    """A `vllm serve` at `url`, in the process group `pid`."""
+    name: str
+    port: int
+    pid: int
+    pipe: Connection
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the server answers, and says that its engine lives."""
+        return is_healthy(self.url)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to all of its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes. Returns when nothing listens at its port any more."""
+        self.signal(signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.05)
+
+    def await_ready(self) -> None:
+        """Raises PDError when it does not serve in time."""
+        deadline = time.monotonic() + START_S
+        while not self.is_live:
+            with contextlib.suppress(OSError):
+                ended = self.pipe.poll(0.2)
+            if ended or time.monotonic() > deadline:
+                raise PDError(f"{self.name} {'has ended' if ended else 'did not answer in time'}; see the log")
+
+
+class ServerFactory:
+    """Forks servers. Use it as a context: at its end all of them have ended."""
+
+    def __init__(self, env: dict[str, str], log: Path) -> None:
+        self._zygote = Zygote({**os.environ, **env})
+        self._log, self._cores = log.absolute(), sorted(os.sched_getaffinity(0))
+        self._started: list[ForkedServer] = []
+
+    def __enter__(self) -> "ServerFactory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._started:
+            server.kill()
+        self._zygote.close()
+
+    def start(self, name: str, port: int, arguments: Sequence[str], env: dict[str, str]) -> ForkedServer:
+        """Starts `vllm serve` with these arguments and this in its environment."""
+        pid, pipe = self._zygote.fork("_connectors.serve:serve", self._cores, env=env, log=str(self._log),
+                                      arguments=[*arguments, "--host", HOST, "--port", str(port)])
+        self._started.append(ForkedServer(name, port, pid, pipe))
+        return self._started[-1]
