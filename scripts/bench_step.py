@@ -16,12 +16,12 @@ or if the patched tree is slower than the goal with 95 % confidence.
 import argparse
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from _bench_step.pairs import StepPair, StepVerdict, judge
+from _bench_step.turns import StepWorker
 from _bench_step.worker import StepLoad
 from _series.errors import Refusal
 from _upstream_tests import trees
@@ -31,41 +31,19 @@ WORKER = Path(__file__).resolve().parent / "_bench_step" / "worker.py"
 STEPS = {"engine": 8, "scheduler": 400}  # of a round: short, so that other work on the machine hits both of a pair
 
 
-class StepWorker:
+def start_worker(tree: Path, load: StepLoad, core: int, log: Path) -> StepWorker:
     """A process that times steps on one tree."""
-
-    def __init__(self, tree: Path, load: StepLoad, core: int, log: Path) -> None:
-        settings = {"VLLM_USE_V1": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core),
-                    "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-        self.log = log
-        with open(log, "a") as sink:
-            self.process = subprocess.Popen(
-                ["taskset", "-c", str(core), sys.executable, str(WORKER), json.dumps(asdict(load))], text=True,
-                stderr=sink, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=trees.environment([tree], settings))
-        try:
-            found = Path(self.answer()["vllm"])
-            if found != tree / "vllm":
-                raise Refusal(f"expected vLLM from {tree}, found {found}")
-        except BaseException:
-            self.close()
-            raise
-
-    def answer(self) -> dict:
-        """Its next line. Raises BuildError where it has ended."""
-        line = self.process.stdout.readline()
-        if not line:
-            raise process.BuildError(f"the worker ended with {self.process.wait()}; the end of {self.log}:\n"
-                                     + self.log.read_text(errors="replace")[-2000:])
-        return json.loads(line)
-
-    def steps(self, count: int) -> dict:
-        """What `_bench_step.worker.timed` gives for so many steps."""
-        print(count, file=self.process.stdin, flush=True)
-        return self.answer()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+    settings = {"VLLM_USE_V1": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core),
+                "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    worker = StepWorker([sys.executable, str(WORKER), json.dumps(asdict(load))], trees.environment([tree], settings),
+                        core, log)
+    try:
+        if Path(worker.ready().about["vllm"]) != tree / "vllm":
+            raise Refusal(f"expected vLLM from {tree}, found {worker.about['vllm']}")
+    except BaseException:
+        worker.close()
+        raise
+    return worker
 
 
 def measure(kind: str, a: Path, b: Path, args: argparse.Namespace) -> StepVerdict:
@@ -76,7 +54,7 @@ def measure(kind: str, a: Path, b: Path, args: argparse.Namespace) -> StepVerdic
         workers: dict[str, StepWorker] = {}
         try:
             for side in "ab" if number % 2 == 0 else "ba":
-                workers[side] = StepWorker(a if side == "a" else b, load, args.core, args.out / "workers.log")
+                workers[side] = start_worker(a if side == "a" else b, load, args.core, args.out / "workers.log")
             for turn in range(args.rounds):
                 timed = {side: workers[side].steps(STEPS[kind]) for side in ("ab" if turn % 2 == 0 else "ba")}
                 pairs.append(StepPair.of(number, timed["a"], timed["b"]))

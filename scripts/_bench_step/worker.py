@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class EngineSteps:
         """The batch's newest tokens."""
         self.length += 1
         return [output.outputs[0].token_ids[-1] for output in self.engine.step()]
+
+    def finish(self, tokens: object) -> object:
+        """The tokens."""
+        return tokens
 
 
 class SchedulerSteps:
@@ -125,9 +130,25 @@ class SchedulerSteps:
         return [scheduled, outputs.num_batched_tokens, len(outputs.blocks_to_copy), asynchronous]
 
 
-def timed(steps: "EngineSteps | SchedulerSteps", count: int) -> dict:
-    """Does `count` steps. The seconds of each, wall and this thread's CPU, and the digest of their results."""
-    finish: Callable = steps.finish if isinstance(steps, SchedulerSteps) else lambda out: out
+class TimedSteps(Protocol):
+    """One kind of steps on a full decode batch. `length`: tokens of each sequence; 0 before the first `refill`."""
+
+    load: StepLoad
+    length: int
+
+    def refill(self) -> None:
+        """Admits a new batch and prefills it."""
+
+    def step(self) -> object:
+        """What is timed."""
+
+    def finish(self, decided: object) -> object:
+        """The rest of the step, from what `step` gave. What it has decided."""
+
+
+def timed(steps: TimedSteps, count: int, cpu_time: Callable[[], float] = time.thread_time) -> dict:
+    """Does `count` steps. The seconds of each, wall and CPU (by default this thread's), and the digest of their
+    results."""
     if not steps.length or steps.length + count > steps.load.context_tokens:
         steps.refill()
     total = hashlib.sha256()
@@ -135,26 +156,37 @@ def timed(steps: "EngineSteps | SchedulerSteps", count: int) -> dict:
     gc.collect()
     gc.disable()
     for _ in range(count):
-        wall, cpu = time.perf_counter(), time.thread_time()
+        wall, cpu = time.perf_counter(), cpu_time()
         out = steps.step()
-        cpu_s.append(time.thread_time() - cpu)
+        cpu_s.append(cpu_time() - cpu)
         wall_s.append(time.perf_counter() - wall)
-        total.update(repr(finish(out)).encode())
+        total.update(repr(steps.finish(out)).encode())
     gc.enable()
     return {"wall_s": wall_s, "cpu_s": cpu_s, "digest": total.hexdigest()}
 
 
-def main() -> int:
+def take_turns(load: StepLoad, make: Callable[[StepLoad], TimedSteps], about: Callable[[], dict],
+               cpu_time: Callable[[], float] = time.thread_time) -> None:
+    """The life of a worker. `make` builds the steps, `about` says what its first line tells."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    load = StepLoad(**json.loads(sys.argv[1]))
-    steps = {"engine": EngineSteps, "scheduler": SchedulerSteps}[load.kind](load)
+    steps = make(load)
     timed(steps, min(30, load.context_tokens - load.prompt_tokens - 1))  # warm
+    print(json.dumps(about()), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(timed(steps, int(line), cpu_time)), file=answers, flush=True)
+
+
+def origin() -> dict:
+    """Where this process has vLLM from."""
     import vllm
 
-    print(json.dumps({"vllm": os.path.dirname(vllm.__file__)}), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(timed(steps, int(line))), file=answers, flush=True)
+    return {"vllm": os.path.dirname(vllm.__file__)}
+
+
+def main() -> int:
+    load = StepLoad(**json.loads(sys.argv[1]))
+    take_turns(load, {"engine": EngineSteps, "scheduler": SchedulerSteps}[load.kind], origin)
     return 0
 
 

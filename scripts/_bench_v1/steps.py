@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step times: stock vLLM, the plugin installed and off, the plugin on without a job; each against stock, in pairs."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from _bench_step.pairs import StepPair, StepVerdict, judge
+from _bench_step.turns import StepWorker
+from _bench_step.worker import StepLoad
+
+from _bench_v1.installations import Installation
+
+WORKER = Path(__file__).resolve().parents[1] / "_bench_step" / "worker_v1.py"
+STEPS = {"engine": 8, "scheduler": 100}  # of a round: short, so that other work on the machine hits all of it
+GOALS = {"stock again": 1.0, "off": 1.0, "on": 1.02}
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Of one kind of steps. `verdicts` by what was compared with stock; `about`: what each process said of itself."""
+    verdicts: dict[str, StepVerdict]
+    about: dict[str, dict]
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return {"verdicts": {name: one.as_dict() for name, one in self.verdicts.items()}, "about": self.about}
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """What is compared, and how. `broker`: the address of one that runs."""
+    stock: Installation
+    plugin: Installation
+    broker: str
+    model: str
+    core: int
+    processes: int
+    rounds: int
+    log: Path
+
+    def measure(self, kind: str, say: Callable[[str], None]) -> StepFigures:
+        """Run `processes` sets of workers one after another. In each round every worker has its turn, in an order that
+        alternates."""
+        load = StepLoad(kind, self.model, 8, 32, 1024, 32, prefix_caching=True)
+        names = ["stock", *GOALS]
+        pairs: dict[str, list[StepPair]] = {name: [] for name in GOALS}
+        about: dict[str, dict] = {}
+        for number in range(self.processes):
+            workers: dict[str, StepWorker] = {}
+            try:
+                for name in names if number % 2 == 0 else reversed(names):
+                    workers[name] = self._start(name, load)
+                about = {name: worker.ready().about for name, worker in workers.items()}
+                for turn in range(self.rounds):
+                    order = names[turn % len(names):] + names[:turn % len(names)]
+                    timed = {name: workers[name].steps(STEPS[kind])
+                             for name in (order if turn // len(names) % 2 == 0 else reversed(order))}
+                    for name in GOALS:
+                        pairs[name].append(StepPair.of(number, timed["stock"], timed[name]))
+            finally:
+                for worker in workers.values():
+                    worker.close()
+            say(f"{kind}: processes {number + 1} of {self.processes}")
+        return StepFigures({name: judge(kind, found) for name, found in pairs.items()}, about)
+
+    def _start(self, name: str, load: StepLoad) -> StepWorker:
+        where = self.stock if name.startswith("stock") else self.plugin
+        command = [where.python, str(WORKER), json.dumps(asdict(load)), *([self.broker] if name == "on" else [])]
+        return StepWorker(command, where.environment(), self.core, self.log)
+
+
+def untouched(about: dict) -> bool:
+    """Whether a process in which the plugin is off is as without it (B91): nothing wrapped, no thread, and no module
+    but those that register the name."""
+    ours = {"vllm_pd", "vllm_pd.errors", "vllm_pd.installation", "vllm_pd.v1", "vllm_pd.v1.plugin"}
+    return not about["wrapped"] and about["threads"] == ["MainThread"] and set(about["plugin_modules"]) <= ours

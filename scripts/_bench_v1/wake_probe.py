@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plugin of vLLM that times how long an engine takes from its wake-up to the step that resumes a request.
+
+It is found by the metadata that `servers.install_probe` writes. In EngineCore it wraps three of our methods and appends
+the seconds to the file that WAKE_PROBE names.
+"""
+
+import os
+import sys
+import time
+
+
+def install() -> None:
+    """Does nothing but in EngineCore's process."""
+    if "vllm.v1.engine.core" not in sys.modules or "WAKE_PROBE" not in os.environ:
+        return
+    from vllm_pd.v1.engine_access import EngineAccess
+    from vllm_pd.v1.scheduler import HandoverScheduling
+
+    if "probed" in vars(EngineAccess):
+        return
+    EngineAccess.probed = True
+    times = {"woken": 0.0, "resumed": 0.0}
+    wake, resume_parked, schedule = EngineAccess.wake, HandoverScheduling.resume_parked, HandoverScheduling.schedule
+
+    def timed_wake(access):
+        if not access._woken.is_set():
+            times["woken"] = time.perf_counter()
+        wake(access)
+
+    def timed_resume(scheduler, request):
+        times["resumed"] = times["woken"]
+        resume_parked(scheduler, request)
+
+    def timed_schedule(scheduler, throttle_prefills=False):
+        output = schedule(scheduler, throttle_prefills)
+        if times["resumed"] and output.total_num_scheduled_tokens:
+            with open(os.environ["WAKE_PROBE"], "a") as file:
+                file.write(f"{time.perf_counter() - times['resumed']}\n")
+            times["resumed"] = 0.0
+        return output
+
+    EngineAccess.wake, HandoverScheduling.resume_parked = timed_wake, timed_resume
+    HandoverScheduling.schedule = timed_schedule

@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of engine V1 in one run: step times, an engine that waits, and the hand-over's overhead.
+
+    VLLM_PD_ENGINE=v1 . scripts/env.sh
+    python scripts/bench_v1.py --json figures.json
+    python scripts/bench_v1.py --part scheduler         schedule() and update_from_output() alone: no engine, a minute
+
+All with the tiny model. Everything is compared within the run: the step times in pairs of rounds on processes that take
+turns on one core (as bench_step.py does for V0), the waiting engine with a stock one whose requests wait as well.
+
+    scheduler, engine   one step of: stock vLLM, again (the noise), with vllm-pd installed and off (goal 1.00), and on
+                        without a job (goal 1.02); CPU time of the process, its threads included
+    waiting             the CPU of each process of an engine, idle and with parked requests only, TP 1 and TP 2 (goal
+                        0.05 of a core); stock vLLM with a connector that never delivers
+    handover            parked - prefill - transfer of single remote prompts (goals 5 ms p50, 15 ms p99), by stage, and
+                        from the engine's wake-up to its step (goal 5 ms)
+
+Speeds decide nothing here: the exit status is 1 only where tokens or decisions differ, or the plugin that is off has
+changed the process (B91).
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from _bench_v1 import waiting
+from _bench_v1.installations import find_installations
+from _bench_v1.servers import Server, install_probe, start_broker
+from _bench_v1.steps import GOALS, STEPS, StepComparison, untouched
+from _series.errors import Refusal
+from _wheel import cache
+from _wheel.process import BuildError
+
+WAITING_GOAL, WAKE_GOAL_MS = 0.05, 5.0
+CONTROL_GOALS_MS = {"p50": 5.0, "p99": 15.0}
+LEASE_S = 120.0  # a stopped prefill engine stays a peer for so long
+PARTS = (*STEPS, "waiting", "handover")
+
+
+class V1Bench:
+    """The run. Servers that it starts end with `stack`."""
+
+    def __init__(self, args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+        self.args, self.out, self._stack = args, args.out, stack
+        self.stock, self.plugin = find_installations(self.out)
+        broker, self.broker = start_broker(self.plugin, self.out / "broker.log")
+        stack.callback(broker.close)
+
+    def steps(self, kind: str) -> dict[str, Any]:
+        """Part `scheduler` or `engine`."""
+        comparison = StepComparison(self.stock, self.plugin, self.broker, self.args.model, self.args.core,
+                                    self.args.processes, self.args.rounds, self.out / "steps.log")
+        return comparison.measure(kind, cache.say).as_dict()
+
+    def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each part that was asked for, as soon as it is there."""
+        for kind in STEPS:
+            if kind in self.args.part:
+                yield kind, self.steps(kind)
+        if {"waiting", "handover"} & set(self.args.part):
+            yield from self.fleet()
+
+    def fleet(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Parts `waiting` and `handover`, which share their engines."""
+        ours = {1: self._server("d1", "kv_consumer", 1)}
+        prefill = self._server("p", "kv_producer", 1)
+        if "waiting" in self.args.part:
+            ours[2] = self._server("d2", "kv_consumer", 2)
+        for server in (prefill, *ours.values()):
+            server.wait_ready()
+        for server in ours.values():
+            self._await_peer(server)
+        if "handover" in self.args.part:
+            yield "handover", self._handover(ours[1], prefill)
+        if "waiting" in self.args.part:
+            stock = {tp: self._stock_server(tp) for tp in (1, 2)}  # CPU time is the same beside their start
+            shares = {f"ours, TP {tp}": {"idle": waiting.cpu_shares(one, self.args.window)} for tp, one in ours.items()}
+            prefill.stand_still()
+            for tp, server in ours.items():
+                shares[f"ours, TP {tp}"]["parked"] = self._parked(server)
+            for server in (prefill, *ours.values()):
+                server.close()
+            for tp, server in stock.items():
+                server.wait_ready().complete([100] * 8, 4, 300.0)
+                shares[f"stock, TP {tp}"] = {"parked": self._parked(server)}
+            yield "waiting", {"shares": shares, "window_s": self.args.window}
+
+    def _server(self, name: str, role: str, tp: int) -> Server:
+        settings = {"broker": self.broker, "max_local_prefill_tokens": 40, "lease_s": LEASE_S,
+                    "attempt_deadline_s": 600.0}
+        transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": settings}
+        probe = install_probe(self.out / "probe")
+        server = Server(self.plugin, self.args.model, transfer, tp, self.out / f"{name}.log", probe,
+                        WAKE_PROBE=str(self._wakes(name)))
+        self._stack.callback(server.close)
+        return server
+
+    def _stock_server(self, tp: int) -> Server:
+        transfer = {"kv_connector": "ParkingConnector", "kv_connector_module_path": "parking", "kv_role": "kv_both"}
+        server = Server(self.stock, self.args.model, transfer, tp, self.out / f"stock{tp}.log",
+                        (Path(waiting.__file__).parent, ))
+        self._stack.callback(server.close)
+        return server
+
+    def _wakes(self, name: str) -> Path:
+        return self.out / f"wakes_{name}"
+
+    def _await_peer(self, server: Server) -> None:
+        from vllm_pd.admin.scrape import scrape
+
+        deadline = time.monotonic() + 300.0
+        while not scrape(server.url).value("vllm:pd_attempts_total", outcome="done"):
+            if time.monotonic() > deadline:
+                raise BuildError(f"{server.log}: no prompt is prefilled remotely")
+            server.complete([int(time.monotonic() * 1000) % 800 + 100] * 100, 4, 300.0)
+            time.sleep(0.2)
+
+    def _parked(self, server: Server) -> dict[str, float]:
+        waiting.park(server)
+        return waiting.cpu_shares(server, self.args.window)
+
+    def _handover(self, decode: Server, prefill: Server) -> dict[str, Any]:
+        from vllm_pd.bench.handover import HandoverBench, measure
+        from vllm_pd.bench.report import summary
+
+        self._wakes("d1").write_text("")
+        hops = waiting.hop_times_ms()
+        report = measure(HandoverBench(decode.url, (prefill.url, ), self.args.requests, self.args.prompt_tokens, 8))
+        samples = report.pop("samples_ms")
+        wakes = [1000 * float(line) for line in self._wakes("d1").read_text().split()]
+        rest = [one["control_plane"] - one["queue"] - one["claim"] for one in samples]
+        figures = "p50 p99 mean min max"
+        return report | {"rest_ms": summary(rest, figures), "wake_to_step_ms": summary(wakes, figures),
+                         "hop_ms": summary(hops + waiting.hop_times_ms(), figures)}
+
+
+def machine() -> dict[str, Any]:
+    """When, and how busy the machine is with other work as well."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count(),
+            "load": round(os.getloadavg()[0], 1), "nice": os.nice(0)}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints the summary."""
+    for kind in STEPS:
+        for name, one in found.get(kind, {}).get("verdicts", {}).items():
+            print(f"{kind:10} {name:12} {one['step_a_s'] * 1e6:8.1f} us stock {one['step_b_s'] * 1e6:8.1f} us  ratio "
+                  f"{one['cpu_ratio']:.4f} [{one['low']:.4f}, {one['high']:.4f}], wall {one['wall_ratio']:.4f}, "
+                  f"goal {GOALS[name]:.2f}; {'same' if one['same_decisions'] else 'DIFFERENT'} decisions")
+    for name, shares in found.get("waiting", {}).get("shares", {}).items():
+        for state, processes in shares.items():
+            print(f"waiting    {name}, {state}: " + ", ".join(f"{one} {share:.3f}" for one, share in processes.items())
+                  + (f" (goal {WAITING_GOAL})" if name.startswith("ours") else ""))
+    handover = found.get("handover")
+    if handover:
+        def line(name: str, spread: dict[str, float], goal: str = "") -> None:
+            print(f"handover   {name:22} p50 {spread['p50']:8.2f}  p99 {spread['p99']:8.2f}  max {spread['max']:8.2f} "
+                  f"ms{goal}")
+
+        line("control plane", handover["control_plane_ms"], " (goals {p50:g}, p99 {p99:g})".format(**CONTROL_GOALS_MS))
+        for stage in ("queue", "claim"):
+            line(f"  {stage}", handover["stages_ms"][stage])
+        line("  end, notice, resume", handover["rest_ms"])
+        line("    wake-up to step", handover["wake_to_step_ms"], f" (goal {WAKE_GOAL_MS:g})")
+        for stage in ("prefill", "transfer", "first_step"):
+            line(stage, handover["stages_ms"][stage])
+        line("this machine: one hop", handover["hop_ms"])
+    for part, one in found.items():
+        print(f"{part:10} load average {one['machine'][0]['load']} before, {one['machine'][1]['load']} after, on "
+              f"{one['machine'][0]['cores']} cores")
+
+
+def right(found: dict[str, Any]) -> bool:
+    """Whether all processes decided the same, and those with the plugin off were left alone."""
+    kinds = [found[kind] for kind in STEPS if kind in found]
+    return all(one["same_decisions"] for kind in kinds for one in kind["verdicts"].values()) and all(
+        untouched(kind["about"]["off"]) for kind in kinds)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this; may be repeated")
+    parser.add_argument("--model", default=os.environ.get("VLLM_PD_TINY_MODEL"), metavar="DIR",
+                        help="the tiny model (default: $VLLM_PD_TINY_MODEL)")
+    for name, default, what in (("processes", 2, "sets of processes that time steps"), ("rounds", 60, "rounds of each"),
+                                ("core", max(os.sched_getaffinity(0)), "where they run"),
+                                ("requests", 150, "remote prompts that are measured"),
+                                ("prompt-tokens", 256, "their length")):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default {default})")
+    parser.add_argument("--window", type=float, default=10.0, metavar="SECONDS", help="how long CPU use is measured")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="write the figures there; parts that were not measured now stay as they are")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=cache.root() / "bench_v1", help="folder for logs")
+    return parser
+
+
+def main() -> int:
+    parser = arguments()
+    args = parser.parse_args()
+    if args.model is None or not (Path(args.model) / "config.json").is_file():
+        parser.error("no tiny model: source scripts/env.sh, or --model DIR")
+    args.part = args.part or list(PARTS)
+    args.out = args.out.absolute()
+    shutil.rmtree(args.out, ignore_errors=True)
+    args.out.mkdir(parents=True)
+    found: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end all servers
+    try:
+        with contextlib.ExitStack() as stack:
+            began = machine()
+            for part, one in V1Bench(args, stack).measure():
+                found[part] = one | {"machine": [began, machine()]}
+                began = found[part]["machine"][1]
+                if args.json:
+                    others = json.loads(args.json.read_text()) if args.json.exists() else {}
+                    args.json.write_text(json.dumps(others | found, indent=1) + "\n")
+    except (Refusal, BuildError, OSError) as error:
+        print(f"bench_v1: {error}", file=sys.stderr)
+        return 2
+    show(found)
+    return 0 if right(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
