@@ -37,9 +37,12 @@ def start_worker(tree: Path, load: StepLoad, core: int, log: Path) -> StepWorker
                 "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     worker = StepWorker([sys.executable, str(WORKER), json.dumps(asdict(load))], trees.environment([tree], settings),
                         core, log)
-    if Path(worker.about["vllm"]) != tree / "vllm":
+    try:
+        if Path(worker.ready().about["vllm"]) != tree / "vllm":
+            raise Refusal(f"expected vLLM from {tree}, found {worker.about['vllm']}")
+    except BaseException:
         worker.close()
-        raise Refusal(f"expected vLLM from {tree}, found {worker.about['vllm']}")
+        raise
     return worker
 
 

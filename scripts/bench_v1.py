@@ -25,8 +25,10 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -60,9 +62,16 @@ class V1Bench:
                                     self.args.processes, self.args.rounds, self.out / "steps.log")
         return comparison.measure(kind, cache.say).as_dict()
 
-    def fleet(self) -> dict[str, Any]:
+    def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each part that was asked for, as soon as it is there."""
+        for kind in STEPS:
+            if kind in self.args.part:
+                yield kind, self.steps(kind)
+        if {"waiting", "handover"} & set(self.args.part):
+            yield from self.fleet()
+
+    def fleet(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Parts `waiting` and `handover`, which share their engines."""
-        found: dict[str, Any] = {}
         ours = {1: self._server("d1", "kv_consumer", 1)}
         prefill = self._server("p", "kv_producer", 1)
         if "waiting" in self.args.part:
@@ -72,22 +81,19 @@ class V1Bench:
         for server in ours.values():
             self._await_peer(server)
         if "handover" in self.args.part:
-            found["handover"] = self._handover(ours[1], prefill)
+            yield "handover", self._handover(ours[1], prefill)
         if "waiting" in self.args.part:
-            found["waiting"] = {f"ours, TP {tp}": {"idle": waiting.cpu_shares(one, self.args.window)}
-                                for tp, one in ours.items()}
+            stock = {tp: self._stock_server(tp) for tp in (1, 2)}  # CPU time is the same beside their start
+            shares = {f"ours, TP {tp}": {"idle": waiting.cpu_shares(one, self.args.window)} for tp, one in ours.items()}
             prefill.stand_still()
             for tp, server in ours.items():
-                found["waiting"][f"ours, TP {tp}"]["parked"] = self._parked(server)
-        for server in (prefill, *ours.values()):
-            server.close()
-        if "waiting" in self.args.part:
-            for tp in (1, 2):
-                server = self._stock_server(tp).wait_ready()
-                server.complete([100] * 8, 4, 300.0)
-                found["waiting"][f"stock, TP {tp}"] = {"parked": self._parked(server)}
+                shares[f"ours, TP {tp}"]["parked"] = self._parked(server)
+            for server in (prefill, *ours.values()):
                 server.close()
-        return found
+            for tp, server in stock.items():
+                server.wait_ready().complete([100] * 8, 4, 300.0)
+                shares[f"stock, TP {tp}"] = {"parked": self._parked(server)}
+            yield "waiting", {"shares": shares, "window_s": self.args.window}
 
     def _server(self, name: str, role: str, tp: int) -> Server:
         settings = {"broker": self.broker, "max_local_prefill_tokens": 40, "lease_s": LEASE_S,
@@ -128,12 +134,20 @@ class V1Bench:
         from vllm_pd.bench.report import summary
 
         self._wakes("d1").write_text("")
+        hops = waiting.hop_times_ms()
         report = measure(HandoverBench(decode.url, (prefill.url, ), self.args.requests, self.args.prompt_tokens, 8))
         samples = report.pop("samples_ms")
         wakes = [1000 * float(line) for line in self._wakes("d1").read_text().split()]
         rest = [one["control_plane"] - one["queue"] - one["claim"] for one in samples]
         figures = "p50 p99 mean min max"
-        return report | {"rest_ms": summary(rest, figures), "wake_to_step_ms": summary(wakes, figures)}
+        return report | {"rest_ms": summary(rest, figures), "wake_to_step_ms": summary(wakes, figures),
+                         "hop_ms": summary(hops + waiting.hop_times_ms(), figures)}
+
+
+def machine() -> dict[str, Any]:
+    """When, and how busy the machine is with other work as well."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count(),
+            "load": round(os.getloadavg()[0], 1), "nice": os.nice(0)}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -143,7 +157,7 @@ def show(found: dict[str, Any]) -> None:
             print(f"{kind:10} {name:12} {one['step_a_s'] * 1e6:8.1f} us stock {one['step_b_s'] * 1e6:8.1f} us  ratio "
                   f"{one['cpu_ratio']:.4f} [{one['low']:.4f}, {one['high']:.4f}], wall {one['wall_ratio']:.4f}, "
                   f"goal {GOALS[name]:.2f}; {'same' if one['same_decisions'] else 'DIFFERENT'} decisions")
-    for name, shares in found.get("waiting", {}).items():
+    for name, shares in found.get("waiting", {}).get("shares", {}).items():
         for state, processes in shares.items():
             print(f"waiting    {name}, {state}: " + ", ".join(f"{one} {share:.3f}" for one, share in processes.items())
                   + (f" (goal {WAITING_GOAL})" if name.startswith("ours") else ""))
@@ -160,6 +174,10 @@ def show(found: dict[str, Any]) -> None:
         line("    wake-up to step", handover["wake_to_step_ms"], f" (goal {WAKE_GOAL_MS:g})")
         for stage in ("prefill", "transfer", "first_step"):
             line(stage, handover["stages_ms"][stage])
+        line("this machine: one hop", handover["hop_ms"])
+    for part, one in found.items():
+        print(f"{part:10} load average {one['machine'][0]['load']} before, {one['machine'][1]['load']} after, on "
+              f"{one['machine'][0]['cores']} cores")
 
 
 def right(found: dict[str, Any]) -> bool:
@@ -181,7 +199,8 @@ def arguments() -> argparse.ArgumentParser:
                                 ("prompt-tokens", 256, "their length")):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default {default})")
     parser.add_argument("--window", type=float, default=10.0, metavar="SECONDS", help="how long CPU use is measured")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="write the figures there; parts that were not measured now stay as they are")
     parser.add_argument("--out", type=Path, metavar="DIR", default=cache.root() / "bench_v1", help="folder for logs")
     return parser
 
@@ -195,25 +214,21 @@ def main() -> int:
     args.out = args.out.absolute()
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
-    found: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count(),
-                             "load_before": os.getloadavg()}
+    found: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end all servers
     try:
         with contextlib.ExitStack() as stack:
-            bench = V1Bench(args, stack)
-            for kind in STEPS:
-                if kind in args.part:
-                    found[kind] = bench.steps(kind)
-            if {"waiting", "handover"} & set(args.part):
-                found |= bench.fleet()
+            began = machine()
+            for part, one in V1Bench(args, stack).measure():
+                found[part] = one | {"machine": [began, machine()]}
+                began = found[part]["machine"][1]
+                if args.json:
+                    others = json.loads(args.json.read_text()) if args.json.exists() else {}
+                    args.json.write_text(json.dumps(others | found, indent=1) + "\n")
     except (Refusal, BuildError, OSError) as error:
         print(f"bench_v1: {error}", file=sys.stderr)
         return 2
-    found["load_after"] = os.getloadavg()
     show(found)
-    print(f"load average {found['load_before'][0]:.1f} before, {found['load_after'][0]:.1f} after, on "
-          f"{found['cores']} cores")
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if right(found) else 1
 
 

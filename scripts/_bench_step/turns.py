@@ -10,18 +10,20 @@ from _wheel import process
 
 
 class StepWorker:
-    """A process that times steps. `about`: the first thing that it said. `command` must be one of the workers."""
+    """A process that times steps. `command` must be one of the workers. It is to be `ready` before it is asked for
+    steps; `about` is what it said then."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str], core: int, log: Path) -> None:
         self.log = log
+        self.about: dict = {}
         with open(log, "a") as sink:
             self.process = subprocess.Popen(["taskset", "-c", str(core), *command], text=True, stderr=sink,
                                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        try:
-            self.about = self.answer()
-        except BaseException:
-            self.close()
-            raise
+
+    def ready(self) -> "StepWorker":
+        """Wait until it has started. Raises BuildError where it ends instead."""
+        self.about = self.answer()
+        return self
 
     def answer(self) -> dict:
         """Its next line. Raises BuildError where it has ended."""

@@ -52,7 +52,7 @@ class StepComparison:
             try:
                 for name in names if number % 2 == 0 else reversed(names):
                     workers[name] = self._start(name, load)
-                    about[name] = workers[name].about
+                about = {name: worker.ready().about for name, worker in workers.items()}
                 for turn in range(self.rounds):
                     order = names[turn % len(names):] + names[:turn % len(names)]
                     timed = {name: workers[name].steps(STEPS[kind])
