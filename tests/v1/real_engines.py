@@ -44,9 +44,10 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
     while True:
         order, *values = connection.recv()
         if order == "generate":
-            prompts, tokens = values
-            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
+            prompts, params = values
+            greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+            each = [SamplingParams(**{**greedy, **one}) for one in params]
+            outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], each, use_tqdm=False)
             connection.send([(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in outputs])
         elif order == "figures":
             from prometheus_client import REGISTRY
@@ -59,7 +60,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
 
 
 class RealEngine:
-    """An engine in its processes. `generate` blocks; `ask` and `answer` do it in two steps."""
+    """An engine in its processes. `generate` blocks; `ask` and `answer` do it in two steps. `params`: SamplingParams'
+    fields for each prompt, over those of a greedy answer of `tokens` tokens."""
 
     def __init__(self, role: str | None, log, broker: str = "", settings: dict[str, Any] | None = None,
                  **arguments: Any) -> None:
@@ -73,14 +75,16 @@ class RealEngine:
         assert self._receive(START_S) == "ready"
         return self
 
-    def ask(self, prompts: list[list[int]], tokens: int = 8) -> None:
-        self._connection.send(("generate", prompts, tokens))
+    def ask(self, prompts: list[list[int]], tokens: int = 8, params: list[dict[str, Any]] | None = None) -> None:
+        each = params or [{}] * len(prompts)
+        self._connection.send(("generate", prompts, [{"max_tokens": tokens, **one} for one in each]))
 
     def answer(self) -> list[tuple[list[int], int]]:
         return self._receive(ANSWER_S)
 
-    def generate(self, prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:
-        self.ask(prompts, tokens)
+    def generate(self, prompts: list[list[int]], tokens: int = 8,
+                 params: list[dict[str, Any]] | None = None) -> list[list[int]]:
+        self.ask(prompts, tokens, params)
         return [tokens for tokens, _ in self.answer()]
 
     def figures(self) -> dict[str, float]:
