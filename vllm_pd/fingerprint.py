@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells a model from others, for both engines: architecture, configuration, and the weights that are loaded.
+"""What distinguishes a model from others, for both engines: architecture, configuration, and the weights loaded.
 
 The configurations are vLLM's, of any release that this package supports.
 """

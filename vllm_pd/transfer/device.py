@@ -6,7 +6,7 @@ For memory of the host that is enough. For a CUDA device NVIDIA's documents say:
 
 - A kernel sees what arrived at the device over PCIe before the CPU launched the kernel. But a completion at the network
   adapter does not prove that the data has arrived at the device that owns the memory. The attribute
-  CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING tells whether it has: with OWNER or ALL_DEVICES yes, with NONE
+  CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING says whether it has: with OWNER or ALL_DEVICES yes, with NONE
   perhaps not.
 - cuFlushGPUDirectRDMAWrites blocks until it has, if bit HOST of the FLUSH_WRITES_OPTIONS attribute is set.
 - Any other call that synchronises with the device works too.

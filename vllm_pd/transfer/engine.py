@@ -53,7 +53,7 @@ class EngineTransfer:
         return progress
 
     def synchronize(self) -> None:
-        """Wait for the device, so that everything it was told to compute is in memory for a peer to read."""
+        """Wait for the device, so that everything it was given to compute is in memory for a peer to read."""
         self.own.synchronize()
 
     def hold(self, descriptor: int) -> None:

@@ -14,7 +14,7 @@ that all its processes are gone.
 
 The engine also sends an open file that the rank must hold until its transfers are closed. Who ends in order sends a
 farewell. If the connection ends without one, the process at the other end is gone. Messages are msgpack. The kernel
-tells which process is at the other end.
+says which process is at the other end.
 """
 from __future__ import annotations
 

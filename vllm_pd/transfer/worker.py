@@ -71,7 +71,7 @@ class TransferWorker:
                 raise TypeError(f"not a transfer request: {request!r}")
 
     def synchronize(self) -> None:
-        """Wait for the device, so that everything it was told to compute is in memory for a peer to read."""
+        """Wait for the device, so that everything it was given to compute is in memory for a peer to read."""
         self._synchronize()
 
     def take_progress(self) -> TransferProgress:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EngineHandover`: the binding of one V1 engine, in EngineCore's process and thread.
 
-Built when the engine's loop begins. News come from the control thread and the transfer thread, which wake the engine;
-`look` applies them at once: requests are resumed or failed, fences come down, peers' jobs are added. No step is needed
-for that, and none is made while all that is left waits for peers (`asleep`).
+Built when the engine's loop begins. Updates come from the control thread and the transfer thread, which wake the
+engine; `look` applies them at once: requests are resumed or failed, fences come down, peers' jobs are added. No step
+is needed for that, and none is made while all that is left waits for peers (`asleep`).
 """
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class EngineHandover(HandoverEngine):
     def look(self) -> None:
         """Apply what is new, if the engine was woken for something."""
         if self._access.take_wake():
-            self._apply_news()
+            self._apply_updates()
             self._metrics_stale = True
 
     def changed(self) -> None:
@@ -147,7 +147,7 @@ class EngineHandover(HandoverEngine):
         handing_over = self.remote_prefills.waiting_for_peers or (self.prefill_jobs is not None
                                                                   and self.prefill_jobs.has_jobs)
         if self._access.take_wake() or handing_over or time.monotonic() >= self._look_due:
-            self._apply_news()
+            self._apply_updates()
 
     def after_schedule(self, output: SchedulerOutput, throttled: bool) -> None:
         """This step was scheduled. `throttled`: it was not to begin prefills."""
@@ -241,10 +241,10 @@ class EngineHandover(HandoverEngine):
         for request_id in self.remote_prefills.parked_ids():
             self._scheduler.fail_parked(self.remote_prefills.withdraw(request_id))
         deadline = time.monotonic() + FENCES_S
-        self._apply_news()
+        self._apply_updates()
         while len(self.fence) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            self._apply_news()
+            self._apply_updates()
         self._scheduler.free_resumed()
         if len(self.fence):
             logger.warning("%d fences are still up after %g s: peers may still touch those blocks", len(self.fence),
@@ -261,7 +261,7 @@ class EngineHandover(HandoverEngine):
     def _is_internal(self, request: Request) -> bool:
         return self.prefill_jobs is not None and self.prefill_jobs.is_internal(request.request_id)
 
-    def _apply_news(self) -> None:
+    def _apply_updates(self) -> None:
         """Collect what is new, and apply it to the scheduler."""
         self._look_due = time.monotonic() + LOOK_S
         self._collect()

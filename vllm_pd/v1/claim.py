@@ -49,8 +49,8 @@ V1_FEATURES = {
     **FEATURES,
     "attention_chunk_size": "serve a model without chunked local attention: blocks that it frees have no place in the "
                             "peer's table",
-    "weight_transfer_config": "remove it and restart engines for new weights: peers, who are not told, would mix KV of "
-                              "the old and the new ones",
+    "weight_transfer_config": "remove it and restart engines for new weights: peers would mix KV of the old and the "
+                              "new ones",
     "enable_permute_local_kv": "remove it: peers compare the layout of their caches, and move it as it is",
     "enable_cumem_allocator": "remove it: a cache that is released and mapped anew is memory that peers write to",
     "kv_connector_module_path": "remove it: the plugin knows PDConnector by its name",
@@ -114,7 +114,7 @@ def check_scheduler(config: VllmConfig) -> None:
 
 def check_policy(transfer: KVTransferConfig) -> None:
     """The policy for loads that fail must not be "fail", as far as the user has chosen it. Raises ConfigError. It is
-    vLLM's default, too, and only the command line tells the two apart."""
+    vLLM's default, too, and only the command line distinguishes the two."""
     if transfer.kv_load_failure_policy == "fail" and any("kv_load_failure_policy" in one for one in sys.argv):
         raise ConfigError("kv_load_failure_policy", "fail", f"remove it: a request whose KV does not come is computed "
                           f"here, and {CONNECTOR} sets recompute for that")

@@ -59,7 +59,7 @@ class EngineAccess:
         self._due: float | None = None
 
     def wake(self) -> None:
-        """Have the engine look for news: now if it sleeps, else before its next step."""
+        """Have the engine look for updates: now if it sleeps, else before its next step."""
         if not self._woken.is_set():  # one that is set has its wake-up in the queue, or is looked at after this call
             self._woken.set()
             self._engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
@@ -117,7 +117,7 @@ class EngineAccess:
         return made
 
     def start_wave(self) -> None:
-        """A step is about to run that the other ranks of a lockstep group were not told of: start a wave, as the engine
+        """A step is about to run that the other ranks of a lockstep group do not know of: start a wave, as the engine
         does for a late request. No effect in any other engine."""
         engine: Any = self._engine
         if isinstance(engine, DPEngineCoreProc) and engine.has_coordinator and not engine.engines_running:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a V1 engine tells its peers about its model and cache, so that KV never goes between two that differ.
+"""What a V1 engine reports to its peers about its model and cache, so that KV never goes between two that differ.
 
 The order of the axes says where the run of a head is, not what is inside: that is up to the attention kernels of the
 release. On the CPU it depends on the instruction set as well. So all of these are in `Fingerprint.engine`.

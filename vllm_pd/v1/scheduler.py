@@ -77,7 +77,7 @@ class HandoverScheduling(Scheduler):
     # What the engine calls.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """V1's, after the news were applied."""
+        """V1's, after the updates were applied."""
         if self.binding is None:
             return super().schedule(throttle_prefills)
         self.binding.before_schedule()

@@ -6,7 +6,7 @@ engine step (`vllm_pd.transfer.rank`). Life of a rank:
 
 1. `register_kv_caches` describes the cache, refuses one that can't be transferred, and opens a socket.
 2. The executor carries the `RankHandshake` of each rank to EngineCore, where `attach_ranks` connects to the sockets and
-   tells each rank the engine's incarnation. The rank makes its transport and answers with its metadata.
+   sends each rank the engine's incarnation. The rank makes its transport and answers with its metadata.
 3. From then on requests go down and progress comes up over that socket, at any time. The lifeline's file goes down too.
 4. `close` on either side ends the thread. A rank whose EngineCore is gone ends its process at once, because a peer
    reuses the blocks that we may write to only when all processes of the engine are gone.
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """What a rank tells EngineCore when its cache is registered. Plain values: the executor pickles it."""
+    """What a rank reports to EngineCore when its cache is registered. Plain values: the executor pickles it."""
     process: tuple[int, int]  # a vllm_pd.core.messages.Process
     address: bytes  # of the rank's socket
     cache: bytes  # its CacheDescription, in msgpack
