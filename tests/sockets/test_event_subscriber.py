@@ -483,5 +483,14 @@ async def test_an_engine_without_snapshots_reports_its_load(endpoint):
         assert load_of([spoken, silent]) == (None, math.inf) == load_of([])
         together, age_s = load_of([spoken, spoken])
         assert together == m.EngineLoad(running=6, used_blocks=20, total_blocks=2000) and age_s >= 0
+        assert spoken.connected and silent.connected, "events do not need a load"
+        front.engine.close()  # it comes again, with a side socket elsewhere
+        front.engine = FakeEngine(endpoint)
+        front.engine.load = m.EngineLoad(running=1, total_blocks=1000)
+        front.engine.notice = msgspec.structs.replace(front.engine.notice, side=None, epoch=None, ranks=2,
+                                                      loads=["tcp://127.0.0.1:1", front.engine.notice.side])
+        while spoken.load != front.engine.load:
+            assert time.monotonic() < deadline, spoken.counters
+            await asyncio.sleep(0.01)
         await spoken.close()
         assert spoken.load is None

@@ -10,6 +10,7 @@ still holds, and fills gaps from it. Every `CHECK_S` it requests the last batch 
 has restarted. Where the replay does not reach back far enough, or there is none, everything known is forgotten, and
 only later events count: the index then has too few blocks for a time, never wrong ones.
 """
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -224,23 +225,27 @@ class SideFollower:
 
 
 class LoadFollower:
-    """Reads the load of an engine without snapshots. `socket` is a client of its side socket."""
+    """Reads the load of an engine without snapshots. `socket` is a client of its side socket. Without any report the
+    engine's events count all the same."""
 
     def __init__(self, socket: zmq.Socket, target: FollowerTarget, counters: Counter[str], now: float) -> None:
         self._socket = socket
         self._target = target
         self._counters = counters
         self._subscribe_at = now
+        self._epoch: str | None = None
+        self._lost_at = math.inf
 
     def turn(self, now: float) -> None:
-        """Read from the side socket, and do what is due."""
+        """Read from the side socket, and do what is due. Raises EngineLost where the engine has become silent, or
+        another one."""
         if now >= self._subscribe_at:
             self._subscribe_at = now + m.SUBSCRIBE_S
             sockets.send(self._socket, m.encode(m.Subscribe()))
         for _ in range(MESSAGES_A_TURN):
             frames = sockets.receive(self._socket)
             if frames is None:
-                return
+                break
             try:
                 message = m.decode(frames)
             except BadFrame as fault:
@@ -248,7 +253,13 @@ class LoadFollower:
                 self._counters[f"malformed_{fault.fault.value}"] += 1
                 continue
             if isinstance(message, m.EngineReport):
+                self._lost_at = now + LOST_S
+                self._epoch = self._epoch or message.epoch
+                if m.life_of(message.epoch) != m.life_of(self._epoch):
+                    raise EngineLost("another engine, or another life of this one, reports its load there")
                 self._target.reported(message)
+        if now > self._lost_at:
+            raise EngineLost("its load reports have stopped")
 
 
 class ReplayPurpose(Enum):

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user meets: `vllm-pd up` with a router, the commands of an operator, the routes and the drain of a server, and
+a server of two data-parallel ranks (B11, B43, B67, B80, B91, B97). Real servers of the tiny model, started once."""
+import http.client
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_pd.admin.scrape import scrape
+from vllm_pd.launch.child import Child
+from vllm_pd.launch.plan import HOST, SERVE, EnginePlan, UpOptions, plan_fleet, transfer_config
+from vllm_pd.launch.up import Fleet
+from vllm_pd.ports import take_free, take_free_run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
+MODEL = "tiny"
+SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "32", "--enforce-eager",
+              "--served-model-name", MODEL, "--num-gpu-blocks-override", "512", "--max-num-seqs", "8"]
+PD = {"max_local_prefill_tokens": 100, "attempt_deadline_s": 300.0, "ttl_s": 120}
+START_S, END_S = 1200.0, 600.0
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    options = UpOptions(os.environ["VLLM_PD_TINY_MODEL"], 1, 2, port=take_free_run(HOST, 4), pd=PD,
+                        serve_args=SERVE_ARGS, router=True)
+    with Fleet(plan_fleet(options, ()), timeout_s=START_S) as running:
+        wait_for(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)]
+                 == [("up", "live")] * 2, "the router follows both decode engines", START_S)
+        yield running
+
+
+def wait_for(holds, what: str, seconds: float = END_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def request(url: str, method: str, path: str, body: dict | None = None, **headers: str) -> tuple[int, dict, bytes]:
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=END_S)
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body),
+                           {"Content-Type": "application/json", **headers})
+        reply = connection.getresponse()
+        return reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read()
+    finally:
+        connection.close()
+
+
+def complete(url: str, tokens: list[int], count: int = 4, **headers: str) -> tuple[int, dict, dict]:
+    status, found, body = request(url, "POST", "/v1/completions", {
+        "model": MODEL, "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}, **headers)
+    return status, found, json.loads(body)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(100, 20000) for _ in range(length)]
+
+
+def workers(fleet: Fleet) -> list[dict]:
+    return json.loads(request(fleet.plan.router.url, "GET", "/workers")[2])["workers"]
+
+
+def status_of(url: str) -> dict:
+    status, _, body = request(url, "GET", "/pd/status")
+    assert status == 200, body
+    return json.loads(body)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "vllm_pd.cli", *arguments], capture_output=True, text=True,
+                          timeout=END_S)
+
+
+def text_of(answer: dict) -> tuple:
+    usage = answer["usage"]
+    return answer["choices"][0]["text"], usage["prompt_tokens"], usage["completion_tokens"]
+
+
+class OpenStream:
+    """A streaming request that is open until `end`."""
+
+    def __init__(self, url: str, tokens: list[int], count: int) -> None:
+        self._body = {"model": MODEL, "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True,
+                      "stream": True}
+        self._url = url
+        self.lines: list[bytes] = []
+        self.begun = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self.begun.wait(END_S)
+
+    def _read(self) -> None:
+        host, port = self._url.removeprefix("http://").split(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=END_S)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(self._body), {"Content-Type": "application/json"})
+            for line in connection.getresponse():
+                if line.strip():
+                    self.lines.append(line.strip())
+                    self.begun.set()
+        finally:
+            connection.close()
+            self.begun.set()
+
+    def end(self) -> list[bytes]:
+        self._thread.join(END_S)
+        return self.lines
+
+
+def test_b91_the_commands_know_the_engines(fleet):
+    """B91: status and role, with V1 engines."""
+    broker = fleet.plan.broker_url
+    listed = command("status", "--broker", broker)
+    assert sorted(line.split()[1] for line in listed.stdout.splitlines()) == [
+        "(kv_consumer", "(kv_consumer", "(kv_producer"], listed
+    name = listed.stdout.split()[0]
+    shown = command("status", name, "--broker", broker)
+    assert shown.returncode == 0 and "serving" in shown.stdout
+    refused = command("role", name, "kv_both", "--broker", broker)
+    assert refused.returncode == 2 and "kv_both" in refused.stderr
+
+
+def test_b91_the_routes_of_a_server(fleet):
+    """B91: each engine's routes beside vLLM's own."""
+    for engine in fleet.plan.engines:
+        status, _, body = request(engine.url, "GET", "/health_generate")
+        assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 1
+        shown = status_of(engine.url)
+        assert (shown["role"], shown["draining"], shown["degraded"]) == (engine.role.value, False, None)
+        assert "ranks" not in shown
+        assert request(engine.url, "GET", "/pd/events")[0] == (200 if engine.role.decodes else 404)
+
+
+def test_b11_b97_a_prompt_goes_remote_and_the_figures_say_so(fleet):
+    """B11: as the prefill engine by itself answers. B97: P's clients have asked nothing more."""
+    decode, producer = fleet.plan.engines[0].url, fleet.plan.engines[-1].url
+    one = prompt(1, 700)
+    before = scrape(decode), scrape(producer)
+    status, _, ours = complete(decode, one, 8)
+    assert status == 200
+    wait_for(lambda: scrape(decode).since(before[0]).value("vllm:pd_attempts_total", outcome="done", engine="0") == 1,
+             "the attempt is counted")
+    wait_for(lambda: scrape(producer).since(before[1]).value("vllm:pd_jobs_total", engine="0") == 1,
+             "the job is counted")
+    after = scrape(producer).since(before[1])
+    for figure in ("vllm:prefix_cache_queries_total", "vllm:external_prefix_cache_queries_total",
+                   "vllm:prompt_tokens_total", "vllm:request_success_total"):
+        assert after.value(figure) == 0, figure
+    assert text_of(complete(producer, one, 8)[2]) == text_of(ours)
+
+
+def test_b67_the_router_finds_a_prefix_and_the_load(fleet):
+    """B67: KV events of V1, which the router learns of by itself, and B66's load of each engine."""
+    router = fleet.plan.router.url
+    for number, engine in enumerate(fleet.plan.engines[:2]):
+        begin = prompt(10 + number, 8 * BLOCK)
+        known = blocks_known(router)
+        assert complete(engine.url, begin)[0] == 200
+        wait_for(lambda known=known: blocks_known(router) >= known + 8, "the router has heard of it")
+        for turn in range(3):
+            status, headers, _ = complete(router, begin + prompt(20 + turn, 70), **{"X-Vllm-Pd-Explain": "1"})
+            assert status == 200 and headers["x-vllm-pd-worker"] == engine.url, headers["x-vllm-pd-explain"]
+    for worker in workers(fleet):
+        assert worker["events"]["load"]["total_blocks"] == 511 and worker["events"]["unread"] == {}
+
+
+def blocks_known(router: str) -> float:
+    return scrape(router).value("vllm:pd_router_index_entries", table="names")
+
+
+def test_b91_doctor_says_which_engine_it_is(fleet):
+    """B91"""
+    doctor = command("doctor", "--broker", fleet.plan.broker_url)
+    assert "engine V1" in doctor.stdout and doctor.stdout.count("fit each other") == 2
+    assert doctor.returncode == 0, doctor.stdout
+
+
+def test_b43_sigterm_drains_a_server(fleet):
+    """B43: what is open ends well, what comes is refused, the router leaves it, and the server ends by itself."""
+    engine = fleet.plan.engines[1]
+    child = fleet._engines[engine]
+    stream = OpenStream(engine.url, prompt(30, 200), 1500)
+    child.stop()
+    wait_for(lambda: complete(engine.url, prompt(31, 5))[0] == 503, "new requests are refused")
+    assert status_of(engine.url)["draining"]
+    lines = stream.end()
+    assert lines[-1] == b"data: [DONE]" and len(lines) == 1502 or b"length" in lines[-2]
+    assert child.wait(time.monotonic() + END_S)
+    wait_for(lambda: len(workers(fleet)) == 1, "the router has let it go")
+    assert child._process.returncode == 0
+
+
+def test_b43_b70_the_ranks_of_one_server(fleet):
+    """B43, with two data-parallel ranks, whose server has two processes: status, figures, drain."""
+    port = take_free(HOST)
+    url = f"http://{HOST}:{port}"
+    server = serve(fleet, port, "--data-parallel-size", "2")
+    try:
+        wait_for(lambda: healthy(url) or not server.alive, "the server is up", START_S)
+        assert server.alive, server.last_lines()
+        wait_for(lambda: [rank["degraded"] for rank in status_of(url)["ranks"]] == [None, None], "both have a peer")
+        shown = status_of(url)
+        assert len({rank["incarnation"] for rank in shown["ranks"]}) == 2
+        listed = command("status", "--broker", fleet.plan.broker_url).stdout
+        assert all(rank["incarnation"][:12] in listed for rank in shown["ranks"])
+        wait_for(lambda: sorted(one["url"] for one in workers(fleet)).count(url) == 1, "the router sees one worker")
+        asked = [threading.Thread(target=complete, args=(url, prompt(40 + number, 300), 4)) for number in range(6)]
+        for thread in asked:
+            thread.start()
+        for thread in asked:
+            thread.join(END_S)
+        wait_for(lambda: all(scrape(url).value("vllm:pd_attempts_total", engine=rank, outcome="done")
+                             for rank in ("0", "1")), "both ranks have handed over")
+        wait_for(lambda: not any(scrape(url).by("vllm:pd_parked_blocks", "engine").values()), "nothing is parked")
+        assert scrape(url).by("vllm:pd_role", "engine", "role") == {
+            (rank, role): float(role == "kv_consumer") for rank in ("0", "1")
+            for role in ("kv_both", "kv_producer", "kv_consumer")}
+        stream = OpenStream(url, prompt(50, 200), 1000)
+        server.stop()
+        wait_for(lambda: listens_no_more(url), "new requests are refused")
+        assert b"length" in stream.end()[-2], "the open one ends as it should"
+        assert server.wait(time.monotonic() + END_S) and server._process.returncode == 0
+    finally:
+        server.kill()
+        server.wait(time.monotonic() + 30)
+
+
+def test_b43_an_operator_drains_the_last_engine(fleet):
+    """B43, by `vllm-pd drain`: it stays up, and says so."""
+    engine = fleet.plan.engines[0]
+    name = status_of(engine.url)["incarnation"]
+    done = command("drain", name, "--broker", fleet.plan.broker_url)
+    assert done.returncode == 0 and "drained" in done.stdout, done
+    assert complete(engine.url, prompt(60, 5))[0] == 503
+    assert status_of(engine.url)["drained"]
+
+
+def serve(fleet: Fleet, port: int, *more: str) -> Child:
+    import queue
+    engine: EnginePlan = fleet.plan.engines[0]
+    child = Child("ranks", [*SERVE, os.environ["VLLM_PD_TINY_MODEL"], "--host", HOST, "--port", str(port),
+                            "--kv-transfer-config", transfer_config(engine.role, fleet.plan.broker_url, PD),
+                            *SERVE_ARGS, *more], env=engine.env)
+    child.start(queue.SimpleQueue())
+    return child
+
+
+def healthy(url: str) -> bool:
+    try:
+        return request(url, "GET", "/health")[0] == 200
+    except OSError:
+        return False
+
+
+def listens_no_more(url: str) -> bool:
+    """Of several processes the one that is asked may have ended by now."""
+    try:
+        return complete(url, prompt(51, 5))[0] == 503
+    except OSError:
+        return True
