@@ -125,7 +125,10 @@ class Results:
 
     def add_fault(self, connector: ConnectorName, name: str, tally: FaultTally) -> None:
         self.values["given_up"].pop(connector.value, None)
-        self.values["faults"].setdefault(connector.value, {})[name] = tally.as_dict()
+        fault, settings = FAULTS[name], self.values["settings"]
+        of_this_run = {"prompt_tokens": [fault.shortest, fault.longest],
+                       **{key: settings[key] for key in ("rounds", "pool_blocks") if key in settings}}
+        self.values["faults"].setdefault(connector.value, {})[name] = tally.as_dict() | of_this_run
         self.write()
 
     def give_up(self, connector: ConnectorName, error: str) -> None:
