@@ -39,6 +39,7 @@ class FaultTally:
     dead: list[str] = field(default_factory=list)
     left: dict[str, int] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
+    loaded_tokens: int = 0  # whose KV D has got from P: without any the fault has shown nothing
 
     @property
     def leaked_blocks(self) -> int:
@@ -47,7 +48,8 @@ class FaultTally:
     def as_dict(self) -> dict:
         """Ready for JSON."""
         return {**{end.value: self.ends[end] for end in AnswerEnd}, "dead": self.dead,
-                "leaked_blocks": self.leaked_blocks, "left": self.left, "errors": dict(self.errors.most_common(5))}
+                "leaked_blocks": self.leaked_blocks, "left": self.left, "loaded_tokens": self.loaded_tokens,
+                "errors": dict(self.errors.most_common(5))}
 
 
 class FaultRun:
@@ -190,11 +192,14 @@ FAULTS = {
 async def strike(fault: Fault, pair: EnginePair, questions: list[Question], rounds: int, seed: int) -> FaultTally:
     """Carries out one fault, `rounds` times. Leaves the engines as they are."""
     run = FaultRun(pair, questions, f"{fault.name} {seed}")
+    before = await asyncio.to_thread(pair.loaded_tokens)
     for _ in range(rounds):
         await fault.strike(run)
     run.tally.dead = pair.dead()
     if not run.tally.dead:
         await run.end(run.send(AFTERWARDS))
         run.tally.dead = pair.dead()
+    after = await asyncio.to_thread(pair.loaded_tokens)
+    run.tally.loaded_tokens = after - before if after >= before else after  # it begins anew with D
     run.tally.left = await asyncio.to_thread(pair.left)
     return run.tally
