@@ -48,26 +48,26 @@ def say(text: str) -> None:
 
 
 def ask_one_engine(servers: ServerFactory, shape: EngineShape, faults: Sequence[str],
-                   seed: int) -> dict[str, list[Question]]:
+                   rounds: int, seed: int) -> dict[str, list[Question]]:
     """The questions of each fault, with the answers of one stock engine without a connector."""
     mono = servers.start("one engine", take_free(HOST), shape.arguments(), {})
     mono.await_ready()
     found = {}
     for name in faults:
-        prompts = FAULTS[name].prompts(seed, SPARE)
+        prompts = FAULTS[name].prompts(seed, rounds, SPARE)
         found[name] = [one for one in asyncio.run(answer_all(mono.url, shape.model, prompts)) if one is not None]
         say(f"{name}: {len(found[name])} of {len(prompts)} prompts have an answer that no rounding changes")
     mono.kill()
     return found
 
 
-def right_answers(servers: ServerFactory, shape: EngineShape, faults: Sequence[str], seed: int,
+def right_answers(servers: ServerFactory, shape: EngineShape, faults: Sequence[str], rounds: int, seed: int,
                   kept: Path | None) -> dict[str, list[Question]]:
     """The questions of each fault, from the file `kept` where that has all of them, else from one engine."""
     known = json.loads(kept.read_text()) if kept is not None and kept.is_file() else {}
-    keys = {name: f"{Path(shape.model).name} {seed} {name}" for name in faults}
+    keys = {name: f"{Path(shape.model).name} {rounds} {seed} {name}" for name in faults}
     missing = [name for name in faults if keys[name] not in known]
-    for name, asked in (ask_one_engine(servers, shape, missing, seed) if missing else {}).items():
+    for name, asked in (ask_one_engine(servers, shape, missing, rounds, seed) if missing else {}).items():
         known[keys[name]] = [(one.prompt, one.expected) for one in asked]
     if kept is not None:
         kept.write_text(json.dumps(known))
@@ -75,7 +75,7 @@ def right_answers(servers: ServerFactory, shape: EngineShape, faults: Sequence[s
 
 
 def compare_faults(servers: ServerFactory, connector: ConnectorName, shape: EngineShape, policy: str,
-                   questions: dict[str, list[Question]], seed: int, results: "Results") -> None:
+                   questions: dict[str, list[Question]], rounds: int, seed: int, results: "Results") -> None:
     """Carries out the faults with one connector."""
     pair = EnginePair(servers, connector, shape, policy)
     fresh = False
@@ -85,7 +85,7 @@ def compare_faults(servers: ServerFactory, connector: ConnectorName, shape: Engi
                 pair.start()
                 asyncio.run(pair.warm_up(draw_prompts_between(f"warm-up {seed} {name}", 5, 150, 450)))
                 say(f"{connector.value}: P and D are up; a request needs {1000 * pair.decode_leg_s:.0f} ms at D")
-            tally = asyncio.run(strike(FAULTS[name], pair, asked, seed))
+            tally = asyncio.run(strike(FAULTS[name], pair, asked, rounds, seed))
             fresh = not tally.dead and not tally.left
             results.add_fault(connector, name, tally)
             say(f"{connector.value}, {FAULTS[name].name}: {json.dumps(tally.as_dict())}")
@@ -125,7 +125,10 @@ class Results:
 
     def add_fault(self, connector: ConnectorName, name: str, tally: FaultTally) -> None:
         self.values["given_up"].pop(connector.value, None)
-        self.values["faults"].setdefault(connector.value, {})[name] = tally.as_dict()
+        fault, settings = FAULTS[name], self.values["settings"]
+        of_this_run = {"prompt_tokens": [fault.shortest, fault.longest],
+                       **{key: settings[key] for key in ("rounds", "pool_blocks") if key in settings}}
+        self.values["faults"].setdefault(connector.value, {})[name] = tally.as_dict() | of_this_run
         self.write()
 
     def give_up(self, connector: ConnectorName, error: str) -> None:
@@ -159,6 +162,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connector", action="append", choices=names_of_all(), help="default: all; may be repeated")
     parser.add_argument("--fault", action="append", choices=list(FAULTS), help="default: all; may be repeated")
+    parser.add_argument("--rounds", type=int, default=2, help="of each fault (default 2)")
     parser.add_argument("--legs", action="store_true", help="measure D's leg, and carry out no fault")
     parser.add_argument("--pairs", type=int, default=20, help="of measurements of D's leg (default 20)")
     parser.add_argument("--policy", choices=["fail", "recompute"], default="fail",
@@ -180,14 +184,14 @@ def main() -> int:
     connectors = [one for one in ConnectorName if one.value in (chosen.connector or names_of_all())]
     faults = [] if chosen.legs else [name for name in FAULTS if name in (chosen.fault or FAULTS)]
     settings = {"lease_s": LEASE_S, "ours": OURS, "upstream": UPSTREAM, "kv_load_failure_policy": chosen.policy,
-                "seed": chosen.seed, "model": Path(chosen.model).name, **SHAPE}
+                "seed": chosen.seed, "rounds": chosen.rounds, "model": Path(chosen.model).name, **SHAPE}
     results = Results(chosen.out, settings)
     with ServerFactory(ENVIRONMENT, chosen.log) as servers:
         if faults:
-            questions = right_answers(servers, EngineShape(chosen.model, **SHAPE), faults, chosen.seed, chosen.answers)
+            shape = EngineShape(chosen.model, **SHAPE)
+            questions = right_answers(servers, shape, faults, chosen.rounds, chosen.seed, chosen.answers)
             for connector in connectors:
-                compare_faults(servers, connector, EngineShape(chosen.model, **SHAPE), chosen.policy, questions,
-                               chosen.seed, results)
+                compare_faults(servers, connector, shape, chosen.policy, questions, chosen.rounds, chosen.seed, results)
         if chosen.legs or not chosen.fault:
             compare_legs(servers, connectors, EngineShape(chosen.legs_model, **LEG_SHAPE), chosen.policy, chosen.pairs,
                          chosen.seed, results)

@@ -17,7 +17,6 @@ from _connectors.questions import ANSWER_TOKENS, Question, draw_prompts_between,
 from vllm_pd.bench.connection import LoadError
 from vllm_pd.core.messages import Role
 
-ROUNDS = 2
 PAST_LEASE_S = LEASE_S + 3.0
 AFTERWARDS = 4  # requests after each fault
 
@@ -40,6 +39,7 @@ class FaultTally:
     dead: list[str] = field(default_factory=list)
     left: dict[str, int] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
+    loaded_tokens: int = 0  # whose KV D has got from P: without any the fault has shown nothing
 
     @property
     def leaked_blocks(self) -> int:
@@ -48,7 +48,8 @@ class FaultTally:
     def as_dict(self) -> dict:
         """Ready for JSON."""
         return {**{end.value: self.ends[end] for end in AnswerEnd}, "dead": self.dead,
-                "leaked_blocks": self.leaked_blocks, "left": self.left, "errors": dict(self.errors.most_common(5))}
+                "leaked_blocks": self.leaked_blocks, "left": self.left, "loaded_tokens": self.loaded_tokens,
+                "errors": dict(self.errors.most_common(5))}
 
 
 class FaultRun:
@@ -102,58 +103,54 @@ class FaultRun:
 
 
 async def _abort_while_parked(run: FaultRun) -> None:
-    for _ in range(3):
-        await run.end([*run.send_and_leave(8), *run.send(2)])
+    await run.end([*run.send_and_leave(8), *run.send(2)])
 
 
 async def _p_stopped(run: FaultRun) -> None:
-    for _ in range(ROUNDS):
-        tasks = run.send(8)
-        await run.moment()
-        run.pair.signal(Role.PREFILL, signal.SIGSTOP)
-        await asyncio.sleep(1.0)
-        tasks += run.send(4)
-        await asyncio.sleep(PAST_LEASE_S)
-        run.pair.signal(Role.PREFILL, signal.SIGCONT)
-        await run.end(tasks)
+    tasks = run.send(8)
+    await run.moment()
+    run.pair.signal(Role.PREFILL, signal.SIGSTOP)
+    await asyncio.sleep(1.0)
+    tasks += run.send(4)
+    await asyncio.sleep(PAST_LEASE_S)
+    run.pair.signal(Role.PREFILL, signal.SIGCONT)
+    await run.end(tasks)
 
 
 async def _d_stopped(run: FaultRun) -> None:
-    """While D stands still other prompts come, so that P uses blocks again whose lease is over."""
-    for _ in range(ROUNDS):
-        tasks = run.send(8)
-        await run.moment()
-        run.pair.signal(Role.DECODE, signal.SIGSTOP)
-        tasks += run.send(4)
-        await asyncio.sleep(PAST_LEASE_S)
-        tasks += run.send(12)
-        await asyncio.sleep(3.0)
-        run.pair.signal(Role.DECODE, signal.SIGCONT)
-        await run.end(tasks)
+    """While D is stopped other prompts come, so that P uses blocks again whose lease is over."""
+    tasks = run.send(8)
+    await run.moment()
+    run.pair.signal(Role.DECODE, signal.SIGSTOP)
+    tasks += run.send(4)
+    await asyncio.sleep(PAST_LEASE_S)
+    tasks += run.send(12)
+    await asyncio.sleep(3.0)
+    run.pair.signal(Role.DECODE, signal.SIGCONT)
+    await run.end(tasks)
 
 
 async def _p_killed(run: FaultRun) -> None:
-    for _ in range(ROUNDS):
-        tasks = run.send(8)
-        await run.moment()
-        run.pair.kill(Role.PREFILL)
-        await run.end(tasks)
-        run.pair.start(Role.PREFILL)
+    tasks = run.send(8)
+    await run.moment()
+    run.pair.kill(Role.PREFILL)
+    await run.end(tasks)
+    run.pair.start(Role.PREFILL)
 
 
 async def _d_restarted(run: FaultRun) -> None:
-    for _ in range(ROUNDS):
-        tasks = run.send(8)
-        await run.moment()
-        run.pair.kill(Role.DECODE)
-        await run.end(tasks)
-        run.pair.start(Role.DECODE)
-        await run.end(run.send(4))
+    tasks = run.send(8)
+    await run.moment()
+    run.pair.kill(Role.DECODE)
+    await run.end(tasks)
+    run.pair.start(Role.DECODE)
+    await run.end(run.send(4))
 
 
 async def _prefix_hit(run: FaultRun) -> None:
-    for _ in range(6):  # one after the other: four prompts, then four that share a part of them
-        await run.end(run.send(4))
+    """Four prompts, then four that share a part of them."""
+    await run.end(run.send(4))
+    await run.end(run.send(4))
 
 
 async def _burst(run: FaultRun) -> None:
@@ -162,7 +159,7 @@ async def _burst(run: FaultRun) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """`count` prompts of `shortest` to `longest` tokens are what `strike` needs."""
+    """`strike` is one round, which needs `count` prompts of `shortest` to `longest` tokens."""
     name: str
     count: int
     strike: Callable[[FaultRun], Awaitable[None]]
@@ -170,9 +167,9 @@ class Fault:
     longest: int = 450
     shares_prefixes: bool = False
 
-    def prompts(self, seed: int, spare: float) -> list[list[int]]:
+    def prompts(self, seed: int, rounds: int, spare: float) -> list[list[int]]:
         """The prompts, `spare` times as many as are needed, and those for afterwards."""
-        count = int(spare * (self.count + AFTERWARDS)) + 4
+        count = int(spare * (rounds * self.count + AFTERWARDS)) + 4
         prompts = draw_prompts_between(f"{self.name} {seed}", count, self.shortest, self.longest)
         if not self.shares_prefixes:
             return prompts
@@ -182,23 +179,27 @@ class Fault:
 
 
 FAULTS = {
-    "abort": Fault("abort while parked", 30, _abort_while_parked),
-    "p-stopped": Fault("P stopped past its lease, then continued", 12 * ROUNDS, _p_stopped),
-    "d-stopped": Fault("D stopped past P's lease, then continued", 24 * ROUNDS, _d_stopped),
-    "p-killed": Fault("P killed in the middle", 8 * ROUNDS, _p_killed),
-    "prefix": Fault("partial prefix hit on D", 24, _prefix_hit, shares_prefixes=True),
-    "d-restarted": Fault("D killed and restarted", 12 * ROUNDS, _d_restarted),
+    "abort": Fault("abort while parked", 10, _abort_while_parked),
+    "p-stopped": Fault("P stopped past its lease, then continued", 12, _p_stopped),
+    "d-stopped": Fault("D stopped past P's lease, then continued", 24, _d_stopped),
+    "p-killed": Fault("P killed in the middle", 8, _p_killed),
+    "prefix": Fault("partial prefix hit on D", 8, _prefix_hit, shares_prefixes=True),
+    "d-restarted": Fault("D killed and restarted", 12, _d_restarted),
     "burst": Fault("burst beyond the pool", 24, _burst, shortest=200, longest=700),
 }
 
 
-async def strike(fault: Fault, pair: EnginePair, questions: list[Question], seed: int) -> FaultTally:
-    """Carries out one fault. Leaves the engines as they are."""
+async def strike(fault: Fault, pair: EnginePair, questions: list[Question], rounds: int, seed: int) -> FaultTally:
+    """Carries out one fault, `rounds` times. Leaves the engines as they are."""
     run = FaultRun(pair, questions, f"{fault.name} {seed}")
-    await fault.strike(run)
+    before = await asyncio.to_thread(pair.loaded_tokens)
+    for _ in range(rounds):
+        await fault.strike(run)
     run.tally.dead = pair.dead()
     if not run.tally.dead:
         await run.end(run.send(AFTERWARDS))
         run.tally.dead = pair.dead()
+    after = await asyncio.to_thread(pair.loaded_tokens)
+    run.tally.loaded_tokens = after - before if after >= before else after  # it begins anew with D
     run.tally.left = await asyncio.to_thread(pair.left)
     return run.tally

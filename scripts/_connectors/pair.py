@@ -114,10 +114,23 @@ class EnginePair:
             self._servers_by_role[role].await_ready()
 
     async def warm_up(self, prompts: list[list[int]]) -> None:
-        """Sends prompts, one by one, so that the engines know each other and `decode_leg_s` is known. Raises LoadError
-        and OSError."""
-        took_s = [(await self.ask(prompt, 2, stream=True)).ttft_s for prompt in prompts]
+        """Sends prompts, one by one, until D has loaded KV, so that the engines know each other and `decode_leg_s` is
+        known. Raises LoadError, and OSError also where that does not come about within twice HANG_S."""
+        took_s: list[float] = []
+        async with asyncio.timeout(2 * HANG_S):
+            for prompt in prompts:
+                took_s.append((await self.ask(prompt, 2, stream=True)).ttft_s)
+            while not await asyncio.to_thread(self.loaded_tokens):
+                prompt = prompt[1:]  # a new one for the prefix cache
+                took_s.append((await self.ask(prompt, 2, stream=True)).ttft_s)
         self.decode_leg_s = statistics.median(took_s)
+
+    def loaded_tokens(self) -> int:
+        """Of how many tokens D has got the KV from P since it started; 0 where it does not answer."""
+        try:
+            return int(scrape(self.d.url).value("vllm:external_prefix_cache_hits_total"))
+        except OSError:
+            return 0
 
     def signal(self, role: Role, number: int) -> None:
         """Sends a signal to all processes of an engine."""

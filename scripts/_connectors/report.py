@@ -52,14 +52,18 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     connectors = [name for name in ConnectorName if results["faults"].get(name.value)]
-    figure = Figure(figsize=(15, 2 + 4 * bool(connectors) + 2 * bool(results["legs"])), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(3, 1.4))
+    samples = [(f"{found['tokens']} tokens, {name}", [one[name] for one in found["samples_ms"]])
+               for found in results["legs"].values() for name in found["ms"]]
+    figure = Figure(figsize=(15, 5 + 2 * bool(samples)), layout="constrained")
+    heights = (3, 1.4)[:1 + bool(samples)]
+    above, *below = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, connector in zip(above.subplots(1, max(1, len(connectors)), squeeze=False, sharey=True)[0], connectors,
                                strict=False):
         tallies = results["faults"][connector.value]
         for row, name in enumerate(FAULTS):
             tally, at = tallies.get(name), 0
             if tally is None:
+                axes.text(0.5, row, "not run", va="center", color="gray", fontsize=8)
                 continue
             for end in COLOURS:
                 axes.barh(row, tally[end.value], left=at, color=COLOURS[end], label=end.value)
@@ -76,13 +80,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
         handles, labels = axes.get_legend_handles_labels()
         above.legend(*zip(*dict(zip(labels, zip(handles, labels, strict=True), strict=True)).values(), strict=True),
                      loc="outside lower center", ncols=5)
-    axes = below.subplots()
-    samples = [(f"{found['tokens']} tokens, {name}", [one[name] for one in found["samples_ms"]])
-               for found in results["legs"].values() for name in found["ms"]]
-    if samples:
+    for part in below:
+        axes = part.subplots()
         axes.boxplot([values for _, values in samples], orientation="horizontal", whis=(10, 90), showfliers=False)
         axes.set_yticks(range(1, 1 + len(samples)), [name for name, _ in samples])
         axes.invert_yaxis()
-    axes.set_xlabel("D's leg, ms (quartiles, p10 and p90)")
-    axes.set_xlim(0)
+        axes.set_xlabel("D's leg, ms (quartiles, p10 and p90)")
+        axes.set_xlim(0)
     figure.savefig(path, dpi=80)
