@@ -184,7 +184,7 @@ def right(found: dict[str, Any]) -> bool:
     """Whether all processes decided the same, and those with the plugin off were left alone."""
     kinds = [found[kind] for kind in STEPS if kind in found]
     return all(one["same_decisions"] for kind in kinds for one in kind["verdicts"].values()) and all(
-        untouched(kind["about"]["off"]) for kind in kinds)
+        untouched(kind["about"]["off"], kind["about"]["stock"]) for kind in kinds)
 
 
 def arguments() -> argparse.ArgumentParser:

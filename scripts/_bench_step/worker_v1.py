@@ -125,10 +125,9 @@ class V1SchedulerSteps(V1Steps):
         from vllm_pd.v1.engine_access import EngineAccess
         from vllm_pd.v1.metrics import MetricsRecorder
 
-        running = EngineShutdownState.RUNNING
         engine = SimpleNamespace(input_queue=queue.Queue(), output_queue=queue.Queue(), scheduler=self.scheduler,
-                                 is_running=lambda: running is EngineShutdownState.RUNNING, _idle_state_callbacks=[],
-                                 batch_queue=None)
+                                 is_running=lambda: True, shutdown_state=EngineShutdownState.RUNNING,
+                                 _idle_state_callbacks=[], batch_queue=None)
         access = EngineAccess(engine)
         fingerprint = Fingerprint(1, "bench", "float32", "float32", self.load.block_size, 1, 2, 32, "LBHNC")
         config = PDConfig.parse("kv_both", {"broker": self.broker})

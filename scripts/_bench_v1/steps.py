@@ -71,8 +71,8 @@ class StepComparison:
         return StepWorker(command, where.environment(), self.core, self.log)
 
 
-def untouched(about: dict) -> bool:
-    """Whether a process in which the plugin is off is as without it (B91): nothing wrapped, no thread, and no module
-    but those that register the name."""
+def untouched(about: dict, stock: dict) -> bool:
+    """Whether a process in which the plugin is off is as without it (B91): nothing wrapped, the threads of `stock`, and
+    no module but those that register the name."""
     ours = {"vllm_pd", "vllm_pd.errors", "vllm_pd.installation", "vllm_pd.v1", "vllm_pd.v1.plugin"}
-    return not about["wrapped"] and about["threads"] == ["MainThread"] and set(about["plugin_modules"]) <= ours
+    return not about["wrapped"] and about["threads"] == stock["threads"] and set(about["plugin_modules"]) <= ours
