@@ -35,7 +35,7 @@ from typing import Any
 
 from _bench_v1 import waiting
 from _bench_v1.installations import find_installations
-from _bench_v1.servers import Server, install_probe, start_broker
+from _bench_v1.servers import BenchServer, install_probe, start_broker
 from _bench_v1.steps import GOALS, STEPS, StepComparison, untouched
 from _series.errors import Refusal
 from _wheel import cache
@@ -95,19 +95,19 @@ class V1Bench:
                 shares[f"stock, TP {tp}"] = {"parked": self._parked(server)}
             yield "waiting", {"shares": shares, "window_s": self.args.window}
 
-    def _server(self, name: str, role: str, tp: int) -> Server:
+    def _server(self, name: str, role: str, tp: int) -> BenchServer:
         settings = {"broker": self.broker, "max_local_prefill_tokens": 40, "lease_s": LEASE_S,
                     "attempt_deadline_s": 600.0}
         transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": settings}
         probe = install_probe(self.out / "probe")
-        server = Server(self.plugin, self.args.model, transfer, tp, self.out / f"{name}.log", probe,
+        server = BenchServer(self.plugin, self.args.model, transfer, tp, self.out / f"{name}.log", probe,
                         WAKE_PROBE=str(self._wakes(name)))
         self._stack.callback(server.close)
         return server
 
-    def _stock_server(self, tp: int) -> Server:
+    def _stock_server(self, tp: int) -> BenchServer:
         transfer = {"kv_connector": "ParkingConnector", "kv_connector_module_path": "parking", "kv_role": "kv_both"}
-        server = Server(self.stock, self.args.model, transfer, tp, self.out / f"stock{tp}.log",
+        server = BenchServer(self.stock, self.args.model, transfer, tp, self.out / f"stock{tp}.log",
                         (Path(waiting.__file__).parent, ))
         self._stack.callback(server.close)
         return server
@@ -115,7 +115,7 @@ class V1Bench:
     def _wakes(self, name: str) -> Path:
         return self.out / f"wakes_{name}"
 
-    def _await_peer(self, server: Server) -> None:
+    def _await_peer(self, server: BenchServer) -> None:
         from vllm_pd.admin.scrape import scrape
 
         deadline = time.monotonic() + 300.0
@@ -125,11 +125,11 @@ class V1Bench:
             server.complete([int(time.monotonic() * 1000) % 800 + 100] * 100, 4, 300.0)
             time.sleep(0.2)
 
-    def _parked(self, server: Server) -> dict[str, float]:
+    def _parked(self, server: BenchServer) -> dict[str, float]:
         waiting.park(server)
         return waiting.cpu_shares(server, self.args.window)
 
-    def _handover(self, decode: Server, prefill: Server) -> dict[str, Any]:
+    def _handover(self, decode: BenchServer, prefill: BenchServer) -> dict[str, Any]:
         from vllm_pd.bench.handover import HandoverBench, measure
         from vllm_pd.bench.report import summary
 

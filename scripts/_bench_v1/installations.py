@@ -13,7 +13,7 @@ from _upstream_tests import trees
 
 
 @dataclass(frozen=True)
-class Installation:
+class BenchInstallation:
     """A Python with vLLM, and the folders before its own. `plugin`: whether vllm-pd is installed there."""
     python: str
     folders: tuple[Path, ...]
@@ -26,7 +26,7 @@ class Installation:
         return trees.environment([*self.folders, *more], base | settings)
 
 
-def find_installations(out: Path) -> tuple[Installation, Installation]:
+def find_installations(out: Path) -> tuple[BenchInstallation, BenchInstallation]:
     """Stock vLLM, and vLLM with the plugin: this process's. Raises Refusal where the two are not in environments of
     their own, as scripts/env.sh makes them."""
     spec = find_spec("vllm")
@@ -41,4 +41,4 @@ def find_installations(out: Path) -> tuple[Installation, Installation]:
     shutil.rmtree(names, ignore_errors=True)
     for folder in own.glob("vllm-*.dist-info"):
         shutil.copytree(folder, names / folder.name)
-    return Installation(str(python), (names, ), plugin=False), Installation(sys.executable, (), plugin=True)
+    return BenchInstallation(str(python), (names, ), plugin=False), BenchInstallation(sys.executable, (), plugin=True)

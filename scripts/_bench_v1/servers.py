@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from _wheel.process import BuildError
 
-from _bench_v1.installations import Installation
+from _bench_v1.installations import BenchInstallation
 
 START_S = 900.0
 STOP_S = 60.0
@@ -54,17 +54,17 @@ class BenchProcess:
                 child.kill()
 
 
-def start_broker(plugin: Installation, log: Path) -> tuple[BenchProcess, str]:
+def start_broker(plugin: BenchInstallation, log: Path) -> tuple[BenchProcess, str]:
     """A broker, and its address."""
     address = f"tcp://127.0.0.1:{free_port()}"
     return BenchProcess([plugin.python, "-m", "vllm_pd.cli", "broker", "--bind", address], plugin.environment(),
                         log), address
 
 
-class Server(BenchProcess):
+class BenchServer(BenchProcess):
     """`vllm serve` with the tiny model. `transfer`: its KV transfer configuration."""
 
-    def __init__(self, where: Installation, model: str, transfer: dict[str, Any], tp: int, log: Path,
+    def __init__(self, where: BenchInstallation, model: str, transfer: dict[str, Any], tp: int, log: Path,
                  more: tuple[Path, ...] = (), **settings: str) -> None:
         self.port = free_port()
         self.url, self.model = f"http://127.0.0.1:{self.port}", model
@@ -74,7 +74,7 @@ class Server(BenchProcess):
                    "--kv-transfer-config", json.dumps(transfer)]
         super().__init__(command, where.environment(*more, **settings), log)
 
-    def wait_ready(self) -> "Server":
+    def wait_ready(self) -> "BenchServer":
         """Until it answers."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:

@@ -10,7 +10,7 @@ from _bench_step.pairs import StepPair, StepVerdict, judge
 from _bench_step.turns import StepWorker
 from _bench_step.worker import StepLoad
 
-from _bench_v1.installations import Installation
+from _bench_v1.installations import BenchInstallation
 
 WORKER = Path(__file__).resolve().parents[1] / "_bench_step" / "worker_v1.py"
 STEPS = {"engine": 8, "scheduler": 100}  # of a round: short, so that other work on the machine hits all of it
@@ -31,8 +31,8 @@ class StepFigures:
 @dataclass(frozen=True)
 class StepComparison:
     """What is compared, and how. `broker`: the address of one that runs."""
-    stock: Installation
-    plugin: Installation
+    stock: BenchInstallation
+    plugin: BenchInstallation
     broker: str
     model: str
     core: int

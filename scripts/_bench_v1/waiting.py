@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from _bench_v1.servers import Server
+from _bench_v1.servers import BenchServer
 
 PARKED = 4
 PROMPT_TOKENS = 300
@@ -17,7 +17,7 @@ HOPS = 100
 SETTLE_S = 3.0  # vLLM's workers spin for a second after each step
 
 
-def cpu_shares(server: Server, window_s: float) -> dict[str, float]:
+def cpu_shares(server: BenchServer, window_s: float) -> dict[str, float]:
     """The CPU that each process of the engine uses in that time, in cores."""
     pids = server.engine_processes()
     began, before = time.monotonic(), {name: _cpu_s(pid) for name, pid in pids.items()}
@@ -26,7 +26,7 @@ def cpu_shares(server: Server, window_s: float) -> dict[str, float]:
     return {name: round((_cpu_s(pid) - before[name]) / passed_s, 4) for name, pid in sorted(pids.items())}
 
 
-def park(server: Server) -> None:
+def park(server: BenchServer) -> None:
     """Send prompts that will wait; their answers are of no interest."""
     draw = random.Random(server.port)
     for _ in range(PARKED):
@@ -53,7 +53,7 @@ def hop_times_ms() -> list[float]:
     return times
 
 
-def _forget(server: Server, prompt: list[int]) -> None:
+def _forget(server: BenchServer, prompt: list[int]) -> None:
     with contextlib.suppress(OSError, ValueError):
         server.complete(prompt, 4, 600.0)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One flag: what the plugin sets where a configuration names PDConnector, and what it refuses (B80, B91, B92)."""
+import json
 import os
+import pickle
 import socket
 
 import pytest
@@ -11,7 +13,7 @@ from vllm_pd import checks
 from vllm_pd.errors import ConfigError
 from vllm_pd.v1 import required
 from vllm_pd.v1.claim import SCHEDULER
-from vllm_pd.v1.settings import OWN_KEY, read_settings
+from vllm_pd.v1.settings import OWN_KEY, front_of_rank, fronts_of_server, read_settings
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}
 
@@ -112,6 +114,20 @@ def test_b43_a_server_of_several_processes_lets_them_drain():
     assert configure(transfer(extra=drain)).shutdown_timeout == 0
     assert configure(transfer(extra=drain), _api_process_count=2).shutdown_timeout == 18
     assert configure(transfer(extra=drain), _api_process_count=2, shutdown_timeout=3).shutdown_timeout == 3
+
+
+def test_b43_all_processes_of_a_server_meet_the_same_engines():
+    """B43: each has a copy of the command line's arguments, and makes a configuration of them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    words = ["--model", os.environ["VLLM_PD_TINY_MODEL"], "--dtype", "float32", "--max-model-len", "512",
+             "--kv-transfer-config", json.dumps({"kv_connector": "PDConnector", "kv_role": "kv_consumer",
+                                                 "kv_connector_extra_config": BROKER}), "--data-parallel-size", "2"]
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    fronts = [fronts_of_server(AsyncEngineArgs.from_cli_args(one).create_engine_config())
+              for one in (arguments, pickle.loads(pickle.dumps(arguments)))]
+    assert fronts[0] == fronts[1] and fronts[0][1] == front_of_rank(fronts[0][0], 1)
 
 
 @pytest.mark.parametrize("changes, words", [
