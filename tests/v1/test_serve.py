@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 MODEL = "tiny"
 SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "32", "--enforce-eager",
               "--served-model-name", MODEL, "--num-gpu-blocks-override", "512", "--max-num-seqs", "8"]
-PD = {"max_local_prefill_tokens": 100, "attempt_deadline_s": 300.0, "ttl_s": 120}
+PD = {"max_local_prefill_tokens": 100, "attempt_deadline_s": 300.0, "ttl_s": 120, "drain_timeout_s": 600.0}
 START_S, END_S = 1200.0, 600.0
 BLOCK = 32
 

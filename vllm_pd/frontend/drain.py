@@ -2,9 +2,9 @@
 """How the server of an engine ends without failing a request.
 
 The first SIGTERM begins a drain: the engine gets the order, new requests get 503, and the server ends when no request
-is open and the engine is drained. After `drain_timeout_s`, or upon a second SIGTERM, it ends at once, and what is left
-ends as it would upstream. An operator may begin the same drain over HTTP or at the engine itself; the server stays up
-then.
+is open and the engine is drained. After `drain_timeout_s`, or upon a second SIGTERM, it ends at once, and what is
+left ends as it would upstream, or is cut off `CUT_S` later: V1's front end may wait for ever for an engine that it
+killed. An operator may begin the same drain over HTTP or at the engine itself; the server stays up then.
 
 A server of several data-parallel ranks has an engine for each. They drain together, wherever the drain began: the
 server can't choose which of them a request goes to.
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 RETRY_AFTER_S = 5
+CUT_S = 5.0
 _NO_ENGINE_STEP = ("/tokenize", "/detokenize")  # POST requests that are served during a drain
 
 
@@ -44,11 +45,13 @@ class ServerDrain:
         self._connections = [EngineConnection(address, self._on_status) for address in addresses]
         self.draining = False  # new requests are refused
         self.open_requests = 0
+        self._tasks: set[asyncio.Task] = set()  # of the open requests
         self._timeout_s = timeout_s
         self._stop = stop
         self._changed = asyncio.Event()
         self._ending: asyncio.Task | None = None
         self._spreading: asyncio.Task | None = None
+        self._cutting: asyncio.Task | None = None
         # The server is registered once, with its first engine.
         self._greeting = [asyncio.get_running_loop().create_task(self._greet(connection, "" if rank else url))
                           for rank, connection in enumerate(self._connections)]
@@ -61,11 +64,14 @@ class ServerDrain:
     @contextlib.contextmanager
     def open_request(self) -> Iterator[None]:
         """Counts one request of a client as open."""
+        task = asyncio.current_task()
         self.open_requests += 1
+        self._tasks.add(task)
         try:
             yield
         finally:
             self.open_requests -= 1
+            self._tasks.discard(task)
             self._changed.set()
 
     async def ask(self, message: m.Message, is_answer: Callable[[m.StatusReply], bool]) -> list[m.StatusReply]:
@@ -84,11 +90,11 @@ class ServerDrain:
             logger.info("SIGTERM: draining for at most %g s; another one ends the server at once", self._timeout_s)
             self._ending = asyncio.get_running_loop().create_task(self._end())
         else:
-            self._stop()
+            self._stop_now()
 
     def close(self) -> None:
         """Release the connections when the server has ended. Idempotent."""
-        for task in (*self._greeting, self._spreading):
+        for task in (*self._greeting, self._spreading, self._cutting):
             if task is not None:
                 task.cancel()
         for connection in self._connections:
@@ -125,7 +131,20 @@ class ServerDrain:
         except Exception:  # a server must end whatever its engine does
             logger.exception("the engine could not be drained")
         finally:
-            self._stop()
+            self._stop_now()
+
+    def _stop_now(self) -> None:
+        self._stop()
+        if self._cutting is None:
+            self._cutting = asyncio.get_running_loop().create_task(self._cut())
+
+    async def _cut(self) -> None:
+        """End the requests that the server, which was stopped, has left open."""
+        await asyncio.sleep(CUT_S)
+        if self._tasks:
+            logger.warning("%d requests of clients are cut off", len(self._tasks))
+        for task in self._tasks:
+            task.cancel()
 
     async def _begin_for_good(self) -> list[EngineConnection]:
         """Refuse new requests whether or not the engines answer. Returns those that do: where only the control thread
