@@ -30,6 +30,7 @@ def serve(pipe: Connection, model: str, role: str | None, pd: dict, llm: dict, a
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.llm_engine import LLMEngine
+    os.setpgid(0, 0)  # the fleet kills and stops groups
     os.environ["VLLM_USE_V1"] = "0"
     if async_output:
         switch_on()

@@ -29,6 +29,7 @@ FAILED_TOKENS: list[int] = []  # the answer of a request that ended with an erro
 
 def serve(pipe: Connection, model: str, role: str | None, pd: dict, llm: dict, async_output: bool) -> None:
     """Builds the engine and runs it until the pipe is closed or a `stop` comes. `async_output` is V0's."""
+    os.setpgid(0, 0)  # the fleet kills and stops groups
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     if role is not None:

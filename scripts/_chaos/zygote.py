@@ -111,7 +111,6 @@ def _run(order: dict, descriptor: int) -> None:
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setpgid(0, 0)  # an engine of several processes is killed and stopped as one
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.sched_setaffinity(0, order["cores"])
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(order["cores"][0])

@@ -15,6 +15,7 @@ import psutil
 
 START_S = 600.0
 ANSWER_S = 600.0
+LABELS = ("model_name", "engine")  # the same in all samples
 _FORK = multiprocessing.get_context("fork")
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["vllm.entrypoints.llm", "vllm_pd.v1.worker"])
@@ -51,7 +52,7 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
             connection.send([(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in outputs])
         elif order == "figures":
             from prometheus_client import REGISTRY
-            connection.send({f"{sample.name}:{':'.join(v for k, v in sample.labels.items() if k != 'model_name')}":
+            connection.send({f"{sample.name}:{':'.join(v for k, v in sample.labels.items() if k not in LABELS)}":
                              sample.value for family in REGISTRY.collect() for sample in family.samples
                              if sample.name.startswith("vllm:pd_")})
         else:
