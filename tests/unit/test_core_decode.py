@@ -58,6 +58,9 @@ def assert_empty(side):
 def test_b98_a_job_has_the_priority_of_its_request(side):
     (put,) = side.submit(1.0, attempt(1), TOKENS, [5, 6, 9], 1, priority=-7)
     assert put.message.job.priority == -7
+    for number, priority, sent in ((2, 2**64, m.MAX_PRIORITY), (3, -2**70, -m.MAX_PRIORITY)):
+        (other,) = side.submit(1.0, attempt(number), TOKENS, [5, 6, 9], 1, priority=priority)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(other.message.job), type=m.Job).priority == sent
     frame = msgspec.msgpack.encode(put.message.job)
     *older, priority = msgspec.msgpack.decode(frame)
     assert priority == -7

@@ -122,6 +122,7 @@ class DecodeProtocol:
         if attempt.number <= self._last_number or attempt.incarnation != self.member.incarnation:
             raise ValueError(f"attempt {attempt} is not newer than number {self._last_number} of this engine")
         self._last_number = attempt.number
+        priority = max(-m.MAX_PRIORITY, min(m.MAX_PRIORITY, int(priority)))  # a client's may be any number
         record = _Record(attempt, list(token_ids), list(block_ids), cached_blocks, avoid, priority)
         self._records[attempt] = record
         record.submitted = now

@@ -30,6 +30,8 @@ SPLIT_LAYOUTS = ("heads-first", "packed", "kv-heads-first")
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+MAX_PRIORITY = 2**31 - 1
+Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
                      msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
@@ -162,7 +164,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     deadline_s: Seconds
     lora: Text | None = None
     avoid: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_AVOIDED)] = ()
-    priority: int = 0
+    priority: Priority = 0
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
