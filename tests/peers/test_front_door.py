@@ -19,7 +19,7 @@ from vllm_pd import hooks
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core import messages as m
-from vllm_pd.frontend import connection, drain
+from vllm_pd.frontend import connection
 from vllm_pd.frontend.drain import ServerDrain
 from vllm_pd.liveness.process import local_member
 
@@ -174,9 +174,8 @@ def test_b43_the_second_sigterm_and_the_timeout_end_it(tmp_path):
 
 
 def test_b43_what_a_stopped_server_leaves_open_is_cut_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(drain, "CUT_S", 0.2)
-
     async def body(served):
+        monkeypatch.setattr(served.drain, "_cut_s", 0.2)
         asked = asyncio.create_task(served.ask("POST", "/v1/completions"))
         await until(lambda: served.drain.open_requests)
         served.on_sigterm()

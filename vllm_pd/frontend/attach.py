@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[str, Any],
-                          stop: Callable[[], None], fronts: Sequence[str]) -> Callable[[], None]:
+                          stop: Callable[[], None], fronts: Sequence[str],
+                          cut_s: float | None = None) -> Callable[[], None]:
     """Give the server of an engine with disaggregation its routes, its drain and limits for headers. `stop` is what
     SIGTERM calls upstream; returns what it is to call instead. `fronts` are the addresses at which the engine of each
-    data-parallel rank expects the server. The server must not have started yet."""
+    data-parallel rank expects the server. `cut_s`: see `ServerDrain`. The server must not have started yet."""
     config = PDConfig.parse(settings["kv_role"], settings["extra"])
     exit_as_before = server.handle_exit
 
@@ -37,7 +38,8 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
 
     server.handle_exit = handle_exit
     key = key_of(app)
-    drain = ServerDrain(fronts, config.drain_timeout_s, stop_as_before, _base_url(server.config, config))
+    drain = ServerDrain(fronts, config.drain_timeout_s, stop_as_before, _base_url(server.config, config),
+                        cut_s)
     app.add_middleware(DrainMiddleware, drain=drain)
     app.add_middleware(routes.GenerateMiddleware, key=key)
     app.add_middleware(routes.RoutesMiddleware, routes=routes.operator_routes(drain, key), prefix=routes.PREFIX)

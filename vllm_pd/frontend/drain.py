@@ -3,8 +3,8 @@
 
 The first SIGTERM begins a drain: the engine gets the order, new requests get 503, and the server ends when no request
 is open and the engine is drained. After `drain_timeout_s`, or upon a second SIGTERM, it ends at once, and what is
-left ends as it would upstream, or is cut off `CUT_S` later: V1's front end may wait for ever for an engine that it
-killed. An operator may begin the same drain over HTTP or at the engine itself; the server stays up then.
+left ends as it would upstream. With V1 it is cut off after a while: its front end may wait for ever for an engine
+that it killed. An operator may begin the same drain over HTTP or at the engine itself; the server stays up then.
 
 A server of several data-parallel ranks has an engine for each. They drain together, wherever the drain began: the
 server can't choose which of them a request goes to.
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 RETRY_AFTER_S = 5
-CUT_S = 5.0
 _NO_ENGINE_STEP = ("/tokenize", "/detokenize")  # POST requests that are served during a drain
 
 
@@ -38,16 +37,18 @@ class ServerDrain:
     server's event loop.
 
     `addresses` are the engines' control sockets for their front end, `url` is the base URL by which others reach the
-    server. `stop` ends the server as upstream does.
+    server. `stop` ends the server as upstream does; requests that are open `cut_s` after that are cut off. None: never.
     """
 
-    def __init__(self, addresses: Sequence[str], timeout_s: float, stop: Callable[[], None], url: str) -> None:
+    def __init__(self, addresses: Sequence[str], timeout_s: float, stop: Callable[[], None], url: str,
+                 cut_s: float | None = None) -> None:
         self._connections = [EngineConnection(address, self._on_status) for address in addresses]
         self.draining = False  # new requests are refused
         self.open_requests = 0
         self._tasks: set[asyncio.Task] = set()  # of the open requests
         self._timeout_s = timeout_s
         self._stop = stop
+        self._cut_s = cut_s
         self._changed = asyncio.Event()
         self._ending: asyncio.Task | None = None
         self._spreading: asyncio.Task | None = None
@@ -135,12 +136,12 @@ class ServerDrain:
 
     def _stop_now(self) -> None:
         self._stop()
-        if self._cutting is None:
+        if self._cutting is None and self._cut_s is not None:
             self._cutting = asyncio.get_running_loop().create_task(self._cut())
 
     async def _cut(self) -> None:
         """End the requests that the server, which was stopped, has left open."""
-        await asyncio.sleep(CUT_S)
+        await asyncio.sleep(self._cut_s)
         if self._tasks:
             logger.warning("%d requests of clients are cut off", len(self._tasks))
         for task in self._tasks:

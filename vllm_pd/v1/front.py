@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+CUT_S = 5.0  # for what V1 itself says to those that are open when it stops
 LAUNCHER = "vllm.entrypoints.launchers.launcher"
 
 
@@ -53,7 +54,8 @@ def _attach(app: FastAPI, server: Any) -> None:
     # Its own exit is left to vLLM's handler, which ends the engine, too.
     stopping = SimpleNamespace(config=server.config, handle_exit=lambda number, frame: None)
     on_sigterm = attach_disaggregation(app, stopping, read_settings(client.vllm_config)._asdict(),
-                                       lambda: signal.raise_signal(signal.SIGINT), fronts)
+                                       lambda: signal.raise_signal(signal.SIGINT), fronts,
+                                       client.vllm_config.shutdown_timeout + CUT_S)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
     if publishes_events(client.vllm_config):
         attach_events(app, lambda: find_events(client.vllm_config, client))
