@@ -22,7 +22,8 @@ def process_counts() -> dict[str, int]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             folder = Path(f"/proc/{pid}")
             status = (folder / "status").read_text(encoding="ascii").splitlines()
-            totals["memory_bytes"] += next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
+            totals["memory_bytes"] += next((int(line.split()[1]) << 10 for line in status
+                                            if line.startswith("RssAnon:")), 0)  # a process that has ended has none
             totals["descriptors"] += len(os.listdir(folder / "fd"))
             totals["threads"] += len(os.listdir(folder / "task"))
     return dict(totals)

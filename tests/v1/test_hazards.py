@@ -288,6 +288,17 @@ def test_b96_a_reset_with_a_fence_that_stays_up_fails_as_v1_says(engine, monkeyp
     end(engine)
 
 
+def test_b96_after_it_the_request_is_computed_although_the_fence_stays_up(engine, monkeypatch):
+    monkeypatch.setattr("vllm_pd.v1.binding.FENCES_S", 0.01)
+    attempt = parked(engine)
+    engine.protocol.peers = 0
+    assert not engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert engine.ended["a"] == "length"
+    engine.tell(Released(attempt))
+    end(engine)
+
+
 def test_b94_an_engine_with_parked_requests_only_makes_no_step(engine):
     parked(engine)
     steps = engine.steps

@@ -243,8 +243,8 @@ class DecodeHandover(ABC, Generic[R]):
 
     def update_metrics(self) -> None:
         """Set the gauges, and count the first tokens since the last call."""
-        quarantined = sum(remote.blocks for attempt, remote in self._attempts.items()
-                          if attempt in self._quarantined())
+        given_up = self._quarantined()
+        quarantined = sum(remote.blocks for attempt, remote in self._attempts.items() if attempt in given_up)
         self._metrics.quarantined_blocks.set(quarantined)
         self._metrics.parked_blocks.set(self._count_blocks() - quarantined)
         waiting = []

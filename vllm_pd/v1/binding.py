@@ -161,8 +161,9 @@ class EngineHandover(HandoverEngine):
                             and not scheduler.awaits_grammar())
         if self.prefill_jobs is not None:
             self.prefill_jobs.scheduled(new_ids)
-            blocked = not new_ids and not throttled and self.remote_prefills.waiting_for_peers
-            self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
+            if not throttled:
+                blocked = not new_ids and self.remote_prefills.waiting_for_peers
+                self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
             if self.prefill_jobs.has_requests:
                 self._transmit()  # reads into blocks that were allocated in this step
         next_look = self._patience.next_look() if self.stalled else None
@@ -240,6 +241,7 @@ class EngineHandover(HandoverEngine):
         `FENCES_S`."""
         for request_id in self.remote_prefills.parked_ids():
             self._scheduler.fail_parked(self.remote_prefills.withdraw(request_id))
+        self.changed()
         deadline = time.monotonic() + FENCES_S
         self._apply_updates()
         while len(self.fence) and time.monotonic() < deadline:
