@@ -124,24 +124,24 @@ async def test_the_server_says_where_to_whom_it_may(endpoint):
 
     config = SimpleNamespace(kv_events_config=events_at(endpoint), instance_id="abcde",
                              cache_config=SimpleNamespace(block_size=16), parallel_config=ParallelConfig())
-    middleware = RoutesMiddleware(app, [events_route(config, "secret")], notice.PATH)
+    middleware = RoutesMiddleware(app, [events_route(lambda: notice.find(config), "secret")], notice.PATH)
     status, body = await ask(middleware, key="secret")
     assert status == 200
     assert json.loads(body) == {"events": endpoint, "block_size": 16, "replay": None, "topic": "", "side": None,
-                                "epoch": None, "ranks": 1}
+                                "epoch": None, "ranks": 1, "loads": []}
     config.parallel_config = ParallelConfig(data_parallel_size=4)
     assert json.loads((await ask(middleware, key="secret"))[1])["ranks"] == 4
     assert (await ask(middleware))[0] == (await ask(middleware, key="guess"))[0] == 401
     status, body = await ask(middleware, method="POST", key="secret")
     assert (status, json.loads(body)["message"]) == (405, "use GET or HEAD")
     assert (await ask(middleware, path="/pd/status"))[0] == 299
-    assert (await ask(RoutesMiddleware(app, [events_route(config, None)], notice.PATH)))[0] == 200
+    assert (await ask(RoutesMiddleware(app, [events_route(lambda: notice.find(config), None)], notice.PATH)))[0] == 200
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"side": 5, "epoch": ""}', b"[" * 4000])
 def test_b81_a_file_that_says_nothing_is_no_file(endpoint, tmp_path, content):
     config = FakeLLMEngine(events_at(endpoint)).vllm_config
-    path = notice.leave(config, notice.SideNotice("tcp://127.0.0.1:1", "e"))
+    path = notice.leave(notice.path_of(config), notice.SideNotice("tcp://127.0.0.1:1", "e"))
     assert notice.find(config).side == "tcp://127.0.0.1:1"
     path.write_bytes(content)
     assert notice.find(config).side is None

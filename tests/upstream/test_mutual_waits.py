@@ -118,7 +118,9 @@ class Node:
 
     # LLMEngine's part.
 
-    def add_request(self, request_id, prompt, params) -> None:
+    scheduler_config = SimpleNamespace(policy="fcfs")
+
+    def add_request(self, request_id, prompt, params, priority) -> None:
         self.sim.add(request_id, prompt["prompt_token_ids"], max_tokens=params.max_tokens)
 
     def abort_request(self, request_id: str) -> None:

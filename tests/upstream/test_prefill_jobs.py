@@ -55,11 +55,12 @@ class Engine:
                                             get_head_size=lambda: 8)
         self.cache_config = SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto")
         self.parallel_config = SimpleNamespace(world_size=1)
+        self.scheduler_config = SimpleNamespace(policy="fcfs")
         self.vllm_config = self
         self.aborted: list[str] = []
         self.longest = longest
 
-    def add_request(self, request_id, prompt, params) -> None:
+    def add_request(self, request_id, prompt, params, priority) -> None:
         if len(prompt["prompt_token_ids"]) > self.longest:
             raise ValueError("too long")
         assert params.max_tokens == 1 and params.ignore_eos
