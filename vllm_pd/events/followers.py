@@ -10,9 +10,10 @@ still holds, and fills gaps from it. Every `CHECK_S` it requests the last batch 
 has restarted. Where the replay does not reach back far enough, or there is none, everything known is forgotten, and
 only later events count: the index then has too few blocks for a time, never wrong ones.
 """
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -80,6 +81,23 @@ class EventFollower(Protocol):
         """Read from the other socket, and do what is due."""
 
 
+def read_messages(received: Iterable[list[bytes]], counters: Counter[str]) -> Iterator[m.Message]:
+    """The messages in what a side socket has received. One that can't be read is counted and left out."""
+    for frames in received:
+        try:
+            message = m.decode(frames)
+        except BadFrame as fault:
+            count_malformed(counters, fault)
+        else:
+            yield message
+
+
+def count_malformed(counters: Counter[str], fault: BadFrame) -> None:
+    """Count a message or batch that can't be read, altogether and by its fault."""
+    counters["malformed"] += 1
+    counters[f"malformed_{fault.fault.value}"] += 1
+
+
 class SideFollower:
     """`socket` is a client of the side socket. `epoch` is the one in the answer to GET /pd/events: an engine that
     reports another life is not the right one. With None any engine is. Batches whose numbers a report implies are lost
@@ -126,13 +144,7 @@ class SideFollower:
     def turn(self, now: float) -> None:
         """Read from the side socket, and do what is due. Raises EngineLost where the engine is silent or another
         one."""
-        for frames in self._read():
-            try:
-                message = m.decode(frames)
-            except BadFrame as fault:
-                self._counters["malformed"] += 1
-                self._counters[f"malformed_{fault.fault.value}"] += 1
-                continue
+        for message in read_messages(self._read(), self._counters):
             self._lost_at = now + LOST_S
             self._hung_up = False
             if isinstance(message, m.EngineReport):
@@ -242,16 +254,8 @@ class LoadFollower:
         if now >= self._subscribe_at:
             self._subscribe_at = now + m.SUBSCRIBE_S
             sockets.send(self._socket, m.encode(m.Subscribe()))
-        for _ in range(MESSAGES_A_TURN):
-            frames = sockets.receive(self._socket)
-            if frames is None:
-                break
-            try:
-                message = m.decode(frames)
-            except BadFrame as fault:
-                self._counters["malformed"] += 1
-                self._counters[f"malformed_{fault.fault.value}"] += 1
-                continue
+        received = iter(lambda: sockets.receive(self._socket), None)
+        for message in read_messages(itertools.islice(received, MESSAGES_A_TURN), self._counters):
             if isinstance(message, m.EngineReport):
                 self._lost_at = now + LOST_S
                 self._epoch = self._epoch or message.epoch

@@ -33,6 +33,7 @@ from vllm_pd.events.followers import (
     LoadFollower,
     ReplayFollower,
     SideFollower,
+    count_malformed,
 )
 from vllm_pd.events.formats import REMOVED, STORED, Event, Unreadable, count_unread
 from vllm_pd.events.holdings import Holdings
@@ -302,8 +303,7 @@ class Subscriber:
             try:
                 follower.batch(time.monotonic(), frames)
             except BadFrame as fault:
-                self.counters["malformed"] += 1
-                self.counters[f"malformed_{fault.fault.value}"] += 1
+                count_malformed(self.counters, fault)
         follower.turn(time.monotonic())
         for load in self._loads:
             load.turn(time.monotonic())
