@@ -12,6 +12,7 @@ import psutil
 import pytest
 from harness import engine_env, eventually, model_folder
 
+from tests.asking import request
 from tests.forked import freeze
 from tests.router.openai_talk import client, conversation
 from tests.verdict import same_answer
@@ -51,18 +52,6 @@ def two(fleet) -> Iterator[Fleet]:
     eventually(lambda: [one["state"] for one in workers(fleet)["workers"]] == ["up", "up"], "both are up")
     yield fleet
     assert request(router, "DELETE", "/workers", {"url": url})[0] == 200
-
-
-def request(url: str, method: str, path: str, body: dict | None = None, **headers: str) -> tuple[int, dict, bytes]:
-    host, port = url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=120)
-    try:
-        connection.request(method, path, None if body is None else json.dumps(body),
-                           {"Content-Type": "application/json", **headers})
-        reply = connection.getresponse()
-        return reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read()
-    finally:
-        connection.close()
 
 
 def workers(fleet: Fleet) -> dict:

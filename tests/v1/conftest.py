@@ -21,3 +21,18 @@ def model_folder(tmp_path_factory):
 def in_flight(request) -> int:
     """How many steps are in flight: both of V1's scheduler classes."""
     return 1 if request.param == "sync" else 2
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    """The folder of real engines' logs."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="module")
+def mono(logs):
+    """One stock engine alone: its tokens are the right ones."""
+    from tests.v1.real_engines import RealEngine
+    engine = RealEngine(None, logs / "mono.log").ready()
+    yield engine
+    engine.stop()

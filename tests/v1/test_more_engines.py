@@ -17,18 +17,6 @@ BLOCK = 32
 LONGEST = 1900
 
 
-@pytest.fixture(scope="module")
-def logs(tmp_path_factory):
-    return tmp_path_factory.mktemp("engines")
-
-
-@pytest.fixture(scope="module")
-def mono(logs):
-    engine = RealEngine(None, logs / "mono.log").ready()
-    yield engine
-    engine.stop()
-
-
 @pytest.fixture
 def fleet(logs, request):
     """Starts engines with a broker of their own: fleet([tensor-parallel size of each P], [of each D])."""

@@ -18,18 +18,6 @@ def prompts(seed: int, lengths=LENGTHS) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory):
-    return tmp_path_factory.mktemp("engines")
-
-
-@pytest.fixture(scope="module")
-def mono(logs):
-    engine = RealEngine(None, logs / "mono.log").ready()
-    yield engine
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
 def broker():
     broker = RealBroker()
     yield broker

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user meets: `vllm-pd up` with a router, the commands of an operator, the routes and the drain of a server, and
 a server of two data-parallel ranks (B11, B43, B67, B80, B91, B97). Real servers of the tiny model, started once."""
+import functools
 import http.client
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import asking
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.launch.child import Child
 from vllm_pd.launch.plan import HOST, SERVE, EnginePlan, UpOptions, plan_fleet, transfer_config
@@ -25,6 +27,7 @@ SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "
               "--served-model-name", MODEL, "--num-gpu-blocks-override", "512", "--max-num-seqs", "8"]
 PD = {"max_local_prefill_tokens": 100, "attempt_deadline_s": 300.0, "ttl_s": 120, "drain_timeout_s": 600.0}
 START_S, END_S = 1200.0, 600.0
+request = functools.partial(asking.request, timeout_s=END_S)
 BLOCK = 32
 
 
@@ -43,18 +46,6 @@ def wait_for(holds, what: str, seconds: float = END_S) -> None:
     while not holds():
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
-
-
-def request(url: str, method: str, path: str, body: dict | None = None, **headers: str) -> tuple[int, dict, bytes]:
-    host, port = url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=END_S)
-    try:
-        connection.request(method, path, None if body is None else json.dumps(body),
-                           {"Content-Type": "application/json", **headers})
-        reply = connection.getresponse()
-        return reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read()
-    finally:
-        connection.close()
 
 
 def complete(url: str, tokens: list[int], count: int = 4, **headers: str) -> tuple[int, dict, dict]:
