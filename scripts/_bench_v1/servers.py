@@ -40,7 +40,7 @@ class BenchProcess:
     def close(self) -> None:
         """End it and its children."""
         children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
-        for child in children:  # one that stands still ends too late
+        for child in children:  # a stopped one does not end by itself
             if child.is_running():
                 child.send_signal(signal.SIGCONT)
         for number in (signal.SIGTERM, signal.SIGKILL):

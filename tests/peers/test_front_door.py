@@ -294,8 +294,8 @@ def run_several(body, tmp_path):
 @pytest.mark.parametrize("begin", ["sigterm", "http", "engine"])
 def test_b43_all_ranks_behind_one_server_drain_together(tmp_path, begin):
     async def body(agents, drains, stops):
-        told = await drains[0].ask(m.Status(), lambda status: True)
-        assert [status.member.http for status in told] == ["http://127.0.0.1:8000", ""], "a router sees one worker"
+        answers = await drains[0].ask(m.Status(), lambda status: True)
+        assert [status.member.http for status in answers] == ["http://127.0.0.1:8000", ""], "a router sees one worker"
         agents[1].protocol.set_load(m.Load(running=1))
         if begin == "sigterm":
             drains[1].on_sigterm()

@@ -168,7 +168,7 @@ class EngineHandover(HandoverEngine):
                 self._transmit()  # reads into blocks that were allocated in this step
         next_look = self._patience.next_look() if self.stalled else None
         if next_look is not None or (self.stalled and self.remote_prefills.falling_back):
-            self._access.wake()  # a job, or a request that fell back, that nothing here will make room for: at once
+            self._access.wake()  # give back at once what nothing here will make room for
         self._access.wake_at(next_look)
 
     def before_update(self, output: SchedulerOutput) -> None:
@@ -195,8 +195,8 @@ class EngineHandover(HandoverEngine):
                 if not (output.outputs or output.finished_requests or output.scheduler_stats):
                     del outputs[client]
 
-    def after_finish(self, request_ids: list[str], finished: list[Request]) -> list[Request]:
-        """These were aborted, or nothing is known of them. Returns `finished` without our own."""
+    def after_finish(self, finished: list[Request]) -> list[Request]:
+        """These requests were aborted. Returns them without our own."""
         self.changed()
         if self.prefill_jobs is None:
             return finished

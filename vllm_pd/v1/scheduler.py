@@ -112,7 +112,7 @@ class HandoverScheduling(Scheduler):
             request = self.requests.get(request_id)
             if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.finished_recving_kv_req_ids.add(request_id)
-        return self.binding.after_finish(ids, super().finish_requests(ids, finished_status))
+        return self.binding.after_finish(super().finish_requests(ids, finished_status))
 
     def has_requests(self) -> bool:
         """V1's, but False while all that is left waits for peers, and nothing is new."""
