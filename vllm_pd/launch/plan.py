@@ -130,6 +130,8 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     shares = split_cores(cores, count)
     numbers = [*range(options.decode), *range(options.prefill)]
     events = options.router and _value_of("--kv-events-config", options.serve_args) is None
+    if events:
+        _refuse_ranks(options.serve_args)
     engines = tuple(
         EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share,
                    env=_omp_env(share, crowded=0 < len(cores) < count),
@@ -197,6 +199,19 @@ def _events_config() -> str:
     path = os.path.join(tempfile.gettempdir(), f"vllm-pd-events-{uuid.uuid4().hex}")
     replay = {"replay_endpoint": f"ipc://{path}-replay"} if find_installation().world is World.PLUGIN else {}
     return json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{path}", **replay})
+
+
+def _refuse_ranks(serve_args: Sequence[str]) -> None:
+    """Refuse several data-parallel ranks, whose publishers can't share a Unix socket. On TCP upstream's publisher
+    listens at all interfaces or none, and what it sends has prompts in it: that is for the user to decide."""
+    example = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557",
+               "replay_endpoint": "tcp://*:5657"}
+    for flag in ("--data-parallel-size", "-dp"):
+        value = _value_of(flag, serve_args)
+        if value not in (None, "1"):
+            raise ConfigError(flag, value, "each rank publishes its KV events for the router at TCP ports of its own: "
+                              f"add --kv-events-config '{json.dumps(example)}', where no other host can reach these "
+                              "ports (rank R adds R to them), and leave --decode at 1")
 
 
 def _refuse_ours(serve_args: Sequence[str]) -> None:
