@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_pd.bench.share.options import ShareBench
+from vllm_pd.options import takes_settings
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 WIDE = 200  # columns of a table with one for each router
-bench_app = typer.Typer(no_args_is_help=True, help="Measure: the hand-over, the routers, the step sync.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure: the hand-over, the routers, the step sync, a trace.")
 
 Urls = Annotated[list[str], typer.Option(help="Its base URL, like http://127.0.0.1:8000.")]
 Picture = Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.")]
@@ -185,3 +188,16 @@ def bench_policies(
     if picture is not None:
         policies.picture(found, picture)
     write(found, output)
+
+
+@bench_app.command()
+@takes_settings
+def share(bench: ShareBench, output: Output = None) -> None:
+    """Measure how repetitive recorded prompts are, and what caches of D and P and the router could save of that."""
+    from vllm_pd.bench.share import measure
+    found = measure.measure(bench, typer.echo)
+    write(found, output)
+    typer.echo(measure.summary(found))
+    if found["pruned"]["prefixes"]:
+        print_table(measure.prefix_table(found), 120)
+    print_table(measure.cache_table(found), 120)
