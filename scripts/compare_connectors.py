@@ -136,7 +136,8 @@ class Results:
         self.write()
 
     def add_legs(self, legs: dict[str, Any]) -> None:
-        self.values["legs"][str(legs["tokens"])] = legs | {"model": Path(legs["model"]).name}
+        model = Path(legs["model"]).name
+        self.values["legs"][f"{model}, {legs['tokens']} tokens"] = legs | {"model": model}
         self.write()
 
     def write(self) -> None:

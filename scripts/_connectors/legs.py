@@ -2,8 +2,10 @@
 """D's leg: from the request to D, when P has the prompt's KV, to the first token.
 
 For each pair of measurements a new prompt of the same length goes to each connector, one after the other on idle
-engines, in alternating order. First P computes it, for a client of its own (upstream's connectors: the proxy's first
-request). Then the clock starts when the request is written to D, and stops when the first token of the stream is here.
+engines, in alternating order. The engines of the other connectors are stopped (SIGSTOP) meanwhile: stock engines that
+hold blocks for a peer keep stepping, and would slow all others down. First P computes the prompt, for a client of its
+own (upstream's connectors: the proxy's first request). Then the clock starts when the request is written to D, and
+stops when the first token of the stream is here. A measurement in which D got no KV from P is made again.
 
 So upstream's leg is: D's front end, the scheduler, the read of P's blocks, the last token's step. Ours is that and
 more: the job goes through the broker, P claims it, finds its prefix hit, computes what a hit leaves out (the rest of
@@ -11,14 +13,20 @@ the last block), and writes.
 """
 import asyncio
 import random
+import signal
 import statistics
+import time
 from typing import Any
 
 from _chaos.load import VOCABULARY
 
 from _connectors.pair import EnginePair
+from vllm_pd.bench.connection import LoadError
 from vllm_pd.bench.report import MS, ShowLine, summary
+from vllm_pd.launch.plan import ROLE_NAMES
 
+SETTLE_S = 1.5  # until an engine that was stopped has answered its peers and the broker
+TRIES, COUNTED_S = 3, 3.0
 FIGURES = "p10 p50 p90 min max"
 
 
@@ -27,6 +35,23 @@ async def measure_leg(pair: EnginePair, prompt: list[int]) -> float:
     headers = {"X-Request-Id": f"leg-{random.getrandbits(64):x}"}
     params = await pair.prefill(prompt, headers)
     return (await pair.decode(prompt, 2, params, headers, stream=True)).ttft_s
+
+
+async def measure_alone(pair: EnginePair, pairs: list[EnginePair], tokens: int, draw: random.Random) -> float:
+    """D's leg in seconds, while the engines of all others of `pairs` stand still. They are stopped afterwards, too."""
+    for one in pairs:
+        for role in ROLE_NAMES:
+            one.signal(role, signal.SIGCONT if one is pair else signal.SIGSTOP)
+    for _ in range(TRIES):
+        await asyncio.sleep(SETTLE_S)
+        before = await asyncio.to_thread(pair.loaded_tokens)
+        took_s = await measure_leg(pair, draw.choices(VOCABULARY, k=tokens))
+        deadline = time.monotonic() + COUNTED_S
+        while time.monotonic() < deadline:
+            if await asyncio.to_thread(pair.loaded_tokens) > before:
+                return took_s
+            await asyncio.sleep(0.1)
+    raise LoadError(f"{pair.connector.value}: D got no KV from P in {TRIES} requests of {tokens} tokens")
 
 
 async def measure_legs(pairs: list[EnginePair], tokens: int, count: int, seed: int, say: ShowLine) -> dict[str, Any]:
@@ -38,8 +63,7 @@ async def measure_legs(pairs: list[EnginePair], tokens: int, count: int, seed: i
         order = pairs if number % 2 else pairs[::-1]
         taken.append({})
         for pair in order:
-            taken[-1][pair.connector.value] = await measure_leg(pair, draw.choices(VOCABULARY, k=tokens))
-            await asyncio.sleep(0.2)
+            taken[-1][pair.connector.value] = await measure_alone(pair, pairs, tokens, draw)
         say(f"D's leg at {tokens} tokens, {number}/{count}: "
             + ", ".join(f"{name} {MS * took_s:.1f} ms" for name, took_s in taken[-1].items()))
     taken = taken[1:]  # the first connects the engines

@@ -38,12 +38,12 @@ def counts(results: dict[str, Any]) -> Table:
 def legs(results: dict[str, Any]) -> Table:
     """D's leg in milliseconds."""
     lines = []
-    for found in results["legs"].values():
+    for prompt, found in results["legs"].items():
         for name, ms in found["ms"].items():
             quotient = found["ours_to_theirs"].get(name, {})
             shown = f"{quotient['p50']:.2f} ({quotient['p10']:.2f} to {quotient['p90']:.2f})" if quotient else ""
             figures = [f"{ms[key]:.1f}" for key in ("p10", "p50", "p90")]
-            lines.append([f"{found['tokens']} tokens, {name}", *figures, shown])
+            lines.append([f"{prompt}, {name}", *figures, shown])
     return table(["D's leg, ms", "p10", "p50", "p90", "ours / theirs"], lines)
 
 
@@ -52,10 +52,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     connectors = [name for name in ConnectorName if results["faults"].get(name.value)]
-    samples = [(f"{found['tokens']} tokens, {name}", [one[name] for one in found["samples_ms"]])
-               for found in results["legs"].values() for name in found["ms"]]
-    figure = Figure(figsize=(15, 5 + 2 * bool(samples)), layout="constrained")
-    heights = (3, 1.4)[:1 + bool(samples)]
+    samples = [(f"{prompt}, {name}", [one[name] for one in found["samples_ms"]])
+               for prompt, found in results["legs"].items() for name in found["ms"]]
+    figure = Figure(figsize=(15, 5 + 3 * bool(samples)), layout="constrained")
+    heights = (3, 1.8)[:1 + bool(samples)]
     above, *below = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, connector in zip(above.subplots(1, max(1, len(connectors)), squeeze=False, sharey=True)[0], connectors,
                                strict=False):
