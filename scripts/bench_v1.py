@@ -81,7 +81,8 @@ class V1Bench:
         for server in ours.values():
             self._await_peer(server)
         if "handover" in self.args.part:
-            yield "handover", self._handover(ours[1], prefill)
+            name = "handover" if self.args.worker_spin is None else "handover, workers that spin less"
+            yield name, self._handover(ours[1], prefill)
         if "waiting" in self.args.part:
             stock = {tp: self._stock_server(tp) for tp in (1, 2)}  # CPU time is the same beside their start
             shares = {f"ours, TP {tp}": {"idle": waiting.cpu_shares(one, self.args.window)} for tp, one in ours.items()}
@@ -101,9 +102,12 @@ class V1Bench:
         transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": settings}
         probe = install_probe(self.out / "probe")
         server = BenchServer(self.plugin, self.args.model, transfer, tp, self.out / f"{name}.log", probe,
-                        WAKE_PROBE=str(self._wakes(name)))
+                        WAKE_PROBE=str(self._wakes(name)), **self._spin())
         self._stack.callback(server.close)
         return server
+
+    def _spin(self) -> dict[str, str]:
+        return {} if self.args.worker_spin is None else {"WORKER_SPIN_S": str(self.args.worker_spin)}
 
     def _stock_server(self, tp: int) -> BenchServer:
         transfer = {"kv_connector": "ParkingConnector", "kv_connector_module_path": "parking", "kv_role": "kv_both"}
@@ -140,7 +144,8 @@ class V1Bench:
         wakes = [1000 * float(line) for line in self._wakes("d1").read_text().split()]
         rest = [one["control_plane"] - one["queue"] - one["claim"] for one in samples]
         figures = "p50 p99 mean min max"
-        return report | {"rest_ms": summary(rest, figures), "wake_to_step_ms": summary(wakes, figures),
+        return report | {"worker_spin_s": self.args.worker_spin, "rest_ms": summary(rest, figures),
+                         "wake_to_step_ms": summary(wakes, figures),
                          "hop_ms": summary(hops + waiting.hop_times_ms(), figures)}
 
 
@@ -161,8 +166,7 @@ def show(found: dict[str, Any]) -> None:
         for state, processes in shares.items():
             print(f"waiting    {name}, {state}: " + ", ".join(f"{one} {share:.3f}" for one, share in processes.items())
                   + (f" (goal {WAITING_GOAL})" if name.startswith("ours") else ""))
-    handover = found.get("handover")
-    if handover:
+    for handover in (one for part, one in found.items() if part.startswith("handover")):
         def line(name: str, spread: dict[str, float], goal: str = "") -> None:
             print(f"handover   {name:22} p50 {spread['p50']:8.2f}  p99 {spread['p99']:8.2f}  max {spread['max']:8.2f} "
                   f"ms{goal}")
@@ -198,7 +202,9 @@ def arguments() -> argparse.ArgumentParser:
                                 ("requests", 150, "remote prompts that are measured"),
                                 ("prompt-tokens", 256, "their length")):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default {default})")
-    parser.add_argument("--window", type=float, default=10.0, metavar="SECONDS", help="how long CPU use is measured")
+    parser.add_argument("--worker-spin", type=float, metavar="SECONDS", help="how long a worker spins after each step, "
+                        "for part handover where there are fewer cores than processes (default: vLLM's 1 s)")
+    parser.add_argument("--window", type=float, default=30.0, metavar="SECONDS", help="how long CPU use is measured")
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write the figures there; parts that were not measured now stay as they are")
     parser.add_argument("--out", type=Path, metavar="DIR", default=cache.root() / "bench_v1", help="folder for logs")

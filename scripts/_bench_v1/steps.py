@@ -25,7 +25,8 @@ class StepFigures:
 
     def as_dict(self) -> dict:
         """For JSON."""
-        return {"verdicts": {name: one.as_dict() for name, one in self.verdicts.items()}, "about": self.about}
+        about = {name: {key: value for key, value in one.items() if key != "vllm"} for name, one in self.about.items()}
+        return {"verdicts": {name: one.as_dict() for name, one in self.verdicts.items()}, "about": about}
 
 
 @dataclass(frozen=True)

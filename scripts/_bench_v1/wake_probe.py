@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of vLLM that times how long an engine takes from its wake-up to the step that resumes a request.
+"""A plugin of vLLM that times how long an engine takes from its wake-up to the step that resumes a request. With
+WORKER_SPIN_S its processes spin for so many seconds after a message of theirs, instead of one second.
 
 It is found by the metadata that `servers.install_probe` writes. In EngineCore it wraps three of our methods and appends
 the seconds to the file that WAKE_PROBE names.
@@ -11,7 +12,10 @@ import time
 
 
 def install() -> None:
-    """Does nothing but in EngineCore's process."""
+    """Times nothing but in EngineCore's process."""
+    if "WORKER_SPIN_S" in os.environ:
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+        SpinCondition.__init__.__defaults__ = (float(os.environ["WORKER_SPIN_S"]), )
     if "vllm.v1.engine.core" not in sys.modules or "WAKE_PROBE" not in os.environ:
         return
     from vllm_pd.v1.engine_access import EngineAccess
