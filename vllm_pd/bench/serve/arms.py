@@ -9,7 +9,7 @@ take turns on all cores as the operating system lets them.
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -198,6 +198,8 @@ def _plan_pd(settings: FleetSettings) -> ArmPlan:
 def _router(arm: Arm, settings: FleetSettings, events: Mapping[str, Mapping[str, Any]]) -> RouterCommand:
     """The router of plain engines. A stock V1 engine has no page that says where its events are, so `events` does."""
     tokenizer = shlex.quote(settings.model) if arm.policy is Policy.KV else NO_TOKENIZER
-    told: Iterable[str] = (shlex.quote(f"--worker-events={url}={one['endpoint']},{one['replay_endpoint']}")
-                           for url, one in events.items() if settings.v1)
+    told: list[str] = []
+    for url, one in events.items() if settings.v1 else ():
+        sockets = [one[name] for name in ("endpoint", "replay_endpoint") if name in one]
+        told.append(shlex.quote(f"--worker-events={url}={','.join(sockets)}"))
     return RouterCommand.ours(" ".join([f"router=--policy {arm.policy.value} --tokenizer {tokenizer}", *told]))

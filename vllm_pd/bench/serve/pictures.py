@@ -79,6 +79,7 @@ def _sweep(figure: "Figure", report: dict[str, Any]) -> None:
         if logarithmic:
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
         else:
             axis.set_ylim(-0.02, 1.05)
         axis.set_xlabel(shown[0].split(maxsplit=1)[1])
