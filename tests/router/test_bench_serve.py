@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd bench serve` from options to files, over dummy engines, a broker that only listens, and our router."""
 
+import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -15,7 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_pd.bench.serve import command
+from vllm_pd.bench.serve.drive import EntryPoint, send_one
 from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad
+from vllm_pd.bench.serve.traffic import LoadRequest, PromptKind
 from vllm_pd.bench.servers import Server, Servers
 from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, PDError
@@ -105,6 +109,33 @@ def test_other_words_fail_the_run_and_are_named(tmp_path):
 def test_an_engine_that_dies_in_the_middle_fails_its_arm(tmp_path):
     run = ServeOutcome(tmp_path, "dies", arms=("pd", "single"), warm_up=0)
     assert run.status == 1 and list(run.found["failed"]) == ["pd"] and "single" in run.found["arms"]
+
+
+async def test_upstreams_connector_is_asked_like_its_proxy_does():
+    """First P, for one token; then D, with what P said; both with the same name. Both legs count as TTFT."""
+    heard = []
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        body = json.loads(await reader.readexactly(int(re.search(r"Content-Length: (\d+)", head)[1])))
+        heard.append((re.search(r"X-Request-Id: (\S+)", head)[1], body))
+        await asyncio.sleep(0.05)
+        said = {"choices": [{"text": "a", "logprobs": {"tokens": ["token_id:7"]}}],
+                "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+        text = (b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n" if body["stream"]
+                else json.dumps(said | {"kv_transfer_params": {"blocks": [4]}}).encode())
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(text), text))
+        await writer.drain()
+
+    server = await asyncio.start_server(speak, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        request = LoadRequest("one", PromptKind.SHORT, "what", 1)
+        found = await send_one(EntryPoint(url, url), "m", request, True, time.perf_counter())
+    assert found.answer is not None and found.answer.token_ids == (7, ) and found.answer.ttft_s >= 0.1
+    (first_name, first), (second_name, second) = heard
+    assert first_name == second_name and first["max_tokens"] == 1 and first["kv_transfer_params"]["do_remote_decode"]
+    assert second["kv_transfer_params"] == {"blocks": [4]} and second["prompt"] == "what" and second["stream"]
 
 
 def test_a_sweep_has_a_block_for_each_point(tmp_path):

@@ -12,11 +12,13 @@ from vllm_pd.bench.load import GenerationAnswer
 from vllm_pd.bench.serve import choices, pictures, report, sharegpt
 from vllm_pd.bench.serve.arms import Arm, ArmKind, FleetSettings, parse_arms, places, plan_arm
 from vllm_pd.bench.serve.comparison import AnswerBook, compared, goodput, over_rounds, ratio, spread
-from vllm_pd.bench.serve.drive import ServedLoad, ServedRequest
+from vllm_pd.bench.serve.drive import EntryPoint, ServedLoad, ServedRequest
 from vllm_pd.bench.serve.figures import SloLimits, point_figures, timeline
+from vllm_pd.bench.serve.fleets import entry_points
 from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad, parse_load, parse_numbers
 from vllm_pd.bench.serve.traffic import LoadPoint, PromptKind, points, warm_up
 from vllm_pd.bench.serve.words import prose, tokens_of
+from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.launch.state import UpState
 
@@ -219,7 +221,7 @@ def fleet(**changes) -> FleetSettings:
 
 def plan(monkeypatch, name: str, **changes):
     """A plan without asking the kernel for ports."""
-    for module in ("arms.require_free", "arms.take_free_run"):
+    for module in ("arms.require_free", "arms.take_free_run", "arms.take_free"):
         monkeypatch.setattr(f"vllm_pd.bench.serve.{module}", lambda *_: 9000)
     for name_of in ("require_free", "take_free"):
         monkeypatch.setattr(f"vllm_pd.launch.plan.{name_of}", lambda *_: 9100)
@@ -278,6 +280,18 @@ class TestArms:
         assert options_of(command, "--max-num-batched-tokens") == options_of(command, "--max-num-seqs") == ["64"]
         own = plan(monkeypatch, "chunked-64", serve_args=("--max-num-seqs=8", )).engines[0].command
         assert "--enable-chunked-prefill" in own and "--max-num-seqs" not in own
+
+    def test_upstreams_connector_has_pairs_that_clients_ask_in_turn(self, monkeypatch):
+        found = plan(monkeypatch, "nixl", v1=True, prefill=2)
+        assert [engine.role for engine in found.engines] == [Role.DECODE, Role.PREFILL, Role.PREFILL]
+        assert found.router is None and found.engines[0].port == 9000
+        assert all("NixlConnector" in engine.command[-1] and engine.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "9000"
+                   for engine in found.engines)
+        urls = [engine.url for engine in found.engines]
+        assert entry_points(found.engines) == (EntryPoint(urls[0], urls[1]), EntryPoint(urls[0], urls[2]))
+        assert entry_points(plan(monkeypatch, "single").engines) == (EntryPoint("http://127.0.0.1:9000"), )
+        with pytest.raises(ConfigError, match="--arm='nixl'.*v1"):
+            plan(monkeypatch, "nixl")
 
     def test_gpus_are_shared_like_cores(self):
         def seen(count: int, *gpus: int) -> list[tuple[str, tuple[str, ...]]]:

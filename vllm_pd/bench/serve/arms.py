@@ -3,8 +3,8 @@
 
 All arms have the same cores or GPUs. `pd` has prefill and decode engines; `mixed` and `chunked` as many plain engines
 behind a router; `alone` has plain engines on the cores that pd's decode engines have, and gets no long prompts;
-`single` is one plain engine on everything. Where an arm has more engines than cores, each gets one thread, and they
-take turns on all cores as the operating system lets them.
+`single` is one plain engine on everything. `nixl` is `pd` with upstream's NixlConnector, of V1. Where an arm has more
+engines than cores, each gets one thread, and they take turns on all cores as the operating system lets them.
 """
 
 import json
@@ -30,7 +30,7 @@ from vllm_pd.launch.plan import (
     split_cores,
     value_of,
 )
-from vllm_pd.ports import require_free, take_free_run
+from vllm_pd.ports import require_free, take_free, take_free_run
 from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
 
@@ -46,6 +46,7 @@ class ArmKind(Enum):
     MIXED = "mixed"
     CHUNKED = "chunked"
     SINGLE = "single"
+    NIXL = "nixl"
     GIVEN = "given"
 
 
@@ -74,6 +75,7 @@ def _parse_arm(name: str) -> list[Arm]:
     mixed = [Arm("mixed-rr", ArmKind.MIXED), Arm("mixed-kv", ArmKind.MIXED, Policy.KV)]
     known = {"alone": [Arm("alone", ArmKind.ALONE)], "pd": [Arm("pd", ArmKind.PD)], "mixed": mixed,
              "mixed-rr": mixed[:1], "mixed-kv": mixed[1:], "single": [Arm("single", ArmKind.SINGLE)],
+             "nixl": [Arm("nixl", ArmKind.NIXL)],
              "chunked": [Arm(f"chunked-{budget}", ArmKind.CHUNKED, budget=budget) for budget in BUDGETS]}
     kind, _, budget = name.partition("-")
     if kind == "chunked" and budget.isdecimal() and int(budget):
@@ -121,33 +123,43 @@ class ArmPlan:
 
 def plan_arm(arm: Arm, settings: FleetSettings) -> ArmPlan:
     """The plan of one arm. Raises ConfigError for settings that can't be used, and for ports that are in use."""
-    both = settings.prefill + settings.decode
     if arm.kind is ArmKind.PD:
         return _plan_pd(settings)
+    if arm.kind is ArmKind.NIXL and not settings.v1:
+        raise ConfigError("--arm", arm.name, "upstream's NixlConnector is one of engine V1: leave it out, or enter the "
+                          "environment of v1")
+    both = settings.prefill + settings.decode
     count = {ArmKind.ALONE: settings.decode, ArmKind.SINGLE: 1}.get(arm.kind, both)
     spread = places(settings, both)[:count] if arm.kind is ArmKind.ALONE else places(settings, count)
-    routed = count > 1
+    routed = count > 1 and arm.kind is not ArmKind.NIXL
     first = settings.port or take_free_run(HOST, count + routed)
     require_free("--port", HOST, range(first, first + count + routed))
-    env = {} if settings.v1 else {"VLLM_USE_V1": "0"}
-    engines, events = [], {}
-    for number, place in enumerate(spread):
-        port = first + routed + number
-        own = arm_arguments(arm, settings)
-        if arm.policy is Policy.KV and value_of("--kv-events-config", settings.serve_args) is None:
-            told = events_config()
-            own += ("--kv-events-config", told)
-            events[f"http://{HOST}:{port}"] = json.loads(told)
-        command = (*settings.serve, settings.model, "--host", HOST, "--port", str(port), *settings.serve_args, *own,
-                   *place.arguments)
-        engines.append(EnginePlan(f"{arm.name} {number}", Role.BOTH, port, command, env | place.env, place.cores))
-    router = _router(arm, settings, events) if routed else None
-    return ArmPlan(tuple(engines), described(settings, spread), router=router, router_port=first, policy=arm.policy)
+    engines = tuple(_engine(arm, settings, number, first + routed + number, place)
+                    for number, place in enumerate(spread))
+    router = _router(arm, settings, engines) if routed else None
+    return ArmPlan(engines, described(settings, spread), router=router, router_port=first, policy=arm.policy)
+
+
+def _engine(arm: Arm, settings: FleetSettings, number: int, port: int, place: Place) -> EnginePlan:
+    """One engine that is not ours to disaggregate."""
+    env = place.env if settings.v1 else {"VLLM_USE_V1": "0"} | place.env
+    role = Role.BOTH
+    if arm.kind is ArmKind.NIXL:
+        env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(take_free(HOST))}
+        role = Role.DECODE if number < settings.decode else Role.PREFILL
+    command = (*settings.serve, settings.model, "--host", HOST, "--port", str(port), *settings.serve_args,
+               *arm_arguments(arm, settings), *place.arguments)
+    return EnginePlan(f"{arm.name} {number}", role, port, command, env, place.cores)
 
 
 def arm_arguments(arm: Arm, settings: FleetSettings) -> tuple[str, ...]:
     """What an arm adds to the command line of its engines. A budget below the number of sequences is refused by
     vLLM."""
+    if arm.kind is ArmKind.NIXL:
+        device = {} if settings.gpus else {"kv_buffer_device": "cpu"}
+        return ("--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both", **device}))
+    if arm.policy is Policy.KV and value_of("--kv-events-config", settings.serve_args) is None:
+        return ("--kv-events-config", events_config())
     if not arm.budget:
         return ()
     few = () if value_of("--max-num-seqs", settings.serve_args) else ("--max-num-seqs", str(min(arm.budget, 64)))
@@ -195,11 +207,12 @@ def _plan_pd(settings: FleetSettings) -> ArmPlan:
     return ArmPlan(engines, described(settings, spread), fleet=replace(plan, engines=engines))
 
 
-def _router(arm: Arm, settings: FleetSettings, events: Mapping[str, Mapping[str, Any]]) -> RouterCommand:
-    """The router of plain engines. A stock V1 engine has no page that says where its events are, so `events` does."""
+def _router(arm: Arm, settings: FleetSettings, engines: Sequence[EnginePlan]) -> RouterCommand:
+    """The router of plain engines. A stock V1 engine has no page that says where its events are, so it is told."""
     tokenizer = shlex.quote(settings.model) if arm.policy is Policy.KV else NO_TOKENIZER
     told: list[str] = []
-    for url, one in events.items() if settings.v1 else ():
-        sockets = [one[name] for name in ("endpoint", "replay_endpoint") if name in one]
-        told.append(shlex.quote(f"--worker-events={url}={','.join(sockets)}"))
+    for engine in engines if settings.v1 and arm.policy is Policy.KV else ():
+        events = json.loads(value_of("--kv-events-config", engine.command) or "{}")
+        sockets = [events[name] for name in ("endpoint", "replay_endpoint") if name in events]
+        told.append(shlex.quote(f"--worker-events={engine.url}={','.join(sockets)}"))
     return RouterCommand.ours(" ".join([f"router=--policy {arm.policy.value} --tokenizer {tokenizer}", *told]))

@@ -2,13 +2,16 @@
 """The processes of an arm, started and ended."""
 
 import contextlib
+import itertools
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from vllm_pd.bench.serve.arms import ArmPlan
+from vllm_pd.bench.serve.drive import EntryPoint
 from vllm_pd.bench.servers import Server, Servers, cpu_s
 from vllm_pd.errors import PDError
 from vllm_pd.launch.child import Say
@@ -20,8 +23,8 @@ STOP_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True)
 class RunningArm:
-    """An arm that is ready. `urls`: where requests go, in turn. `pids`: of its engines, where they are ours."""
-    urls: tuple[str, ...]
+    """An arm that is ready. `entries`: where requests go, in turn. `pids`: of its engines, where they are ours."""
+    entries: tuple[EntryPoint, ...]
     pids: tuple[int, ...] = ()
 
     def cpu_s(self) -> float:
@@ -41,15 +44,26 @@ def running(plan: ArmPlan, say: Say, timeout_s: float) -> Iterator[RunningArm]:
             state = fleet.state()
             urls = ((state["router"]["url"], ) if "router" in state
                     else tuple(engine.url for engine in plan.engines if engine.role.decodes))
-            yield RunningArm(urls, tuple(engine["pid"] for engine in state["engines"]))
+            yield RunningArm(tuple(map(EntryPoint, urls)), tuple(engine["pid"] for engine in state["engines"]))
         return
     with Servers(say, STOP_TIMEOUT_S) as servers:
         started = _start(servers, plan, timeout_s)
         urls = tuple(engine.url for engine in started)
+        entries = entry_points(plan.engines)
         if plan.router is not None:
-            urls = (servers.router(plan.router, urls, lambda router: router.knows(len(urls), plan.policy),
-                                   port=plan.router_port).url, )
-        yield RunningArm(urls, tuple(engine.child.pid for engine in started))
+            router = servers.router(plan.router, urls, lambda router: router.knows(len(urls), plan.policy),
+                                    port=plan.router_port)
+            entries = (EntryPoint(router.url), )
+        yield RunningArm(entries, tuple(engine.child.pid for engine in started))
+
+
+def entry_points(engines: Sequence[EnginePlan]) -> tuple[EntryPoint, ...]:
+    """Each engine that decodes, in turn; with engines that only prefill, each pair of both."""
+    decode, prefill = ([engine.url for engine in engines if engine.role.decodes is decodes]
+                       for decodes in (True, False))
+    pairs = zip(itertools.cycle(decode), itertools.cycle(prefill or [""]),
+                range(math.lcm(len(decode), len(prefill) or 1)), strict=False)
+    return tuple(EntryPoint(url, first) for url, first, _ in pairs)
 
 
 def _start(servers: Servers, plan: ArmPlan, timeout_s: float) -> list[Server]:

@@ -19,7 +19,7 @@ from vllm_pd.bench.report import ShowLine
 from vllm_pd.bench.serve import choices
 from vllm_pd.bench.serve.arms import Arm, ArmKind, ArmPlan, FleetSettings, plan_arm
 from vllm_pd.bench.serve.comparison import AnswerBook, compared
-from vllm_pd.bench.serve.drive import send_each, send_load
+from vllm_pd.bench.serve.drive import EntryPoint, send_each, send_load
 from vllm_pd.bench.serve.figures import SloLimits, point_figures, timeline
 from vllm_pd.bench.serve.fleets import RunningArm, running
 from vllm_pd.bench.serve.settings import ServeBench
@@ -65,7 +65,7 @@ class ServeRun:
     def _take_turn(self, arm: Arm, turn: int) -> None:
         where = f"round {turn + 1} of {self._bench.rounds}, {arm.name}"
         if arm.kind is ArmKind.GIVEN:
-            self._serve(arm, turn, RunningArm(arm.urls), f"at {', '.join(arm.urls)}")
+            self._serve(arm, turn, RunningArm(tuple(map(EntryPoint, arm.urls))), f"at {', '.join(arm.urls)}")
             return
         plan: ArmPlan = plan_arm(arm, self._fleet)
         self._show(f"{where}: starting {plan.where}")
@@ -74,13 +74,13 @@ class ServeRun:
 
     def _serve(self, arm: Arm, turn: int, ready: RunningArm, where: str) -> None:
         """Sends all points of the round and adds what they were."""
-        model = served_model(ready.urls[0])
-        asyncio.run(send_each(ready.urls, model, warm_up(self._shape, self._bench.warm_up), self._bench.token_ids))
+        model = served_model(ready.entries[0].url)
+        asyncio.run(send_each(ready.entries, model, warm_up(self._shape, self._bench.warm_up), self._bench.token_ids))
         limits = SloLimits(self._bench.ttft_slo, self._bench.itl_slo)
         found = []
         for point in points(self._shape, turn, arm.with_long):
             used_s = ready.cpu_s()
-            served = asyncio.run(send_load(ready.urls, model, point, self._bench.token_ids))
+            served = asyncio.run(send_load(ready.entries, model, point, self._bench.token_ids))
             cores = len(self._fleet.cores)
             share = (ready.cpu_s() - used_s) / served.took_s / cores if cores and ready.pids else None
             figures = point_figures(point, served, limits, share)
