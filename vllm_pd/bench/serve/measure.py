@@ -111,6 +111,7 @@ def settings_of(bench: ServeBench) -> dict[str, Any]:
     found.pop("programs")
     for key in ("model", "trace", "state", "export"):
         found[key] = Path(found[key]).name if found[key] else None
+    found["serve_args"] = [Path(word).name if word.startswith("/") else word for word in bench.serve_args]
     return {**found, "host_cores": os.cpu_count()}
 
 
