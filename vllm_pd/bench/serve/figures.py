@@ -16,7 +16,7 @@ from vllm_pd.bench.serve.drive import ServedLoad, ServedRequest
 from vllm_pd.bench.serve.traffic import LoadPoint, PromptKind
 
 FIGURES = "mean p50 p99 max"
-GRID_STEPS = 400
+GRID_STEPS = 1000
 
 
 @dataclass(frozen=True)
