@@ -49,12 +49,16 @@ class ServeOutcome:
 
 
 def cores() -> str:
+    """All that this process may run on."""
     return ",".join(map(str, sorted(os.sched_getaffinity(0))))
 
 
 def test_every_arm_gets_the_same_load(tmp_path):
-    run = ServeOutcome(tmp_path, arms=("alone", "pd", "mixed-rr", "chunked-64", "single"), cores=cores())
+    before = cores()
+    run = ServeOutcome(tmp_path, arms=("alone", "pd", "mixed-rr", "chunked-64", "single"), cores=cores(),
+                       load_cores=cores().split(",")[0])
     assert run.status == 0, run.text
+    assert cores() == before, "--load-cores is for the run"
     arms = run.found["arms"]
     assert list(arms) == ["alone", "pd", "mixed-rr", "chunked-64", "single"]
     points = {name: arm["rounds"][0]["points"][0] for name, arm in arms.items()}
