@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 from _chaos.engine import COUNTERS_S, GAUGES_S
 from _chaos.looks import counters_of, margin_of, process_counts
-from _chaos.looks_v1 import core_counts, watch_fallbacks
+from _chaos.looks_v1 import core_counts, count_objects, watch_fallbacks
 
 PR_SET_PDEATHSIG = 1
 SPIN_S = 0.001  # a worker and its EngineCore spin for 1 s after each message: too much for eight of them on two cores
@@ -120,9 +120,9 @@ class V1EngineUnderTest:
 
     async def _stats(self) -> tuple[str, dict]:
         """EngineCore's incarnation, and all counts: its own, the front end's, and those of all processes."""
-        incarnation, counts = await self.engine.engine_core.call_utility_async("chaos_counts")
+        incarnation, counts, workers = await self.engine.engine_core.call_utility_async("chaos_counts")
         return incarnation, counts | {"front_requests": len(self.engine.output_processor.request_states)} | (
-            process_counts())
+            process_counts(workers))
 
     async def _report(self) -> None:
         counters_at = 0.0
@@ -208,9 +208,11 @@ def _watch_engine_core(reports: Connection) -> None:
         watch_fallbacks(_binding(core), lambda *fallback: reports.send_bytes(json.dumps(fallback).encode()))
         run(core)
 
-    def chaos_counts(core) -> tuple[str, dict]:
+    def chaos_counts(core) -> tuple[str, dict, list[int]]:
         binding = _binding(core)
-        return "" if binding is None else binding.agent.member.incarnation, core_counts(core.scheduler, binding)
+        workers = core.model_executor.collective_rpc(count_objects)
+        counts = core_counts(core.scheduler, binding) | {"worker_objects": sum(objects for _, objects in workers)}
+        return "" if binding is None else binding.agent.member.incarnation, counts, [pid for pid, _ in workers]
 
     EngineCoreProc.run_busy_loop = run_busy_loop
     EngineCore.chaos_counts = chaos_counts

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -14,16 +15,17 @@ def margin_of(logprobs: list | None) -> list[float]:
     return [min(first - second for first, second, *_ in values)]
 
 
-def process_counts() -> dict[str, int]:
+def process_counts(without_memory: Collection[int] = ()) -> dict[str, int]:
     """What may not keep growing, over this process and all that it started: open descriptors, threads, and bytes of
-    memory that belong to no file."""
+    memory that belong to no file, except those of the processes in `without_memory`."""
     totals: collections.Counter[str] = collections.Counter()
     for pid in process_tree(os.getpid()):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             folder = Path(f"/proc/{pid}")
             status = (folder / "status").read_text(encoding="ascii").splitlines()
-            totals["memory_bytes"] += next((int(line.split()[1]) << 10 for line in status
-                                            if line.startswith("RssAnon:")), 0)  # a process that has ended has none
+            if pid not in without_memory:  # a process that has ended has none
+                totals["memory_bytes"] += next((int(line.split()[1]) << 10 for line in status
+                                                if line.startswith("RssAnon:")), 0)
             totals["descriptors"] += len(os.listdir(folder / "fd"))
             totals["threads"] += len(os.listdir(folder / "task"))
     return dict(totals)

@@ -1,7 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a V1 engine under test shows of its scheduler and of our binding. In EngineCore's process and thread."""
+"""What a V1 engine under test shows of its scheduler and of our binding. In EngineCore's process and thread, but for
+`count_objects`."""
+import gc
+import os
 import time
 from collections.abc import Callable
+
+
+def count_objects(worker) -> tuple[int, int]:
+    """The process of a worker and the number of Python objects in it that can refer to others. For `collective_rpc`.
+
+    It takes the place of the worker's memory, which grows with each new batch size in stock vLLM 0.32 on the CPU, too:
+    by 360 MB over 2,000 prompts of 20 to 500 tokens (the tiny model, one engine without a connector)."""
+    gc.collect()
+    return os.getpid(), len(gc.get_objects())
 
 
 def core_counts(scheduler, binding) -> dict[str, int]:

@@ -171,7 +171,7 @@ def test_a_fleet_that_runs_is_measured_by_its_url_or_its_state_file(tmp_path):
 @pytest.mark.parametrize("changes, key", [({"arms": ("nonesuch", )}, "--arm"), ({"ttft_slo": 0}, "--ttft-slo"),
                                           ({"url": "nowhere"}, "--url"), ({"cores": "4711"}, "--cores"),
                                           ({"load_cores": "x"}, "--load-cores"), ({"pd": {"lease": 3}}, "lease"),
-                                          ({"serve_args": ("--port", "1")}, "-- --port")])
+                                          ({"arms": ("single", ), "serve_args": ("--port", "1")}, "-- --port")])
 def test_b80_bad_options_are_named_before_anything_starts(tmp_path, changes, key):
     with pytest.raises(PDError, match=key):
         ServeOutcome(tmp_path, **{"model": "" if "url" in changes else "m", **changes})

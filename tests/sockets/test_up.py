@@ -77,6 +77,7 @@ class TestPlan:
         assert "--kv-events-config" not in prefill
         told = plan(router=True, serve_args=("--kv-events-config={}", ))
         assert [list(engine.command).count("--kv-events-config") for engine in told.engines] == [0, 0]
+        plan(router=True, serve_args=("--kv-events-config={}", "--data-parallel-size", "2"))  # does not raise
         assert plan().router is None
 
     def test_each_engine_gets_cores_of_its_own(self):
@@ -105,6 +106,8 @@ class TestPlan:
         ({"pd": {"lease": 3}}, "lease"), ({"pd": {"lease_s": "long"}}, "lease_s"),
         ({"serve_args": ["--port", "1"]}, "-- --port"), ({"serve_args": ["--kv-transfer-config={}"]}, "-- --kv"),
         ({"serve_args": ["--kv_transfer_config", "{}"]}, "-- --kv"), ({"serve_args": ["--host=0.0.0.0"]}, "-- --host"),
+        ({"serve_args": ["--data-parallel-size", "2"], "router": True}, "--data-parallel-size"),
+        ({"serve_args": ["-dp=3"], "router": True}, "-dp"),
     ])
     def test_b80_impossible_options(self, options, key):
         with pytest.raises(ConfigError) as caught:

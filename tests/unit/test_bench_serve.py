@@ -104,7 +104,7 @@ class TestLoads:
     def test_b80_a_file_that_is_no_trace(self, tmp_path, text):
         path = tmp_path / "trace"
         path.write_text(text)
-        with pytest.raises(ConfigError, match="--trace=.*ShareGPT"):
+        with pytest.raises(ConfigError, match="trace.*(ShareGPT|JSON)"):
             sharegpt.read(path)
 
     def test_b80_a_load_without_an_end_is_not_exported(self):

@@ -35,11 +35,6 @@ def test_b4_a_prompt_that_is_cached_here_makes_no_job(engine):
     assert len(engine.protocol.jobs) == 1 and engine.cached["b"] == 5 * BLOCK_SIZE
 
 
-def counted(engine: Engine) -> list[list]:
-    """The calls of our metrics, those that reached the front end included."""
-    return [call for data in engine.figures for call in data["calls"]] + list(engine.binding._metrics._calls)
-
-
 @pytest.mark.parametrize("ends", ["aborted", "lost"])
 def test_b10_blocks_that_were_never_written_are_no_prefix_hit(engine, ends):
     attempt = parked(engine, tokens=100)
@@ -72,7 +67,7 @@ def test_b29_a_malformed_notice_is_counted_and_changes_nothing(engine, payload):
     engine.access.wake()
     engine.run()
     assert not engine.protocol.notices and engine.status("a") is PARKED
-    assert ["frames_dropped", "notice_malformed"] in counted(engine)
+    assert ["frames_dropped", "notice_malformed"] in engine.counted()
     engine.transfer.progress.notices.append(Notice("peer", ArrivalNotice(attempt, 0).encode()))
     engine.access.wake()
     engine.run()
@@ -145,7 +140,7 @@ def test_b7_b98_what_another_engine_may_prefill(fields, goes):
 def test_b98_a_request_that_stays_is_counted_by_its_reason(engine):
     engine.add("a", prompt(100), lora_request=LoRARequest("adapter", 1, "/nowhere"))
     end(engine)
-    assert ["decision", "local", "feature"] in counted(engine) and not engine.protocol.jobs
+    assert ["decision", "local", "feature"] in engine.counted() and not engine.protocol.jobs
 
 
 def test_b96_a_request_that_is_aborted_in_a_pause_leaves_nothing(engine):

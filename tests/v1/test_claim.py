@@ -119,7 +119,10 @@ def test_b43_a_server_of_several_processes_lets_them_drain():
 def test_b43_all_processes_of_a_server_meet_the_same_engines():
     """B43: each has a copy of the command line's arguments, and makes a configuration of them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:
+        from vllm.entrypoints.common.cli_args import make_arg_parser  # 0.33
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     words = ["--model", os.environ["VLLM_PD_TINY_MODEL"], "--dtype", "float32", "--max-model-len", "512",
              "--kv-transfer-config", json.dumps({"kv_connector": "PDConnector", "kv_role": "kv_consumer",

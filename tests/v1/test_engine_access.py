@@ -56,6 +56,7 @@ def make_core(cls, engine: Engine):
         enable_fault_tolerance=False, request_block_hasher=engine.hasher, mm_receiver_cache=None, has_coordinator=True,
         engine_index=0, current_wave=0, step_counter=0, eep_scaling_state=None, pending_pause=False,
         ignore_start_dp_wave=False, prefill_schedule_interval=1, dp_sync_interval=1, dp_rank=0, dp_group=None,
+        reject_new_requests=False,  # of 0.33
         structured_output_manager=SimpleNamespace(grammar_init=lambda request: None))
     return core
 

@@ -193,10 +193,12 @@ def test_b25_a_job_cancelled_while_it_is_sent(engine):
 
 
 def test_b22_a_lease_that_is_over_before_the_write(engine):
+    most = engine.protocol.credits
     attempt = engine.job(prompt(100))
     engine.protocol.lease = False
     engine.run()
     assert engine.protocol.calls == [("failed", attempt)]
+    assert engine.protocol.credits == most, "the engine rests, and takes as many jobs as before"
     assert not any(isinstance(one, Write) for one in engine.transfer.requests)
     end(engine)
 

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -150,6 +151,56 @@ def test_b11_b97_a_prompt_goes_remote_and_the_figures_say_so(fleet):
                    "vllm:prompt_tokens_total", "vllm:request_success_total"):
         assert after.value(figure) == 0, figure
     assert text_of(complete(producer, one, 8)[2]) == text_of(ours)
+
+
+def as_one(raw: bytes) -> bytes | dict:
+    """An answer as it was sent, without ids and times. Of a stream: its last parts, and what its parts are together,
+    because how many tokens a part has depends on how fast it is read."""
+    raw = re.sub(rb'"(id|created)":("[^"]*"|\d+)', rb'"\1":0', raw)
+    if not raw.startswith(b"data: "):
+        return raw
+    *parts, done = raw.strip().split(b"\n\n")
+    joined = {"done": done}
+    for part in map(json.loads, (part.removeprefix(b"data: ") for part in parts)):
+        for choice in part.pop("choices"):
+            one = joined.setdefault(choice.pop("index"), {"text": ""})
+            delta = choice.pop("delta", {})
+            one["text"] += choice.pop("text", "") + (delta.pop("content", "") or "")
+            one |= {name: value for name, value in (choice | delta).items() if value is not None}
+        joined |= part
+    return joined
+
+
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+DRAWN = {"n": 3, "temperature": 0.9, "seed": 5}
+
+
+@pytest.mark.parametrize("more", [{}, STREAM, DRAWN, DRAWN | STREAM, {"echo": True}, {"stop": ["e"]}, {"min_tokens": 5},
+                                  {"structured_outputs": {"choice": ["red", "green"]}}, {"user": "somebody"}], ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_b11_answers_are_byte_for_byte_those_of_one_engine(fleet, path, more):
+    """B11: as P answers when a client asks it, which computes it all by itself."""
+    if path.endswith("chat/completions") and "echo" in more:
+        more = {"max_completion_tokens": 7}
+    text = " ".join(f"{path[4:7]}{number} {sorted(more)}" for number in range(20))
+    asked = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    body = {"model": MODEL, "max_tokens": 12, "temperature": 0, **asked, **more}
+    decode, producer = fleet.plan.engines[0].url, fleet.plan.engines[-1].url
+    before = scrape(decode)
+    (status, headers, ours), (_, expected, theirs) = (request(url, "POST", path, body) for url in (decode, producer))
+    assert status == 200, ours
+    assert scrape(decode).since(before).value("vllm:pd_decisions_total", decision="remote") > 0
+    assert headers["content-type"] == expected["content-type"] and as_one(ours) == as_one(theirs)
+
+
+@pytest.mark.parametrize("bad", [{"model": "other"}, {"prompt": "x" * 20000}, {"prompt": []}, {"temperature": -1},
+                                 {"max_tokens": 5000}], ids=lambda bad: str(bad)[:30])
+def test_b11_errors_are_byte_for_byte_those_of_one_engine(fleet, bad):
+    """B11"""
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 3, **bad}
+    (status, _, ours), (expected, _, theirs) = (request(engine.url, "POST", "/v1/completions", body)
+                                                for engine in (fleet.plan.engines[0], fleet.plan.engines[-1]))
+    assert 400 <= status == expected < 500 and as_one(ours) == as_one(theirs)
 
 
 def test_b67_the_router_finds_a_prefix_and_the_load(fleet):

@@ -231,7 +231,9 @@ def test_b21_two_ranks_in_processes_of_their_own(folder):
         os.kill(processes[1].pid, 9)
         pipes[0].send("close")
         assert pipes[0].poll(WAIT_S) and pipes[0].recv() == "closed"
-        assert not transfer.close() and processes[0].is_alive()
+        assert not transfer.close()
+        processes[0].join(WAIT_S)
+        assert processes[0].exitcode == 0, "nothing but its own work ended it"
     finally:
         for process in processes:
             process.kill()

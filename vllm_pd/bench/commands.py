@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_pd.bench.serve.settings import ServeBench
+from vllm_pd.bench.share.options import ShareBench
 from vllm_pd.options import takes_settings
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 WIDE = 200  # columns of a table with one for each router
-bench_app = typer.Typer(no_args_is_help=True, help="Measure: the hand-over, the routers, the step sync.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure: the hand-over, the routers, the step sync, a trace.")
 
 Picture = Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.")]
 Output = Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")]
@@ -222,3 +223,16 @@ def bench_serve(bench: ServeBench,
     """Measure disaggregated engines beside mixed ones, which this starts and ends, or a fleet that runs."""
     from vllm_pd.bench.serve import command
     raise typer.Exit(command.run(bench, log, picture, output, typer.echo, lambda table: print_table(table, WIDE)))
+
+
+@bench_app.command()
+@takes_settings
+def share(bench: ShareBench, output: Output = None) -> None:
+    """Measure how repetitive recorded prompts are, and what caches of D and P and the router could save of that."""
+    from vllm_pd.bench.share import measure
+    found = measure.measure(bench, typer.echo)
+    write(found, output)
+    typer.echo(measure.summary(found))
+    if found["pruned"]["prefixes"]:
+        print_table(measure.prefix_table(found), 120)
+    print_table(measure.cache_table(found), 120)

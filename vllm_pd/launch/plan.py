@@ -103,7 +103,7 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     for key, value in (("--prefill", options.prefill), ("--decode", options.decode)):
         if value < 1:
             raise ConfigError(key, value, "a prompt is handed from one engine to another: write 1 or more")
-    _refuse_ours(options.serve_args)
+    refuse_ours(options.serve_args)
     count = options.prefill + options.decode
     taken = count + options.router
     if not 1 <= options.port <= 65536 - taken:
@@ -130,6 +130,8 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     shares = split_cores(cores, count)
     numbers = [*range(options.decode), *range(options.prefill)]
     events = options.router and value_of("--kv-events-config", options.serve_args) is None
+    if events:
+        _refuse_ranks(options.serve_args)
     engines = tuple(
         EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share,
                    env=omp_env(share, crowded=0 < len(cores) < count),
@@ -199,7 +201,21 @@ def events_config() -> str:
     return json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{path}", **replay})
 
 
-def _refuse_ours(serve_args: Sequence[str]) -> None:
+def _refuse_ranks(serve_args: Sequence[str]) -> None:
+    """Refuse several data-parallel ranks, whose publishers can't share a Unix socket. On TCP upstream's publisher
+    listens at all interfaces or none, and what it sends has prompts in it: that is for the user to decide."""
+    example = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557",
+               "replay_endpoint": "tcp://*:5657"}
+    for flag in ("--data-parallel-size", "-dp"):
+        value = value_of(flag, serve_args)
+        if value not in (None, "1"):
+            raise ConfigError(flag, value, "each rank publishes its KV events for the router at TCP ports of its own: "
+                              f"add --kv-events-config '{json.dumps(example)}', where no other host can reach these "
+                              "ports (rank R adds R to them), and leave --decode at 1")
+
+
+def refuse_ours(serve_args: Sequence[str]) -> None:
+    """Raises ConfigError for a flag of `vllm serve` that whoever starts engines sets for each of them."""
     for argument in serve_args:
         flag: str | None = OWN_FLAGS.get(argument.partition("=")[0].replace("_", "-"))
         if flag is not None:

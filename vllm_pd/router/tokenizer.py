@@ -89,7 +89,7 @@ class Tokenizer:
         return text if isinstance(text, str) else None, special
 
     def _rendered(self, prompt: Prompt) -> str | None:
-        messages = [_flattened(message) for message in prompt.messages]
+        messages = [flattened(message) for message in prompt.messages]
         if any(message is None for message in messages):
             return None
         tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
@@ -113,11 +113,11 @@ class Tokenizer:
 
 def _last_text(prompt: Prompt) -> str:
     """The text that is most likely new: a chat's last message, else the whole prompt."""
-    last = prompt.prompt if prompt.messages is None else (_flattened(prompt.messages[-1]) or {}).get("content")
+    last = prompt.prompt if prompt.messages is None else (flattened(prompt.messages[-1]) or {}).get("content")
     return last if isinstance(last, str) else ""
 
 
-def _flattened(message: Any) -> dict[str, Any] | None:
+def flattened(message: Any) -> dict[str, Any] | None:
     """The message as vLLM gives it to chat templates: its text parts joined into one string, the arguments of its tool
     calls as objects. None where a part is no text."""
     content = message.get("content")

@@ -27,6 +27,7 @@ from vllm_pd.launch.plan import (
     events_config,
     omp_env,
     plan_fleet,
+    refuse_ours,
     split_cores,
     value_of,
 )
@@ -125,6 +126,7 @@ def plan_arm(arm: Arm, settings: FleetSettings) -> ArmPlan:
     """The plan of one arm. Raises ConfigError for settings that can't be used, and for ports that are in use."""
     if arm.kind is ArmKind.PD:
         return _plan_pd(settings)
+    refuse_ours(settings.serve_args)
     if arm.kind is ArmKind.NIXL and not settings.v1:
         raise ConfigError("--arm", arm.name, "upstream's NixlConnector is one of engine V1: leave it out, or enter the "
                           "environment of v1")

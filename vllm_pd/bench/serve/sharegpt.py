@@ -5,7 +5,6 @@ That tool sends the first thing said of each entry as a prompt, and takes the le
 each turn of a conversation is an entry of its own, whose prompt is the whole conversation so far.
 """
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from vllm_pd.bench.serve.settings import LoadShape, ServeLoad, TracedPrompt
 from vllm_pd.bench.serve.traffic import points
 from vllm_pd.bench.serve.words import prose, tokens_of
+from vllm_pd.bench.share.records import read_records, refused
 from vllm_pd.errors import ConfigError
 
 ENDLESS = (ServeLoad.CHAT_LONG, ServeLoad.CONCURRENCY)
@@ -35,19 +35,19 @@ def _entry(seed: str, prompt: str, answer_tokens: int, name: str) -> dict[str, A
 
 
 def read(path: Path) -> tuple[TracedPrompt, ...]:
-    """The prompts of a ShareGPT file; entries without an answer are left out, as vLLM's tool does. Raises ConfigError
-    naming `--trace`."""
-    try:
-        entries = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError("--trace", str(path), f"{error}: {CURE}") from None
-    try:
-        said = [(str(entry.get("id", number)), *(part["value"] for part in entry["conversations"][:2]))
-                for number, entry in enumerate(entries) if len(entry["conversations"]) >= 2]
-        found = tuple(TracedPrompt(name, prompt, max(1, tokens_of(answer))) for name, prompt, answer in said
-                      if prompt.strip() and answer.strip())
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ConfigError("--trace", str(path), f"not a trace ({error!r}): {CURE}") from None
+    """The prompts of a ShareGPT file, one JSON list or JSON lines; entries without an answer are left out, as vLLM's
+    tool does. Raises ConfigError."""
+    if not path.is_file():
+        raise ConfigError("--trace", str(path), f"there is no such file: {CURE}")
+    found = []
+    for number, record in enumerate(read_records(path)):
+        try:
+            prompt, answer = ([part["value"] for part in record.value["conversations"]] + ["", ""])[:2]
+            if prompt.strip() and answer.strip():
+                name = str(record.value.get("id", number))
+                found.append(TracedPrompt(f"{number}: {name}", prompt, max(1, tokens_of(answer))))
+        except (AttributeError, KeyError, TypeError, IndexError):
+            raise refused(path, record.line, record.value, CURE) from None
     if not found:
         raise ConfigError("--trace", str(path), f"no prompt with an answer is in it: {CURE}")
-    return found
+    return tuple(found)
