@@ -338,6 +338,8 @@ class TestOptions:
             choices.shape_of(ServeBench("m", load=LoadShape(load=ServeLoad.TRACE)))
         with pytest.raises(ConfigError, match="--trace="):
             choices.shape_of(ServeBench("m", trace=tmp_path))
+        with pytest.raises(ConfigError, match="--duration-s=0.1.*at 0.01 requests/s"):
+            choices.shape_of(ServeBench("m", load=LoadShape(load=ServeLoad.RATE, rates=(0.01, ), duration_s=0.1)))
         with pytest.raises(ConfigError, match="--gpus='a'"):
             choices.parse_numbered("--gpus", "a")
 

@@ -11,6 +11,7 @@ from vllm_pd.bench.checks import parse_cores, require_at_least, require_healthy
 from vllm_pd.bench.serve import sharegpt
 from vllm_pd.bench.serve.arms import Arm, ArmKind, FleetSettings, parse_arms
 from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad
+from vllm_pd.bench.serve.traffic import points
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World, find_installation
 from vllm_pd.launch.plan import engines_run_on_cpu
@@ -40,7 +41,11 @@ def shape_of(bench: ServeBench) -> LoadShape:
     if (bench.trace is not None) != (bench.load.load is ServeLoad.TRACE):
         raise ConfigError("--trace", bench.trace and str(bench.trace), "the load trace needs a file, and no other load "
                           "has one")
-    return bench.load if bench.trace is None else replace(bench.load, trace=sharegpt.read(bench.trace))
+    shape = bench.load if bench.trace is None else replace(bench.load, trace=sharegpt.read(bench.trace))
+    for point in (point for turn in range(bench.rounds) for point in points(shape, turn)):
+        if not point.chains():
+            raise ConfigError("--duration-s", shape.duration_s, f"no request is sent at {point.label}: write more")
+    return shape
 
 
 def check(bench: ServeBench) -> None:

@@ -88,7 +88,8 @@ class ServeRun:
             found.append(figures)
             self._show(_told(self._bench, arm, turn, figures))
             if not figures["requests"]:
-                raise LoadError(f"no request was answered; the first error: {self.report['different'][-1]}")
+                errors = [one.error for one in served.requests]
+                raise LoadError(f"no request was {'answered: ' + errors[0] if errors else 'to be sent'}")
             known = self.report["arms"].setdefault(arm.name, {"where": where, "rounds": []})
             known.setdefault("timeline", timeline(served))
         self.report["arms"][arm.name]["rounds"].append({"round": turn, "points": found})
