@@ -106,13 +106,13 @@ class HandoverScheduling(Scheduler):
         """V1's; parked requests are gone at once, and our own are not among those that are returned."""
         if self.binding is None:
             return super().finish_requests(request_ids, finished_status)
-        ids = [request_ids] if isinstance(request_ids, str) else list(
-            self.requests if request_ids is None else request_ids)
-        for request_id in ids:
+        if request_ids is not None:
+            request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for request_id in self.requests if request_ids is None else request_ids:
             request = self.requests.get(request_id)
             if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.finished_recving_kv_req_ids.add(request_id)
-        return self.binding.after_finish(super().finish_requests(ids, finished_status))
+        return self.binding.after_finish(super().finish_requests(request_ids, finished_status))
 
     def has_requests(self) -> bool:
         """V1's, but False while all that is left waits for peers, and nothing is new."""
