@@ -95,6 +95,11 @@ def option_hint(settings: type, name: str) -> Any:
     return next(field for field in _fields(settings) if field.name == name).hint()
 
 
+def option_of(settings: type, name: str) -> Option:
+    """The Option of a field of `settings`, for a field of another class that means the same."""
+    return next(field.option for field in _fields(settings) if field.name == name)
+
+
 def _is_settings(kind: Any) -> bool:
     return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct))
 

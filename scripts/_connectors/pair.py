@@ -19,6 +19,7 @@ from _connectors.serve import ForkedServer, ServerFactory
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.connection import LoadConnection, LoadError
 from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask, generate
+from vllm_pd.bench.prefill_first import REMOTE_DECODE, PrefilledRequest, prefill_at
 from vllm_pd.bench.servers import HOST, Servers
 from vllm_pd.core.messages import Role
 from vllm_pd.launch.plan import BROKER, ROLE_NAMES, transfer_config
@@ -34,8 +35,6 @@ OURS = {"lease_s": float(LEASE_S), "attempt_deadline_s": 30.0, "max_local_prefil
 # One thread for each engine, on no core of its own: there may be fewer cores than engines.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO",
                "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST}
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
-                 "remote_block_ids": None, "remote_host": None, "remote_port": None}
 
 
 class ConnectorName(Enum):
@@ -62,16 +61,6 @@ class EngineShape:
         return [self.model, "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE),
                 "--max-num-seqs", "8", "--max-model-len", str(self.context), "--max-num-batched-tokens", "512",
                 "--num-gpu-blocks-override", str(self.pool_blocks), "--disable-uvicorn-access-log"]
-
-
-@dataclass(frozen=True)
-class TransferRequest(GenerationRequest):
-    """A request with the `kv_transfer_params` that a proxy adds."""
-    kv_transfer_params: dict[str, Any] | None = None
-
-    def body(self, model: str) -> dict[str, Any]:
-        body = super().body(model)
-        return body if self.kv_transfer_params is None else body | {"kv_transfer_params": self.kv_transfer_params}
 
 
 class EnginePair:
@@ -164,7 +153,7 @@ class EnginePair:
     async def decode(self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None,
                      headers: dict[str, str], stream: bool = False) -> GenerationAnswer:
         """Has D answer, with what `prefill` said. The times begin when the request is written."""
-        request = TransferRequest(prompt, max_tokens, stream=stream, ignore_eos=True, kv_transfer_params=params)
+        request = PrefilledRequest(prompt, max_tokens, stream=stream, ignore_eos=True, kv_transfer_params=params)
         connection = await LoadConnection.open(self.d.url)
         try:
             return await generate(connection, self.shape.model, request, headers)
@@ -174,13 +163,7 @@ class EnginePair:
     async def prefill(self, prompt: list[int], headers: dict[str, str] | None = None) -> dict[str, Any] | None:
         """Has P compute a prompt. What its answer says for D; None where the connector is ours."""
         params = REMOTE_DECODE if self.connector.prefill_first else None
-        body = TransferRequest(prompt, 1, ignore_eos=True, kv_transfer_params=params).body(self.shape.model)
-        connection = await LoadConnection.open(self.p.url)
-        try:
-            answer = await connection.exchange("POST", "/v1/completions", json.dumps(body).encode(), headers)
-            return answer.required().json().get("kv_transfer_params")
-        finally:
-            connection.close()
+        return await prefill_at(self.p.url, self.shape.model, prompt, headers, params)
 
     def left(self) -> dict[str, int]:
         """What is not at rest after at most REST_S: KV blocks in use and requests, by engine and gauge; {} where all

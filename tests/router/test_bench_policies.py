@@ -3,13 +3,16 @@
 
 import asyncio
 import dataclasses
+import json
 
 import pytest
+from typer.testing import CliRunner
 
 from vllm_pd.bench import policies
 from vllm_pd.bench.conversations import ConversationShape, ConversationTurn, hold, make
 from vllm_pd.bench.dummy import DummyConnection, DummyEngine, answer_text
 from vllm_pd.bench.simulation.trace import Arrival
+from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.policy import Policy
 
@@ -101,3 +104,10 @@ def test_hits_are_the_blocks_that_were_not_computed(tmp_path):
 def test_what_measures_nothing_is_refused(changes, key):
     with pytest.raises(ConfigError, match=key):
         policies.PolicyBench(**{"workers": ("http://127.0.0.1:1", ) * 2, "tokenizer": "t", **changes}).check()
+
+
+def test_the_engines_may_come_from_a_state_file(tmp_path):
+    engines = [{"role": role, "url": f"http://127.0.0.1:{port}"} for port, role in enumerate(("decode", "prefill"), 1)]
+    (tmp_path / "state.json").write_text(json.dumps({"engines": engines}))
+    caught = CliRunner().invoke(app, ["bench", "policies", "--tokenizer", "t", "--state", str(tmp_path / "state.json")])
+    assert isinstance(caught.exception, ConfigError) and "--worker=1" in str(caught.exception), "one decode engine"

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd bench handover` subtracts what it says, and the client hears the tokens that were sent."""
 
+import json
+
 import pytest
+from typer.testing import CliRunner
 
 from tests.fakes.http_engine import FakeEngine
 from vllm_pd.admin.scrape import parse
@@ -9,6 +12,7 @@ from vllm_pd.bench.connection import LoadError
 from vllm_pd.bench.handover import HandoverBench, HandoverSample, measure, report
 from vllm_pd.bench.load import GenerationRequest, ask
 from vllm_pd.bench.report import quantile_grid, summary
+from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, PDError
 
 
@@ -57,6 +61,23 @@ def test_remote_requests_are_measured():
     assert len({prompt for prompt in prompts if len(prompt) == 200}) == 5
     assert sum(len(prompt) == 4 for prompt in prompts) == 5, "a short one after each"
     assert all(body["ignore_eos"] for body in engine.bodies)
+
+
+def test_the_engines_may_come_from_a_state_file(tmp_path):
+    with FakeEngine() as engine:
+        engines = [{"role": role, "url": engine.url, "pid": 1} for role in ("decode", "prefill")]
+        (tmp_path / "state.json").write_text(json.dumps({"engines": engines}))
+        done = CliRunner().invoke(app, ["bench", "handover", "--state", str(tmp_path / "state.json"), "--requests", "1",
+                                        "--warm-up", "0"])
+    assert done.exit_code == 0 and json.loads(done.output)["settings"]["decode"] == engine.url
+
+
+@pytest.mark.parametrize("options, key", [
+    ([], "--decode"), (["--decode", "http://a"], "--prefill"), (["--decode", "http://a", "--state", "s"], "--decode"),
+    (["--state", "nonesuch"], "--state")])
+def test_b80_the_engines_must_be_named_once(options, key):
+    caught = CliRunner().invoke(app, ["bench", "handover", *options]).exception
+    assert isinstance(caught, ConfigError) and caught.key == key
 
 
 def test_nothing_remote_is_an_error_with_the_reasons():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_pd.bench.serve.settings import ServeBench
 from vllm_pd.bench.share.options import ShareBench
 from vllm_pd.options import takes_settings
 
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 WIDE = 200  # columns of a table with one for each router
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: the hand-over, the routers, the step sync, a trace.")
 
-Urls = Annotated[list[str], typer.Option(help="Its base URL, like http://127.0.0.1:8000.")]
 Picture = Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.")]
 Output = Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")]
+State = Annotated[Path | None, typer.Option(help="Instead of URLs: the state file of a `vllm-pd up` that runs.")]
+MaybeUrls = Annotated[list[str] | None, typer.Option(help="Its base URL, like http://127.0.0.1:8000.")]
 
 
 def print_table(table: "Table", width: int | None = None) -> None:
@@ -37,8 +39,24 @@ def write(report: Any, output: Path | None) -> None:
         output.write_text(json.dumps(report) + "\n")
 
 
+def known_urls(state: Path | None, given: dict[str, list[str] | None]) -> dict[str, tuple[str, ...]]:
+    """The URLs of each option in `given`, or those of a state file. Raises ConfigError."""
+    from vllm_pd.errors import ConfigError
+    from vllm_pd.launch.state import UpState
+    if state is not None:
+        for name, urls in given.items():
+            if urls:
+                raise ConfigError(f"--{name}", urls[0], "--state names the engines already: write one of both")
+        found = UpState.read(state)
+        return {name: found.prefill if name == "prefill" else found.decode for name in given}
+    for name, urls in given.items():
+        if not urls:
+            raise ConfigError(f"--{name}", None, "write the base URL of an engine, or --state FILE of a `vllm-pd up`")
+    return {name: tuple(urls or ()) for name, urls in given.items()}
+
+
 @bench_app.command()
-def handover(decode: Urls, prefill: Urls,
+def handover(decode: MaybeUrls = None, prefill: MaybeUrls = None, state: State = None,
              requests: Annotated[int, typer.Option(help="How many remote requests to measure, one at a time.")] = 50,
              prompt_tokens: Annotated[int, typer.Option(help="Their length; it must be above the decode engine's "
                                                              "max_local_prefill_tokens.")] = 256,
@@ -48,7 +66,9 @@ def handover(decode: Urls, prefill: Urls,
              output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None) -> None:
     """Measure what a remote prefill costs beside the prefill, the transfer and the first decode step."""
     from vllm_pd.bench.handover import HandoverBench, measure
-    found = measure(HandoverBench(decode[0], tuple(prefill), requests, prompt_tokens, max_tokens, warm_up, seed))
+    known = known_urls(state, {"decode": decode, "prefill": prefill})
+    found = measure(HandoverBench(known["decode"][0], known["prefill"], requests, prompt_tokens, max_tokens, warm_up,
+                                  seed))
     text = json.dumps(found, indent=2)
     typer.echo(text)
     if output is not None:
@@ -158,8 +178,10 @@ def measure_hit_rate(workers: int | None, seed: int, picture: Path | None, outpu
 
 @bench_app.command("policies")
 def bench_policies(
-        worker: Annotated[list[str], typer.Option(help="The base URL of a running engine; at least two.")],
         tokenizer: Annotated[str, typer.Option(help="The engines' model or its folder.")],
+        worker: Annotated[list[str] | None, typer.Option(help="The base URL of a running engine; at least "
+                                                              "two.")] = None,
+        state: State = None,
         policy: Annotated[list[str] | None, typer.Option(help="May be repeated. Default: kv, round-robin and "
                                                               "least-load.")] = None,
         rounds: Annotated[int, typer.Option(help="How many times each policy gets the conversations.")] = 1,
@@ -183,11 +205,24 @@ def bench_policies(
     shape = ConversationShape(conversations=conversations, conversations_per_s=conversations_per_s, turns=turns,
                               system_prompts=system_prompts, system_words=system_words, seed=seed)
     chosen = tuple(map(Policy, policy)) if policy else policies.DEFAULT
-    found = policies.measure(policies.PolicyBench(tuple(worker), tokenizer, chosen, rounds, shape), log, typer.echo)
+    workers = known_urls(state, {"worker": worker})["worker"]
+    found = policies.measure(policies.PolicyBench(workers, tokenizer, chosen, rounds, shape), log, typer.echo)
     typer.echo(json.dumps(found["policies"], indent=2))
     if picture is not None:
         policies.picture(found, picture)
     write(found, output)
+
+
+@bench_app.command("serve")
+@takes_settings
+def bench_serve(bench: ServeBench,
+                log: Annotated[Path, typer.Option(help="A file for the output of everything that is started.")]
+                = Path(os.devnull),
+                picture: Picture = None,
+                output: Output = None) -> None:
+    """Measure disaggregated engines beside mixed ones, which this starts and ends, or a fleet that runs."""
+    from vllm_pd.bench.serve import command
+    raise typer.Exit(command.run(bench, log, picture, output, typer.echo, lambda table: print_table(table, WIDE)))
 
 
 @bench_app.command()

@@ -104,7 +104,7 @@ def _read(request: GenerationRequest, answer: HttpAnswer, began_s: float) -> Gen
             text += new_text
             token_ids += new_ids
             finish_reason = choice.get("finish_reason") or finish_reason
-            if new_ids if request.token_ids else new_text:
+            if new_ids if request.token_ids else new_text or not request.chat:  # a chat begins with its role alone
                 arrivals_s.append(arrived_s - began_s)
     if not arrivals_s:
         raise LoadError(f"{request.path}: an answer without a token")

@@ -36,8 +36,6 @@ from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
 
 KNOWN_TIMEOUT_S = 30.0
-UP, LIVE = "up", "live"  # as /workers says
-INFORMED = (Policy.KV, Policy.LEAST_LOAD)
 DEFAULT = (Policy.KV, Policy.ROUND_ROBIN, Policy.LEAST_LOAD)
 FIGURES = "p50 p90 p99 mean"
 
@@ -145,13 +143,9 @@ def _empty_caches(bench: PolicyBench) -> None:
 def _await_known(bench: PolicyBench, policy: Policy, router: Server) -> None:
     """Waits until the router knows of each engine what its policy needs to know."""
     deadline = time.monotonic() + KNOWN_TIMEOUT_S
-    while True:
-        known = call(router.url, "GET", "/workers")
-        able = [worker for worker in known["workers"] if worker["state"] == UP and (
-            policy not in INFORMED or (worker["events"] or {}).get("state") == LIVE)]
-        if len(able) == len(bench.workers) and (policy is not Policy.KV or known["tokenizer"] == "ok"):
-            return
+    while not router.knows(len(bench.workers), policy):
         if time.monotonic() > deadline:
+            known = call(router.url, "GET", "/workers")
             raise PDError(f"the router of {policy} does not know all engines: {known}; are they started with "
                           "--kv-events-config?")
         time.sleep(0.2)

@@ -18,13 +18,16 @@ from typing import TextIO
 import psutil
 
 from vllm_pd.admin.client import is_healthy
-from vllm_pd.bench.connection import LoadConnection, LoadError
+from vllm_pd.bench.connection import LoadConnection, LoadError, call
 from vllm_pd.bench.dummy_client import RequestShape
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.launch.child import Child, Say
 from vllm_pd.ports import take_free
+from vllm_pd.router.policy import Policy
 
 HOST = "127.0.0.1"
+UP, LIVE = "up", "live"  # as a router's /workers says
+INFORMED = (Policy.KV, Policy.LEAST_LOAD)
 START_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 5.0
 OURS = f"{shlex.quote(sys.executable)} -m vllm_pd.cli router --host {HOST} --port {{port}} --worker={{worker}}"
 
@@ -107,18 +110,34 @@ class Server:
             return False
         return True
 
+    def knows(self, count: int, policy: Policy) -> bool:
+        """Whether this router of ours knows `count` engines, and of each what its policy needs to know."""
+        try:
+            known = call(self.url, "GET", "/workers")
+        except (OSError, LoadError):
+            return False
+        able = [worker for worker in known["workers"] if worker["state"] == UP and (
+            policy not in INFORMED or (worker["events"] or {}).get("state") == LIVE)]
+        return len(able) == count and (policy is not Policy.KV or known["tokenizer"] == "ok")
+
     def cpu_s(self) -> float:
         """CPU seconds that the process and its children have used."""
-        used = [process.cpu_times() for process in self._processes()]
-        return sum(times.user + times.system for times in used)
+        return cpu_s(self.child.pid)
 
     def memory_bytes(self) -> int:
         """Resident memory of the process and its children."""
-        return sum(process.memory_info().rss for process in self._processes())
+        return sum(process.memory_info().rss for process in _processes(self.child.pid))
 
-    def _processes(self) -> list[psutil.Process]:
-        own = psutil.Process(self.child.pid)
-        return [own, *own.children(recursive=True)]
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process and its children have used. Raises psutil.NoSuchProcess."""
+    used = [process.cpu_times() for process in _processes(pid)]
+    return sum(times.user + times.system for times in used)
+
+
+def _processes(pid: int) -> list[psutil.Process]:
+    own = psutil.Process(pid)
+    return [own, *own.children(recursive=True)]
 
 
 class Servers:
@@ -172,9 +191,10 @@ class Servers:
         return started
 
     def router(self, command: RouterCommand, workers: Sequence[str], is_ready: Callable[[Server], bool],
-               cores: Sequence[int] = ()) -> Server:
-        """Starts a router in front of engines (base URLs) and waits until it is ready. Raises PDError."""
-        port = take_free(HOST)
+               cores: Sequence[int] = (), port: int = 0) -> Server:
+        """Starts a router in front of engines (base URLs) and waits until it is ready; `port` 0: a free one. Raises
+        PDError."""
+        port = port or take_free(HOST)
         server = self.start(command.name, port, command.arguments(port, workers), cores=cores)
         self.await_ready(server, is_ready)
         return server

@@ -103,7 +103,7 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     for key, value in (("--prefill", options.prefill), ("--decode", options.decode)):
         if value < 1:
             raise ConfigError(key, value, "a prompt is handed from one engine to another: write 1 or more")
-    _refuse_ours(options.serve_args)
+    refuse_ours(options.serve_args)
     count = options.prefill + options.decode
     taken = count + options.router
     if not 1 <= options.port <= 65536 - taken:
@@ -129,22 +129,22 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     roles = [Role.DECODE] * options.decode + [Role.PREFILL] * options.prefill
     shares = split_cores(cores, count)
     numbers = [*range(options.decode), *range(options.prefill)]
-    events = options.router and _value_of("--kv-events-config", options.serve_args) is None
+    events = options.router and value_of("--kv-events-config", options.serve_args) is None
     if events:
         _refuse_ranks(options.serve_args)
     engines = tuple(
         EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share,
-                   env=_omp_env(share, crowded=0 < len(cores) < count),
+                   env=omp_env(share, crowded=0 < len(cores) < count),
                    command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
                             transfer_config(role, broker_url, options.pd),
-                            *(("--kv-events-config", _events_config()) if events and role.decodes else ()),
+                            *(("--kv-events-config", events_config()) if events and role.decodes else ()),
                             *options.serve_args))
         for role, number, port, share in zip(roles, numbers, ports[options.router:], shares, strict=True))
     keys = ("--keys", str(options.pd["keys"])) if "keys" in options.pd else ()
     ttl = ("--ttl-s", str(options.pd["ttl_s"])) if "ttl_s" in options.pd else ()
     front = None
     if options.router:
-        key = _value_of("--api-key", options.serve_args)
+        key = value_of("--api-key", options.serve_args)
         front = RouterPlan(options.port, (*router, "--port", str(options.port), "--broker", broker_url, *keys),
                            {} if key is None else {"VLLM_API_KEY": key})
     return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines, front)
@@ -183,7 +183,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """The value of a flag in a command line, `--flag VALUE` or `--flag=VALUE`; the last one counts."""
     value = None
     for number, argument in enumerate(arguments):
@@ -193,7 +193,7 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
     return value
 
 
-def _events_config() -> str:
+def events_config() -> str:
     """The value of --kv-events-config: over Unix sockets, as all processes are on one machine. A V1 engine gives no
     snapshots, so it keeps its events for those who come later."""
     path = os.path.join(tempfile.gettempdir(), f"vllm-pd-events-{uuid.uuid4().hex}")
@@ -207,21 +207,22 @@ def _refuse_ranks(serve_args: Sequence[str]) -> None:
     example = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557",
                "replay_endpoint": "tcp://*:5657"}
     for flag in ("--data-parallel-size", "-dp"):
-        value = _value_of(flag, serve_args)
+        value = value_of(flag, serve_args)
         if value not in (None, "1"):
             raise ConfigError(flag, value, "each rank publishes its KV events for the router at TCP ports of its own: "
                               f"add --kv-events-config '{json.dumps(example)}', where no other host can reach these "
                               "ports (rank R adds R to them), and leave --decode at 1")
 
 
-def _refuse_ours(serve_args: Sequence[str]) -> None:
+def refuse_ours(serve_args: Sequence[str]) -> None:
+    """Raises ConfigError for a flag of `vllm serve` that whoever starts engines sets for each of them."""
     for argument in serve_args:
         flag: str | None = OWN_FLAGS.get(argument.partition("=")[0].replace("_", "-"))
         if flag is not None:
             raise ConfigError(f"-- {argument}", None, f"`up` sets this for each engine: use {flag}")
 
 
-def _omp_env(share: Sequence[int], *, crowded: bool) -> dict[str, str]:
+def omp_env(share: Sequence[int], *, crowded: bool) -> dict[str, str]:
     """The environment of an engine's OpenMP threads. They wait for each other, so they must not share cores: an engine
     without cores of its own gets one thread."""
     if crowded:

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to engines with upstream's NIXL connectors, which need a proxy: it asks the prefill engine (P) first.
+
+P gets the prompt for one token and with `do_remote_decode`. Then the decode engine gets it with the
+`kv_transfer_params` of P's answer. Both have the same X-Request-Id. So does upstream's toy proxy server; here the load
+generator does it, without a process more.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_pd.bench.connection import LoadConnection
+from vllm_pd.bench.load import GenerationRequest
+
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+                 "remote_block_ids": None, "remote_host": None, "remote_port": None}
+
+
+@dataclass(frozen=True)
+class PrefilledRequest(GenerationRequest):
+    """A request with the `kv_transfer_params` that a proxy adds."""
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def body(self, model: str) -> dict[str, Any]:
+        body = super().body(model)
+        return body if self.kv_transfer_params is None else body | {"kv_transfer_params": self.kv_transfer_params}
+
+
+async def prefill_at(url: str, model: str, prompt: Any, headers: Mapping[str, str] | None,
+                     params: dict[str, Any] | None = REMOTE_DECODE) -> dict[str, Any] | None:
+    """Has the engine at `url` compute a prompt. What its answer says for the decode engine. Raises LoadError and
+    OSError."""
+    body = PrefilledRequest(prompt, 1, ignore_eos=True, kv_transfer_params=params).body(model)
+    connection = await LoadConnection.open(url)
+    try:
+        answer = await connection.exchange("POST", "/v1/completions", json.dumps(body).encode(), headers)
+        return answer.required().json().get("kv_transfer_params")
+    finally:
+        connection.close()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of `vllm-pd bench serve` in words: a block for each arm, tables, and a summary."""
+
+from typing import Any
+
+from rich.table import Table
+
+from vllm_pd.bench.report import side_by_side
+from vllm_pd.bench.serve import comparison
+from vllm_pd.bench.serve.comparison import FIGURES, ITL_P99, RATIOS, TTFT_LONG, TTFT_SHORT, base_of, over_rounds, ratio
+from vllm_pd.bench.serve.settings import ServeLoad
+
+WIDTH = 50  # of a block, as vLLM has it
+COUNTS = (("Successful requests:", "requests", 0), ("Benchmark duration (s):", "took_s", 2),
+          ("Total input tokens:", "prompt_tokens", 0), ("Total generated tokens:", "answer_tokens", 0),
+          ("Request throughput (req/s):", "requests_per_s", 2), ("Request goodput (req/s):", "good_per_s", 2),
+          ("Output token throughput (tok/s):", "answer_tokens_per_s", 2),
+          ("Total Token throughput (tok/s):", "tokens_per_s", 2))
+LATENCIES = (("Time to First Token", "TTFT", "ttft_ms"), ("Time per Output Token (excl. 1st token)", "TPOT", "tpot_ms"),
+             ("Inter-token Latency", "ITL", "itl_ms"))
+PERCENTILES = (("Mean", "mean"), ("Median", "p50"), ("P99", "p99"))
+SHOWN_PROBLEMS = 20
+
+
+def block(report: dict[str, Any], arm: str, label: str) -> str:
+    """What `vllm bench serve` prints, for one arm and point: medians over the rounds, and their spread."""
+    lines = [f"{arm} ({report['arms'][arm]['where']}), {label}", f"{' Serving Benchmark Result ':=^{WIDTH}}"]
+    lines += [_line(text, over_rounds(report, arm, label, path), digits) for text, path, digits in COUNTS]
+    for title, name, path in LATENCIES:
+        lines.append(f"{title:-^{WIDTH}}")
+        lines += [_line(f"{text} {name} (ms):", over_rounds(report, arm, label, f"{path}.{figure}"), 2)
+                  for text, figure in PERCENTILES]
+    return "\n".join([*lines, "=" * WIDTH])
+
+
+def _line(text: str, found: dict[str, float], digits: int) -> str:
+    return f"{text:<40} {cell(found, digits, ' ')}".rstrip()
+
+
+def cell(found: dict[str, float], digits: int, space: str = "\n") -> str:
+    """A median, and the smallest and largest where they differ."""
+    if not found:
+        return "-"
+    shown, least, most = (f"{found[key]:,.{digits}f}" for key in ("median", "min", "max"))
+    return shown if least == most else f"{shown}{space}({least} to {most})"
+
+
+def table(report: dict[str, Any], label: str) -> Table:
+    """Figures and ratios of all arms at one point."""
+    def figure(path: str, digits: int) -> Any:
+        return lambda arm: cell(over_rounds(report, arm, label, path), digits)
+
+    def divided(base: str, path: str) -> Any:
+        return lambda arm: "1" if arm == base_of(report, base) else cell(ratio(report, arm, base, label, path), 2)
+
+    lines = [(text, figure(path, digits)) for path, (text, digits) in FIGURES.items()]
+    lines += [(text.replace("mixed", base_of(report, base) or base), divided(base, path))
+              for text, path, base in RATIOS if base_of(report, base)]
+    lines = [line for line in lines if any(line[1](arm) not in ("-", "1") for arm in report["arms"])]
+    return side_by_side(list(report["arms"]), list(report["arms"]), lines, label)
+
+
+def summary(report: dict[str, Any]) -> list[str]:
+    """The last lines: what it gains, what it costs, whether the answers are the same, and what failed."""
+    arms, lines = report["arms"], []
+    for label in comparison.labels(report):
+        for arm in arms:
+            lines.append(f"{label}, {arm}: {_words(report, arm, label)}")
+    rates = report["settings"]["load"]["load"] in (ServeLoad.RATE, ServeLoad.TRACE)
+    for arm in arms:
+        best = comparison.goodput(report, arm)
+        if best is not None:
+            lines.append(f"goodput, {arm}: {best:g} {'requests/s' if rates else 'streams'} is the most at which "
+                         f"{comparison.GOOD_SHARE:.0%} of the requests were within the limits")
+    different = report["different"]
+    lines += different[:SHOWN_PROBLEMS] + ["..."] * (len(different) > SHOWN_PROBLEMS)
+    lines += [f"{arm} was not measured to its end: {error}" for arm, error in report["failed"].items()]
+    unit = "tokens" if report["settings"]["compare"] == "tokens" else "texts"
+    told = (f"NO, {len(different)} answers differ or failed" if different else
+            f"yes, {report['compared']} answers compared" if report["compared"] else "nothing to compare")
+    return [*lines, f"the same {unit} from every arm: {told}"]
+
+
+def _words(report: dict[str, Any], arm: str, label: str) -> str:
+    """One arm at one point: ITL p99, TTFTs, cores, each beside the bases."""
+    parts = []
+    for text, path in (("ITL p99", ITL_P99), ("TTFT short", TTFT_SHORT), ("TTFT long", TTFT_LONG)):
+        found = over_rounds(report, arm, label, path)
+        if not found:
+            continue
+        beside = [f"{times['median']:.2f} x {base_of(report, base)}" for base in ("alone", "mixed")
+                  if (base == "mixed" or path == ITL_P99) and (times := ratio(report, arm, base, label, path))]
+        parts.append(f"{text} {found['median']:,.0f} ms" + (f" ({', '.join(beside)})" if beside else ""))
+    busy = over_rounds(report, arm, label, "cpu_share")
+    return "; ".join([*parts, *([f"{busy['median']:.0%} of the cores in use"] if busy else [])])
