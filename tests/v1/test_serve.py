@@ -189,7 +189,8 @@ def test_b11_answers_are_byte_for_byte_those_of_one_engine(fleet, path, more):
     before = scrape(decode)
     (status, headers, ours), (_, expected, theirs) = (request(url, "POST", path, body) for url in (decode, producer))
     assert status == 200, ours
-    assert scrape(decode).since(before).value("vllm:pd_decisions_total", decision="remote") > 0
+    wait_for(lambda: scrape(decode).since(before).value("vllm:pd_decisions_total", decision="remote", engine="0") > 0,
+             "it went remote")
     assert headers["content-type"] == expected["content-type"] and as_one(ours) == as_one(theirs)
 
 
