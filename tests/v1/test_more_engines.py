@@ -88,7 +88,8 @@ def test_b6_b7_b98_sampling_is_the_decode_engines(mono, fleet):
              {"top_k": 1, "temperature": 1.0},  # top_p with a seed ends a stock engine of 0.32 on the CPU
              {"structured_outputs": StructuredOutputsParams(regex="[ab]{40}")}]
     many, before = prompts(400, [150] * len(kinds)), remote(d)
-    assert d.generate(many, params=kinds) == mono.generate(many, params=kinds)
+    for half in (slice(4), slice(4, 8)):
+        assert d.generate(many[half], params=kinds[half]) == mono.generate(many[half], params=kinds[half])
     assert remote(d) >= before + len(kinds) - 1
     stay = remote(d, "local:feature")
     for kind in ({"prompt_logprobs": 1}, {"prompt_logprobs": 0, "logprobs": 2}):
