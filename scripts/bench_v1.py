@@ -166,22 +166,28 @@ def show(found: dict[str, Any]) -> None:
         for state, processes in shares.items():
             print(f"waiting    {name}, {state}: " + ", ".join(f"{one} {share:.3f}" for one, share in processes.items())
                   + (f" (goal {WAITING_GOAL})" if name.startswith("ours") else ""))
-    for handover in (one for part, one in found.items() if part.startswith("handover")):
-        def line(name: str, spread: dict[str, float], goal: str = "") -> None:
-            print(f"handover   {name:22} p50 {spread['p50']:8.2f}  p99 {spread['p99']:8.2f}  max {spread['max']:8.2f} "
-                  f"ms{goal}")
-
-        line("control plane", handover["control_plane_ms"], " (goals {p50:g}, p99 {p99:g})".format(**CONTROL_GOALS_MS))
-        for stage in ("queue", "claim"):
-            line(f"  {stage}", handover["stages_ms"][stage])
-        line("  end, notice, resume", handover["rest_ms"])
-        line("    wake-up to step", handover["wake_to_step_ms"], f" (goal {WAKE_GOAL_MS:g})")
-        for stage in ("prefill", "transfer", "first_step"):
-            line(stage, handover["stages_ms"][stage])
-        line("this machine: one hop", handover["hop_ms"])
+    for part, handover in found.items():
+        if part.startswith("handover"):
+            show_handover(handover)
     for part, one in found.items():
         print(f"{part:10} load average {one['machine'][0]['load']} before, {one['machine'][1]['load']} after, on "
               f"{one['machine'][0]['cores']} cores")
+
+
+def show_handover(handover: dict[str, Any]) -> None:
+    """Prints the stages of one measurement of the hand-over."""
+    def line(name: str, spread: dict[str, float], goal: str = "") -> None:
+        print(f"handover   {name:22} p50 {spread['p50']:8.2f}  p99 {spread['p99']:8.2f}  max {spread['max']:8.2f} "
+              f"ms{goal}")
+
+    line("control plane", handover["control_plane_ms"], " (goals {p50:g}, p99 {p99:g})".format(**CONTROL_GOALS_MS))
+    for stage in ("queue", "claim"):
+        line(f"  {stage}", handover["stages_ms"][stage])
+    line("  end, notice, resume", handover["rest_ms"])
+    line("    wake-up to step", handover["wake_to_step_ms"], f" (goal {WAKE_GOAL_MS:g})")
+    for stage in ("prefill", "transfer", "first_step"):
+        line(stage, handover["stages_ms"][stage])
+    line("this machine: one hop", handover["hop_ms"])
 
 
 def right(found: dict[str, Any]) -> bool:

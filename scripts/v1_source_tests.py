@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=source.default_cache(),
                         help="where sdists are kept (default: $VLLM_PD_CACHE or ~/.cache/vllm-pd)")
     parser.add_argument("pytest", nargs="*", metavar="OPTION",
-                        help='of pytest, after --; default: -m "not e2e" tests/v1')
+                        help='of pytest, after --; -m "not e2e" and tests/v1 where it names no others')
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="vllm-pd-source-") as folder:
         try:
@@ -45,7 +45,9 @@ def main() -> int:
             return 2
         if args.extension:
             copy_extension(Path(folder) / "vllm")
-        options = args.pytest or ["-m", "not e2e", "tests/v1"]
+        options = args.pytest
+        if "-m" not in options:
+            options = ["-m", "not e2e", *options]
         if not any(option.startswith("tests") for option in options):
             options = [*options, "tests/v1"]
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -56,11 +58,11 @@ def main() -> int:
 def install(release: str, cache: Path, folder: Path) -> None:
     """Write the package `vllm` of this release into `folder`, with metadata that make vLLM choose its CPU platform.
     Raises Refusal."""
-    origin = source.release(release, cache, None, "unknown")
-    wanted = {member.path for member in origin.files() if member.path.startswith("vllm/")}
-    if not wanted:
+    unpacked = folder / "source"  # its other folders, tests among them, must not be found by an import
+    source.release(release, cache, None, "unknown").unpack(unpacked)
+    if not (unpacked / "vllm").is_dir():
         raise Refusal(f"{release}: its source has no package vllm")
-    origin.unpack(folder, wanted)
+    (unpacked / "vllm").rename(folder / "vllm")
     version = f"{release}+cpu"
     info = folder / f"vllm-{version}.dist-info"
     info.mkdir()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plugin of vLLM that times how long an engine takes from its wake-up to the step that resumes a request. With
-WORKER_SPIN_S its processes spin for so many seconds after a message of theirs, instead of one second.
+WORKER_SPIN_S each process of the engine spins for so many seconds after a message, instead of one second.
 
 It is found by the metadata that `servers.install_probe` writes. In EngineCore it wraps three of our methods and appends
 the seconds to the file that WAKE_PROBE names.

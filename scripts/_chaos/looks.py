@@ -23,9 +23,9 @@ def process_counts(without_memory: Collection[int] = ()) -> dict[str, int]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             folder = Path(f"/proc/{pid}")
             status = (folder / "status").read_text(encoding="ascii").splitlines()
-            if pid not in without_memory:  # a process that has ended has none
+            if pid not in without_memory:
                 totals["memory_bytes"] += next((int(line.split()[1]) << 10 for line in status
-                                                if line.startswith("RssAnon:")), 0)
+                                                if line.startswith("RssAnon:")), 0)  # 0: a process that has ended
             totals["descriptors"] += len(os.listdir(folder / "fd"))
             totals["threads"] += len(os.listdir(folder / "task"))
     return dict(totals)

@@ -9,7 +9,8 @@ EXACT = ("unfinished", "waiting", "running", "swapped", "remote_prefilling", "pr
          "block_tables", "free_blocks", "references", "tracked", "split_requests", "open_attempts", "held_blocks",
          "given_up", "resumed", "jobs", "live_handles", "agent_errors", "parked", "received", "deferred_frees",
          "fences", "parked_ids", "internal_requests", "front_requests")  # of V0, V1 or both
-GROWING = ("peers", "sockets", "descriptors", "threads", "memory_bytes", "worker_objects")  # the last one of V1
+GROWING = ("peers", "sockets", "descriptors", "threads", "memory_bytes")
+GROWING_V1 = {"worker_objects"}
 REST_S = 100.0
 # The allocator's, and vLLM's own caches; a worker's memory is left out on V1 (`looks_v1.count_objects`).
 SLACK = {"memory_bytes": 48 << 20, "descriptors": 4, "worker_objects": 500}
@@ -69,8 +70,8 @@ def grown(fleet: ChaosFleet, before: Rest, after: Rest) -> dict[str, dict[str, t
         slot = fleet.slots[name]
         alike = [before.stats[other.name] for other in fleet.slots.values()
                  if other.role is slot.role and other.name in before.stats]
-        for count in GROWING:
-            was = max(other.get(count, 0) for other in alike)
-            if stats.get(count, 0) > was + SLACK.get(count, 0):
+        for count in (*GROWING, *GROWING_V1 & stats.keys()):
+            was = max(other[count] for other in alike)
+            if stats[count] > was + SLACK.get(count, 0):
                 result.setdefault(name, {})[count] = (stats[count], was)
     return result

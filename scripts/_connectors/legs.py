@@ -38,7 +38,8 @@ async def measure_leg(pair: EnginePair, prompt: list[int]) -> float:
 
 
 async def measure_alone(pair: EnginePair, pairs: list[EnginePair], tokens: int, draw: random.Random) -> float:
-    """D's leg in seconds, while the engines of all others of `pairs` stand still. They are stopped afterwards, too."""
+    """D's leg of `pair` in seconds. Stops the engines of all other `pairs` before, and leaves them stopped. Raises
+    LoadError, also where D gets no KV from P, and OSError."""
     for one in pairs:
         for role in ROLE_NAMES:
             one.signal(role, signal.SIGCONT if one is pair else signal.SIGSTOP)

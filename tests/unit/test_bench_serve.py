@@ -136,8 +136,8 @@ class TestFigures:
 
     def test_a_timeline_has_tokens_where_they_came(self):
         long = served(answer(2.0, 2.1), kind=PromptKind.LONG).requests
-        told = timeline(ServedLoad((*served(None, answer(0.1, 0.2, 0.5)).requests, *long), 1.0))
-        assert told == {"itl": [[1.2, 100.0], [1.5, 300.0]], "long": [[0.0, 2.0]]}
+        found = timeline(ServedLoad((*served(None, answer(0.1, 0.2, 0.5)).requests, *long), 1.0))
+        assert found == {"itl": [[1.2, 100.0], [1.5, 300.0]], "long": [[0.0, 2.0]]}
 
 
 def made(load: ServeLoad = ServeLoad.CHAT_LONG, **arms: list[list[ServedLoad]]) -> dict:
@@ -270,10 +270,10 @@ class TestArms:
         assert all("--kv-transfer-config" not in engine.command and "float32" in engine.command
                    and engine.env["VLLM_USE_V1"] == "0" for engine in found.engines)
         kv = plan(monkeypatch, "mixed-kv", v1=True, prefill=2)
-        told = [json.loads(options_of(engine.command, "--kv-events-config")[0]) for engine in kv.engines]
-        assert told[0]["endpoint"] != told[1]["endpoint"] and "--policy kv --tokenizer m" in kv.router.command
+        configs = [json.loads(options_of(engine.command, "--kv-events-config")[0]) for engine in kv.engines]
+        assert configs[0]["endpoint"] != configs[1]["endpoint"] and "--policy kv --tokenizer m" in kv.router.command
         assert [f"--worker-events={engine.url}={config['endpoint']}" in kv.router.command
-                for engine, config in zip(kv.engines, told, strict=True)] == [True] * 3
+                for engine, config in zip(kv.engines, configs, strict=True)] == [True] * 3
 
     def test_a_budget_is_for_chunked_prefill(self, monkeypatch):
         command = plan(monkeypatch, "chunked-64").engines[0].command

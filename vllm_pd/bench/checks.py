@@ -22,12 +22,17 @@ def require_healthy(key: str, urls: Iterable[str]) -> None:
             raise ConfigError(key, url, "no healthy engine answers there: start it, or write its URL")
 
 
-def parse_cores(key: str, text: str) -> tuple[int, ...]:
-    """The numbers in `0,1`; none in an empty text. This process must be allowed to run on all of them."""
+def parse_numbered(key: str, text: str) -> tuple[int, ...]:
+    """The numbers in `0,1`; none in an empty text."""
     try:
-        cores = tuple(int(core) for core in text.split(",") if text)
+        return tuple(int(number) for number in text.split(",") if text)
     except ValueError:
-        raise ConfigError(key, text, "write the numbers of cores, like 0,1") from None
+        raise ConfigError(key, text, "write numbers, like 0,1") from None
+
+
+def parse_cores(key: str, text: str) -> tuple[int, ...]:
+    """As `parse_numbered`, for cores. This process must be allowed to run on all of them."""
+    cores = parse_numbered(key, text)
     if not set(cores) <= os.sched_getaffinity(0):
         raise ConfigError(key, text, f"this process may run on {sorted(os.sched_getaffinity(0))}")
     return cores

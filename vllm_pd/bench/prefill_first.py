@@ -2,8 +2,8 @@
 """Requests to engines with upstream's NIXL connectors, which need a proxy: it asks the prefill engine (P) first.
 
 P gets the prompt for one token and with `do_remote_decode`. Then the decode engine gets it with the
-`kv_transfer_params` of P's answer. Both have the same X-Request-Id. So does upstream's toy proxy server; here the load
-generator does it, without a process more.
+`kv_transfer_params` of P's answer. Both have the same X-Request-Id. Upstream's toy proxy server does the same; here the
+load generator does it, so that no proxy is needed.
 """
 
 import json

@@ -219,7 +219,7 @@ def refuse_ours(serve_args: Sequence[str]) -> None:
     for argument in serve_args:
         flag: str | None = OWN_FLAGS.get(argument.partition("=")[0].replace("_", "-"))
         if flag is not None:
-            raise ConfigError(f"-- {argument}", None, f"`up` sets this for each engine: use {flag}")
+            raise ConfigError(f"-- {argument}", None, f"this command sets it for each engine: use {flag}")
 
 
 def omp_env(share: Sequence[int], *, crowded: bool) -> dict[str, str]:

@@ -201,7 +201,7 @@ def _plan_pd(settings: FleetSettings) -> ArmPlan:
     port = settings.port or take_free_run(HOST, count + routed)
     options = UpOptions(settings.model, settings.prefill, settings.decode, port, pd=settings.pd,
                         serve_args=settings.serve_args, router=routed)
-    plan = plan_fleet(options, () if settings.gpus else settings.cores, serve=settings.serve, broker=settings.broker)
+    plan = plan_fleet(options, (), serve=settings.serve, broker=settings.broker)
     spread = places(settings, count)
     engines = tuple(replace(engine, cores=place.cores, env={**engine.env, **place.env},
                             command=(*engine.command, *place.arguments))
@@ -210,11 +210,12 @@ def _plan_pd(settings: FleetSettings) -> ArmPlan:
 
 
 def _router(arm: Arm, settings: FleetSettings, engines: Sequence[EnginePlan]) -> RouterCommand:
-    """The router of plain engines. A stock V1 engine has no page that says where its events are, so it is told."""
+    """The router of plain engines. A stock V1 engine has no route for the addresses of
+    its events, so they go onto the router's command line."""
     tokenizer = shlex.quote(settings.model) if arm.policy is Policy.KV else NO_TOKENIZER
-    told: list[str] = []
+    addresses: list[str] = []
     for engine in engines if settings.v1 and arm.policy is Policy.KV else ():
         events = json.loads(value_of("--kv-events-config", engine.command) or "{}")
         sockets = [events[name] for name in ("endpoint", "replay_endpoint") if name in events]
-        told.append(shlex.quote(f"--worker-events={engine.url}={','.join(sockets)}"))
-    return RouterCommand.ours(" ".join([f"router=--policy {arm.policy.value} --tokenizer {tokenizer}", *told]))
+        addresses.append(shlex.quote(f"--worker-events={engine.url}={','.join(sockets)}"))
+    return RouterCommand.ours(" ".join([f"router=--policy {arm.policy.value} --tokenizer {tokenizer}", *addresses]))

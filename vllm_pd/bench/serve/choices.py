@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import replace
 
-from vllm_pd.bench.checks import parse_cores, require_at_least, require_healthy
+from vllm_pd.bench.checks import parse_cores, parse_numbered, require_at_least, require_healthy
 from vllm_pd.bench.serve import sharegpt
 from vllm_pd.bench.serve.arms import Arm, ArmKind, FleetSettings, parse_arms
 from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad
@@ -93,11 +93,3 @@ def fleet(bench: ServeBench) -> FleetSettings:
     gpus = () if on_cpu else parse_numbered("--gpus", bench.gpus) or (0, )
     return FleetSettings(bench.model, bench.prefill, bench.decode, bench.pd, tuple(bench.serve_args), bench.port, cores,
                          gpus, find_installation().world is World.PLUGIN, **bench.programs)
-
-
-def parse_numbered(key: str, text: str) -> tuple[int, ...]:
-    """The numbers in `0,1`; none in an empty text. Raises ConfigError naming `key`."""
-    try:
-        return tuple(int(number) for number in text.split(",") if text)
-    except ValueError:
-        raise ConfigError(key, text, "write numbers, like 0,1") from None

@@ -86,7 +86,7 @@ class ServeRun:
             figures = point_figures(point, served, limits, share)
             self.report["different"] += self._book.add(arm.name, turn, point.label, served)
             found.append(figures)
-            self._show(_told(self._bench, arm, turn, figures))
+            self._show(_progress(self._bench, arm, turn, figures))
             if not figures["requests"]:
                 errors = [one.error for one in served.requests]
                 raise LoadError(f"no request was {'answered: ' + errors[0] if errors else 'to be sent'}")
@@ -95,7 +95,7 @@ class ServeRun:
         self.report["arms"][arm.name]["rounds"].append({"round": turn, "points": found})
 
 
-def _told(bench: ServeBench, arm: Arm, turn: int, figures: dict[str, Any]) -> str:
+def _progress(bench: ServeBench, arm: Arm, turn: int, figures: dict[str, Any]) -> str:
     """How far it is, in one line."""
     of_kinds = ", ".join(f"{kind} TTFT p50 {figures[kind]['ttft_ms']['p50']:,.0f} ms" for kind in ("short", "long")
                          if figures[kind]["ttft_ms"])

@@ -32,12 +32,12 @@ def _one_point(figure: "Figure", report: dict[str, Any]) -> None:
     _distribution(left.subplots(), report)
     axes = right.subplots(len(report["arms"]), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for number, (axis, (name, arm)) in enumerate(zip(axes, report["arms"].items(), strict=True)):
-        told = arm.get("timeline", {"itl": [], "long": []})
-        for sent_s, first_s in told["long"]:
+        shown = arm.get("timeline", {"itl": [], "long": []})
+        for sent_s, first_s in shown["long"]:
             axis.axvspan(sent_s, first_s, color="0.88")
             axis.axvline(sent_s, color="0.5", linewidth=0.8)
-        if told["itl"]:
-            axis.plot(*zip(*told["itl"], strict=True), ".", markersize=2, color=f"C{number}")
+        if shown["itl"]:
+            axis.plot(*zip(*shown["itl"], strict=True), ".", markersize=2, color=f"C{number}")
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.set_title(name, fontsize=9, loc="left")

@@ -76,9 +76,9 @@ def summary(report: dict[str, Any]) -> list[str]:
     lines += different[:SHOWN_PROBLEMS] + ["..."] * (len(different) > SHOWN_PROBLEMS)
     lines += [f"{arm} was not measured to its end: {error}" for arm, error in report["failed"].items()]
     unit = "tokens" if report["settings"]["compare"] == "tokens" else "texts"
-    told = (f"NO, {len(different)} answers differ or failed" if different else
-            f"yes, {report['compared']} answers compared" if report["compared"] else "nothing to compare")
-    return [*lines, f"the same {unit} from every arm: {told}"]
+    verdict = (f"NO, {len(different)} answers differ or failed" if different else
+               f"yes, {report['compared']} answers compared" if report["compared"] else "nothing to compare")
+    return [*lines, f"the same {unit} from every arm: {verdict}"]
 
 
 def _words(report: dict[str, Any], arm: str, label: str) -> str:

@@ -83,7 +83,7 @@ def _request(shape: LoadShape, name: str, seed: str, kind: PromptKind) -> LoadRe
     draw = random.Random(f"{seed} {name}")
     long = kind is PromptKind.LONG
     return LoadRequest(name, kind, prose(draw, shape.long_tokens if long else shape.short_tokens),
-                          shape.long_answer_tokens if long else shape.answer_tokens)
+                       shape.long_answer_tokens if long else shape.answer_tokens)
 
 
 def _arrivals_s(draw: random.Random, per_s: float, until_s: float) -> Iterator[float]:
@@ -140,7 +140,7 @@ def _conversations(shape: LoadShape, value: float, seed: str) -> list[RequestCha
             said += f"\n\nUser: {prose(draw, shape.short_tokens)}\n\nAssistant:"
             pause_s = draw.expovariate(1 / shape.pause_s) if turn and shape.pause_s else 0.0
             turns.append(LoadRequest(f"conversation {number}, turn {turn}", PromptKind.SHORT, said,
-                                        shape.answer_tokens, pause_s))
+                                     shape.answer_tokens, pause_s))
             said += f" {prose(draw, shape.answer_tokens)}"
         found.append(RequestChain(at_s, turns))
         at_s += draw.expovariate(value)
