@@ -33,6 +33,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 MAX_PRIORITY = 2**31 - 1
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
                      msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
 BlockIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=MAX_BLOCKS)]
@@ -97,10 +98,15 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """How busy an engine is; sent to the registry with every heartbeat, for display only."""
+    """How busy an engine is; sent to the registry with every heartbeat. Of a prefill engine: `job_tokens`, the prompt
+    tokens of the jobs that it has taken and not computed yet, without what their decode engines have cached, and
+    `tokens_per_s`, how fast it computes prompts as it has measured, 0 where it has not. One of an older release has
+    neither."""
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0
+    job_tokens: Count = 0
+    tokens_per_s: Rate = 0.0
 
 
 class Process(msgspec.Struct, frozen=True, array_like=True):

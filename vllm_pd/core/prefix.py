@@ -27,9 +27,11 @@ class _Rate:
 
     def __init__(self, start: float) -> None:
         self._amount, self._seconds = start / 10, 0.1
+        self.measured = False
 
     def observe(self, amount: float, seconds: float) -> None:
         """This amount took so many seconds."""
+        self.measured = True
         self._amount = KEPT * self._amount + amount
         self._seconds = KEPT * self._seconds + seconds
 
@@ -66,6 +68,11 @@ class PrefixCost:
     def compute_s(self, tokens: int) -> float:
         """How long computing them would take."""
         return tokens / self._computes.per_s
+
+    @property
+    def computed_per_s(self) -> float:
+        """Tokens of prompts per second, as measured; 0 where nothing is."""
+        return self._computes.per_s if self._computes.measured else 0.0
 
     def worth_reading(self, tokens: int) -> bool:
         """Whether to read these tokens' KV, which the peer has and this engine has not."""

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Degraded
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
@@ -52,7 +54,7 @@ class HandoverEngine(ABC):
 
     @abstractmethod
     def _load(self) -> Load:
-        """How busy the engine is."""
+        """How busy the engine is, but for its jobs from peers."""
 
     @abstractmethod
     def _has_running(self) -> bool:
@@ -77,7 +79,11 @@ class HandoverEngine(ABC):
         if self.prefill_jobs is not None:
             self._guard(self._give_back_jobs)
             self.prefill_jobs.set_credits()
-        self.protocol.set_load(self._load())
+        load, jobs = self._load(), self.prefill_jobs
+        if jobs is not None:
+            load = msgspec.structs.replace(load, job_tokens=jobs.job_tokens,
+                                           tokens_per_s=jobs.prefix_cost.computed_per_s)
+        self.protocol.set_load(load)
         shown = (self.protocol.state.role.value, self.protocol.state.draining, self.agent.error is not None)
         if shown != self._shown:
             self._shown = shown

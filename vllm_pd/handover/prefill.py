@@ -109,6 +109,12 @@ class PrefillHandover(ABC):
         """The jobs whose prompt is not computed yet; those that read their beginning are not among them."""
         return [attempt for attempt, job in self._jobs.items() if job.state is JobStage.COMPUTING]
 
+    @property
+    def job_tokens(self) -> int:
+        """Tokens of the jobs that are not computed yet, without what their decode engines have cached."""
+        return sum(len(job.prefill.token_ids) - job.prefill.cached_blocks * self._block_size
+                   for job in self._jobs.values() if job.state in (JobStage.COMPUTING, JobStage.READING))
+
     def give_back(self, attempts: Iterable[Attempt], reason: str) -> None:
         """Give up these jobs, which are `computing`: their decode engines try another peer."""
         for attempt in attempts:
