@@ -42,7 +42,7 @@ def core_counts(scheduler, binding) -> dict[str, int]:
         **prefills.debug_state(),
         "parked_ids": len(prefills.parked_ids()) + len(prefills._matched),
         "jobs": 0 if jobs is None else len(jobs._jobs),
-        "internal_requests": 0 if jobs is None else len(jobs._attempts) + len(jobs._parked) + len(jobs._first_steps),
+        "internal_requests": 0 if jobs is None else len(jobs._attempts) + len(jobs._parked),
         "live_handles": binding.transfer.live_handles(),
         "agent_errors": int(binding.agent.error is not None),
         "peers": members["peers"],

@@ -118,7 +118,7 @@ class Node:
 
     # LLMEngine's part.
 
-    scheduler_config = SimpleNamespace(policy="fcfs")
+    scheduler_config = SimpleNamespace(policy="fcfs", max_num_batched_tokens=256)
 
     def add_request(self, request_id, prompt, params, priority) -> None:
         self.sim.add(request_id, prompt["prompt_token_ids"], max_tokens=params.max_tokens)

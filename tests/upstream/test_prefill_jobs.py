@@ -55,7 +55,7 @@ class Engine:
                                             get_head_size=lambda: 8)
         self.cache_config = SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto")
         self.parallel_config = SimpleNamespace(world_size=1)
-        self.scheduler_config = SimpleNamespace(policy="fcfs")
+        self.scheduler_config = SimpleNamespace(policy="fcfs", max_num_batched_tokens=512)
         self.vllm_config = self
         self.aborted: list[str] = []
         self.longest = longest
@@ -64,9 +64,10 @@ class Engine:
         if len(prompt["prompt_token_ids"]) > self.longest:
             raise ValueError("too long")
         assert params.max_tokens == 1 and params.ignore_eos
+        data = SimpleNamespace(get_num_uncomputed_tokens=lambda: len(prompt["prompt_token_ids"]))
         self.scheduler[0].waiting.append(
             SimpleNamespace(request_id=request_id, metrics=SimpleNamespace(first_scheduled_time=None),
-                            first_seq=SimpleNamespace(remote_decode=None, status=SequenceStatus.WAITING)))
+                            first_seq=SimpleNamespace(remote_decode=None, status=SequenceStatus.WAITING, data=data)))
 
     def abort_request(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -315,3 +316,33 @@ def test_b30_jobs_that_have_not_begun_can_be_given_back(jobs, agent, engine):
     assert [call[:2] for call in agent.calls] == [("failed", attempts[2])] and "no room" in agent.calls[0][2]
     jobs.set_credits()
     assert agent.room == 0
+
+
+@pytest.mark.parametrize("overtaking, order", [(8, [0, 2, 3, 1]), (0, [0, 1, 2, 3])])
+def test_jobs_become_requests_in_their_turn(agent, engine, overtaking, order):
+    """One after the other where each fills a step; the others are unknown to the engine."""
+    config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700", "prefill_step_s": 1e-6,
+                                            "prefill_overtaking": overtaking})
+    jobs, progress = PrefillJobs(config, agent, engine, PDMetrics("test")), Progress()
+    attempts = [Attempt("decode-incarnation", f"request {number}", number) for number in range(4)]
+    for attempt, tokens in zip(attempts, (70, 99, 80, 90), strict=True):
+        jobs.handle(Prefill(attempt, [5] * tokens, [21, 22], 0, [], "decode-incarnation"), progress)
+    begun = engine.scheduler[0].waiting
+    for number in order:
+        assert begun[-1].request_id == f"pd-{attempts[number]}"
+        jobs.computed(attempts[number], [5, 6, 7], progress)
+        jobs.begin()
+    assert len(begun) == 4 and not jobs.queued
+
+
+def test_b25_a_job_that_is_cancelled_before_its_turn_was_no_request(jobs, agent, engine):
+    long = [5] * 99
+    jobs.handle(Prefill(ATTEMPT, long * 6, [21, 22], 0, [], "decode-incarnation"), Progress())
+    assert agent.names() == ["failed"], "too long"
+    engine.longest = 10_000
+    queued = Attempt("decode-incarnation", "queued", 9)
+    jobs.handle(Prefill(ATTEMPT, long * 6, [21, 22], 0, [], "decode-incarnation"), Progress())
+    jobs.handle(Prefill(queued, long * 7, [21, 22], 0, [], "decode-incarnation"), Progress())
+    assert jobs.find(queued) is JobStage.QUEUED and (jobs.waiting, jobs.queued) == ([ATTEMPT], [queued])
+    jobs.handle(Cancelled(queued), Progress())
+    assert jobs.find(queued) is None and agent.calls[-1] == ("ended", queued) and engine.aborted == [f"pd-{ATTEMPT}"]

@@ -261,7 +261,8 @@ class Engine:
         agent = SimpleNamespace(protocol=self.protocol, error=None, dropped=lambda: {}, close=lambda: None,
                                 end_lifeline=lambda: None)
         self.binding = EngineHandover(settings, self.scheduler, self.access, agent, self.transfer,
-                                      PrefillCapacity(self.block_size, VOCAB, 1, 1 << 16, caching), MetricsRecorder())
+                                      PrefillCapacity(self.block_size, VOCAB, 1, 1 << 16, caching,
+                                                      self.scheduler.max_num_scheduled_tokens), MetricsRecorder())
         self.scheduler.connector.binding = self.binding
         self.slots: dict[tuple[int, int], int] = {}
         self.prompts: dict[str, list[int]] = {}
@@ -500,7 +501,8 @@ class Engine:
         assert not len(self.binding.fence) and not self.binding.remote_prefills.waiting_for_peers
         assert not self.binding.remote_prefills.parked_ids() and not self.binding.remote_prefills._matched
         jobs = self.binding.prefill_jobs
-        assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open or jobs._first_steps)
+        assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open)
+        assert not self.binding._steps_of_jobs
         assert self.pool.get_num_free_blocks() == self.free_at_start
         assert sum(block.ref_cnt for block in self.pool.blocks if not block.is_null) == 0
         assert not scheduler.has_requests()

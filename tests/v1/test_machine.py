@@ -33,10 +33,11 @@ class HandoverMachine(RuleBasedStateMachine):
     in_flight = 1
 
     @initialize(blocks=st.sampled_from([20, 30, 64]), caching=st.booleans(),
-                policy=st.sampled_from(["fcfs", "priority"]))
-    def begin(self, blocks, caching, policy):
+                policy=st.sampled_from(["fcfs", "priority"]), overtaking=st.sampled_from([0, 1000]))
+    def begin(self, blocks, caching, policy, overtaking):
         self.engine = Engine(self.folder, self.in_flight, blocks=blocks, batch_tokens=64, caching=caching,
-                             policy=policy, max_num_seqs=4, prefix_reads="always", max_prefill_jobs=4)
+                             policy=policy, max_num_seqs=4, prefix_reads="always", max_prefill_jobs=4,
+                             prefill_overtaking=overtaking)
         self.numbers = 0
         self.open = {}  # attempts that have neither ended nor fallen back
         self.fenced = []  # fallen back or aborted, not released

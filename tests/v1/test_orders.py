@@ -116,7 +116,7 @@ def test_b96_a_paused_engine_gives_jobs_back(engine, state):
     began, waits = engine.job(prompt(900), number=1), engine.job(prompt(900), number=2)
     engine.turn()
     engine.turn()
-    assert waits in engine.binding.prefill_jobs.waiting and began not in engine.binding.prefill_jobs.waiting
+    assert engine.binding.prefill_jobs.queued == [waits] and began not in engine.binding.prefill_jobs.waiting
     engine.access.takes_requests = False
     engine.scheduler.set_pause_state(state)
     given_back = [attempt for kind, attempt in engine.protocol.calls if kind == "failed"]

@@ -78,6 +78,7 @@ class HandoverEngine(ABC):
         self._guard(self.remote_prefills.give_back, self._progress, self.stalled)
         if self.prefill_jobs is not None:
             self._guard(self._give_back_jobs)
+            self._guard(self.prefill_jobs.begin)
             self.prefill_jobs.set_credits()
         load, jobs = self._load(), self.prefill_jobs
         if jobs is not None:

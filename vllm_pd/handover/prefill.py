@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill engine's half of a binding: jobs of peers as requests of this engine.
 
-Life of a job: a Prefill event becomes a request for one token (COMPUTING); when that has finished, its blocks are held
-and `computed` is called; the binding posts the write with the requests that it takes (SENDING). When it ends, the end
-is reported to the peer at once, in the thread that saw it, and the step loop frees the blocks later. Whatever goes
-wrong on the way, the peer gets a message and the blocks are freed.
+Life of a job: it waits for its turn (QUEUED, see `vllm_pd.core.job_order`) and becomes a request for one token
+(COMPUTING); when that has finished, its blocks are held and `computed` is called; the binding posts the write with the
+requests that it takes (SENDING). When it ends, the end is reported to the peer at once, in the thread that saw it, and
+the step loop frees the blocks later. Whatever goes wrong on the way, the peer gets a message and the blocks are freed.
 
 Where the peer has more of the prompt in its prefix cache than this engine, and reading that is quicker than computing
 it, the request is parked before it is computed, and the read goes into its pending blocks (READING). When it has ended
@@ -23,6 +23,7 @@ from typing import Any
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.core import job_order
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.prefix import PrefixCost, PrefixReads
@@ -35,10 +36,14 @@ logger = logging.getLogger("vllm.pd")
 
 class JobStage(Enum):
     """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`core.prefill.JobState`)."""
+    QUEUED = "queued"
     COMPUTING = "computing"
     READING = "reading"
     COMPUTED = "computed"
     SENDING = "sending"
+
+
+_NOT_COMPUTED = (JobStage.QUEUED, JobStage.COMPUTING, JobStage.READING)
 
 
 @dataclass
@@ -47,7 +52,7 @@ class PeerJob:
     prefill: Prefill
     request_id: str
     started_at: float
-    state: JobStage = JobStage.COMPUTING
+    state: JobStage = JobStage.QUEUED
     prefill_s: float = 0.0
     local_block_ids: list[int] = field(default_factory=list)
     cancelled: bool = False
@@ -58,12 +63,14 @@ class PeerJob:
 
 @dataclass(frozen=True)
 class PrefillCapacity:
-    """The sizes of a prefill engine. `token_bytes` is the KV of one token, over all layers and ranks."""
+    """The sizes of a prefill engine. `token_bytes` is the KV of one token, over all layers and ranks, `batch_tokens`
+    the tokens of one batch."""
     block_size: int
     vocab_size: int
     ranks: int
     token_bytes: int
     caching: bool
+    batch_tokens: int
 
 
 class PrefillHandover(ABC):
@@ -74,6 +81,8 @@ class PrefillHandover(ABC):
         self._protocol = protocol
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
+        self._overtaking, self._step_s = config.prefill_overtaking, config.prefill_step_s
+        self._batch_tokens = capacity.batch_tokens
         self._jobs: dict[Attempt, PeerJob] = {}
         self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
         self._requests: list[transfer.TransferRequest] = []
@@ -100,26 +109,53 @@ class PrefillHandover(ABC):
         return bool(self._requests) or any(job.state is JobStage.COMPUTED for job in self._jobs.values())
 
     @property
+    def queued(self) -> list[Attempt]:
+        """The jobs that wait for their turn."""
+        return [attempt for attempt, job in self._jobs.items() if job.state is JobStage.QUEUED]
+
+    @property
     def waiting(self) -> list[Attempt]:
-        """The jobs that wait for their first step."""
+        """The jobs that have had their turn, and wait for their first step."""
         return [attempt for attempt in self.computing if self._is_waiting(self._jobs[attempt])]
 
     @property
     def computing(self) -> list[Attempt]:
-        """The jobs whose prompt is not computed yet; those that read their beginning are not among them."""
+        """The jobs that have had their turn and are not computed yet; those that read their beginning are not among
+        them."""
         return [attempt for attempt, job in self._jobs.items() if job.state is JobStage.COMPUTING]
+
+    @property
+    def step_tokens(self) -> int:
+        """How many tokens a step with jobs is to have."""
+        return job_order.step_tokens(self.prefix_cost.computed_per_s, self._step_s, self._batch_tokens)
+
+    def turn(self, job: PeerJob) -> job_order.Turn:
+        """The job's place in the order of jobs."""
+        return job_order.Turn(job.prefill.priority if self._by_priority else 0, job_order.due_s(
+            job.started_at, self._uncached_tokens(job), self.prefix_cost.computed_per_s, self._overtaking))
+
+    def begin(self) -> None:
+        """Add the requests of those queued jobs that the next step would compute, in their turn."""
+        while queued := [job for job in self._jobs.values() if job.state is JobStage.QUEUED]:
+            job = min(queued, key=self.turn)
+            begun = [job_order.BegunJob(self.turn(one), self._tokens_left(one)) for one in self._jobs.values()
+                     if one.state is JobStage.COMPUTING]
+            if not job_order.may_begin(self.turn(job), begun, self.step_tokens):
+                return
+            self._begin(job)
 
     @property
     def job_tokens(self) -> int:
         """Tokens of the jobs that are not computed yet, without what their decode engines have cached."""
-        return sum(len(job.prefill.token_ids) - job.prefill.cached_blocks * self._block_size
-                   for job in self._jobs.values() if job.state in (JobStage.COMPUTING, JobStage.READING))
+        return sum(self._uncached_tokens(job) for job in self._jobs.values() if job.state in _NOT_COMPUTED)
 
     def give_back(self, attempts: Iterable[Attempt], reason: str) -> None:
-        """Give up these jobs, which are `computing`: their decode engines try another peer."""
+        """Give up these jobs, which are `queued` or `computing`: their decode engines try another peer."""
         for attempt in attempts:
             logger.info("job %s is given back: %s", attempt, reason)
-            self._abort_request(self._jobs.pop(attempt))
+            job = self._jobs.pop(attempt)
+            if job.state is not JobStage.QUEUED:
+                self._abort_request(job)
             self._protocol.failed(attempt, reason)
 
     def set_credits(self) -> None:
@@ -129,7 +165,8 @@ class PrefillHandover(ABC):
     def handle(self, event: Event, progress: Progress) -> None:
         """Handle an event of the protocol."""
         if isinstance(event, Prefill):
-            self._start(event)
+            self._take(event)
+            self.begin()
         elif isinstance(event, Cancelled):
             self._cancel(event.attempt, progress)
         elif isinstance(event, AddPeer):
@@ -184,7 +221,6 @@ class PrefillHandover(ABC):
         first = job.prefill.cached_blocks
         job.local_block_ids = list(block_ids[first:first + len(job.prefill.block_ids)])
         job.prefill_s = time.monotonic() - job.started_at
-        self._learn(job)
         self._metrics.job(len(job.prefill.token_ids))
         job.state = JobStage.COMPUTED
 
@@ -263,27 +299,37 @@ class PrefillHandover(ABC):
         """The transport could not add a peer: its writes will fail, one by one."""
         logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.reason)
 
-    def _start(self, prefill: Prefill) -> None:
-        attempt = prefill.attempt
-        job = PeerJob(prefill, f"pd-{attempt}", time.monotonic())
+    def _take(self, prefill: Prefill) -> None:
+        attempt, token_ids = prefill.attempt, prefill.token_ids
+        if 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            self._jobs[attempt] = PeerJob(prefill, f"pd-{attempt}", time.monotonic())
+        else:
+            self._refuse(attempt, f"a token id is outside the vocabulary of {self._vocab_size}")
+
+    def _begin(self, job: PeerJob) -> None:
+        job.state = JobStage.COMPUTING
         try:
-            token_ids = prefill.token_ids
-            if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-                raise ValueError(f"a token id is outside the vocabulary of {self._vocab_size}")
             job.request = self._add_request(job)
         except Exception as error:  # an error in a peer's prompt must not end this engine
-            logger.warning("job %s can't run here: %s", attempt, error)
             self._abort_request(job)
-            self._protocol.failed(attempt, f"the prefill engine can't run it: {error}")
-            return
-        self._jobs[attempt] = job
+            del self._jobs[job.prefill.attempt]
+            self._refuse(job.prefill.attempt, str(error))
+
+    def _refuse(self, attempt: Attempt, problem: str) -> None:
+        logger.warning("job %s can't run here: %s", attempt, problem)
+        self._protocol.failed(attempt, f"the prefill engine can't run it: {problem}")
+
+    def _uncached_tokens(self, job: PeerJob) -> int:
+        """Tokens that its decode engine has not cached."""
+        return len(job.prefill.token_ids) - job.prefill.cached_blocks * self._block_size
 
     def _cancel(self, attempt: Attempt, progress: Progress) -> None:
         job = self._jobs.get(attempt)
         if job is None:
             self._protocol.ended(attempt)
-        elif job.state is JobStage.COMPUTING:
-            self._abort_request(job)
+        elif job.state in (JobStage.QUEUED, JobStage.COMPUTING):
+            if job.state is JobStage.COMPUTING:
+                self._abort_request(job)
             del self._jobs[attempt]
             self._protocol.ended(attempt)
         elif job.state is JobStage.COMPUTED:
@@ -294,12 +340,6 @@ class PrefillHandover(ABC):
         elif not job.cancelled:
             job.cancelled = True
             self._requests.append(transfer.CancelTransfer(str(attempt)))
-
-    def _learn(self, job: PeerJob) -> None:
-        """Measure how fast prompts are computed here. Not of a job with a read, whose time began with it."""
-        began_at = self._scheduled_at(job)
-        if began_at is not None and not job.read_tokens:
-            self.prefix_cost.computed(len(job.prefill.token_ids) - job.cached_tokens, time.time() - began_at)
 
     def _end(self, attempt: Attempt, progress: Progress) -> PeerJob:
         progress.finished_transfers.append(attempt)
@@ -327,8 +367,13 @@ class PrefillHandover(ABC):
         """Whether the job's request waits for its first step."""
 
     @abstractmethod
-    def _scheduled_at(self, job: PeerJob) -> float | None:
-        """When it had its first step, on the wall clock."""
+    def _tokens_left(self, job: PeerJob) -> int:
+        """How many tokens of a job that is COMPUTING are in no step yet."""
+
+    @property
+    @abstractmethod
+    def _by_priority(self) -> bool:
+        """Whether the engine goes by the priority of requests."""
 
 
 def _read_key(attempt: Attempt) -> str:

@@ -2,11 +2,14 @@
 """The prefill engine's half of the binding, for V0's sequence groups: see `vllm_pd.handover.prefill`."""
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.prefill import PeerJob, PrefillCapacity, PrefillHandover
+from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0.fingerprint import token_bytes
 
@@ -23,14 +26,22 @@ class PrefillJobs(PrefillHandover):
         self._engine = engine
         super().__init__(config, protocol, PrefillCapacity(
             engine.cache_config.block_size, engine.model_config.get_vocab_size(), engine.parallel_config.world_size,
-            token_bytes(engine.vllm_config), bool(engine.cache_config.enable_prefix_caching)), metrics)
+            token_bytes(engine.vllm_config), bool(engine.cache_config.enable_prefix_caching),
+            engine.scheduler_config.max_num_batched_tokens), metrics)
+
+    def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
+        """As in the base. Measures how fast prompts are computed here; not by one with a read, which is waited for."""
+        job = self._jobs.get(attempt)
+        began_at = None if job is None else job.request.metrics.first_scheduled_time
+        if began_at is not None and not job.read_tokens:
+            self.prefix_cost.computed(len(job.prefill.token_ids) - job.cached_tokens, time.time() - began_at)
+        super().computed(attempt, block_ids, progress)
 
     def _add_request(self, job: PeerJob) -> SequenceGroup:
         from vllm import SamplingParams, TokensPrompt
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-        by_priority = self._engine.scheduler_config.policy == "priority"  # where it is not, the engine refuses one
         self._engine.add_request(job.request_id, TokensPrompt(prompt_token_ids=job.prefill.token_ids), params,
-                                 priority=job.prefill.priority if by_priority else 0)
+                                 priority=job.prefill.priority if self._by_priority else 0)  # else it refuses one
         seq_group = self._engine.scheduler[0].waiting[-1]
         assert seq_group.request_id == job.request_id
         seq_group.first_seq.remote_decode = job.prefill.attempt
@@ -43,5 +54,9 @@ class PrefillJobs(PrefillHandover):
         from vllm.sequence import SequenceStatus
         return job.request.first_seq.status is SequenceStatus.WAITING
 
-    def _scheduled_at(self, job: PeerJob) -> float | None:
-        return job.request.metrics.first_scheduled_time
+    def _tokens_left(self, job: PeerJob) -> int:
+        return job.request.first_seq.data.get_num_uncomputed_tokens()
+
+    @property
+    def _by_priority(self) -> bool:
+        return self._engine.scheduler_config.policy == "priority"

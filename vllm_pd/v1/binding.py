@@ -29,7 +29,7 @@ from vllm_pd.transfer.requests import Read, Write
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.fence import BlockFence
 from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
-from vllm_pd.v1.prefill import InternalRequests
+from vllm_pd.v1.prefill import InternalRequests, StepShare
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -74,6 +74,8 @@ class EngineHandover(HandoverEngine):
                                                  metrics)
         self._step = 0
         self._processed_step = 0
+        self._processed_at = 0.0
+        self._steps_of_jobs: dict[int, tuple[float, int]] = {}  # in flight: when scheduled, and tokens
         self._brings_kv = False
         self._look_due = 0.0
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
@@ -123,8 +125,8 @@ class EngineHandover(HandoverEngine):
         return self.stalled and not self._scheduler.finished_req_ids and self._access.may_sleep
 
     def look(self) -> None:
-        """Apply what is new, if the engine was woken for something."""
-        if self._access.take_wake():
+        """Apply what is new, if the engine was woken for something or a job may have its turn."""
+        if self._access.take_wake() or (self.prefill_jobs is not None and self.prefill_jobs.queued):
             self._apply_updates()
             self._metrics_stale = True
 
@@ -140,14 +142,16 @@ class EngineHandover(HandoverEngine):
             self._publish_stats()
             self.protocol.set_load(self._load())
 
-    def before_schedule(self) -> None:
-        """A step is about to be scheduled."""
+    def before_schedule(self) -> StepShare | None:
+        """A step is about to be scheduled. Returns what it is to compute, because of peers' jobs; None: what V1
+        would."""
         if self.stalled and not self._scheduler.finished_req_ids:  # it has work by V1's rules, and can do none
             self._access.await_input()
         handing_over = self.remote_prefills.waiting_for_peers or (self.prefill_jobs is not None
                                                                   and self.prefill_jobs.has_jobs)
         if self._access.take_wake() or handing_over or time.monotonic() >= self._look_due:
             self._apply_updates()
+        return self.prefill_jobs.arrange() if self.prefill_jobs is not None else None
 
     def after_schedule(self, output: SchedulerOutput, throttled: bool) -> None:
         """This step was scheduled. `throttled`: it was not to begin prefills."""
@@ -160,7 +164,8 @@ class EngineHandover(HandoverEngine):
                             and not scheduler.running and scheduler.ec_connector is None
                             and not scheduler.awaits_grammar())
         if self.prefill_jobs is not None:
-            self.prefill_jobs.scheduled(new_ids)
+            if self.prefill_jobs.has_jobs and self.prefill_jobs.count_tokens(output.num_scheduled_tokens):
+                self._steps_of_jobs[self._step] = (time.monotonic(), tokens)
             if not throttled:
                 blocked = not new_ids and self.remote_prefills.waiting_for_peers
                 self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
@@ -176,6 +181,11 @@ class EngineHandover(HandoverEngine):
         self._processed_step = output.kv_connector_metadata.step
         if output.total_num_scheduled_tokens:
             self.stalled = False
+        now = time.monotonic()
+        began_at, tokens = self._steps_of_jobs.pop(self._processed_step, (now, 0))
+        if tokens:  # with several steps in flight it began when the one before it had ended
+            self.prefill_jobs.prefix_cost.computed(tokens, now - max(began_at, self._processed_at))
+        self._processed_at = now
 
     def after_update(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """The output of a step was processed. Takes our own requests out of what goes to the clients."""
@@ -228,8 +238,8 @@ class EngineHandover(HandoverEngine):
         """The engine was paused, or goes on. Jobs that would not go on are given back: their decode engines wait."""
         self.changed()
         if self.prefill_jobs is not None and state is not PauseState.UNPAUSED:
-            jobs = self.prefill_jobs.waiting if state is PauseState.PAUSED_NEW else self.prefill_jobs.computing
-            self._guard(self.prefill_jobs.give_back, jobs, "this engine is paused")
+            begun = self.prefill_jobs.waiting if state is PauseState.PAUSED_NEW else self.prefill_jobs.computing
+            self._guard(self.prefill_jobs.give_back, [*begun, *self.prefill_jobs.queued], "this engine is paused")
             self._guard(self.prefill_jobs.set_credits)
 
     def finish_steps(self) -> None:

@@ -8,6 +8,7 @@ once, without a step.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.sampling_params import SamplingParams
@@ -16,8 +17,9 @@ from vllm.v1.request import RequestStatus
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.core import job_order
 from vllm_pd.core.messages import Attempt
-from vllm_pd.handover.prefill import PeerJob, PrefillCapacity, PrefillHandover
+from vllm_pd.handover.prefill import JobStage, PeerJob, PrefillCapacity, PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v1.fence import BlockFence
@@ -41,6 +43,12 @@ class PrefixLookups(NamedTuple):
         return PrefixLookups(*map(sum, zip(self, other, strict=True)))
 
 
+class StepShare(NamedTuple):
+    """What a step with jobs may compute: so many tokens, and so many of each request, 0: of each as many as that."""
+    tokens: int
+    of_each: int
+
+
 class InternalRequests(PrefillHandover):
     """All jobs that a V1 engine has from peers."""
 
@@ -53,7 +61,6 @@ class InternalRequests(PrefillHandover):
         self._hits: dict[str, int] = {}  # by request id: the prefix hit, from the look-up to the allocation
         self._lookups = PrefixLookups()
         self._parked: dict[Attempt, Request] = {}  # while a read fills their blocks
-        self._first_steps: dict[str, float] = {}
         self._aborting = False
         super().__init__(config, protocol, capacity, metrics)
 
@@ -74,7 +81,6 @@ class InternalRequests(PrefillHandover):
     def forget(self, request_id: str) -> None:
         """The last output of this request was dropped."""
         self._attempts.pop(request_id, None)
-        self._first_steps.pop(request_id, None)
         self._hits.pop(request_id, None)
 
     def match(self, request: Request, cached_tokens: int) -> int:
@@ -101,11 +107,28 @@ class InternalRequests(PrefillHandover):
         """The read of this attempt has ended. Returns its request; None where that was aborted."""
         return self._parked.pop(attempt, None)
 
-    def scheduled(self, request_ids: list[str]) -> None:
-        """A step with these new requests was scheduled."""
-        for request_id in request_ids:
-            if request_id in self._attempts:
-                self._first_steps.setdefault(request_id, time.time())
+    def arrange(self) -> StepShare | None:
+        """Bring our running requests into the order of their turns, in the places that they have. Returns what the step
+        that is about to be scheduled is to compute; None: what V1 would."""
+        begun = {job.request_id: job for job in self._jobs.values() if job.state is JobStage.COMPUTING}
+        if not begun:
+            return None
+        running = self._scheduler.running
+        places = [place for place, request in enumerate(running) if request.request_id in begun]
+        turns = sorted((self.turn(begun[running[place].request_id]), place) for place in places)
+        for place, request in zip(places, [running[place] for _, place in turns], strict=True):
+            running[place] = request
+        passing = [self._tokens_left(job) for job in begun.values()
+                   if self._is_waiting(job) and turns and self.turn(job) < turns[-1][0]]
+        tokens = self.step_tokens
+        if self._scheduler.max_num_encoder_input_tokens:
+            return None  # V1 may have to compute the tokens of an image in one step
+        return StepShare(min(self._batch_tokens, tokens + len(running) - len(places)),
+                         job_order.tokens_of_each(tokens, max(passing)) if passing else 0)
+
+    def count_tokens(self, scheduled_tokens: Mapping[str, int]) -> int:
+        """How many tokens of our requests a step has; `scheduled_tokens`: of all its requests."""
+        return sum(scheduled_tokens.get(request_id, 0) for request_id in self._attempts)
 
     def finished(self, request: Request, block_ids: list[int], progress: Progress) -> None:
         """One of our requests has ended, and still has its blocks."""
@@ -161,5 +184,9 @@ class InternalRequests(PrefillHandover):
     def _is_waiting(self, job: PeerJob) -> bool:
         return job.request.status is RequestStatus.WAITING
 
-    def _scheduled_at(self, job: PeerJob) -> float | None:
-        return self._first_steps.get(job.request_id)
+    def _tokens_left(self, job: PeerJob) -> int:
+        return job.request.num_tokens - job.request.num_computed_tokens
+
+    @property
+    def _by_priority(self) -> bool:
+        return self._scheduler.scheduler_config.policy == "priority"

@@ -45,7 +45,9 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.waiting", "where a request goes that begins anew, and that may wait for a grammar"),
         Required("Scheduler.deferred_waiting", "a request that begins anew is taken out of it"),
         Required("Scheduler._inflight_prefills", "as deferred_waiting: no block is reserved for it"),
-        Required("Scheduler.running", "asked whether a step would do anything"),
+        Required("Scheduler.running", "asked whether a step would do anything; requests of ours change places in it"),
+        Required("Scheduler.max_num_encoder_input_tokens", "0 for a model that takes text only"),
+        Required("Scheduler.max_num_scheduled_tokens", "less for a step with requests of ours"),
         Required("Scheduler.requests", "finds a request by its id"),
         Required("Scheduler.finished_req_ids", "a step must carry these to the workers"),
         Required("Scheduler.finished_req_ids_dict", "ids of our own requests are taken out of it"),
@@ -195,6 +197,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "config/scheduler.py": (
         Required("SchedulerConfig.scheduler_cls", "set to ours"),
+        Required("SchedulerConfig.long_prefill_token_threshold", "leaves room in a step for a request of ours that is "
+                 "to pass another"),
         Required("SchedulerConfig.get_scheduler_cls", "calls ours by its name", takes=()),
         Required("SchedulerConfig.async_scheduling", "chooses the base of ours"),
     ),

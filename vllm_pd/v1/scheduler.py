@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_pd.v1.binding import EngineHandover
+    from vllm_pd.v1.prefill import StepShare
 
 
 def PDScheduler(*, vllm_config: VllmConfig, **arguments: Any) -> HandoverScheduling:
@@ -80,10 +81,22 @@ class HandoverScheduling(Scheduler):
         """V1's, after the updates were applied."""
         if self.binding is None:
             return super().schedule(throttle_prefills)
-        self.binding.before_schedule()
-        output = super().schedule(throttle_prefills)
+        share = self.binding.before_schedule()
+        output = self._schedule_share(share, throttle_prefills) if share else super().schedule(throttle_prefills)
         self.binding.after_schedule(output, throttle_prefills)
         return output
+
+    def _schedule_share(self, share: StepShare, throttle_prefills: bool) -> SchedulerOutput:
+        """V1's `schedule`, of a step that has no more than this share."""
+        config = self.scheduler_config
+        before = self.max_num_scheduled_tokens, config.long_prefill_token_threshold
+        self.max_num_scheduled_tokens = share.tokens
+        if share.of_each:
+            config.long_prefill_token_threshold = min(share.of_each, before[1] or share.of_each)
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens, config.long_prefill_token_threshold = before
 
     def update_from_output(self, scheduler_output: SchedulerOutput,
                            model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:

@@ -42,7 +42,8 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshak
     transfer.hold(agent.lifeline_fileno())
     capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
                                vllm_config.parallel_config.tensor_parallel_size, token_bytes(vllm_config),
-                               bool(vllm_config.cache_config.enable_prefix_caching))
+                               bool(vllm_config.cache_config.enable_prefix_caching),
+                               engine.scheduler.max_num_scheduled_tokens)
     binding = EngineHandover(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
     if publishes_events(vllm_config):
         binding.end_reports = report_load(config, front, engine.scheduler, binding)

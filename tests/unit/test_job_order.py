@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of a prefill engine's jobs, and the size of its steps."""
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_pd.core.job_order import (
+    MIN_STEP_TOKENS,
+    START_TOKENS_PER_S,
+    BegunJob,
+    Turn,
+    due_s,
+    may_begin,
+    step_tokens,
+    tokens_of_each,
+)
+
+SPEEDS = st.floats(0, 1e9)
+TIMES = st.floats(0, 1e6)
+TOKENS = st.integers(1, 4_000_000)
+TURNS = st.builds(Turn, st.integers(-5, 5), TIMES)
+BEGUN = st.lists(st.builds(BegunJob, TURNS, st.integers(0, 5000)), max_size=8)
+
+
+@given(TIMES, TOKENS, SPEEDS, st.floats(0, 1000))
+def test_a_job_is_due_when_it_arrives_or_later(arrived, tokens, speed, overtaking):
+    assert due_s(arrived, tokens, speed, overtaking) >= arrived
+
+
+@given(TIMES, TIMES, TOKENS, TOKENS, SPEEDS)
+def test_without_overtaking_the_order_is_that_of_arrival(first, second, tokens, others, speed):
+    assert (due_s(first, tokens, speed, 0) < due_s(second, others, speed, 0)) is (first < second)
+
+
+@given(TIMES, st.integers(1, 10_000), st.integers(1, 10_000), st.floats(1, 1e6), st.floats(0, 1000), st.floats(0, 1e4))
+def test_nobody_is_passed_without_end(arrived, tokens, others, speed, overtaking, later):
+    """What arrives later than `overtaking` times a job's own time after it comes after it, whatever its length."""
+    if later > overtaking * tokens / speed:
+        assert due_s(arrived, tokens, speed, overtaking) <= due_s(arrived + later, others, speed, overtaking)
+
+
+def test_a_short_job_passes_a_long_one_that_came_a_while_before():
+    long = due_s(0.0, 1300, 500, 8)
+    assert due_s(20.0, 40, 500, 8) < long < due_s(20.5, 40, 500, 8)
+
+
+@given(SPEEDS, st.floats(0.001, 3600), st.integers(1, 1 << 20))
+def test_a_step_has_some_tokens_and_no_more_than_the_engine_takes(speed, step_s, most):
+    tokens = step_tokens(speed, step_s, most)
+    assert min(most, MIN_STEP_TOKENS) <= tokens <= most
+    assert tokens <= max(MIN_STEP_TOKENS, (speed or START_TOKENS_PER_S) * step_s)
+
+
+def test_the_speed_decides_how_long_a_step_is():
+    assert [step_tokens(speed, 0.25, 2048) for speed in (0, 10, 550, 4000, 20_000)] == [1250, 64, 137, 1000, 2048]
+
+
+@given(TURNS, BEGUN, st.integers(1, 4096))
+def test_a_job_begins_where_those_before_it_leave_room(turn, begun, tokens):
+    before = sum(job.tokens_left for job in begun if job.turn <= turn)
+    assert may_begin(turn, begun, tokens) is (before < tokens)
+
+
+@given(TURNS, BEGUN, st.integers(1, 4096))
+def test_the_next_job_of_all_begins_at_once(turn, begun, tokens):
+    assert may_begin(turn, [job for job in begun if job.turn > turn], tokens)
+    assert may_begin(turn, [], tokens)
+
+
+def test_priority_comes_before_all_else():
+    urgent, usual = Turn(-1, 100.0), Turn(0, 0.0)
+    assert may_begin(urgent, [BegunJob(usual, 1000)], 100) and not may_begin(usual, [BegunJob(urgent, 1000)], 100)
+
+
+@given(st.integers(MIN_STEP_TOKENS, 1 << 20), st.integers(1, 1 << 20))
+def test_a_job_that_passes_has_room_beside_the_one_it_passes(tokens, passing):
+    assert 1 <= tokens_of_each(tokens, passing) <= tokens // 2
+
+
+def test_the_step_in_which_a_job_passes_is_short():
+    assert [tokens_of_each(400, passing) for passing in (10, 64, 100, 300)] == [64, 64, 100, 200]

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A V1 engine computes its jobs in their turn: on V1's real schedulers, short ones pass long ones, inside a prompt too.
+"""
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+
+from tests.v1.simulated import BLOCK_SIZE, Engine
+from tests.v1.test_hazards import prompt
+from vllm_pd.core.actions import Cancelled, Prefill
+from vllm_pd.core.messages import Attempt
+from vllm_pd.transfer.requests import Write
+
+STEP = 64  # tokens: the least that a step of jobs has, whatever the speed
+
+
+def engine_with(model_folder, in_flight, **settings) -> Engine:
+    """A prefill engine whose steps with jobs have 64 tokens, and without have 256."""
+    return Engine(model_folder, in_flight, **{"role": "kv_producer", "batch_tokens": 256, "blocks": 128,
+                                              "prefill_step_s": 1e-6, "prefill_overtaking": 1000, **settings})
+
+
+@pytest.fixture
+def engine(model_folder, in_flight):
+    return engine_with(model_folder, in_flight)
+
+
+def sizes(engine: Engine) -> list[dict[str, int]]:
+    """From now on: the tokens of each request in each step that has any."""
+    found, schedule = [], engine.scheduler.schedule
+
+    def noting(*arguments):
+        output = schedule(*arguments)
+        if output.num_scheduled_tokens:
+            found.append(dict(output.num_scheduled_tokens))
+        return output
+
+    engine.scheduler.schedule = noting
+    return found
+
+
+def finish(engine: Engine, order: list[Attempt]) -> None:
+    """Let all jobs be computed; they are sent in this order."""
+    engine.run()
+    written = [one for one in engine.transfer.requests if isinstance(one, Write)]
+    assert [one.key for one in written] == list(map(str, order))
+    for one in written:
+        engine.transfer.end(one.key)
+    engine.run()
+    engine.check_answers()
+    engine.check_at_rest()
+
+
+def test_a_short_job_passes_a_long_one_that_is_being_computed(engine):
+    long_prompt, short_prompt = prompt(640), prompt(40)
+    long = engine.job(long_prompt, number=1)
+    engine.turn()
+    short = engine.job(short_prompt, number=2)
+    steps = sizes(engine)
+    engine.run()
+    engine.check_sent(short, short_prompt)
+    engine.check_sent(long, long_prompt)
+    at = next(number for number, step in enumerate(steps) if f"pd-{short}" in step)
+    assert steps[at] == {f"pd-{long}": STEP // 2, f"pd-{short}": STEP // 2} and at <= engine.in_flight
+    assert sum(f"pd-{short}" in step for step in steps) == 2 and max(sum(step.values()) for step in steps) == STEP
+    finish(engine, [short, long])
+
+
+def test_a_job_that_passes_is_first_in_every_step_until_it_is_done(engine):
+    long = engine.job(prompt(640), number=1)
+    engine.turn()
+    middle = engine.job(prompt(300), number=2)
+    steps = sizes(engine)
+    engine.run()
+    first, last = (find(number for number, step in enumerate(steps) if f"pd-{middle}" in step) for find in (min, max))
+    alone = steps[first + 1:last]
+    assert len(alone) >= 3 and all(set(step) == {f"pd-{middle}"} for step in alone)
+    finish(engine, [middle, long])
+
+
+def test_without_overtaking_jobs_are_computed_in_the_order_of_their_arrival(model_folder, in_flight):
+    engine = engine_with(model_folder, in_flight, prefill_overtaking=0)
+    jobs = [engine.job(prompt(tokens), number=number) for number, tokens in enumerate((640, 40, 300, 20))]
+    finish(engine, jobs)
+
+
+def test_queued_jobs_begin_one_after_the_other_the_shortest_first(engine):
+    """And none is known to V1 before its turn."""
+    first = engine.job(prompt(200), number=1)
+    others = [engine.job(prompt(tokens), number=tokens) for tokens in (500, 300, 400)]
+    engine.turn()
+    assert set(engine.scheduler.requests) == {f"pd-{first}"} and len(engine.binding.prefill_jobs.queued) == 3
+    assert engine.binding.prefill_jobs.job_tokens == 1400
+    finish(engine, [first, others[1], others[2], others[0]])
+    assert engine.binding.prefill_jobs.job_tokens == 0
+
+
+def test_small_jobs_share_a_step(engine):
+    jobs = [engine.job(prompt(15), number=number) for number in range(4)]
+    steps = sizes(engine)
+    engine.run()
+    assert steps[0] == {f"pd-{job}": 15 for job in jobs}
+    finish(engine, jobs)
+
+
+def test_b98_priority_comes_before_length(model_folder, in_flight):
+    engine = engine_with(model_folder, in_flight, policy="priority")
+    first = engine.job(prompt(200), number=1)
+    jobs = {}
+    for number, (tokens, priority) in enumerate([(100, 0), (500, -1), (300, 1)], 2):
+        jobs[priority] = Attempt("peer", "r", number)
+        engine.tell(Prefill(jobs[priority], prompt(tokens), list(range(100, 100 - (-tokens // BLOCK_SIZE))), 0, [],
+                            "peer", priority))
+    engine.run()
+    finish(engine, [jobs[-1], *sorted((first, jobs[0]), key=lambda one: one is first), jobs[1]])
+
+
+def test_b97_a_client_has_its_token_in_each_step_beside_jobs(model_folder, in_flight):
+    engine = engine_with(model_folder, in_flight, role="kv_both", threshold=10_000)
+    engine.add("a", prompt(30), 40, params=SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+    engine.wanted["a"] = 40
+    engine.turn()
+    steps = sizes(engine)
+    job = engine.job(prompt(640))
+    engine.run()
+    with_job = [step for step in steps if f"pd-{job}" in step]
+    assert len(with_job) >= 10 and all(step[f"pd-{job}"] <= STEP for step in with_job)
+    assert sum("a" in step for step in with_job) >= len(with_job) - 1
+    finish(engine, [job])
+
+
+def test_v1s_own_limits_are_as_before_after_a_step_of_jobs(engine):
+    scheduler = engine.scheduler
+    before = scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.long_prefill_token_threshold
+    long, short = engine.job(prompt(640), number=1), None
+    for _ in range(3):
+        engine.turn()
+        assert (scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.long_prefill_token_threshold) == before
+        short = short or engine.job(prompt(40), number=2)
+    finish(engine, [short, long])
+
+
+def test_b25_a_queued_job_that_is_cancelled_leaves_nothing(engine):
+    first, queued = engine.job(prompt(300), number=1), engine.job(prompt(640), number=2)
+    engine.turn()
+    engine.tell(Cancelled(queued))
+    engine.turn()
+    assert ("ended", queued) in engine.protocol.calls
+    finish(engine, [first])
+
+
+def test_b96_queued_jobs_are_given_back_when_the_engine_is_paused(engine):
+    first, queued = engine.job(prompt(300), number=1), engine.job(prompt(640), number=2)
+    engine.turn()
+    engine.access.takes_requests = False
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert ("failed", queued) in engine.protocol.calls
+    engine.run()
+    engine.access.takes_requests = True
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    finish(engine, [first])
+
+
+def test_b25_a_queued_job_begins_when_the_one_before_it_is_cancelled(engine):
+    first, queued = engine.job(prompt(300), number=1), engine.job(prompt(640), number=2)
+    engine.turn()
+    engine.tell(Cancelled(first))
+    finish(engine, [queued])
+
+
+def test_the_speed_of_an_engine_is_measured_by_steps_with_jobs(engine):
+    cost = engine.binding.prefill_jobs.prefix_cost
+    engine.add("a", prompt(200), 4)
+    engine.run()
+    assert cost.computed_per_s == 0
+    job = engine.job(prompt(300))
+    engine.run()
+    assert cost.computed_per_s > 0
+    finish(engine, [job])
+
+
+def test_b31_a_job_that_waits_for_its_turn_is_not_given_back(model_folder, in_flight, monkeypatch):
+    """Only one that had its turn, and finds no room beside parked requests, is."""
+    monkeypatch.setattr("vllm_pd.core.mutual.BLOCKED_S", 0.0)
+    engine = engine_with(model_folder, in_flight, role="kv_both", prefill_overtaking=0)
+    engine.add("a", prompt(100))
+    engine.run()
+    assert engine.attempt("a") in engine.protocol.jobs
+    first, queued = engine.job(prompt(640), number=1), engine.job(prompt(300), number=2)
+    for _ in range(8):
+        engine.turn()
+        assert engine.binding.prefill_jobs.queued == [queued]
+    engine.run()
+    engine.prefilled("a")
+    finish(engine, [first, queued])
+
+
+def test_steps_are_not_cut_for_models_that_take_images(engine, monkeypatch):
+    monkeypatch.setattr(engine.scheduler, "max_num_encoder_input_tokens", 1000)
+    job = engine.job(prompt(640))
+    steps = sizes(engine)
+    engine.run()
+    assert max(sum(step.values()) for step in steps) == 256
+    finish(engine, [job])

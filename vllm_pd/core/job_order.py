@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order a prefill engine computes its jobs, and how many tokens in one step. Pure.
+
+A job is due when `overtaking` times its own computing time has passed since it arrived, and the job that is due first
+comes first. So a short job passes a long one, but only if it arrives within that time after it: nobody is passed
+without end. With `overtaking` 0 the order is that of arrival.
+
+A step is as long as may be computed in `step_s`, so that a job that arrives waits for no more than that before its
+turn comes.
+"""
+from collections.abc import Iterable
+from typing import NamedTuple
+
+START_TOKENS_PER_S = 5e3  # until the speed is measured
+MIN_STEP_TOKENS = 64  # below, the cost of a step itself counts
+
+
+class Turn(NamedTuple):
+    """The place of a job: the lowest is the next. Where the engine does not go by priority, `priority` is 0."""
+    priority: int
+    due_s: float
+
+
+class BegunJob(NamedTuple):
+    """A job that the engine has begun, and how many of its tokens are left to be computed."""
+    turn: Turn
+    tokens_left: int
+
+
+def due_s(arrived_s: float, tokens: int, tokens_per_s: float, overtaking: float) -> float:
+    """When a job of so many tokens is due, on the clock of `arrived_s`. `tokens_per_s` 0: not measured yet."""
+    return arrived_s + overtaking * tokens / (tokens_per_s or START_TOKENS_PER_S)
+
+
+def step_tokens(tokens_per_s: float, step_s: float, most: int) -> int:
+    """How many tokens to compute in a step; `most` is the engine's own limit."""
+    return min(most, max(MIN_STEP_TOKENS, int((tokens_per_s or START_TOKENS_PER_S) * step_s)))
+
+
+def may_begin(turn: Turn, begun: Iterable[BegunJob], tokens: int) -> bool:
+    """Whether a job would get any of the `tokens` of the next step. Those whose turn is later would let it pass."""
+    return sum(job.tokens_left for job in begun if job.turn <= turn) < tokens
+
+
+def tokens_of_each(tokens: int, passing: int) -> int:
+    """How many of the `tokens` of a step each job may have, where one of `passing` tokens is to pass one that is being
+    computed: half at most, and little more than the one needs, because it waits for the whole step."""
+    return max(1, min(tokens // 2, max(passing, MIN_STEP_TOKENS)))
