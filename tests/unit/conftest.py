@@ -5,6 +5,7 @@ import socket
 import subprocess
 import threading
 
+import matplotlib.font_manager  # noqa: F401  the first time on a machine it asks a process for the fonts, and a thread
 import pytest
 import zmq
 
