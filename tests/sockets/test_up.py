@@ -65,7 +65,8 @@ class TestPlan:
     @pytest.mark.parametrize("world, cpu, chosen, expected", [
         (World.PATCHED, True, (), "--max-long-partial-prefills 2 --max-num-batched-tokens 384"),
         (World.PATCHED, False, (), "--max-long-partial-prefills 2"),
-        (World.PATCHED, True, ("--max-num-seqs=8", ), None),
+        (World.PATCHED, True, ("--max-num-seqs=8", ), "--max-long-partial-prefills 2 --max-num-batched-tokens 384"),
+        (World.PATCHED, True, ("--max-num-seqs=512", ), "--max-long-partial-prefills 2 --max-num-batched-tokens 512"),
         (World.PATCHED, True, ("--no-enable-chunked-prefill", ), None),
         (World.PATCHED, True, ("--max_num_batched_tokens", "64"), None),
         (World.PLUGIN, True, (), None),
@@ -78,7 +79,7 @@ class TestPlan:
         if expected is None:
             assert "partial-prefills" not in prefill
         else:
-            assert prefill.endswith(f"--enable-chunked-prefill --max-num-partial-prefills 2 {expected}")
+            assert " ".join(["--enable-chunked-prefill --max-num-partial-prefills 2", expected, *chosen]) in prefill
 
     def test_the_broker_forgets_engines_when_they_would(self):
         command = list(plan(pd={"ttl_s": 7.5}).broker_command)

@@ -176,6 +176,8 @@ def test_the_speed_of_an_engine_is_measured_by_steps_with_jobs(engine):
     job = engine.job(prompt(300))
     engine.run()
     assert cost.computed_per_s > 0
+    engine.binding.rest()
+    assert engine.protocol.load.tokens_per_s == cost.computed_per_s, "an engine at rest tells it too"
     finish(engine, [job])
 
 

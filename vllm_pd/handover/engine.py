@@ -80,11 +80,7 @@ class HandoverEngine(ABC):
             self._guard(self._give_back_jobs)
             self._guard(self.prefill_jobs.begin)
             self.prefill_jobs.set_credits()
-        load, jobs = self._load(), self.prefill_jobs
-        if jobs is not None:
-            load = msgspec.structs.replace(load, job_tokens=jobs.job_tokens,
-                                           tokens_per_s=jobs.prefix_cost.computed_per_s)
-        self.protocol.set_load(load)
+        self._report_load()
         shown = (self.protocol.state.role.value, self.protocol.state.draining, self.agent.error is not None)
         if shown != self._shown:
             self._shown = shown
@@ -93,6 +89,14 @@ class HandoverEngine(ABC):
         if degraded != self._degraded:
             self._degraded = degraded
             self._metrics.degraded(None if degraded is None else degraded.cause.value)
+
+    def _report_load(self) -> None:
+        """Pass the present load on to the protocol, which sends it with each heartbeat."""
+        load, jobs = self._load(), self.prefill_jobs
+        if jobs is not None:
+            load = msgspec.structs.replace(load, job_tokens=jobs.job_tokens,
+                                           tokens_per_s=jobs.prefix_cost.computed_per_s)
+        self.protocol.set_load(load)
 
     def _give_back_jobs(self) -> None:
         """Give back the peers' jobs that wait for this engine's parked requests (`vllm_pd.core.mutual`)."""

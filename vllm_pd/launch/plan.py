@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 OWN_FLAGS = {  # of `vllm serve`, which `up` sets itself, and what to use instead
     "--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
-CHUNK_FLAGS = {"--enable-chunked-prefill", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "--max-num-seqs",
+CHUNK_FLAGS = {"--enable-chunked-prefill", "--no-enable-chunked-prefill", "--max-num-batched-tokens",
                "--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold"}
 CPU_CHUNK_TOKENS = 384  # a step of less than a second; fewer make the prompt slower
 ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
@@ -166,7 +166,9 @@ def chunk_arguments(serve_args: Sequence[str]) -> tuple[str, ...]:
     names = {argument.partition("=")[0].replace("_", "-") for argument in serve_args}
     if find_installation().world is not World.PATCHED or names & CHUNK_FLAGS:
         return ()
-    budget = ("--max-num-batched-tokens", str(CPU_CHUNK_TOKENS)) if engines_run_on_cpu() else ()
+    seats = value_of("--max-num-seqs", serve_args) or ""  # vLLM refuses a batch with fewer tokens than seats
+    tokens = max(CPU_CHUNK_TOKENS, int(seats) if seats.isdecimal() else 0)
+    budget = ("--max-num-batched-tokens", str(tokens)) if engines_run_on_cpu() else ()
     return ("--enable-chunked-prefill", "--max-num-partial-prefills", "2", "--max-long-partial-prefills", "2", *budget)
 
 

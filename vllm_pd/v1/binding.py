@@ -140,7 +140,7 @@ class EngineHandover(HandoverEngine):
         """No step is made now: report the load and the figures that would go with one."""
         if self._metrics_stale:
             self._publish_stats()
-            self.protocol.set_load(self._load())
+            self._report_load()
 
     def before_schedule(self) -> StepShare | None:
         """A step is about to be scheduled. Returns what it is to compute, because of peers' jobs; None: what V1
