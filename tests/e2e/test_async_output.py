@@ -52,9 +52,10 @@ def test_p_may_send_a_job_after_the_step_that_computed_it(pair):
     names = pair.d.add_all([prompt(513 + number, "in a row") for number in range(3)])
     pair.d.wait_until(GRANTED.format(3))
     pair.p.do("step", count=1)
-    assert pair.p.evaluate(STATES) == ["computed", "computing", "computing"]
+    first, *others = pair.p.evaluate(STATES)
+    assert first == "computed" and len(others) == 2 and {*others} <= {"queued", "computing"}
     pair.p.do("step", count=1)
-    assert pair.p.evaluate(STATES)[-2:] == ["computed", "computing"]
+    assert pair.p.evaluate(STATES)[-2:] in (["computed", "queued"], ["computed", "computing"])
     pair.p.do("step", count=1)
     assert pair.p.evaluate(STATES)[-1:] == ["computed"]
     pair.p.do("hold", held=False)

@@ -14,7 +14,7 @@ def both_processes(zygote, starting) -> Iterator[Pair]:
     starting.callback(broker.stop)
     extra = {**PATIENT, "max_local_prefill_tokens": 20}
     chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 16}
-    two_at_a_time = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 2}  # as `vllm-pd up` starts a P
+    two_at_a_time = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 2}  # as a kv_producer has it
     p = EngineProcess(zygote, "kv_both", 0, broker.url, extra, enable_prefix_caching=False,
                       **{**chunked, **two_at_a_time, "max_model_len": 512})
     d = EngineProcess(zygote, "kv_both", 1, broker.url, extra, **chunked)

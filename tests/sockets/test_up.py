@@ -12,14 +12,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from vllm_pd.admin.client import fetch
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
-from vllm_pd.installation import World
 from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_cores
 from vllm_pd.ports import take_free_run
 
@@ -61,25 +59,6 @@ class TestPlan:
             assert config == {"kv_connector": "PDConnector", "kv_role": kv_role,
                               "kv_connector_extra_config": {"broker": made.broker_url, "lease_s": 9}}
         assert made.broker_command[-2:] == ("--bind", made.broker_url)
-
-    @pytest.mark.parametrize("world, cpu, chosen, expected", [
-        (World.PATCHED, True, (), "--max-long-partial-prefills 2 --max-num-batched-tokens 384"),
-        (World.PATCHED, False, (), "--max-long-partial-prefills 2"),
-        (World.PATCHED, True, ("--max-num-seqs=8", ), "--max-long-partial-prefills 2 --max-num-batched-tokens 384"),
-        (World.PATCHED, True, ("--max-num-seqs=512", ), "--max-long-partial-prefills 2 --max-num-batched-tokens 512"),
-        (World.PATCHED, True, ("--no-enable-chunked-prefill", ), None),
-        (World.PATCHED, True, ("--max_num_batched_tokens", "64"), None),
-        (World.PLUGIN, True, (), None),
-    ])
-    def test_prefill_engines_of_v0_compute_prompts_in_chunks(self, monkeypatch, world, cpu, chosen, expected):
-        monkeypatch.setattr("vllm_pd.launch.plan.find_installation", lambda: SimpleNamespace(world=world))
-        monkeypatch.setattr("vllm_pd.launch.plan.engines_run_on_cpu", lambda: cpu)
-        decode, prefill = (" ".join(engine.command) for engine in plan(serve_args=chosen).engines)
-        assert "partial-prefills" not in decode
-        if expected is None:
-            assert "partial-prefills" not in prefill
-        else:
-            assert " ".join(["--enable-chunked-prefill --max-num-partial-prefills 2", expected, *chosen]) in prefill
 
     def test_the_broker_forgets_engines_when_they_would(self):
         command = list(plan(pd={"ttl_s": 7.5}).broker_command)

@@ -207,3 +207,24 @@ def test_b80_a_port_in_use_is_refused_before_anything_starts(model):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"(?s)bind.*{address}.*in use"):
             arguments(model, extra={**BROKER, "bind": f"tcp://{address}"}).create_engine_config()
+
+
+def test_an_engine_that_only_prefills_computes_prompts_in_chunks(model, caplog):
+    """A short job need not wait for the end of a long one."""
+    scheduler = arguments(model, "kv_producer").create_engine_config().scheduler_config
+    assert scheduler.chunked_prefill_enabled and scheduler.max_num_partial_prefills == 2
+    assert scheduler.max_num_batched_tokens == 384 and "--no-enable-chunked-prefill" in caplog.text
+    scheduler = arguments(model, "kv_producer", max_num_seqs=500).create_engine_config().scheduler_config
+    assert scheduler.max_num_batched_tokens == 500
+    for role in ("kv_consumer", "kv_both"):
+        assert not arguments(model, role).create_engine_config().scheduler_config.chunked_prefill_enabled
+
+
+@pytest.mark.parametrize("more, chunks", [
+    ({"enable_chunked_prefill": False}, False), ({"enable_chunked_prefill": True}, True),
+    ({"max_num_batched_tokens": 2048}, False), ({"enable_prefix_caching": False}, False),
+    ({"kv_cache_dtype": "fp8_e5m2"}, False),
+], ids=str)
+def test_what_the_user_says_of_chunks_wins_and_obstacles_are_those_of_prefix_caching(model, more, chunks):
+    scheduler = arguments(model, "kv_producer", **more).create_engine_config().scheduler_config
+    assert scheduler.chunked_prefill_enabled is chunks and scheduler.max_num_partial_prefills == 1

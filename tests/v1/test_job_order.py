@@ -4,6 +4,7 @@
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import prompt
@@ -17,7 +18,8 @@ STEP = 64  # tokens: the least that a step of jobs has, whatever the speed
 def engine_with(model_folder, in_flight, **settings) -> Engine:
     """A prefill engine whose steps with jobs have 64 tokens, and without have 256."""
     return Engine(model_folder, in_flight, **{"role": "kv_producer", "batch_tokens": 256, "blocks": 128,
-                                              "prefill_step_s": 1e-6, "prefill_overtaking": 1000, **settings})
+                                              "prefill_step_s": 1e-6, "prefill_overtaking": 1000,
+                                              "attempt_deadline_s": 86400, **settings})
 
 
 @pytest.fixture
@@ -203,4 +205,68 @@ def test_steps_are_not_cut_for_models_that_take_images(engine, monkeypatch):
     steps = sizes(engine)
     engine.run()
     assert max(sum(step.values()) for step in steps) == 256
+    finish(engine, [job])
+
+
+def test_a_prompt_is_computed_whole_where_v1_does_not_chunk_it(engine):
+    engine.config.scheduler_config.enable_chunked_prefill = False
+    jobs = [engine.job(prompt(tokens), number=tokens) for tokens in (250, 200)]
+    steps = sizes(engine)
+    engine.run()
+    assert [list(step.values()) for step in steps] == [[250], [200]]
+    finish(engine, jobs)
+
+
+def test_a_job_passes_two_that_are_being_computed(model_folder, in_flight):
+    engine = engine_with(model_folder, in_flight, batch_tokens=512, prefill_step_s=1e-6)
+    longest = engine.job(prompt(900), number=1)
+    engine.turn()
+    middle = engine.job(prompt(500), number=2)
+    for _ in range(in_flight + 1):
+        engine.turn()
+    short = engine.job(prompt(40), number=3)
+    steps = sizes(engine)
+    finish(engine, [short, middle, longest])
+    at = next(number for number, step in enumerate(steps) if f"pd-{short}" in step)
+    assert at <= in_flight and len(steps[at]) == 3
+
+
+def test_a_job_that_finds_no_blocks_does_not_hold_up_the_one_it_would_pass(model_folder, in_flight):
+    engine = engine_with(model_folder, in_flight, blocks=60, caching=False)
+    long = engine.job(prompt(800), number=1)  # 50 of 59 blocks
+    engine.turn()
+    short = engine.job(prompt(300), number=2)  # 19 blocks
+    steps = sizes(engine)
+    for _ in range(8):
+        engine.turn()
+    assert steps and all(step == {f"pd-{long}": STEP} for step in steps)
+    engine.run()
+    engine.transfer.end(engine.sent(long).key)
+    finish(engine, [long, short])
+
+
+def test_b97_a_client_has_its_token_though_it_came_after_the_job(model_folder, in_flight):
+    engine = engine_with(model_folder, in_flight, role="kv_both", threshold=10_000)
+    job = engine.job(prompt(900))
+    engine.turn()
+    engine.add("a", prompt(20), 30, params=SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
+    engine.wanted["a"] = 30
+    short = engine.job(prompt(30), number=2)
+    steps = sizes(engine)
+    engine.run()
+    first = next(number for number, step in enumerate(steps) if "a" in step)
+    after = [step for step in steps[first + 1:] if f"pd-{job}" in step]
+    assert len(after) >= 5 and sum("a" in step for step in after) >= len(after) - 1
+    finish(engine, [short, job])
+
+
+def test_b31_a_job_that_v1_has_preempted_is_given_back_where_parked_requests_have_its_room(model_folder, in_flight):
+    engine = engine_with(model_folder, in_flight, role="kv_both")
+    job = engine.job(prompt(300))
+    engine.turn()
+    request = engine.scheduler.requests[f"pd-{job}"]
+    assert engine.binding.prefill_jobs.waiting == []
+    request.status = RequestStatus.PREEMPTED
+    assert engine.binding.prefill_jobs.waiting == [job]
+    request.status = RequestStatus.RUNNING
     finish(engine, [job])

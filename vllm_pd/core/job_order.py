@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order a prefill engine computes its jobs, and how many tokens in one step. Pure.
 
-A job is due when `overtaking` times its own computing time has passed since it arrived, and the job that is due first
-comes first. So a short job passes a long one, but only if it arrives within that time after it: nobody is passed
-without end. With `overtaking` 0 the order is that of arrival.
+A job is due when `overtaking` times its own computing time has passed since it arrived, a given time at most, and the
+job that is due first comes first. So a short job passes a long one, but only if it arrives within that time after it:
+nobody is passed without end. With `overtaking` 0 the order is that of arrival.
 
 A step is as long as may be computed in `step_s`, so that a job that arrives waits for no more than that before its
 turn comes.
@@ -27,14 +27,17 @@ class BegunJob(NamedTuple):
     tokens_left: int
 
 
-def due_s(arrived_s: float, tokens: int, tokens_per_s: float, overtaking: float) -> float:
-    """When a job of so many tokens is due, on the clock of `arrived_s`. `tokens_per_s` 0: not measured yet."""
-    return arrived_s + overtaking * tokens / (tokens_per_s or START_TOKENS_PER_S)
+def due_s(arrived_s: float, tokens: int, tokens_per_s: float, overtaking: float, most_s: float) -> float:
+    """When a job of so many tokens is due, on the clock of `arrived_s`; `most_s` after it arrived at the latest.
+    `tokens_per_s` 0: not measured yet."""
+    return arrived_s + min(most_s, overtaking * tokens / (tokens_per_s or START_TOKENS_PER_S))
 
 
 def step_tokens(tokens_per_s: float, step_s: float, most: int) -> int:
-    """How many tokens to compute in a step; `most` is the engine's own limit."""
-    return min(most, max(MIN_STEP_TOKENS, int((tokens_per_s or START_TOKENS_PER_S) * step_s)))
+    """How many tokens to compute in a step; `most` is the engine's own limit. A multiple of `MIN_STEP_TOKENS` below
+    that, so that it does not change with every measurement."""
+    tokens = int((tokens_per_s or START_TOKENS_PER_S) * step_s)
+    return min(most, max(MIN_STEP_TOKENS, tokens - tokens % MIN_STEP_TOKENS))
 
 
 def may_begin(turn: Turn, begun: Iterable[BegunJob], tokens: int) -> bool:
@@ -42,7 +45,8 @@ def may_begin(turn: Turn, begun: Iterable[BegunJob], tokens: int) -> bool:
     return sum(job.tokens_left for job in begun if job.turn <= turn) < tokens
 
 
-def tokens_of_each(tokens: int, passing: int) -> int:
-    """How many of the `tokens` of a step each job may have, where one of `passing` tokens is to pass one that is being
-    computed: half at most, and little more than the one needs, because it waits for the whole step."""
-    return max(1, min(tokens // 2, max(passing, MIN_STEP_TOKENS)))
+def tokens_of_each(tokens: int, passing: int, begun: int) -> int:
+    """How many of the `tokens` of a step each job may have, where one of `passing` tokens is to pass `begun` ones that
+    are being computed: an equal share at most, and little more than the one needs, because it waits for the whole
+    step."""
+    return max(1, min(tokens // (begun + 1), max(passing, MIN_STEP_TOKENS)))

@@ -82,6 +82,7 @@ class PrefillHandover(ABC):
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
         self._overtaking, self._step_s = config.prefill_overtaking, config.prefill_step_s
+        self._most_passed_s = config.attempt_deadline_s / 4
         self._batch_tokens = capacity.batch_tokens
         self._jobs: dict[Attempt, PeerJob] = {}
         self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
@@ -132,7 +133,8 @@ class PrefillHandover(ABC):
     def turn(self, job: PeerJob) -> job_order.Turn:
         """The job's place in the order of jobs."""
         return job_order.Turn(job.prefill.priority if self._by_priority else 0, job_order.due_s(
-            job.started_at, self._uncached_tokens(job), self.prefix_cost.computed_per_s, self._overtaking))
+            job.started_at, self._uncached_tokens(job), self.prefix_cost.computed_per_s, self._overtaking,
+            self._most_passed_s))
 
     def begin(self) -> None:
         """Add the requests of those queued jobs that the next step would compute, in their turn."""

@@ -29,9 +29,6 @@ HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 OWN_FLAGS = {  # of `vllm serve`, which `up` sets itself, and what to use instead
     "--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
-CHUNK_FLAGS = {"--enable-chunked-prefill", "--no-enable-chunked-prefill", "--max-num-batched-tokens",
-               "--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold"}
-CPU_CHUNK_TOKENS = 384  # a step of less than a second; fewer make the prompt slower
 ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 
@@ -141,7 +138,7 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
                    command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
                             transfer_config(role, broker_url, options.pd),
                             *(("--kv-events-config", events_config()) if events and role.decodes else ()),
-                            *(() if role.decodes else chunk_arguments(options.serve_args)), *options.serve_args))
+                            *options.serve_args))
         for role, number, port, share in zip(roles, numbers, ports[options.router:], shares, strict=True))
     keys = ("--keys", str(options.pd["keys"])) if "keys" in options.pd else ()
     ttl = ("--ttl-s", str(options.pd["ttl_s"])) if "ttl_s" in options.pd else ()
@@ -157,19 +154,6 @@ def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:
     """The value of --kv-transfer-config for an engine of this role."""
     return json.dumps({"kv_connector": "PDConnector", "kv_role": role.value,
                        "kv_connector_extra_config": {"broker": broker_url, **pd}})
-
-
-def chunk_arguments(serve_args: Sequence[str]) -> tuple[str, ...]:
-    """What an engine that only prefills gets where it is V0, which computes a prompt whole by default: chunks, of two
-    prompts at a time, so that a short one need not wait for a long one. None where the user decides about chunks, and
-    none for V1."""
-    names = {argument.partition("=")[0].replace("_", "-") for argument in serve_args}
-    if find_installation().world is not World.PATCHED or names & CHUNK_FLAGS:
-        return ()
-    seats = value_of("--max-num-seqs", serve_args) or ""  # vLLM refuses a batch with fewer tokens than seats
-    tokens = max(CPU_CHUNK_TOKENS, int(seats) if seats.isdecimal() else 0)
-    budget = ("--max-num-batched-tokens", str(tokens)) if engines_run_on_cpu() else ()
-    return ("--enable-chunked-prefill", "--max-num-partial-prefills", "2", "--max-long-partial-prefills", "2", *budget)
 
 
 def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:

@@ -11,6 +11,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.installation import check_installation
 from vllm_pd.v0 import CONNECTOR, SETTINGS_KEY
 from vllm_pd.v0.caching import choose_prefix_caching
+from vllm_pd.v0.chunks import choose_chunks
 from vllm_pd.v0.selection import selection
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def claim(engine_args: EngineArgs) -> None:
     require_free_bind(config.bind)
     selection.select(CONNECTOR)
     choose_prefix_caching(engine_args)
+    if not config.role.decodes:
+        choose_chunks(engine_args)
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
         SETTINGS_KEY: {"kv_role": transfer.kv_role, "extra": extra, "front": new_front_address()},

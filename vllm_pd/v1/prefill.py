@@ -108,23 +108,39 @@ class InternalRequests(PrefillHandover):
         return self._parked.pop(attempt, None)
 
     def arrange(self) -> StepShare | None:
-        """Bring our running requests into the order of their turns, in the places that they have. Returns what the step
-        that is about to be scheduled is to compute; None: what V1 would."""
+        """Bring our running requests into the order of their turns, behind the clients that decode. Returns what the
+        step that is about to be scheduled is to compute; None: what V1 would."""
         begun = {job.request_id: job for job in self._jobs.values() if job.state is JobStage.COMPUTING}
         if not begun:
             return None
-        running = self._scheduler.running
-        places = [place for place, request in enumerate(running) if request.request_id in begun]
-        turns = sorted((self.turn(begun[running[place].request_id]), place) for place in places)
-        for place, request in zip(places, [running[place] for _, place in turns], strict=True):
-            running[place] = request
-        passing = [self._tokens_left(job) for job in begun.values()
-                   if self._is_waiting(job) and turns and self.turn(job) < turns[-1][0]]
+        scheduler = self._scheduler
+        running = scheduler.running
+        decoding = [one for one in running if one.request_id not in begun and not one.is_prefill_chunk]
+        prefilling = [one for one in running if one.request_id in begun or one.is_prefill_chunk]
+        jobs = sorted((begun.pop(one.request_id) for one in prefilling if one.request_id in begun), key=self.turn)
+        in_turn = iter(jobs)
+        ours = {job.request_id for job in jobs}
+        running[:] = decoding + [next(in_turn).request if one.request_id in ours else one for one in prefilling]
+        if scheduler.max_num_encoder_input_tokens or not scheduler.scheduler_config.enable_chunked_prefill:
+            return None  # V1 may have to compute the tokens of an image, or a whole prompt, in one step
         tokens = self.step_tokens
-        if self._scheduler.max_num_encoder_input_tokens:
-            return None  # V1 may have to compute the tokens of an image in one step
-        return StepShare(min(self._batch_tokens, tokens + len(running) - len(places)),
-                         job_order.tokens_of_each(tokens, max(passing)) if passing else 0)
+        passing = [self._tokens_left(job) for job in begun.values()
+                   if jobs and self.turn(job) < self.turn(jobs[-1]) and self._has_room(job, prefilling)]
+        return StepShare(min(self._batch_tokens, tokens + len(decoding)),
+                         job_order.tokens_of_each(tokens, max(passing), len(prefilling)) if passing else 0)
+
+    def _has_room(self, job: PeerJob, prefilling: list[Request]) -> bool:
+        """Whether V1 would begin this job, or the request before it, now: beside those that are being computed, and
+        without taking blocks that they will need. A job that a read has brought some tokens has its blocks."""
+        scheduler, size = self._scheduler, self._block_size
+        if len(scheduler.running) >= scheduler.max_num_active_reqs:
+            return False
+        if job.request.num_computed_tokens:
+            return True
+        first = next(iter(scheduler.waiting), job.request)
+        needed = -(-first.num_tokens // size) + sum(
+            -(-one.num_tokens // size) - one.num_computed_tokens // size for one in prefilling)
+        return needed <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def count_tokens(self, scheduled_tokens: Mapping[str, int]) -> int:
         """How many tokens of our requests a step has; `scheduled_tokens`: of all its requests."""
@@ -182,7 +198,7 @@ class InternalRequests(PrefillHandover):
         self.forget(job.request_id)
 
     def _is_waiting(self, job: PeerJob) -> bool:
-        return job.request.status is RequestStatus.WAITING
+        return job.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
     def _tokens_left(self, job: PeerJob) -> int:
         return job.request.num_tokens - job.request.num_computed_tokens

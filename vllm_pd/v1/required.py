@@ -47,6 +47,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler._inflight_prefills", "as deferred_waiting: no block is reserved for it"),
         Required("Scheduler.running", "asked whether a step would do anything; requests of ours change places in it"),
         Required("Scheduler.max_num_encoder_input_tokens", "0 for a model that takes text only"),
+        Required("Scheduler.max_num_active_reqs", "whether a request of ours would be begun"),
+        Required("Scheduler.adaptive_long_prefill_threshold", "off in a step in which a request of ours is to pass"),
         Required("Scheduler.max_num_scheduled_tokens", "less for a step with requests of ours"),
         Required("Scheduler.requests", "finds a request by its id"),
         Required("Scheduler.finished_req_ids", "a step must carry these to the workers"),
@@ -200,6 +202,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("SchedulerConfig.long_prefill_token_threshold", "leaves room in a step for a request of ours that is "
                  "to pass another"),
         Required("SchedulerConfig.get_scheduler_cls", "calls ours by its name", takes=()),
+        Required("SchedulerConfig.enable_chunked_prefill", "without it a prompt is computed in one step"),
         Required("SchedulerConfig.async_scheduling", "chooses the base of ours"),
     ),
 }

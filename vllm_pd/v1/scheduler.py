@@ -89,14 +89,17 @@ class HandoverScheduling(Scheduler):
     def _schedule_share(self, share: StepShare, throttle_prefills: bool) -> SchedulerOutput:
         """V1's `schedule`, of a step that has no more than this share."""
         config = self.scheduler_config
-        before = self.max_num_scheduled_tokens, config.long_prefill_token_threshold
+        before = (self.max_num_scheduled_tokens, config.long_prefill_token_threshold,
+                  self.adaptive_long_prefill_threshold)
         self.max_num_scheduled_tokens = share.tokens
         if share.of_each:
             config.long_prefill_token_threshold = min(share.of_each, before[1] or share.of_each)
+            self.adaptive_long_prefill_threshold = False
         try:
             return super().schedule(throttle_prefills)
         finally:
-            self.max_num_scheduled_tokens, config.long_prefill_token_threshold = before
+            (self.max_num_scheduled_tokens, config.long_prefill_token_threshold,
+             self.adaptive_long_prefill_threshold) = before
 
     def update_from_output(self, scheduler_output: SchedulerOutput,
                            model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
