@@ -13,9 +13,11 @@ from typing import Any
 
 import msgspec
 
+from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Degraded
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.core.measured import StepSpeed, StepTimer
 from vllm_pd.core.messages import Load
 from vllm_pd.core.mutual import JobPatience
 from vllm_pd.handover.decode import DecodeHandover
@@ -38,7 +40,10 @@ class HandoverEngine(ABC):
     remote_prefills: DecodeHandover
     prefill_jobs: PrefillHandover | None
 
-    def __init__(self, agent: ControlAgent, transfer: EngineTransfer, metrics: PDMetrics) -> None:
+    def __init__(self, config: PDConfig, agent: ControlAgent, transfer: EngineTransfer, metrics: PDMetrics) -> None:
+        # Steps are measured where somebody uses it: this engine, or the decode engines that its load is reported to.
+        self.speed = StepSpeed()
+        self._timer = StepTimer(self.speed) if config.decides_by_time or config.role.prefills else None
         self.protocol = agent.protocol
         self.agent = agent
         self.transfer = transfer
@@ -79,11 +84,7 @@ class HandoverEngine(ABC):
         if self.prefill_jobs is not None:
             self._guard(self._give_back_jobs)
             self.prefill_jobs.set_credits()
-        load, jobs = self._load(), self.prefill_jobs
-        if jobs is not None:
-            load = msgspec.structs.replace(load, job_tokens=jobs.job_tokens,
-                                           tokens_per_s=jobs.prefix_cost.computed_per_s)
-        self.protocol.set_load(load)
+        self._report_load()
         shown = (self.protocol.state.role.value, self.protocol.state.draining, self.agent.error is not None)
         if shown != self._shown:
             self._shown = shown
@@ -92,6 +93,15 @@ class HandoverEngine(ABC):
         if degraded != self._degraded:
             self._degraded = degraded
             self._metrics.degraded(None if degraded is None else degraded.cause.value)
+
+    def _report_load(self) -> None:
+        """Say how busy the engine is, to the registry with the next heartbeat."""
+        load, jobs = self._load(), self.prefill_jobs
+        if jobs is not None:
+            self.remote_prefills.job_tokens = jobs.job_tokens
+            load = msgspec.structs.replace(load, job_tokens=self.remote_prefills.job_tokens,
+                                           tokens_per_s=self.speed.tokens_per_s or jobs.prefix_cost.computed_per_s)
+        self.protocol.set_load(load)
 
     def _give_back_jobs(self) -> None:
         """Give back the peers' jobs that wait for this engine's parked requests (`vllm_pd.core.mutual`)."""

@@ -63,11 +63,11 @@ class EngineHandover(HandoverEngine):
 
     def __init__(self, config: PDConfig, scheduler: HandoverScheduling, access: EngineAccess, agent: ControlAgent,
                  transfer: EngineTransfer, capacity: PrefillCapacity, metrics: MetricsRecorder) -> None:
-        super().__init__(agent, transfer, metrics)
+        super().__init__(config, agent, transfer, metrics)
         self._scheduler = scheduler
         self._access = access
         self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
-        self.remote_prefills = ParkedRequests(config, self.protocol, scheduler, self.fence, metrics)
+        self.remote_prefills = ParkedRequests(config, self.protocol, scheduler, self.fence, metrics, self.speed)
         self.prefill_jobs: InternalRequests | None = None
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol, scheduler, access, capacity, self.fence,
@@ -138,7 +138,7 @@ class EngineHandover(HandoverEngine):
         """No step is made now: report the load and the figures that would go with one."""
         if self._metrics_stale:
             self._publish_stats()
-            self.protocol.set_load(self._load())
+            self._report_load()
 
     def before_schedule(self) -> None:
         """A step is about to be scheduled."""
@@ -155,6 +155,8 @@ class EngineHandover(HandoverEngine):
         self.remote_prefills.scheduled()
         if tokens:
             self._access.start_wave()
+            if self._timer is not None:
+                self._timer.began(time.monotonic(), self._step, output.num_scheduled_tokens.values())
         new_ids = [new.req_id for new in output.scheduled_new_reqs]
         self.stalled = bool((len(self.fence) or self.remote_prefills.parked_ids()) and not tokens and not throttled
                             and not scheduler.running and scheduler.ec_connector is None
@@ -174,6 +176,8 @@ class EngineHandover(HandoverEngine):
     def before_update(self, output: SchedulerOutput) -> None:
         """The output of this step is about to be processed: the workers have done it, and all steps before it."""
         self._processed_step = output.kv_connector_metadata.step
+        if self._timer is not None:
+            self._timer.ended(time.monotonic(), self._processed_step)
         if output.total_num_scheduled_tokens:
             self.stalled = False
 
