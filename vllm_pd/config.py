@@ -15,24 +15,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_pd.core.messages import Role
+from vllm_pd.core.policy import PolicyConfig
 from vllm_pd.core.prefix import PrefixReads
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.addresses import EXAMPLE_BROKER, parse_endpoint, parse_nats
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
 
+AUTO = "auto"  # of max_local_prefill_tokens
+START_LOCAL_PREFILL_TOKENS = 1000  # what `auto` does as long as nothing is measured
 KV_ROLES = {role.value: role for role in Role}
 
 
 @dataclass(frozen=True)
 class Rule:
     """What a key means and which values it may have. `above` is exclusive, `least` and `most` are inclusive. `choices`
-    are all values of a key that has only a few."""
+    are all values of a key that has only a few; `words` are those of a number that may be no number. `example`: of a
+    number that has no default."""
     text: str
     least: float | None = None
     above: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    example: float | None = None
 
     def allows(self, value: float) -> bool:
         """Whether a number is within the bounds."""
@@ -67,9 +73,14 @@ class PDConfig:
         None, "The certificates that a `tls://` broker's is checked against; without it the system's.")
     nats_prefix: str = _key(
         DEFAULT_PREFIX, "What the names of this fleet's bucket and stream on a NATS server begin with.")
-    max_local_prefill_tokens: int = _key(
+    max_local_prefill_tokens: int | str = _key(
         1000, "A prompt with more tokens than this after the prefix hit may be prefilled remotely; up to it the "
-        "decode engine prefills by itself.", least=0)
+        "decode engine prefills by itself. `auto`: the decode engine compares when the first token would come, by what "
+        "it has measured.", least=0, words=(AUTO, ))
+    itl_target_ms: float | None = _key(
+        None, "With `max_local_prefill_tokens` `auto`: a prompt whose local prefill would make a step of running "
+        "decodes longer than this goes to a prefill engine, even where its first token comes later there. Without it "
+        "the first token alone decides.", above=0, most=60_000, example=100.0)
     max_queue_length: int = _key(
         64, "With this many jobs waiting at the broker, new prompts are prefilled locally.", least=1)
     max_parked_fraction: float = _key(
@@ -104,6 +115,9 @@ class PDConfig:
     ttl_s: float = _key(
         5.0, "How long an engine, or the broker, may be silent before it counts as gone; `vllm-pd broker` has its own "
         "`--ttl-s`.", least=0.02, most=3600)
+    log_decisions: bool = _key(
+        False, "Whether a decode engine logs where each prompt is prefilled and why; with `max_local_prefill_tokens` "
+        "`auto` with all that was compared.")
     drain_timeout_s: float = _key(
         30.0, "How long a server may go on after the signal to stop with what is open, before that is ended.", least=0,
         most=86400)
@@ -140,7 +154,24 @@ class PDConfig:
         """The value of the setting `name`, a number, that was given as `key`. Raises ConfigError naming `key`."""
         return _checked_number(next(one for one in cls.settings() if one.name == name), value, key)
 
+    @property
+    def decides_by_time(self) -> bool:
+        """Whether expected times decide where a prompt is prefilled, and no fixed number of tokens."""
+        return self.max_local_prefill_tokens == AUTO
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """The bounds that decide where a prompt is prefilled."""
+        fixed = START_LOCAL_PREFILL_TOKENS if self.decides_by_time else self.max_local_prefill_tokens
+        return PolicyConfig(max_local_prefill_tokens=fixed, max_queue_length=self.max_queue_length,
+                            max_parked_fraction=self.max_parked_fraction, attempts=self.attempts,
+                            auto=self.decides_by_time,
+                            itl_target_s=None if self.itl_target_ms is None else self.itl_target_ms / 1000)
+
     def _check_pairs(self) -> None:
+        if self.itl_target_ms is not None and not self.decides_by_time:
+            raise ConfigError("itl_target_ms", self.itl_target_ms, "a fixed number of tokens decides, and no time: "
+                              f'write "max_local_prefill_tokens": "{AUTO}" too, or leave it out')
         if self.nats_ca is not None:
             check_encrypted("nats_ca", self.nats_ca, self.broker)
         if self.ttl_s < 2 * self.heartbeat_s:
@@ -172,19 +203,28 @@ def _checked(key: dataclasses.Field, value: Any, values: Mapping[str, Any]) -> A
         if not isinstance(value, str):
             raise ConfigError(key.name, value, f"it must be a string: {_TEXTS[key.name]}")
         return _checked_text(key.name, value, values)
+    if key.type is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(key.name, value, "it must be true or false, without quotes")
+        return value
+    if isinstance(value, str) and value in rule.words:
+        return value
     return _checked_number(key, value, key.name)
 
 
 def _checked_number(key: dataclasses.Field, value: Any, name: str) -> Any:
     rule: Rule = key.metadata["rule"]
-    wanted = "a whole number" if key.type is int else "a number"
-    numeric = (int, ) if key.type is int else (int, float)
+    whole = key.type in (int, int | str)
+    wanted = "a whole number" if whole else "a number"
+    like = f"like {key.default if rule.example is None else rule.example}" + "".join(f', or "{word}"'
+                                                                                  for word in rule.words)
+    numeric = (int, ) if whole else (int, float)
     endless = isinstance(value, float) and not math.isfinite(value)
     if isinstance(value, bool) or not isinstance(value, numeric) or endless:
-        raise ConfigError(name, value, f"it must be {wanted}, without quotes, like {key.default}")
+        raise ConfigError(name, value, f"it must be {wanted}, without quotes, {like}")
     if not rule.allows(value):
-        raise ConfigError(name, value, f"it must be {rule.range_text()}, like {key.default}")
-    return key.type(value)
+        raise ConfigError(name, value, f"it must be {rule.range_text()}, {like}")
+    return int(value) if whole else float(value)
 
 
 _TEXTS = {

@@ -16,7 +16,8 @@ from vllm_pd.bench.report import MS, table
 from vllm_pd.metrics import STAGES
 
 WHY = {
-    "length": "a long prompt", "threshold": "few new tokens", "queue": "the queue is long", "peer": "no prefill engine",
+    "length": "a long prompt", "ttft": "the first token comes sooner", "itl": "others decode",
+    "threshold": "few new tokens", "queue": "the queue is long", "peer": "no prefill engine",
     "cap": "too much is parked", "feature": "it asks for something that can't go remote", "retry": "it has been remote",
     "broker": "no broker",
 }

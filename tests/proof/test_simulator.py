@@ -7,12 +7,15 @@ history: to see one again, `Fleet(seed, storm(seed)).run()`. VLLM_PD_SEEDS=N mak
 """
 import collections
 import os
+from dataclasses import replace
 
 import pytest
 from explorer import broken
 from simulation.fleet import Fleet, Outcome, Plan
 from simulation.kernel import Faults
-from simulation.storms import BOTH, SPLIT, storm
+from simulation.storms import AUTO, BOTH, SPLIT, counted_decisions, storm
+
+from vllm_pd.core.policy import Reason
 
 SEEDS = int(os.environ.get("VLLM_PD_SEEDS", "1000"))
 SCHEDULED_SEEDS = SEEDS // 12
@@ -115,6 +118,18 @@ class TestScheduled:
         """B34: with the scheduler, too."""
         one, two = (self.run(7, storm(7), blocks=24) for _ in range(2))
         assert one == two
+
+    def test_b20_b34_storms_with_auto(self):
+        """B20, B34: where expected times decide, and no fixed number."""
+        reasons: collections.Counter = collections.Counter()
+        for seed in range(SCHEDULED_SEEDS // 4):
+            plan = storm(seed)
+            with counted_decisions(reasons):
+                outcome, waited = self.run(seed, replace(plan, settings={**plan.settings, **AUTO}), blocks=24,
+                                           chunk=8 if seed % 4 == 1 else None)
+            assert not outcome.broken and waited <= 8, f"seed {seed}: {outcome.broken}, {waited} steps"
+        assert {Reason.TTFT, Reason.ITL} <= {reason for _, reason in reasons}, reasons
+        assert {True, False} == {remote for remote, reason in reasons if reason is Reason.TTFT}, reasons
 
     @pytest.mark.parametrize("roles", [BOTH, SPLIT], ids=["two of both roles", "split"])
     @pytest.mark.parametrize("chunk", [None, 8])

@@ -320,3 +320,62 @@ def test_b81_noise_is_counted_and_dropped(broker, raw):
         time.sleep(0.01)
     huge.close()
     fresh.close()
+
+
+def heard(registry, name):
+    """The answer to this member's next heartbeat."""
+    registered_as = next(one for one in registry.members() if one.incarnation == name)
+    ((to, answer),) = registry.receive(0.0, name, m.Register(registered_as, registry.incarnation, registry.version))
+    assert to == name and isinstance(answer, m.Heard)
+    return answer
+
+
+def test_a_decode_engine_hears_what_waits_for_the_prefill_engines_that_fit_it():
+    busy = msgspec.structs.replace(member("p", m.Role.PREFILL), load=m.Load(job_tokens=70, tokens_per_s=12.5))
+    registry = registered(member("d", m.Role.DECODE), busy, member("both", m.Role.BOTH),
+                          msgspec.structs.replace(member("leaves", m.Role.PREFILL), draining=True),
+                          member("x", m.Role.DECODE, OTHER), member("y", m.Role.PREFILL, OTHER))
+    put(registry, 1, tokens=30)
+    registry.receive(0.0, "d", m.Put(msgspec.structs.replace(job(2, tokens=30), cached_tokens=20)))
+    put(registry, 3, decode="both", tokens=5)
+    put(registry, 4, decode="x", tokens=1000)
+    answer = heard(registry, "d")
+    assert (answer.queue_length, answer.queue_tokens) == (4, 30 + 10 + 5)
+    assert answer.loads == (m.PrefillLoad("p", 70, 12.5), m.PrefillLoad("both"))
+    assert [one.incarnation for one in heard(registry, "both").loads] == ["p"], "not itself"
+    answer = heard(registry, "x")
+    assert answer.queue_tokens == 1000 and answer.loads == (m.PrefillLoad("y"), )
+    assert (heard(registry, "p").queue_tokens, heard(registry, "p").loads) == (None, ())
+
+
+def test_the_loads_are_those_of_the_last_heartbeats(registry):
+    before = heard(registry, "d")
+    loaded = msgspec.structs.replace(member("p", m.Role.PREFILL), load=m.Load(job_tokens=9))
+    registry.receive(1.0, "p", m.Register(loaded, "b", registry.version))
+    assert [one.job_tokens for one in before.loads] == [0, 0]
+    assert [one.job_tokens for one in heard(registry, "d").loads] == [9, 0]
+
+
+def test_there_is_a_bound_on_the_loads(monkeypatch, registry):
+    monkeypatch.setattr(m, "MAX_LOADS", 1)
+    assert len(heard(registry, "d").loads) == 1
+
+
+def test_an_offered_job_waits_no_more(registry):
+    put(registry, 1, tokens=30)
+    assert heard(registry, "d").queue_tokens == 30
+    registry.receive(0.0, "p", m.Credit(1, 0))
+    assert heard(registry, "d").queue_tokens == 0
+
+
+def test_an_older_broker_and_an_older_engine_understand_the_answer():
+    """Trailing fields with defaults: absent from the one, ignored by the other."""
+    assert msgspec.convert(["Heard", "b", 3], m.Heard) == m.Heard("b", 3, None, ())
+
+    class OldHeard(m.WireMessage, tag="Heard"):
+        broker: str
+        queue_length: int
+
+    sent = msgspec.msgpack.encode(m.Heard("b", 3, 70, (m.PrefillLoad("p", 70, 12.5), )))
+    assert msgspec.msgpack.decode(sent, type=OldHeard) == OldHeard("b", 3)
+    assert msgspec.msgpack.decode(sent, type=m.Heard).loads[0].tokens_per_s == 12.5

@@ -204,6 +204,22 @@ def test_silence_ends_a_membership(forgetful, speaker):
     d.expect_peers(d, p)
 
 
+def test_a_decode_engine_hears_how_busy_the_prefill_engines_are(pair, speaker):
+    d, p = pair
+    other = speaker(m.Role.PREFILL, OTHER)
+    other.register(load=m.Load(job_tokens=5))
+    d.expect_peers(d, p, other)
+    p.register(load=m.Load(job_tokens=70, tokens_per_s=12.5))
+    wanted = (m.PrefillLoad(p.name, 70, 12.5), )
+    d.expect(m.Heard, lambda heard: heard.loads == wanted)
+    assert d.put(1).refusal is None
+    found = d.expect(m.Heard, lambda heard: heard.queue_length == 1)
+    assert found.loads == wanted and found.queue_tokens in (3, None), "NATS counts jobs only"
+    p._due = 0.0
+    p.heard.clear()
+    assert p.expect(m.Heard).loads == ()
+
+
 def test_a_census(pair):
     d, p = pair
     d.say(m.ListMembers())

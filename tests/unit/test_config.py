@@ -12,7 +12,9 @@ import pytest
 
 from vllm_pd.config import KV_ROLES, PDConfig
 from vllm_pd.core.messages import Role
+from vllm_pd.core.policy import PolicyConfig
 from vllm_pd.errors import ConfigError
+from vllm_pd.launch.plan import parse_setting
 from vllm_pd.rpc.addresses import parse_endpoint
 from vllm_pd.rpc.keys import Keys
 
@@ -49,11 +51,12 @@ def test_every_key_can_be_set(files):
              "max_queue_length": 1, "max_parked_fraction": 1, "max_prefill_jobs": 3, "lease_s": 9,
              "prefill_step_s": 1, "prefill_overtaking": 0, "attempt_deadline_s": 8.5, "attempts": 3,
              "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never",
-             "drain_timeout_s": 5,
-             "nats_prefix": "mine", **files}
-    assert set(extra) == {key.name for key in PDConfig.settings()}
-    config = dataclasses.asdict(PDConfig.parse("kv_both", extra))
-    assert {**config, **extra} == config
+             "drain_timeout_s": 5, "log_decisions": True, "nats_prefix": "mine", **files}
+    auto = {"max_local_prefill_tokens": "auto", "itl_target_ms": 80}
+    assert {*extra, *auto} == {key.name for key in PDConfig.settings()}
+    for given in (extra, {**extra, **auto}):
+        config = dataclasses.asdict(PDConfig.parse("kv_both", given))
+        assert {**config, **given} == config
     assert isinstance(config["lease_s"], float) and isinstance(config["max_parked_fraction"], float)
 
 
@@ -85,7 +88,8 @@ def test_b80_missing_broker(extra):
 
 
 WRONG_TYPES = [(key.name, value)
-               for key in PDConfig.settings() for value in (None, [], {}, True, "1" if key.type is not str else 1)]
+               for key in PDConfig.settings() for value in (None, [], {}, "1" if key.type is not str else 1,
+                                                            True if key.type is not bool else 1)]
 
 
 @pytest.mark.parametrize("name, value", WRONG_TYPES + [("max_queue_length", 1.5), ("max_local_prefill_tokens", 2.0)])
@@ -101,7 +105,7 @@ def test_b80_wrong_type(name, value):
     ("prefill_step_s", 0), ("prefill_overtaking", -1), ("max_parked_fraction", 0),
     ("max_parked_fraction", 1.01), ("max_parked_fraction", float("nan")), ("lease_s", 0), ("lease_s", -3),
     ("lease_s", float("inf")), ("lease_s", 10**400), ("attempt_deadline_s", 0), ("claim_retry_s", 0),
-    ("heartbeat_s", 0), ("ttl_s", 0),
+    ("heartbeat_s", 0), ("ttl_s", 0), ("itl_target_ms", 0), ("itl_target_ms", 60_001),
 ])
 def test_b80_impossible_value(name, value):
     error = refused("kv_consumer", {**BROKER, name: value})
@@ -110,11 +114,28 @@ def test_b80_impossible_value(name, value):
 
 @pytest.mark.parametrize("name, extra", [
     ("ttl_s", {"ttl_s": 1.5}), ("ttl_s", {"heartbeat_s": 3}), ("lease_s", {"lease_s": 1}),
-    ("attempt_deadline_s", {"attempt_deadline_s": 2}),
+    ("attempt_deadline_s", {"attempt_deadline_s": 2}), ("itl_target_ms", {"itl_target_ms": 50}),
+    ("itl_target_ms", {"itl_target_ms": 50, "max_local_prefill_tokens": 500}),
 ])
 def test_b80_values_that_contradict_each_other(name, extra):
     error = refused("kv_consumer", {**BROKER, **extra})
     assert error.key == name and "write" in str(error)
+
+
+@pytest.mark.parametrize("value", ["Auto", "automatic", "", "1000", "never"])
+def test_b80_a_word_that_is_no_number_of_tokens(value):
+    error = refused("kv_consumer", {**BROKER, "max_local_prefill_tokens": value})
+    assert error.key == "max_local_prefill_tokens" and 'like 1000, or "auto"' in str(error)
+
+
+def test_what_the_policy_gets():
+    fixed = PDConfig.parse("kv_consumer", {**BROKER, "max_local_prefill_tokens": 7, "attempts": 3})
+    assert fixed.policy == PolicyConfig(max_local_prefill_tokens=7, attempts=3) and not fixed.decides_by_time
+    auto = PDConfig.parse("kv_consumer", {**BROKER, "max_local_prefill_tokens": "auto", "itl_target_ms": 80})
+    assert auto.policy == PolicyConfig(max_local_prefill_tokens=1000, auto=True, itl_target_s=0.08)
+    assert auto.decides_by_time
+    typed = dict(map(parse_setting, ["max_local_prefill_tokens=auto", "itl_target_ms=80"]))  # after --pd
+    assert PDConfig.parse("kv_consumer", {**BROKER, **typed}) == auto
 
 
 @pytest.mark.parametrize("name", ["broker", "bind"])

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from vllm_pd.core.job_order import (
     MIN_STEP_TOKENS,
-    START_TOKENS_PER_S,
     BegunJob,
     Turn,
     due_s,
@@ -13,6 +12,7 @@ from vllm_pd.core.job_order import (
     step_tokens,
     tokens_of_each,
 )
+from vllm_pd.core.prefix import START_TOKENS_PER_S
 
 SPEEDS = st.floats(0, 1e9)
 TIMES = st.floats(0, 1e6)

@@ -6,6 +6,7 @@ import pytest
 from vllm_pd.config import PDConfig
 from vllm_pd.control.credits import JobCredits
 from vllm_pd.control.degraded import Cause, Degraded, DegradedLog
+from vllm_pd.control.own_jobs import PERIODS, PrefillLoads
 from vllm_pd.control.protocol import RECONNECT_POLL_S, MessageSource, PeerProtocol
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Fallback, FallbackReason, Prefill, ToBroker
@@ -65,6 +66,56 @@ def submitted(protocol):
     attempt = protocol.next_attempt("r")
     protocol.submit(attempt, [1] * 20, [1, 2], 0)
     return attempt
+
+
+AUTO = PDConfig.parse("kv_consumer", {"broker": "tcp://127.0.0.1:9", "max_local_prefill_tokens": "auto"})
+P = m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:2", FINGERPRINT, m.Load(job_tokens=300, tokens_per_s=50.0))
+
+
+@pytest.fixture
+def auto(clock):
+    """A decode engine with `auto`, which one of two prefill engines has greeted."""
+    us = msgspec.structs.replace(US, role=m.Role.DECODE)
+    protocol = PeerProtocol(AUTO, us, b"memory", clock)
+    protocol.handle_timeout()
+    assert protocol.receive(MessageSource.PREFILL, "p", m.Hello(P, b""))
+    from_broker(protocol, m.Peers("b", 1, [us, P, msgspec.structs.replace(P, incarnation="q")], 0))
+    return protocol
+
+
+def heartbeats(protocol, clock, count):
+    for _ in range(count):
+        clock.now += 1.0
+        protocol.handle_timeout()
+
+
+def test_the_loads_of_those_that_have_greeted_are_known_from_the_list_and_then_from_heartbeats(auto):
+    assert auto.prefill_loads() == PrefillLoads(0, ((300, 50.0), ))
+    assert auto.prefill_loads(("p", )) == PrefillLoads(0, ())
+    from_broker(auto, m.Heard("b", 2, 80, (m.PrefillLoad("p", 100, 60.0), m.PrefillLoad("stranger", 1, 1.0))))
+    assert auto.prefill_loads() == PrefillLoads(80, ((100, 60.0), ))
+    from_broker(auto, m.Heard("b", 2))  # an older broker, or NATS
+    assert auto.prefill_loads() == PrefillLoads(2000, ((100, 60.0), ))
+
+
+def test_our_own_jobs_count_where_they_are_until_they_are_computed(auto, clock):
+    from_broker(auto, m.Heard("b", 0, 0, (m.PrefillLoad("p", 0, 50.0), )))
+    attempt = auto.next_attempt("r")
+    auto.submit(attempt, [1] * 100, list(range(7)), 2)  # two blocks of 16 are cached
+    assert auto.prefill_loads() == PrefillLoads(68, ((0, 50.0), ))
+    auto.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 1))
+    assert auto.prefill_loads() == PrefillLoads(0, ((68, 50.0), ))
+    from_broker(auto, m.Heard("b", 0, 68, (m.PrefillLoad("p", 68, 50.0), )))
+    assert auto.prefill_loads() == PrefillLoads(0, ((68, 50.0), )), "once, and not in the queue of before"
+    auto.receive(MessageSource.PREFILL, "p", m.Writing(attempt, 1))
+    assert auto.prefill_loads() == PrefillLoads(0, ((0, 50.0), ))
+    heartbeats(auto, clock, PERIODS)
+    assert auto.prefill_loads() == PrefillLoads(68, ((68, 50.0), )), "by now these are others'"
+
+
+def test_with_a_fixed_number_nobody_follows_loads(protocol):
+    with pytest.raises(ValueError, match="auto only"):
+        protocol.prefill_loads()
 
 
 def test_the_broker_is_sent_credits_once_and_a_new_broker_again():

@@ -11,6 +11,7 @@ from tests.fakes.simulated_engine import BLOCK_SIZE, FakePeers, SimulatedEngine
 from vllm_pd.config import PDConfig
 from vllm_pd.control.cluster import QueueView
 from vllm_pd.core.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
+from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.handover import decode
 from vllm_pd.handover.progress import Progress
@@ -72,7 +73,7 @@ class Decoder:
         extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": 2 * BLOCK_SIZE,
                  "max_parked_fraction": 1.0, **settings}
         self.prefills = RemotePrefills(PDConfig.parse("kv_consumer", extra), self.agent, self.engine.scheduler,
-                                       PDMetrics("test"), {})
+                                       PDMetrics("test"), {}, StepSpeed())
         self.engine.peers = self.engine.scheduler.disagg = Peers(self.engine.scheduler, self.prefills)
         self.progress = Progress()
 

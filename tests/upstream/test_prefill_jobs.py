@@ -11,6 +11,7 @@ from vllm.sequence import SequenceStatus
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Prefill
+from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.prefill import JobStage
 from vllm_pd.handover.progress import ArrivalNotice, Progress
@@ -86,7 +87,7 @@ def engine():
 @pytest.fixture
 def jobs(agent, engine):
     config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700", "max_prefill_jobs": 2})
-    return PrefillJobs(config, agent, engine, PDMetrics("test"))
+    return PrefillJobs(config, agent, engine, PDMetrics("test"), StepSpeed())
 
 
 def prefill(token_ids=TOKENS, attempt=ATTEMPT) -> Prefill:
@@ -233,7 +234,7 @@ class TestReading:
     @pytest.fixture
     def jobs(self, agent, engine):
         config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700", "prefix_reads": "always"})
-        return PrefillJobs(config, agent, engine, PDMetrics("test"))
+        return PrefillJobs(config, agent, engine, PDMetrics("test"), StepSpeed())
 
     @pytest.fixture
     def reading(self, jobs) -> transfer.Read:
@@ -295,7 +296,7 @@ class TestReading:
     def test_b5_without_prefix_caching_nothing_is_read(self, agent, engine):
         engine.cache_config.enable_prefix_caching = False
         config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700", "prefix_reads": "always"})
-        jobs = PrefillJobs(config, agent, engine, PDMetrics("test"))
+        jobs = PrefillJobs(config, agent, engine, PDMetrics("test"), StepSpeed())
         jobs.handle(Prefill(ATTEMPT, TOKENS, [22], 2, [20, 21], "decode-incarnation"), Progress())
         assert not jobs.wants_prefix(ATTEMPT, 0)
 
@@ -323,7 +324,7 @@ def test_jobs_become_requests_in_their_turn(agent, engine, overtaking, order):
     """One after the other where each fills a step; the others are unknown to the engine."""
     config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700", "prefill_step_s": 1e-6,
                                             "prefill_overtaking": overtaking})
-    jobs, progress = PrefillJobs(config, agent, engine, PDMetrics("test")), Progress()
+    jobs, progress = PrefillJobs(config, agent, engine, PDMetrics("test"), StepSpeed()), Progress()
     attempts = [Attempt("decode-incarnation", f"request {number}", number) for number in range(4)]
     for attempt, tokens in zip(attempts, (70, 99, 80, 90), strict=True):
         jobs.handle(Prefill(attempt, [5] * tokens, [21, 22], 0, [], "decode-incarnation"), progress)

@@ -97,6 +97,8 @@ class V1FleetEngine(FleetEngine):
                                 max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE, settings=_settings(node),
                                 config=_config(folder, in_flight, blocks, caching, chunk), protocol=_Protocol(node),
                                 transfer=self.transfer, access=functools.partial(_Access, self))
+        # A step takes no virtual time. So this is what was measured, for max_local_prefill_tokens auto.
+        self.simulated.binding.speed.stepped(self.kernel.now, 1000, 0, 10.0)
         self._told: set[str] = set()
         self.wake()
 

@@ -30,6 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.cluster import QueueView
+from vllm_pd.control.own_jobs import PrefillLoads
 from vllm_pd.core import actions, messages
 from vllm_pd.core.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
 from vllm_pd.core.messages import Attempt
@@ -96,6 +97,7 @@ class FakeProtocol:
         self.notices: list[tuple[Attempt, int]] = []
         self.calls: list[tuple] = []
         self.peers = 2
+        self.queued_tokens = 0  # at the broker, with max_local_prefill_tokens auto
         self.lease = True
         self.credits = 0
         self._numbers = 0
@@ -116,6 +118,9 @@ class FakeProtocol:
 
     def view(self, avoid=()):
         return QueueView(True, 0, self.peers - len(avoid), None)
+
+    def prefill_loads(self, avoid=()):
+        return PrefillLoads(self.queued_tokens, ((0, 2.0), ) * (self.peers - len(avoid)))
 
     def set_credits(self, jobs):
         self.credits = jobs
@@ -226,7 +231,7 @@ class Engine:
 
     def __init__(self, folder: Path, in_flight: int = 1, *, blocks: int = 64, max_num_seqs: int = 8,
                  batch_tokens: int = 128, role: str = "kv_both", vllm_role: str = "kv_both", caching: bool = True,
-                 policy: str = "fcfs", threshold: int = BLOCK_SIZE, block_size: int = BLOCK_SIZE,
+                 policy: str = "fcfs", threshold: int | str = BLOCK_SIZE, block_size: int = BLOCK_SIZE,
                  access: Callable[["Engine"], Any] | None = None, config: VllmConfig | None = None,
                  protocol: Any = None, transfer: Any = None, settings: PDConfig | None = None, **extra) -> None:
         self.in_flight = in_flight
@@ -502,7 +507,6 @@ class Engine:
         assert not self.binding.remote_prefills.parked_ids() and not self.binding.remote_prefills._matched
         jobs = self.binding.prefill_jobs
         assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open)
-        assert not self.binding._steps_of_jobs
         assert self.pool.get_num_free_blocks() == self.free_at_start
         assert sum(block.ref_cnt for block in self.pool.blocks if not block.is_null) == 0
         assert not scheduler.has_requests()

@@ -6,14 +6,16 @@ A seed is a history. VLLM_PD_SEEDS=N runs N / 12 of them, as for V0's scheduler.
 """
 import collections
 import os
+from dataclasses import replace
 
 import pytest
 from explorer import broken
 from simulation.fleet import Fleet, Plan
 from simulation.kernel import Faults
-from simulation.storms import BOTH, SPLIT, storm
+from simulation.storms import AUTO, BOTH, SPLIT, counted_decisions, storm
 
 from tests.v1.fleet_engine import V1FleetEngine, virtual_time
+from vllm_pd.core.policy import Reason
 
 SEEDS = int(os.environ.get("VLLM_PD_SEEDS", "480")) // 12
 
@@ -44,6 +46,18 @@ def test_b20_b34_storms(model_folder, in_flight, capsys):
         print(f"\n  {in_flight} in flight: {SEEDS} runs, {requests:,} requests, {done:,} remote prefills, "
               f"{dict(steps)}", end="")
     assert done >= 10 * SEEDS
+
+
+def test_b20_b34_storms_with_auto(model_folder, in_flight):
+    reasons: collections.Counter = collections.Counter()
+    for seed in range(SEEDS // 4):
+        plan = storm(seed)
+        with counted_decisions(reasons):
+            outcome = run(model_folder, in_flight, seed, replace(plan, settings={**plan.settings, **AUTO}), blocks=24,
+                          chunk=8 if seed % 4 == 1 else 64)
+        assert not outcome.broken, f"seed {seed}: {outcome.broken}"
+    assert {Reason.TTFT, Reason.ITL} <= {reason for _, reason in reasons}, reasons
+    assert {True, False} == {remote for remote, reason in reasons if reason is Reason.TTFT}, reasons
 
 
 def test_b34_a_seed_is_a_history(model_folder, in_flight):

@@ -5,6 +5,7 @@ Hypothesis draws the operations and shrinks what fails. After each one no block 
 request; at the end every request has ended once with the right tokens, and the pool is as it was.
 """
 import os
+import time
 
 import hypothesis.strategies as st
 import pytest
@@ -14,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, Engine
 from vllm_pd.core.actions import Cancelled, FallbackReason, Prefilled, Released
+from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Timings
 from vllm_pd.transfer.requests import Read, Write
 from vllm_pd.v1.decode import ParkedRequests
@@ -33,11 +35,15 @@ class HandoverMachine(RuleBasedStateMachine):
     in_flight = 1
 
     @initialize(blocks=st.sampled_from([20, 30, 64]), caching=st.booleans(),
-                policy=st.sampled_from(["fcfs", "priority"]), overtaking=st.sampled_from([0, 1000]))
-    def begin(self, blocks, caching, policy, overtaking):
+                policy=st.sampled_from(["fcfs", "priority"]), overtaking=st.sampled_from([0, 1000]),
+                threshold=st.sampled_from([BLOCK_SIZE, "auto"]))
+    def begin(self, blocks, caching, policy, overtaking, threshold):
         self.engine = Engine(self.folder, self.in_flight, blocks=blocks, batch_tokens=64, caching=caching,
                              policy=policy, max_num_seqs=4, prefix_reads="always", max_prefill_jobs=4,
-                             prefill_overtaking=overtaking)
+                             prefill_overtaking=overtaking, threshold=threshold)
+        # With auto: half as fast as a peer, which is better by that unless much is queued there (`queue_changes`).
+        self.engine.binding.speed.stepped = lambda *measured: None
+        StepSpeed.stepped(self.engine.binding.speed, time.monotonic(), 1000, 0, 1000.0)
         self.numbers = 0
         self.open = {}  # attempts that have neither ended nor fallen back
         self.fenced = []  # fallen back or aborted, not released
@@ -185,6 +191,10 @@ class HandoverMachine(RuleBasedStateMachine):
     @rule(peers=st.integers(0, 2))
     def peers_change(self, peers):
         self.engine.protocol.peers = peers
+
+    @rule(tokens=st.sampled_from([0, 10**9]))
+    def queue_changes(self, tokens):
+        self.engine.protocol.queued_tokens = tokens
 
     @rule()
     def abort_all(self):

@@ -29,7 +29,7 @@ from vllm_pd.broker.nats_store import (
     status,
     token,
 )
-from vllm_pd.broker.registry import may_take
+from vllm_pd.broker.registry import may_take, prefill_loads
 from vllm_pd.core import messages as m
 from vllm_pd.rpc import codec
 
@@ -159,7 +159,8 @@ class NatsSession:
         if not self._complete:
             return
         if (message.broker, message.version) == (self._store.generation, self._directory.version):
-            self._report(m.Heard(self._store.generation, self._queue_length))
+            self._report(m.Heard(self._store.generation, self._queue_length, None,
+                                 prefill_loads(member, self._directory.members())))
         else:
             self._report(self._peers())
         await self._pull()

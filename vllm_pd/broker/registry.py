@@ -5,6 +5,8 @@ The queue is first in, first out, and holds promises only: a job lost with it is
 is denied there. So nothing here has to outlive the process.
 """
 import collections
+import itertools
+from collections.abc import Iterable
 
 import msgspec
 
@@ -26,6 +28,17 @@ def may_take(taker: m.Member, job: m.Job, owner: m.Member) -> bool:
     return (taker.incarnation != owner.incarnation and taker.role.prefills and not taker.draining
             and taker.incarnation not in job.avoid
             and taker.fingerprint.first_difference(owner.fingerprint) is None)
+
+
+def prefill_loads(asker: m.Member, members: Iterable[m.Member]) -> tuple[m.PrefillLoad, ...]:
+    """The loads of the prefill engines among `members` that could take a job of the asker's; none for an engine that
+    hands over none. At most `MAX_LOADS`."""
+    if not asker.role.decodes:
+        return ()
+    fitting = (one for one in members if one.incarnation != asker.incarnation and one.role.prefills
+               and not one.draining and one.fingerprint.first_difference(asker.fingerprint) is None)
+    return tuple(m.PrefillLoad(one.incarnation, one.load.job_tokens, one.load.tokens_per_s)
+                 for one in itertools.islice(fitting, m.MAX_LOADS))
 
 
 class _RegisteredMember:
@@ -121,7 +134,8 @@ class Registry:
             return self._changed()
         if (message.broker, message.version) != (self.incarnation, self.version):
             return [(sender, self._peers())]
-        return [(sender, m.Heard(self.incarnation, len(self)))]
+        tokens = self._tokens_before(member) if member.role.decodes else None
+        return [(sender, m.Heard(self.incarnation, len(self), tokens, prefill_loads(member, self.members())))]
 
     def _put(self, now: float, sender: str, job: m.Job) -> list[OutgoingMessage]:
         attempt = job.attempt
@@ -191,6 +205,14 @@ class Registry:
         """Whether this member may take that job."""
         theirs = self._entries.get(job.attempt.incarnation)
         return theirs is not None and may_take(entry.member, job, theirs.member)
+
+    def _tokens_before(self, member: m.Member) -> int:
+        """Prompt tokens to be computed that wait in the queue for the prefill engines that fit this member."""
+        by_owner: collections.Counter[str] = collections.Counter()
+        for _, job, _ in self._in_order():
+            by_owner[job.attempt.incarnation] += max(0, len(job.token_ids) - job.cached_tokens)
+        return sum(tokens for name, tokens in by_owner.items() if name in self._entries and
+                   self._entries[name].member.fingerprint.first_difference(member.fingerprint) is None)
 
     def _drop_members(self, names: list[str]) -> list[OutgoingMessage]:
         dropped = [name for name in names if self._entries.pop(name, None) is not None]

@@ -43,6 +43,8 @@ class ClusterView:
         self._members: dict[str, m.Member] = {}
         self._dead: collections.OrderedDict[str, None] = collections.OrderedDict()
         self._prefills: list[m.Member] = []
+        self.queue_tokens: int | None = None  # prompt tokens that wait at the broker; None: not known
+        self._loads: dict[str, m.PrefillLoad] = {}  # as last reported
 
     def heard(self, now: float, broker: str, queue_length: int) -> bool:
         """A message of the broker has come. Returns whether it is another process than the one before."""
@@ -58,7 +60,18 @@ class ClusterView:
         """The whole registry has come."""
         self.version = message.version
         self._members = {member.incarnation: member for member in message.members}
+        self._loads = {name: m.PrefillLoad(name, member.load.job_tokens, member.load.tokens_per_s)
+                       for name, member in self._members.items()}
         self._sort_members()
+
+    def loads(self, message: m.Heard) -> None:
+        """The answer to a heartbeat has come, with what waits where."""
+        self.queue_tokens = message.queue_tokens
+        self._loads.update((load.incarnation, load) for load in message.loads if load.incarnation in self._members)
+
+    def prefill_loads(self, greeted: Collection[str], avoid: Collection[str] = ()) -> list[m.PrefillLoad]:
+        """The loads of the prefill engines that `view` counts, as last reported."""
+        return [self._loads.get(name) or m.PrefillLoad(name) for name in self.prefills(greeted) if name not in avoid]
 
     def dead(self, incarnation: str) -> None:
         """The process of this engine is gone, as a fact."""

@@ -19,6 +19,7 @@ import msgspec
 from vllm_pd.control.cluster import ClusterView, QueueView
 from vllm_pd.control.credits import JobCredits
 from vllm_pd.control.degraded import Cause, Degraded
+from vllm_pd.control.own_jobs import OwnJobs, PrefillLoads
 from vllm_pd.control.state import EngineState
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
@@ -92,6 +93,7 @@ class PeerProtocol:
         self._cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
         self._credits = JobCredits()
         self.ttl_s = config.ttl_s
+        self._own_jobs = OwnJobs() if config.decides_by_time else None
         self._broker = config.broker
         self._wakeup: Callable[[], None] | None = None
         self._events: collections.deque[Event] = collections.deque()
@@ -148,6 +150,17 @@ class PeerProtocol:
     def view(self, avoid: Collection[str] = ()) -> QueueView:
         """The cluster as the policy needs it, for a request that is not to go to the Ps in `avoid` again."""
         return self._cluster.view(self._clock(), self._decode.queued(), self._decode.peers, avoid)
+
+    @_locked
+    def prefill_loads(self, avoid: Collection[str] = ()) -> PrefillLoads:
+        """What the prefill engines have to compute at present, without those in `avoid`. What others have queued is as
+        old as the last reports; what this engine has is exact. Raises ValueError with a fixed
+        `max_local_prefill_tokens`."""
+        if self._own_jobs is None:
+            raise ValueError("loads are followed with max_local_prefill_tokens auto only")
+        cluster = self._cluster
+        return self._own_jobs.corrected(self._decode.uncomputed(), cluster.queue_tokens, cluster.queue_length,
+                                        cluster.prefill_loads(self._decode.peers, avoid))
 
     @_locked
     def writing_since(self) -> float | None:
@@ -445,7 +458,9 @@ class PeerProtocol:
             if not isinstance(message, m.PutReply):
                 self._do(self._decode.requeue(now))
         self._do(self._decode.broker_is(now, True))
-        if isinstance(message, m.Peers):
+        if isinstance(message, m.Heard):
+            self._cluster.loads(message)
+        elif isinstance(message, m.Peers):
             self._cluster.peers(message)
             self.state.listed(self._cluster.listed())
             if self.member.role.prefills:
@@ -476,6 +491,8 @@ class PeerProtocol:
         if now < cluster.next_heartbeat:
             return
         cluster.next_heartbeat = now + cluster.heartbeat_s
+        if self._own_jobs is not None:
+            self._own_jobs.heartbeat(self._decode.uncomputed())
         if not self.state.left:
             self._credits.send_again()
             self._outbox.append(ToBroker(m.Register(self.state.member(), cluster.broker, cluster.version)))

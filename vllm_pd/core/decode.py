@@ -249,6 +249,16 @@ class DecodeProtocol:
 
     # State, for the engine and the tests.
 
+    def uncomputed(self) -> dict[str, list[int]]:
+        """The prompt tokens, without what is cached here, of each job that no P has computed as far as is known: by the
+        P that has it, or by "" of those that nobody has claimed."""
+        found: dict[str, list[int]] = {}
+        for record in self._records.values():
+            if not record.state.ended and record.writing_at is None and not record.arrived:
+                taken = record.peer if record.state is AttemptState.GRANTED else ""
+                found.setdefault(taken, []).append(max(0, len(record.token_ids) - self._cached_tokens(record)))
+        return found
+
     def states(self) -> dict[m.Attempt, AttemptState]:
         """All attempts that still have a record."""
         return {attempt: record.state for attempt, record in self._records.items()}
@@ -408,10 +418,12 @@ class DecodeProtocol:
 
     def _put(self, now: float, record: _Record) -> list[Action]:
         record.next_put = now + self.limits.claim_retry_s
-        cached_tokens = record.cached_blocks * self.member.fingerprint.block_size
-        job = m.Job(record.attempt, self.member.address, record.token_ids, cached_tokens,
+        job = m.Job(record.attempt, self.member.address, record.token_ids, self._cached_tokens(record),
                     max(0.0, record.deadline - now), avoid=record.avoid, priority=record.priority)
         return [ToBroker(m.Put(job))]
+
+    def _cached_tokens(self, record: _Record) -> int:
+        return record.cached_blocks * self.member.fingerprint.block_size
 
     def _due(self, record: _Record) -> float:
         if record.state is AttemptState.QUEUED:

@@ -11,7 +11,8 @@ turn comes.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-START_TOKENS_PER_S = 5e3  # until the speed is measured
+from vllm_pd.core.prefix import START_TOKENS_PER_S
+
 MIN_STEP_TOKENS = 64  # below, the cost of a step itself counts
 
 

@@ -8,7 +8,7 @@ can never be taken for one about the present claim.
 
 Durations are relative (seconds left), never absolute: two machines share no clock.
 
-To go with the next protocol number, for nobody reads them: `Job.cached_tokens`, `Job.lora`, `Hello.transfer_metadata`.
+To go with the next protocol number, for nobody reads them: `Job.lora`, `Hello.transfer_metadata`.
 """
 from enum import StrEnum
 from typing import Annotated
@@ -23,6 +23,7 @@ MAX_BLOCKS = 1_000_000
 MAX_METADATA_BYTES = 8 << 20
 MAX_MEMBERS = 4096
 MAX_PROCESSES = 4096  # of one engine
+MAX_LOADS = 256  # of prefill engines, in one answer of the broker
 MAX_AVOIDED = 16
 # Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
 SPLIT_LAYOUTS = ("heads-first", "packed", "kv-heads-first")
@@ -105,6 +106,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0
+    job_tokens: Count = 0
+    tokens_per_s: Rate = 0.0
+
+
+class PrefillLoad(msgspec.Struct, frozen=True, array_like=True):
+    """The load of the prefill engine `incarnation`, as far as a decode engine asks: fields of its `Load`."""
+    incarnation: Name
     job_tokens: Count = 0
     tokens_per_s: Rate = 0.0
 
@@ -281,13 +289,19 @@ class Register(WireMessage):
 
 
 class Heard(WireMessage):
-    """Answer to a heartbeat where the sender knows the present registry."""
+    """Answer to a heartbeat where the sender knows the present registry. For a decode engine also: the prompt tokens
+    that wait in the queue, of jobs for the same prefill engines, without what their decode engines have cached; None
+    where the broker does not know; and the loads of the prefill engines that fit, as they were last reported. A broker
+    of an older release sends neither."""
     broker: Name
     queue_length: Count
+    queue_tokens: Count | None = None
+    loads: Annotated[tuple[PrefillLoad, ...], msgspec.Meta(max_length=MAX_LOADS)] = ()
 
 
 class Peers(WireMessage):
-    """The registry, whole; pushed when it changes. `broker` is the incarnation of the broker's process."""
+    """The registry, whole; pushed when it changes. `broker` is the incarnation of the broker's process. The loads are
+    those of the members."""
     broker: Name
     version: Count
     members: Annotated[list[Member], msgspec.Meta(max_length=MAX_MEMBERS)]

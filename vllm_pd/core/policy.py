@@ -7,32 +7,41 @@ from enum import StrEnum
 
 import msgspec
 
+from vllm_pd.core.expected import Expected
+
 
 class Reason(StrEnum):
-    """Why a prompt is prefilled where it is. LENGTH is the reason for a peer, the others are reasons to stay here."""
+    """Why a prompt is prefilled where it is. LENGTH and ITL are reasons for a peer, TTFT is one for either, the others
+    are reasons to stay here."""
     LENGTH = "length"
+    TTFT = "ttft"  # auto: the first token comes sooner there, or sooner here
+    ITL = "itl"  # auto: here it would make running decodes wait longer than their target
     THRESHOLD = "threshold"  # too short to be worth it
     FEATURE = "feature"  # something in the request can't go remote
     RETRY = "retry"  # it has been remote as often, or as long, as it may
     BROKER = "broker"  # the broker does not answer
     PEER = "peer"  # no prefill engine that fits is alive
-    QUEUE = "queue"  # too many jobs wait already
+    QUEUE = "queue"  # too many jobs wait already; auto: it would not be done there in time
     CAP = "cap"  # too many blocks, or seats in the batch, are set aside already
 
 
 class PolicyConfig(msgspec.Struct, frozen=True):
-    """The operator's bounds; see the configuration keys of the same names."""
+    """The operator's bounds; see the configuration keys of the same names. With `auto` the expected times decide, by
+    TTFT alone where `itl_target_s` is None, and `max_local_prefill_tokens` only where there are none."""
     max_local_prefill_tokens: int = 1000
     max_queue_length: int = 64
     max_parked_fraction: float = 0.5
     attempts: int = 2
+    auto: bool = False
+    itl_target_s: float | None = None
 
 
 class PolicyInput(msgspec.Struct, frozen=True):
     """One request, and the present state. `parked_blocks` counts quarantined ones too; `blocks` are those
     this request would set aside beyond its prefix hit; `total_blocks` is the size of the pool, `total_requests` the
     most that may run at a time. `prefill_peers` are those that have not failed at it; `time_left_s` is what is left
-    of the time that all its attempts may take together."""
+    of the time that all its attempts may take together. `expected` is used with `auto` only; None: nothing is measured
+    yet, or there is no peer."""
     prompt_tokens: int
     cached_tokens: int
     blocks: int
@@ -46,23 +55,36 @@ class PolicyInput(msgspec.Struct, frozen=True):
     total_blocks: int
     parked_requests: int
     total_requests: int
+    expected: Expected | None = None
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Whether a peer is to prefill the prompt, and why."""
+    """Whether a peer is to prefill the prompt, and why. `expected`: what was compared, if anything was."""
     remote: bool
     reason: Reason
+    expected: Expected | None = None
 
 
 def decide(request: PolicyInput, config: PolicyConfig) -> Decision:
     """Whether this prompt is prefilled by another engine."""
-    reason = _reason_to_stay(request, config)
-    return Decision(True, Reason.LENGTH) if reason is None else Decision(False, reason)
+    worth = _worth(request, config)
+    reason = _reason_to_stay(request, config) if worth.remote else worth.reason
+    return worth if reason is None else Decision(False, reason, worth.expected)
+
+
+def _worth(request: PolicyInput, config: PolicyConfig) -> Decision:
+    """Where the prompt should be prefilled if it may be prefilled anywhere."""
+    expected = request.expected
+    if not config.auto or expected is None:
+        long = request.prompt_tokens - request.cached_tokens > config.max_local_prefill_tokens
+        return Decision(long, Reason.LENGTH if long else Reason.THRESHOLD)
+    if expected.breaks(config.itl_target_s):
+        in_time = expected.there_s < request.time_left_s or request.time_left_s <= 0  # that is reason RETRY
+        return Decision(in_time, Reason.ITL if in_time else Reason.QUEUE, expected)
+    return Decision(expected.sooner_there, Reason.TTFT, expected)
 
 
 def _reason_to_stay(request: PolicyInput, config: PolicyConfig) -> "Reason | None":
-    if request.prompt_tokens - request.cached_tokens <= config.max_local_prefill_tokens:
-        return Reason.THRESHOLD
     if not request.can_go_remote:
         return Reason.FEATURE
     if request.attempts_made >= config.attempts or request.time_left_s <= 0:

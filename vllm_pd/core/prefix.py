@@ -7,12 +7,12 @@ costs some of it.
 """
 from enum import StrEnum
 
+from vllm_pd.core.measured import MeasuredRate, StepSpeed
+
 READ_OVERHEAD_S = 0.005  # a read costs a prompt one step at least
 START_BYTES_PER_S = 2e9
 START_TOKENS_PER_S = 5e3
 MIN_BYTES = 1 << 20  # what is smaller tells about latencies, not about rates
-MIN_TOKENS = 64
-KEPT = 0.8  # the weight of all earlier observations together, after each new one
 
 
 class PrefixReads(StrEnum):
@@ -22,44 +22,20 @@ class PrefixReads(StrEnum):
     NEVER = "never"
 
 
-class _Rate:
-    """Amount per second; the latest observations have the most weight. Starts as if `start` had been measured."""
-
-    def __init__(self, start: float) -> None:
-        self._amount, self._seconds = start / 10, 0.1
-        self.measured = False
-
-    def observe(self, amount: float, seconds: float) -> None:
-        """This amount took so many seconds."""
-        self.measured = True
-        self._amount = KEPT * self._amount + amount
-        self._seconds = KEPT * self._seconds + seconds
-
-    @property
-    def per_s(self) -> float:
-        """The rate, by all observations."""
-        return self._amount / self._seconds
-
-
 class PrefixCost:
     """One per prefill engine. `token_bytes` is the KV of one token, over all layers and ranks. `wanted` may be changed
     at any time."""
 
-    def __init__(self, wanted: PrefixReads, token_bytes: int) -> None:
+    def __init__(self, wanted: PrefixReads, token_bytes: int, speed: StepSpeed) -> None:
         self.wanted = wanted
         self._token_bytes = token_bytes
-        self._moves = _Rate(START_BYTES_PER_S)
-        self._computes = _Rate(START_TOKENS_PER_S)
+        self._speed = speed
+        self._moves = MeasuredRate(START_BYTES_PER_S)
 
     def moved(self, tokens: int, seconds: float) -> None:
         """The KV of so many tokens went from one engine to another in this time."""
         if tokens * self._token_bytes >= MIN_BYTES and seconds > 0:
             self._moves.observe(tokens * self._token_bytes, seconds)
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """So many tokens of a prompt were computed here in this time."""
-        if tokens >= MIN_TOKENS and seconds > 0:
-            self._computes.observe(tokens, seconds)
 
     def read_s(self, tokens: int) -> float:
         """How long a read of so many tokens' KV would take."""
@@ -67,12 +43,7 @@ class PrefixCost:
 
     def compute_s(self, tokens: int) -> float:
         """How long computing them would take."""
-        return tokens / self._computes.per_s
-
-    @property
-    def computed_per_s(self) -> float:
-        """Tokens of prompts per second, as measured; 0 where nothing is."""
-        return self._computes.per_s if self._computes.measured else 0.0
+        return tokens / (self._speed.tokens_per_s or START_TOKENS_PER_S)
 
     def worth_reading(self, tokens: int) -> bool:
         """Whether to read these tokens' KV, which the peer has and this engine has not."""

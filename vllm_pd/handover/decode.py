@@ -23,9 +23,11 @@ from enum import Enum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from vllm_pd.core.actions import Event, Fallback, Prefilled, Released, Timed
+from vllm_pd.core.expected import Expected, expect
+from vllm_pd.core.measured import DecodeMeasures, StepSpeed
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.pace import FallbackPace
-from vllm_pd.core.policy import Decision, PolicyConfig, PolicyInput, decide
+from vllm_pd.core.policy import Decision, PolicyInput, decide
 from vllm_pd.handover.progress import ArrivalNotice, Progress
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
+KEPT_UNMEASURED = 256  # attempts that are done, and whose timings may still come
 R = TypeVar("R")  # a request, as the engine's scheduler knows it; can be hashed and weakly referenced
 
 
@@ -77,16 +80,21 @@ class DecodeCapacity:
 
 class DecodeHandover(ABC, Generic[R]):
     """All prompts of one decode engine that are, or may be, prefilled elsewhere. Used from the step loop only. A
-    binding derives from it and says what its engine's requests and queues are (at the end)."""
+    binding derives from it and says what its engine's requests and queues are (at the end). `speed` is that of the
+    engine, if it measures it."""
 
-    def __init__(self, config: PDConfig, protocol: PeerProtocol, capacity: DecodeCapacity, metrics: PDMetrics) -> None:
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, capacity: DecodeCapacity, metrics: PDMetrics,
+                 speed: StepSpeed) -> None:
         self._protocol = protocol
         self._metrics = metrics
         self._capacity = capacity
-        self._policy = PolicyConfig(max_local_prefill_tokens=config.max_local_prefill_tokens,
-                                    max_queue_length=config.max_queue_length,
-                                    max_parked_fraction=config.max_parked_fraction,
-                                    attempts=config.attempts)
+        self._policy = config.policy
+        self._log_decisions = config.log_decisions
+        # With max_local_prefill_tokens auto only; None: nothing is measured.
+        self.measures = DecodeMeasures(capacity.batch_tokens, speed) if config.decides_by_time else None
+        self.job_tokens = 0  # of peers' jobs that are to be computed here too
+        self._local: list[tuple[R, int]] = []  # requests that stay and are not computed yet, and their tokens
+        self._unmeasured: dict[Attempt, tuple[int, float]] = {}  # done, without timings: tokens, time in all
         self._deadline_s = config.attempt_deadline_s
         self._batch_tokens = capacity.batch_tokens
         self._requests: weakref.WeakKeyDictionary[R, RemoteRequest] = weakref.WeakKeyDictionary()
@@ -131,9 +139,20 @@ class DecodeHandover(ABC, Generic[R]):
     def commit(self, request: R, decision: Decision) -> Attempt | None:
         """The scheduler acts on `decide`. Counted once a stay in the waiting queue: a request that is to stay is not
         asked about again. Returns the attempt to park it under; None where it stays."""
-        self._metrics.decision("remote" if decision.remote else "local", decision.reason.value)
+        where = "remote" if decision.remote else "local"
+        self._metrics.decision(where, decision.reason.value)
+        expected = decision.expected
+        tokens = self._num_tokens(request) if expected is None else expected.tokens
+        if self._log_decisions:
+            logger.info("request %s, %d tokens%s: %s, reason %s%s", self._request_id(request), tokens,
+                        "" if expected is None else " to compute", where, decision.reason.value,
+                        "" if expected is None else f": {expected.explained()}")
+        if self.measures is not None:
+            self.measures.decided(time.monotonic(), decision.remote)
         if not decision.remote:
             self._stay(request)
+            if self.measures is not None:
+                self._local.append((request, tokens))
             return None
         remote = self._request(request)
         if remote.began_at is None:
@@ -179,7 +198,12 @@ class DecodeHandover(ABC, Generic[R]):
                 return  # it has ended before
             progress.finished_prefills.append(event.attempt)
             self._metrics.attempt("done")
-            self._count_timings(event.timings)
+            if self.measures is not None:
+                self._unmeasured[event.attempt] = (remote.blocks * self._capacity.block_size,
+                                                   time.monotonic() - remote.request.parked_at)
+                if len(self._unmeasured) > KEPT_UNMEASURED:
+                    del self._unmeasured[next(iter(self._unmeasured))]
+            self._count_timings(event.attempt, event.timings)
             request = self._parked().get(event.attempt)
             if request is not None:
                 remote.request.attempts = self._policy.attempts  # if it is preempted later, it stays here (B8)
@@ -188,7 +212,7 @@ class DecodeHandover(ABC, Generic[R]):
                         self._request(sibling).stays = True
                 self._resuming.append(request)
         elif isinstance(event, Timed):
-            self._count_timings(event.timings)
+            self._count_timings(event.attempt, event.timings)
         elif isinstance(event, Fallback):
             self._fall_back(event)
         elif isinstance(event, Released):
@@ -321,9 +345,27 @@ class DecodeHandover(ABC, Generic[R]):
                         parked_blocks=parked_blocks,
                         total_blocks=self._capacity.total_blocks,
                         parked_requests=parked_requests,
-                        total_requests=self._capacity.total_requests), self._policy)
+                        total_requests=self._capacity.total_requests,
+                        expected=self._expected(tokens - cached_tokens, remote.failed_peers)), self._policy)
 
-    def _count_timings(self, timings: Timings) -> None:
+    def _expected(self, tokens: int, avoid: tuple[str, ...]) -> Expected | None:
+        """When a prompt with so many tokens to compute would have its first token, here and there. None with a fixed
+        threshold, and where nothing is measured."""
+        if self.measures is None:
+            return None
+        left = [(request, min(stays, self._uncomputed(request))) for request, stays in self._local
+                if not self._is_finished(request)]
+        self._local = [one for one in left if one[1]]
+        before = self.job_tokens + sum(stays for _, stays in self._local)
+        now, loads = time.monotonic(), self._protocol.prefill_loads(avoid)
+        here = self.measures.here(now, before, self._num_decoding(), [rate for _, rate in loads.busy])
+        return expect(max(1, tokens), here, self.measures.there(now, tokens, loads.queued_tokens, loads.busy))
+
+    def _count_timings(self, attempt: Attempt, timings: Timings) -> None:
+        if timings.measured and attempt in self._unmeasured:
+            tokens, total_s = self._unmeasured.pop(attempt)
+            self.measures.handed_over(time.monotonic(), tokens, total_s, timings.queue_s + timings.prefill_s,
+                                      timings.transfer_s)
         if timings.measured:
             self._metrics.transfer_bytes(timings.bytes)
             for stage, seconds in (("queue", timings.queue_s), ("claim", timings.claim_s),
@@ -371,6 +413,14 @@ class DecodeHandover(ABC, Generic[R]):
     @abstractmethod
     def _awaits_prefill(self, request: R) -> bool:
         """Whether it goes on, and its prompt is not computed."""
+
+    @abstractmethod
+    def _uncomputed(self, request: R) -> int:
+        """How many tokens of its prompt are to be computed yet, a prefix hit that is not applied yet included."""
+
+    @abstractmethod
+    def _num_decoding(self) -> int:
+        """How many requests run whose prompt is computed."""
 
     @abstractmethod
     def _is_running(self, request: R) -> bool:

@@ -13,9 +13,11 @@ from typing import Any
 
 import msgspec
 
+from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Degraded
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.core.measured import StepSpeed, StepTimer
 from vllm_pd.core.messages import Load
 from vllm_pd.core.mutual import JobPatience
 from vllm_pd.handover.decode import DecodeHandover
@@ -38,7 +40,10 @@ class HandoverEngine(ABC):
     remote_prefills: DecodeHandover
     prefill_jobs: PrefillHandover | None
 
-    def __init__(self, agent: ControlAgent, transfer: EngineTransfer, metrics: PDMetrics) -> None:
+    def __init__(self, config: PDConfig, agent: ControlAgent, transfer: EngineTransfer, metrics: PDMetrics) -> None:
+        # Steps are measured where somebody uses it: this engine, or the decode engines that its load is reported to.
+        self.speed = StepSpeed()
+        self._timer = StepTimer(self.speed) if config.decides_by_time or config.role.prefills else None
         self.protocol = agent.protocol
         self.agent = agent
         self.transfer = transfer
@@ -94,8 +99,9 @@ class HandoverEngine(ABC):
         """Pass the present load on to the protocol, which sends it with each heartbeat."""
         load, jobs = self._load(), self.prefill_jobs
         if jobs is not None:
-            load = msgspec.structs.replace(load, job_tokens=jobs.job_tokens,
-                                           tokens_per_s=jobs.prefix_cost.computed_per_s)
+            self.remote_prefills.job_tokens = jobs.job_tokens
+            load = msgspec.structs.replace(load, job_tokens=self.remote_prefills.job_tokens,
+                                           tokens_per_s=self.speed.tokens_per_s)
         self.protocol.set_load(load)
 
     def _give_back_jobs(self) -> None:

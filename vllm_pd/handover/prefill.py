@@ -25,6 +25,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core import job_order
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.prefix import PrefixCost, PrefixReads
 from vllm_pd.handover.progress import ArrivalNotice, Progress
@@ -77,8 +78,10 @@ class PrefillHandover(ABC):
     """All jobs that this engine has from peers. Used from the step loop only, except `report_end`. A binding derives
     from it and says what a request of its engine is (at the end)."""
 
-    def __init__(self, config: PDConfig, protocol: PeerProtocol, capacity: PrefillCapacity, metrics: PDMetrics) -> None:
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, capacity: PrefillCapacity, metrics: PDMetrics,
+                 speed: StepSpeed) -> None:
         self._protocol = protocol
+        self._speed = speed
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
         self._overtaking, self._step_s = config.prefill_overtaking, config.prefill_step_s
@@ -88,7 +91,7 @@ class PrefillHandover(ABC):
         self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
         self._requests: list[transfer.TransferRequest] = []
         self.prefix_cost = PrefixCost(PrefixReads(config.prefix_reads) if capacity.caching else PrefixReads.NEVER,
-                                      capacity.token_bytes)
+                                      capacity.token_bytes, speed)
         self._block_size = capacity.block_size
         self._vocab_size = capacity.vocab_size
         self._ranks = capacity.ranks
@@ -128,12 +131,12 @@ class PrefillHandover(ABC):
     @property
     def step_tokens(self) -> int:
         """How many tokens a step with jobs is to have."""
-        return job_order.step_tokens(self.prefix_cost.computed_per_s, self._step_s, self._batch_tokens)
+        return job_order.step_tokens(self._speed.tokens_per_s, self._step_s, self._batch_tokens)
 
     def turn(self, job: PeerJob) -> job_order.Turn:
         """The job's place in the order of jobs."""
         return job_order.Turn(job.prefill.priority if self._by_priority else 0, job_order.due_s(
-            job.started_at, self._uncached_tokens(job), self.prefix_cost.computed_per_s, self._overtaking,
+            job.started_at, self._uncached_tokens(job), self._speed.tokens_per_s, self._overtaking,
             self._most_passed_s))
 
     def begin(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.metrics import PDMetrics
@@ -21,10 +22,10 @@ class RemotePrefills(DecodeHandover["SequenceGroup"]):
     """All prompts of one V0 engine that are, or may be, prefilled elsewhere."""
 
     def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, metrics: PDMetrics,
-                 split_requests: Mapping[str, SequenceGroupBase]) -> None:
+                 split_requests: Mapping[str, SequenceGroupBase], speed: StepSpeed) -> None:
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
         super().__init__(config, protocol, DecodeCapacity(cache.block_size, cache.num_gpu_blocks, batch.max_num_seqs,
-                                                          batch.max_num_batched_tokens), metrics)
+                                                          batch.max_num_batched_tokens), metrics, speed)
         self._scheduler = scheduler
         self._split_requests = split_requests
         self._caching = bool(cache.enable_prefix_caching)
@@ -64,6 +65,12 @@ class RemotePrefills(DecodeHandover["SequenceGroup"]):
 
     def _awaits_prefill(self, request: SequenceGroup) -> bool:
         return request.is_prefill() and not request.is_finished()
+
+    def _uncomputed(self, request: SequenceGroup) -> int:
+        return request.first_seq.data.get_num_uncomputed_tokens() if request.is_prefill() else 0
+
+    def _num_decoding(self) -> int:
+        return sum(not group.is_prefill() for group in self._scheduler.running)
 
     def _is_running(self, request: SequenceGroup) -> bool:
         return True  # the step that takes up the KV schedules it

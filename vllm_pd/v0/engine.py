@@ -59,15 +59,17 @@ class Disaggregation(HandoverEngine, EngineBinding):
         member, metadata, transfer = attach_transfer(engine, config.role)
         agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
         agent.start()
-        super().__init__(agent, transfer, PDMetrics(engine.model_config.served_model_name))
+        super().__init__(config, agent, transfer, PDMetrics(engine.model_config.served_model_name))
         self.transfer.hold(self.agent.lifeline_fileno())
         self.remote_prefills = RemotePrefills(config, self.protocol, self._scheduler, self._metrics,
-                                              engine.seq_id_to_seq_group)
+                                              engine.seq_id_to_seq_group, self.speed)
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
-            self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics)
+            self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics,
+                                            self.speed)
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
         self.transfer.start(self._wakeup.wake, partial(guarded, self._metrics, report_end))
+        self._steps = 0
         self._turns = DecodeTurns()
         self.in_loop = False  # whether an engine loop sleeps with `poll` or `serve`
         self._had_clients = False  # whether a client had a request at the beginning of this step
@@ -122,6 +124,10 @@ class Disaggregation(HandoverEngine, EngineBinding):
 
     def after_schedule(self, outputs: SchedulerOutputs) -> None:
         """Add to the step that was just scheduled what the worker is to transfer."""
+        if self._timer is not None:
+            self._steps += 1
+            self._timer.began(time.monotonic(), self._steps,
+                              [one.token_chunk_size for one in outputs.scheduled_seq_groups])
         self._turns.scheduled(outputs.num_prefill_groups)
         self._note_stall(outputs)
         self.remote_prefills.scheduled()
@@ -154,6 +160,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
     def expects_steps(self) -> bool:
         """Whether more steps follow the one that ends. `LLM.generate` makes none after its own last request, though
         jobs of peers may be left."""
+        self._end_step()
         if self._had_clients and not self.in_loop and self.get_num_client_requests() == 0:
             return False
         return self._scheduler.has_unfinished_seqs()
@@ -166,6 +173,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
                 self._wakeup.wait(LLM_PAUSE_S)
             self._had_clients = self.get_num_client_requests() > 0
         self._sleeping = False
+        self._end_step()
         self._collect()
         progress, self._progress = self._progress, Progress()
         if self._device.needs_flush and progress.brings_kv:
@@ -178,6 +186,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
 
     def has_work(self) -> bool:
         """Whether a step would do anything, given what has arrived up to now."""
+        self._end_step()
         self._collect()
         self._sleeping = not (self._progress or self._outputs
                               or (self._scheduler.has_schedulable_seqs() and not self.stalled)
@@ -227,6 +236,11 @@ class Disaggregation(HandoverEngine, EngineBinding):
     def _is_worth_a_step(self) -> bool:
         """Whether a wake-up of the async loop is to make it step. Progress is taken only while no step is under way."""
         return not self._sleeping or self.has_work()
+
+    def _end_step(self) -> None:
+        """The last step is over, if it was not before. Whatever the loop asks first after a step calls this."""
+        if self._timer is not None:
+            self._timer.ended(time.monotonic(), self._steps)
 
     def _settle_device(self) -> None:
         """Blocks are about to be offered to a peer, to read and to write, where our kernels may have worked before. The

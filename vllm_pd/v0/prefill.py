@@ -2,14 +2,12 @@
 """The prefill engine's half of the binding, for V0's sequence groups: see `vllm_pd.handover.prefill`."""
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
-from vllm_pd.core.messages import Attempt
+from vllm_pd.core.measured import StepSpeed
 from vllm_pd.handover.prefill import PeerJob, PrefillCapacity, PrefillHandover
-from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0.fingerprint import token_bytes
 
@@ -22,20 +20,13 @@ class PrefillJobs(PrefillHandover):
     """All jobs that a V0 engine has from peers. `engine` is the owner: a weak proxy. The scheduler holds the blocks of
     computed prompts in `prefill_sending`; writes go with the next step."""
 
-    def __init__(self, config: PDConfig, protocol: PeerProtocol, engine: LLMEngine, metrics: PDMetrics) -> None:
+    def __init__(self, config: PDConfig, protocol: PeerProtocol, engine: LLMEngine, metrics: PDMetrics,
+                 speed: StepSpeed) -> None:
         self._engine = engine
         super().__init__(config, protocol, PrefillCapacity(
             engine.cache_config.block_size, engine.model_config.get_vocab_size(), engine.parallel_config.world_size,
             token_bytes(engine.vllm_config), bool(engine.cache_config.enable_prefix_caching),
-            engine.scheduler_config.max_num_batched_tokens), metrics)
-
-    def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
-        """As in the base. Measures how fast prompts are computed here; not by one with a read, which is waited for."""
-        job = self._jobs.get(attempt)
-        began_at = None if job is None else job.request.metrics.first_scheduled_time
-        if began_at is not None and not job.read_tokens:
-            self.prefix_cost.computed(len(job.prefill.token_ids) - job.cached_tokens, time.time() - began_at)
-        super().computed(attempt, block_ids, progress)
+            engine.scheduler_config.max_num_batched_tokens), metrics, speed)
 
     def _add_request(self, job: PeerJob) -> SequenceGroup:
         from vllm import SamplingParams, TokensPrompt

@@ -63,19 +63,17 @@ class EngineHandover(HandoverEngine):
 
     def __init__(self, config: PDConfig, scheduler: HandoverScheduling, access: EngineAccess, agent: ControlAgent,
                  transfer: EngineTransfer, capacity: PrefillCapacity, metrics: MetricsRecorder) -> None:
-        super().__init__(agent, transfer, metrics)
+        super().__init__(config, agent, transfer, metrics)
         self._scheduler = scheduler
         self._access = access
         self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
-        self.remote_prefills = ParkedRequests(config, self.protocol, scheduler, self.fence, metrics)
+        self.remote_prefills = ParkedRequests(config, self.protocol, scheduler, self.fence, metrics, self.speed)
         self.prefill_jobs: InternalRequests | None = None
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol, scheduler, access, capacity, self.fence,
-                                                 metrics)
+                                                 metrics, self.speed)
         self._step = 0
         self._processed_step = 0
-        self._processed_at = 0.0
-        self._steps_of_jobs: dict[int, tuple[float, int]] = {}  # in flight: when scheduled, and tokens
         self._brings_kv = False
         self._look_due = 0.0
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
@@ -159,13 +157,13 @@ class EngineHandover(HandoverEngine):
         self.remote_prefills.scheduled()
         if tokens:
             self._access.start_wave()
+            if self._timer is not None:
+                self._timer.began(time.monotonic(), self._step, output.num_scheduled_tokens.values())
         new_ids = [new.req_id for new in output.scheduled_new_reqs]
         self.stalled = bool((len(self.fence) or self.remote_prefills.parked_ids()) and not tokens and not throttled
                             and not scheduler.running and scheduler.ec_connector is None
                             and not scheduler.awaits_grammar())
         if self.prefill_jobs is not None:
-            if self.prefill_jobs.has_jobs and self.prefill_jobs.count_tokens(output.num_scheduled_tokens):
-                self._steps_of_jobs[self._step] = (time.monotonic(), tokens)
             if not throttled:
                 blocked = not new_ids and self.remote_prefills.waiting_for_peers
                 self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
@@ -179,13 +177,10 @@ class EngineHandover(HandoverEngine):
     def before_update(self, output: SchedulerOutput) -> None:
         """The output of this step is about to be processed: the workers have done it, and all steps before it."""
         self._processed_step = output.kv_connector_metadata.step
+        if self._timer is not None:
+            self._timer.ended(time.monotonic(), self._processed_step)
         if output.total_num_scheduled_tokens:
             self.stalled = False
-        now = time.monotonic()
-        began_at, tokens = self._steps_of_jobs.pop(self._processed_step, (now, 0))
-        if tokens:  # with several steps in flight it began when the one before it had ended
-            self.prefill_jobs.prefix_cost.computed(tokens, now - max(began_at, self._processed_at))
-        self._processed_at = now
 
     def after_update(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """The output of a step was processed. Takes our own requests out of what goes to the clients."""

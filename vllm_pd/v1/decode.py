@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
+from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
 from vllm_pd.core.policy import Decision
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
@@ -34,11 +35,11 @@ class ParkedRequests(DecodeHandover["Request"]):
     """All prompts of one V1 engine that are, or may be, prefilled elsewhere."""
 
     def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, fence: BlockFence,
-                 metrics: PDMetrics) -> None:
+                 metrics: PDMetrics, speed: StepSpeed) -> None:
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
         super().__init__(config, protocol, DecodeCapacity(scheduler.block_size, cache.num_gpu_blocks,
                                                           batch.max_num_seqs, scheduler.max_num_scheduled_tokens),
-                         metrics)
+                         metrics, speed)
         self._scheduler = scheduler
         self._fence = fence
         self._caching = bool(cache.enable_prefix_caching)
@@ -160,6 +161,12 @@ class ParkedRequests(DecodeHandover["Request"]):
 
     def _awaits_prefill(self, request: Request) -> bool:
         return request.status in _QUEUED or (not request.is_finished() and request.is_prefill_chunk)
+
+    def _uncomputed(self, request: Request) -> int:
+        return max(0, request.num_prompt_tokens - request.num_computed_tokens)
+
+    def _num_decoding(self) -> int:
+        return sum(not self._uncomputed(request) for request in self._scheduler.running)
 
     def _is_running(self, request: Request) -> bool:
         return request.status is RequestStatus.RUNNING or request.is_finished()

@@ -8,7 +8,6 @@ once, without a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.sampling_params import SamplingParams
@@ -18,6 +17,7 @@ from vllm.v1.request import RequestStatus
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core import job_order
+from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.prefill import JobStage, PeerJob, PrefillCapacity, PrefillHandover
 from vllm_pd.handover.progress import Progress
@@ -53,7 +53,7 @@ class InternalRequests(PrefillHandover):
     """All jobs that a V1 engine has from peers."""
 
     def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, access: EngineAccess,
-                 capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics) -> None:
+                 capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics, speed: StepSpeed) -> None:
         self._scheduler = scheduler
         self._access = access
         self._fence = fence
@@ -62,7 +62,7 @@ class InternalRequests(PrefillHandover):
         self._lookups = PrefixLookups()
         self._parked: dict[Attempt, Request] = {}  # while a read fills their blocks
         self._aborting = False
-        super().__init__(config, protocol, capacity, metrics)
+        super().__init__(config, protocol, capacity, metrics, speed)
 
     def take_lookups(self) -> PrefixLookups:
         """What V1 has counted of our requests' prefix look-ups since the last call."""
@@ -141,10 +141,6 @@ class InternalRequests(PrefillHandover):
         needed = -(-first.num_tokens // size) + sum(
             -(-one.num_tokens // size) - one.num_computed_tokens // size for one in prefilling)
         return needed <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-
-    def count_tokens(self, scheduled_tokens: Mapping[str, int]) -> int:
-        """How many tokens of our requests a step has; `scheduled_tokens`: of all its requests."""
-        return sum(scheduled_tokens.get(request_id, 0) for request_id in self._attempts)
 
     def finished(self, request: Request, block_ids: list[int], progress: Progress) -> None:
         """One of our requests has ended, and still has its blocks."""

@@ -67,6 +67,9 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.reset_prefix_cache", _STEP, exactly=("reset_running_requests", "reset_connector")),
         Required("Scheduler.make_stats", _STEP),
     ),
+    "v1/core/sched/output.py": (
+        Required("SchedulerOutput.num_scheduled_tokens", "how fast prompts are computed, measured step by step"),
+    ),
     "v1/core/sched/async_scheduler.py": (Required("AsyncScheduler", "the other base of our schedulers"), ),
     "v1/core/sched/interface.py": (
         Required("SchedulerInterface.has_unfinished_requests", _STEP, exactly=()),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from vllm_pd.broker.registry import QueueLimits, Registry
 from vllm_pd.config import PDConfig
 from vllm_pd.control.cluster import QueueView
+from vllm_pd.control.own_jobs import PrefillLoads
 from vllm_pd.control.protocol import MessageSource, PeerProtocol
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
@@ -101,6 +102,9 @@ class Node(Process):
 
     def view(self, avoid: Collection[str] = ()) -> QueueView:
         return self.protocol.view(avoid)
+
+    def prefill_loads(self, avoid: Collection[str] = ()) -> PrefillLoads:
+        return self.protocol.prefill_loads(avoid)
 
     def next_attempt(self, request_id: str) -> m.Attempt:
         return self.protocol.next_attempt(request_id)

@@ -13,6 +13,7 @@ import vllm_pd.handover.decode
 from tests.fakes.simulated_engine import BLOCK_SIZE, FakePeers, RemoteWork, SimulatedEngine
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Event, Prefilled
+from vllm_pd.core.measured import StepSpeed
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0.decode import RemotePrefills
@@ -61,7 +62,9 @@ class ScheduledEngine(Engine):
                                          max_model_len=MAX_MODEL_LEN)
         self.scheduler = self.simulated.scheduler
         self.peers = self.simulated.peers = self.scheduler.disagg = _Binding(self)
-        self.prefills = RemotePrefills(node.config, node, self.scheduler, PDMetrics("simulated"), {})
+        self.speed = StepSpeed()
+        self.speed.stepped(self.kernel.now, 1000, 0, 10.0)  # for max_local_prefill_tokens auto
+        self.prefills = RemotePrefills(node.config, node, self.scheduler, PDMetrics("simulated"), {}, self.speed)
         self.progress = Progress()
         self.preempted = 0  # before their first token
         self.longest_wait = 0  # steps from the KV's arrival to the first token

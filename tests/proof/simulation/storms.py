@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs by seed: the seed also draws how bad the weather is."""
+import collections
+import contextlib
 import random
+from collections.abc import Iterator
 
+import vllm_pd.handover.decode
 from vllm_pd.core.messages import Role
+from vllm_pd.core.policy import Decision, PolicyConfig, PolicyInput, Reason
 
 from .fleet import Plan
 from .kernel import Faults
@@ -33,3 +38,24 @@ def storm(seed: int, **changes) -> Plan:
     values = {"roles": FLEETS[seed % len(FLEETS)], "faults": faults_of(seed), "blocks": draw.choice((12, 24, 48)),
               "requests": 60, "load_s": draw.choice((10.0, 30.0)), **changes}
     return Plan(**values)
+
+
+# Prefilled where the first token comes sooner, and never in steps longer than that while others decode.
+AUTO = {"max_local_prefill_tokens": "auto", "itl_target_ms": 200}
+
+
+@contextlib.contextmanager
+def counted_decisions(found: "collections.Counter[tuple[bool, Reason]]") -> Iterator[None]:
+    """Count (remote, reason) of all decisions of bindings, those that nobody acts on included."""
+    real = vllm_pd.handover.decode.decide
+
+    def decide(request: PolicyInput, config: PolicyConfig) -> Decision:
+        decision = real(request, config)
+        found[decision.remote, decision.reason] += 1
+        return decision
+
+    vllm_pd.handover.decode.decide = decide
+    try:
+        yield
+    finally:
+        vllm_pd.handover.decode.decide = real
