@@ -77,6 +77,9 @@ class PDConfig:
         "its `max_num_seqs` that the waiting ones may take; beyond it new prompts are prefilled locally.", above=0,
         most=1)
     max_prefill_jobs: int = _key(8, "How many jobs a prefill engine holds at a time.", least=1)
+    max_prefill_tokens: int = _key(
+        65536, "A prefill engine takes no further job while those that it has not computed yet have this many prompt "
+        "tokens together. The last one may go beyond, so a prompt of any length is taken.", least=1)
     prefix_reads: str = _key(
         PrefixReads.AUTO.value, "Whether a prefill engine reads the part of a prompt that only the decode engine has "
         "in its prefix cache, instead of computing it: `auto` where that takes less time.",

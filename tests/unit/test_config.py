@@ -47,6 +47,7 @@ def files(tmp_path):
 def test_every_key_can_be_set(files):
     extra = {"broker": "tcp://127.0.0.2:5701", "bind": "tcp://127.0.0.1:5702", "max_local_prefill_tokens": 0,
              "max_queue_length": 1, "max_parked_fraction": 1, "max_prefill_jobs": 3, "lease_s": 9,
+             "max_prefill_tokens": 9,
              "attempt_deadline_s": 8.5, "attempts": 3, "max_fallback_share": 1, "claim_retry_s": 0.25,
              "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never", "drain_timeout_s": 5,
              "nats_prefix": "mine", **files}
@@ -96,7 +97,8 @@ def test_b80_wrong_type(name, value):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("max_local_prefill_tokens", -1), ("max_queue_length", 0), ("max_prefill_jobs", 0), ("max_parked_fraction", 0),
+    ("max_local_prefill_tokens", -1), ("max_queue_length", 0), ("max_prefill_jobs", 0),
+    ("max_prefill_tokens", 0), ("max_parked_fraction", 0),
     ("max_parked_fraction", 1.01), ("max_parked_fraction", float("nan")), ("lease_s", 0), ("lease_s", -3),
     ("lease_s", float("inf")), ("lease_s", 10**400), ("attempt_deadline_s", 0), ("claim_retry_s", 0),
     ("heartbeat_s", 0), ("ttl_s", 0),

@@ -117,7 +117,7 @@ class FakeProtocol:
     def view(self, avoid=()):
         return QueueView(True, 0, self.peers - len(avoid), None)
 
-    def set_credits(self, jobs):
+    def set_credits(self, jobs, queued_tokens=None):
         self.credits = jobs
 
     def may_write(self, attempt):
