@@ -25,6 +25,7 @@ class Settings:
     broker: str
     nats_prefix: str
     ttl_s: float = TTL_S
+    max_prefill_tokens: int = 65536
     nats_credentials: str | None = None
     nats_ca: str | None = None
 

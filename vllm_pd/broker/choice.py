@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prefill engine gets a job: the one that will probably have computed it first. Pure.
+"""Which prefill engine gets a job: one that will probably have computed it soon, and has its beginning. Pure.
 
 The expected time is what the engine has queued, and what of this prompt it must compute, over its speed. Both are
 tokens: those that the decode engine has cached, and those that the engine was given before (`broker.prompts`), cost
-nothing. So a prompt goes where its beginning is, unless the queue there takes longer than computing it elsewhere.
+nothing. What is queued there is what the engine last reported, less the part of it that it probably has in its cache,
+and the jobs that it was offered since.
 
-What is queued there is what the engine last reported, less the part of it that it probably has in its cache, and the
-jobs that it was offered since.
+Tokens that another engine has already and this one must compute count `COPY_WEIGHT` times more, because a second copy
+of a prefix takes KV blocks from other prompts. So a prompt goes where its beginning is, unless the queue there takes
+longer than twice the time of computing it elsewhere.
 """
 import collections
 import statistics
@@ -16,6 +18,7 @@ from typing import NamedTuple
 from vllm_pd.broker.prompts import PromptMemory
 from vllm_pd.core import messages as m
 
+COPY_WEIGHT = 1.0  # gave the most hits and the shortest times in `vllm-pd bench router --prefill-engines`
 MAX_OFFERS = 1024  # remembered of one engine; it holds fewer jobs
 
 
@@ -36,7 +39,7 @@ class JobTaker:
         self._credit = m.Credit(0, 0)
         self._seen = 0  # the last offer that was seen there before the credit was sent
         self._offers: collections.deque[_OpenOffer] = collections.deque(maxlen=MAX_OFFERS)  # oldest first
-        self._queued = 0
+        self._queued = 0.0
         self._prompts = PromptMemory()
         self._most_free_blocks = 0
         self._tokens_per_s = 0.0
@@ -52,7 +55,7 @@ class JobTaker:
         return self._tokens_per_s
 
     @property
-    def queued_tokens(self) -> int:
+    def queued_tokens(self) -> float:
         """What it probably has to compute before a job that it is offered now."""
         return self._queued
 
@@ -94,6 +97,10 @@ class JobTaker:
         """An offer could not be sent to it: it gets none before its next credit."""
         self._credit = m.Credit(0, 0, self._credit.tokens, self._credit.queued_tokens)
 
+    def computed_since(self, seconds: float) -> None:
+        """It had so long to compute what is queued."""
+        self._queued = max(0.0, self._queued - seconds * self._tokens_per_s)
+
     def left_tokens(self, job: m.Job, names: Sequence[int]) -> int:
         """How many tokens of the job, whose blocks have these names, it probably has to compute."""
         return max(1, min(job.new_tokens, len(job.token_ids) - self._prompts.held_tokens(names)))
@@ -124,8 +131,11 @@ def choose(takers: Sequence[JobTaker], job: m.Job, names: Sequence[int]) -> JobT
         return min(takers, key=by_slots)
     known = [taker.tokens_per_s for taker in takers if taker.tokens_per_s > 0]
     typical = statistics.fmean(known) if known else 1.0  # of one that has measured nothing yet
+    left = [taker.left_tokens(job, names) for taker in takers]
+    least = min(left)
 
-    def expected_s(taker: JobTaker) -> float:
-        return (taker.queued_tokens + taker.left_tokens(job, names)) / (taker.tokens_per_s or typical)
+    def cost_s(place: int) -> float:
+        expected_s = (takers[place].queued_tokens + left[place]) / (takers[place].tokens_per_s or typical)
+        return expected_s + COPY_WEIGHT * (left[place] - least) / typical
 
-    return min(takers, key=lambda taker: (expected_s(taker), *by_slots(taker)))
+    return takers[min(range(len(takers)), key=lambda place: (cost_s(place), *by_slots(takers[place])))]

@@ -151,7 +151,8 @@ class SimWorker:
         if self._prefilling is not None:
             queued += len(self._prefilling.arrival.prompt) - self._prefilling.hit_tokens
         total = self.allocator.get_num_total_blocks()
-        return SimLoad(self._remote, queued, total - self.allocator.get_num_free_blocks() + self._reserved_blocks, total)
+        used = total - self.allocator.get_num_free_blocks() + self._reserved_blocks
+        return SimLoad(self._remote, queued, used, total)
 
     def table(self) -> set[int]:
         """The allocator's hashes of the blocks that it holds and that are computed."""
