@@ -171,6 +171,18 @@ def test_what_the_decode_engine_has_cached_takes_no_room():
     assert len(fleet.waiting) == 1, "three times 40 are more than 100"
 
 
+def test_an_offer_that_was_lost_holds_its_room_until_it_counts_as_lost():
+    registry = Registry("b", QueueLimits(ttl_s=5.0))
+    for name, role in (("d", m.Role.DECODE), ("p", m.Role.PREFILL)):
+        registry.receive(0.0, name, m.Register(member(name, role)))
+    registry.receive(0.0, "p", m.Credit(8, 0, 100, 0))
+    registry.receive(0.0, "d", m.Put(job(prompt(1, 5000))))
+    assert len(registry) == 0, "it is lost on its way"
+    registry.receive(1.0, "d", m.Put(job(prompt(2, 10))))
+    assert registry.receive(2.0, "p", m.Credit(8, 0, 100, 0)) == [] and len(registry) == 1
+    assert registry.receive(5.0, "p", m.Credit(8, 0, 100, 0)) and len(registry) == 0
+
+
 def test_the_least_tokens_queued_not_the_most_slots_free():
     fleet = Fleet(Engine("p", 8, 10**6), Engine("q", 8, 10**6))
     fleet.put(job(prompt(1, 30_000)))
@@ -194,8 +206,8 @@ def test_an_engine_of_an_older_release_has_its_slots_alone():
     assert old.has_room() and not new.has_room()
     new.set_credit(m.Credit(2, 1, 10**6, 3))
     assert choose([old, new], job(prompt(2, 3)), ()) is new
-    old.set_credit(m.Credit(5, 1))
-    assert choose([old, new], job(prompt(2, 3)), ()) is old
+    old.set_credit(m.Credit(5, 0))
+    assert choose([old, new], job(prompt(2, 3)), ()) is old, "whatever it has queued"
 
 
 def takers(*rates, jobs=8):
@@ -267,6 +279,9 @@ def test_what_is_remembered_of_one_engine_is_bounded(queued):
     for number in range(3 * MAX_OFFERS):
         serial = taker.offer(0.0, job([number] * BLOCK_TOKENS * 4), list(range(4 * number, 4 * number + 4)))
         taker.set_credit(m.Credit(10**9, serial, 10**9, queued))
+        assert len(taker._offers) <= MAX_OFFERS
+    for _ in range(2 * MAX_OFFERS):
+        taker.offer(0.0, job([1]), [])
     assert len(taker._offers) <= MAX_OFFERS and len(taker._prompts) <= MAX_BLOCKS
     assert len(block_names(job([1] * (MAX_BLOCKS + 9) * BLOCK_TOKENS))) == MAX_BLOCKS
 
@@ -328,5 +343,9 @@ def test_a_decode_engine_prefers_where_it_sent_the_beginning_before():
     busy = msgspec.structs.replace(p if second == "p" else q, load=m.Load(job_tokens=50_000, tokens_per_s=1000.0))
     preference.heard(busy)
     assert preference.prefer(40.1, job(prompt(2, 3000)), [p, q]) == first
+    preference.heard(msgspec.structs.replace(busy, load=m.Load(tokens_per_s=1000.0)))
+    long = preference.prefer(50.0, job(prompt(5, 50_000)), [p, q])
+    assert preference.prefer(60.0, job(prompt(5, 300)), [p, q]) != long, "40,000 tokens are before it"
+    assert preference.prefer(110.0, job(prompt(5, 3000)), [p, q]) == long, "they are computed"
     preference.retain({first})
-    assert len(preference) == 1 and preference.prefer(50.0, job(prompt(2, 3000)), [p, q]) == ""
+    assert len(preference) == 1 and preference.prefer(120.0, job(prompt(2, 3000)), [p, q]) == ""

@@ -168,10 +168,10 @@ def measure(bench: HitBench, show: ShowLine = print) -> dict[str, Any]:
         for share in bench.pool_shares:
             fleet = msgspec.structs.replace(bench.fleet, worker_blocks=round(share * footprint / bench.fleet.workers))
             bound = oracle.bound(trace, size, fleet.workers * fleet.worker_blocks)
-            results = {POOL: simulate(trace, fleet.pooled(), _by(bench.policy, Policy.KV), seed), PLACED: None}
+            results = {POOL: simulate(trace, fleet.pooled(), by_policy(bench.policy, Policy.KV), seed), PLACED: None}
             placed: list[int] = []
             for policy in POLICIES:
-                results[policy.value] = simulate(trace, fleet, _by(bench.policy, policy), seed,
+                results[policy.value] = simulate(trace, fleet, by_policy(bench.policy, policy), seed,
                                                  placed if policy is Policy.KV else None)
             search = PlacementSearch(trace, size, fleet.worker_blocks, placed, fleet.workers, seed)
             results[PLACED] = simulate(trace, fleet, FixedPlacement(search.best(bench.moves)), seed)
@@ -184,7 +184,8 @@ def measure(bench: HitBench, show: ShowLine = print) -> dict[str, Any]:
         _over_seeds(share, [run for run in runs if run["pool_share"] == share]) for share in bench.pool_shares]}
 
 
-def _by(config: RoutingPolicyConfig, policy: Policy) -> Decide:
+def by_policy(config: RoutingPolicyConfig, policy: Policy) -> Decide:
+    """The router's choice with this policy, and the weights of `config`."""
     return functools.partial(choose, msgspec.structs.replace(config, policy=policy))
 
 
