@@ -59,6 +59,7 @@ class Settings:
     lease_s: float = 30.0
     attempt_deadline_s: float = 60.0
     claim_retry_s: float = 10.0
+    max_prefill_tokens: int = 65536
     heartbeat_s: float = 0.1
     ttl_s: float = 60.0
     keys: str | None = None
