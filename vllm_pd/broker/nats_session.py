@@ -317,7 +317,6 @@ class NatsSession:
             self._counters["job_passed_on"] += 1
             await self._pass_on(delivered, deliveries)
         elif self._is_for_another(job, theirs, deliveries):
-            self._counters["job_for_another"] += 1
             await delivered.nak()
         else:
             serial = self._taken.offer(now, job, ())
