@@ -34,9 +34,9 @@ def may_take(taker: m.Member, job: m.Job, owner: m.Member) -> bool:
 class _RegisteredMember:
     """One member, and what it could take."""
 
-    def __init__(self, member: m.Member):
+    def __init__(self, now: float, member: m.Member):
         self.taker = JobTaker()
-        self.hear(0.0, member)
+        self.hear(now, member)
 
     def hear(self, now: float, member: m.Member) -> None:
         """Its heartbeat."""
@@ -115,8 +115,7 @@ class Registry:
             if len(self._entries) >= self.limits.max_members:
                 self.counters["too_many_members"] += 1
                 return []
-            entry = self._entries[sender] = _RegisteredMember(member)
-            entry.hear(now, member)
+            entry = self._entries[sender] = _RegisteredMember(now, member)
             return self._changed()
         changed = msgspec.structs.replace(member, load=entry.member.load) != entry.member
         entry.hear(now, member)

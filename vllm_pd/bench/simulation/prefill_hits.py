@@ -30,7 +30,7 @@ class PrefillBench(msgspec.Struct, frozen=True):
     all decode engines, and those of all prefill engines, hold these shares of the distinct blocks of the trace."""
     prefills: int = 4
     seeds: tuple[int, ...] = (0, 1, 2)
-    rates: tuple[float, ...] = (3.0, 12.0)
+    rates: tuple[float, ...] = (3.0, 6.0)
     decode_share: float = 0.25
     prefill_share: float = 0.5
     trace: TraceConfig = TraceConfig(conversations=400, documents=60, document_tokens=4000, document_share=0.6)

@@ -110,14 +110,11 @@ class SimFleet:
                 worker.advance(until_s)
             return
         everyone = [*self._decodes, *(prefill.worker for prefill in self._prefills.values())]
-        while True:
-            next_s, _, worker = min((end_s, number, worker) for number, worker in enumerate(everyone)
-                                    if (end_s := worker.next_s()) is not None) if any(
-                one.next_s() is not None for one in everyone) else (float("inf"), 0, None)
-            if worker is None or next_s > until_s:
-                break
+        while ends := [(end_s, number) for number, worker in enumerate(everyone)
+                       if (end_s := worker.next_s()) is not None and end_s <= until_s]:
+            next_s, number = min(ends)
             self._beat(next_s)
-            worker.advance(next_s)
+            everyone[number].advance(next_s)
         if until_s < float("inf"):
             self._beat(until_s)
             for worker in everyone:
