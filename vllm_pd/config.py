@@ -88,6 +88,9 @@ class PDConfig:
         "its `max_num_seqs` that the waiting ones may take; beyond it new prompts are prefilled locally.", above=0,
         most=1)
     max_prefill_jobs: int = _key(8, "How many jobs a prefill engine holds at a time.", least=1)
+    max_prefill_tokens: int = _key(
+        65536, "A prefill engine takes no further job while those that it has not computed yet have this many prompt "
+        "tokens together. The last one may go beyond, so a prompt of any length is taken.", least=1)
     prefill_step_s: float = _key(
         0.75, "How long a step of a prefill engine may take that computes jobs, as it has measured its speed; a job "
         "that arrives waits that long at most before its turn is looked at.", above=0, most=3600)

@@ -258,6 +258,62 @@ def test_room_is_shared(pair, speaker):
     assert {p.offer(), p.offer(), q.offer(), q.offer()} == {0, 1, 2, 3}
 
 
+def long_job(d, number, beginning, tokens=1000):
+    """One whose prompt has a beginning of so many tokens, the same for the same `beginning`, and some of its own."""
+    token_ids = [*range(10_000 * beginning, 10_000 * beginning + tokens), *[number] * 24]
+    return m.Job(m.Attempt(d.name, "r", number), "tcp://127.0.0.1:1", token_ids, 0, 60.0)
+
+
+def put(d, job):
+    d.say(m.Put(job))
+    return d.expect(m.PutReply, lambda reply: reply.attempt == job.attempt)
+
+
+def taken_by(*engines):
+    """Who is offered the next job."""
+    deadline = time.monotonic() + 60
+    while True:
+        for one in engines:
+            one.listen(0.01)
+            if any(isinstance(message, m.Offer) for message in one.heard):
+                one.offer()
+                return one
+        assert time.monotonic() < deadline, "nobody is offered the job"
+
+
+def test_room_in_tokens(pair):
+    d, p = pair
+    p.say(m.Credit(8, 0, 100, 0))
+    for number in range(3):
+        assert put(d, long_job(d, number, number, tokens=36)).refusal is None
+    assert [p.offer(), p.offer()] == [0, 1]
+    p.say(m.Credit(6, p.serial, 0, 120))
+    p.expect_nothing(m.Offer, 0.3)
+    p.say(m.Credit(7, p.serial, 40, 60))
+    assert p.offer() == 2, "some room is left, and a job of any length may take it"
+
+
+def test_b5_a_prompt_goes_where_its_beginning_went(speaker):
+    d, p, q = know_each_other(speaker(m.Role.DECODE), *(speaker(m.Role.PREFILL, load=m.Load(tokens_per_s=1e5))
+                                                        for _ in range(2)))
+    for one in (p, q):
+        one.say(m.Credit(8, 0, 65536, 0))
+        one.listen(0.1)
+    put(d, long_job(d, 0, 1))
+    first = taken_by(p, q)
+    other = q if first is p else p
+    put(d, long_job(d, 1, 2))
+    assert taken_by(p, q) is other, "the first has something to do"
+    for number, beginning in enumerate((2, 2, 1, 1, 2, 1), start=2):  # not in turn, as NATS would give them
+        put(d, long_job(d, number, beginning))
+        assert taken_by(p, q) is (first if beginning == 1 else other)
+    first.say(m.Credit(0, first.serial, 65536, 0))
+    first.listen(0.1)
+    for number in range(8, 10):
+        put(d, long_job(d, number, 1))
+        assert taken_by(p, q) is other, "nobody waits for one that has no room"
+
+
 def test_an_offer_has_the_time_that_is_left(pair):
     d, p = pair
     d.put(1, deadline_s=60.0)

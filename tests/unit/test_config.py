@@ -51,7 +51,7 @@ def test_every_key_can_be_set(files):
              "max_queue_length": 1, "max_parked_fraction": 1, "max_prefill_jobs": 3, "lease_s": 9,
              "prefill_step_s": 1, "prefill_overtaking": 0, "attempt_deadline_s": 8.5, "attempts": 3,
              "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never",
-             "drain_timeout_s": 5, "log_decisions": True, "nats_prefix": "mine", **files}
+             "drain_timeout_s": 5, "max_prefill_tokens": 9, "log_decisions": True, "nats_prefix": "mine", **files}
     auto = {"max_local_prefill_tokens": "auto", "itl_target_ms": 80}
     assert {*extra, *auto} == {key.name for key in PDConfig.settings()}
     for given in (extra, {**extra, **auto}):
@@ -102,7 +102,8 @@ def test_b80_wrong_type(name, value):
 
 @pytest.mark.parametrize("name, value", [
     ("max_local_prefill_tokens", -1), ("max_queue_length", 0), ("max_prefill_jobs", 0),
-    ("prefill_step_s", 0), ("prefill_overtaking", -1), ("max_parked_fraction", 0),
+    ("prefill_step_s", 0), ("prefill_overtaking", -1), ("max_prefill_tokens", 0),
+    ("max_parked_fraction", 0),
     ("max_parked_fraction", 1.01), ("max_parked_fraction", float("nan")), ("lease_s", 0), ("lease_s", -3),
     ("lease_s", float("inf")), ("lease_s", 10**400), ("attempt_deadline_s", 0), ("claim_retry_s", 0),
     ("heartbeat_s", 0), ("ttl_s", 0), ("itl_target_ms", 0), ("itl_target_ms", 60_001),

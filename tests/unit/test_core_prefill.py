@@ -92,7 +92,7 @@ def test_b22_end_of_the_lease_stops_the_job(side):
 def test_b41_job_before_its_peer_waits_for_it(stranger):
     connect, hello = stranger.offer(0.0, job())
     assert isinstance(connect, Connect) and isinstance(hello.message, m.Hello)
-    assert stranger.states() == {ONE: JobState.PEERING} and stranger.waiting() == 1
+    assert stranger.states() == {ONE: JobState.PEERING} and stranger.waiting_tokens() == [24]
     assert stranger.handle_timeout(0.6) == [hello]
     assert stranger.receive(0.7, "d", m.HelloReply(D, b"memory")) == [
         AddPeer("d", b"memory"), ToDecode("d", m.Claim(ONE, 1, 1))]

@@ -165,7 +165,7 @@ class Node:
     def ended(self, attempt: Attempt) -> None:
         pass
 
-    def set_credits(self, jobs: int) -> None:
+    def set_credits(self, jobs: int, queued_tokens: int | None = None) -> None:
         self.room = jobs
 
     def set_load(self, load) -> None:

@@ -31,7 +31,7 @@ class Agent:
         self.lease_is_over = False
         self.room = -1
 
-    def set_credits(self, jobs: int) -> None:
+    def set_credits(self, jobs: int, queued_tokens: int | None = None) -> None:
         self.room = jobs
 
     def may_write(self, attempt: Attempt) -> bool:

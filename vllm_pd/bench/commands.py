@@ -140,8 +140,10 @@ def bench_router(
                                                      "many tokens; 0: none.")] = 0,
         seed: Annotated[int, typer.Option(help="Of the prompts and of the order.")] = 0,
         hit_rate: Annotated[bool, typer.Option("--hit-rate", help="Instead: the prefix hits that our policies get out "
-            "of a trace on simulated workers, beside what any could get. Of the other options only --workers, --seed, "
-            "--picture and --output count.")] = False,
+            "of a trace on simulated workers, beside what any could get. Of the other options only --workers, "
+            "--prefill, --seed, --picture and --output count.")] = False,
+        prefill: Annotated[int, typer.Option(help="With --hit-rate: so many prefill engines behind the workers, and "
+            "what the broker's choice among them is worth.")] = 0,
         load_cores: Annotated[str, typer.Option(metavar="0,1", help="Where generator and workers run.")] = "",
         router_cores: Annotated[str, typer.Option(metavar="2,3", help="Where the routers run.")] = "",
         log: Annotated[Path | None, typer.Option(help="A file for the output of everything that is started.")] = None,
@@ -152,6 +154,9 @@ def bench_router(
     from vllm_pd.bench.checks import parse_cores
     from vllm_pd.bench.router import RouterBench, measure
     from vllm_pd.bench.servers import RouterCommand
+    if hit_rate and prefill:
+        measure_prefill_hits(prefill, workers, seed, output)
+        return
     if hit_rate:
         measure_hit_rate(workers, seed, picture, output)
         return
@@ -173,6 +178,14 @@ def measure_hit_rate(workers: int | None, seed: int, picture: Path | None, outpu
     print_table(hits.table(found), 120)
     if picture is not None:
         hits.picture(found, picture)
+    write(found, output)
+
+
+def measure_prefill_hits(prefills: int, workers: int | None, seed: int, output: Path | None) -> None:
+    """`vllm-pd bench router --hit-rate --prefill N`."""
+    from vllm_pd.bench.simulation import prefill_hits
+    found = prefill_hits.measure(prefill_hits.PrefillBench.of(prefills, workers, seed), typer.echo)
+    print_table(prefill_hits.table(found), 140)
     write(found, output)
 
 

@@ -2,7 +2,8 @@
 """One connection of an engine to a JetStream server, in the messages of the embedded broker.
 
 What the embedded broker does for all engines, each engine does here for itself: it keeps the list of members from the
-changes of the bucket, decides whether a job can be queued, and asks for as many jobs as it has credits. A job is
+changes of the bucket, decides whether a job can be queued, and asks for jobs while it has room. A job names the prefill
+engine that its decode engine prefers; the others hand it back at once, until it has been to all of them. A job is
 acknowledged when it has ended here, whatever its end. Until then the session reports to the server every `PROGRESS_S`
 that it is in progress, so the job of a P that died is given to another one. A job that is not for this engine is handed
 back after a growing pause, or terminated where no engine can want it any more.
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 from nats.aio.msg import Msg
 
+from vllm_pd.broker.choice import JobTaker
 from vllm_pd.broker.directory import Directory
 from vllm_pd.broker.nats_store import (
     ACK_WAIT_S,
@@ -29,6 +31,7 @@ from vllm_pd.broker.nats_store import (
     status,
     token,
 )
+from vllm_pd.broker.preference import PrefillPreference
 from vllm_pd.broker.registry import may_take, prefill_loads
 from vllm_pd.core import messages as m
 from vllm_pd.rpc import codec
@@ -44,7 +47,7 @@ PAUSE_S = 0.1
 PAUSE_MAX_S = 0.5
 STRANGE_DELIVERIES = 4  # so often a job of a D that is not known, yet, is handed back
 MAX_NUMBERS = 8192
-MAX_CREDITS = 4096
+MAX_PREFERRED_PASSES = MAX_DELIVER // 2  # so often a job is handed back because another engine is preferred
 
 Command = m.Message | frozenset[m.Attempt] | None  # a message, attempts that have ended here, or the end of the session
 
@@ -93,8 +96,8 @@ class NatsSession:
         self._group = ""
         self._queue_length = 0
         self._numbers: collections.OrderedDict[m.Attempt, int] = collections.OrderedDict()
-        self._credits = 0
-        self._serial = 0
+        self._taken = JobTaker()  # this engine's own room
+        self._preference = PrefillPreference()
         self._inbox = ""
         self._pull_number = 0
         self._pull_until = 0.0  # one job has been requested, and may come until then
@@ -130,7 +133,7 @@ class NatsSession:
             case m.Withdraw():
                 await self._withdraw(command.attempt)
             case m.Credit():
-                self._credits = min(MAX_CREDITS, command.jobs) - max(0, self._serial - command.serial)
+                self._taken.set_credit(command)
                 await self._pull()
             case m.ListMembers():
                 self._report(self._peers())
@@ -187,6 +190,7 @@ class NatsSession:
         if member is None:
             return False
         changed = self._directory.heard(now, key, member, stamp_s)
+        self._preference.heard(member)
         # Where our own fresh entry looks old the server's clock was set back: the session is to end, and its offset.
         if member.incarnation == self._incarnation and self._directory.age_s(now, stamp_s) < self._ttl_s:
             self._seen_at = now
@@ -201,17 +205,19 @@ class NatsSession:
     # D's jobs.
 
     async def _put(self, job: m.Job) -> None:
-        refusal = self._refusal(job)
-        if refusal is None:
-            refusal = await self._publish(job)
+        fitting = self._fitting(job, self._member) if self._member is not None else []
+        if self._member is None:
+            refusal = m.PutRefusal.UNREGISTERED
+        elif not fitting:
+            refusal = m.PutRefusal.NO_PEER
+        else:
+            preferred = self._preference.prefer(time.monotonic(), job, fitting)
+            refusal = await self._publish(msgspec.structs.replace(job, prefer=preferred))
         self._report(m.PutReply(job.attempt, refusal, self._queue_length))
 
-    def _refusal(self, job: m.Job) -> m.PutRefusal | None:
-        if self._member is None:
-            return m.PutRefusal.UNREGISTERED
-        if not any(may_take(taker, job, self._member) for taker in self._directory.members()):
-            return m.PutRefusal.NO_PEER
-        return None
+    def _fitting(self, job: m.Job, owner: m.Member) -> list[m.Member]:
+        """Everybody who may do that job of the owner's."""
+        return [member for member in self._directory.members() if may_take(member, job, owner)]
 
     async def _publish(self, job: m.Job) -> m.PutRefusal | None:
         frame = codec.encode(self._incarnation, m.Put(job))
@@ -260,8 +266,8 @@ class NatsSession:
     async def _pull(self) -> None:
         """Request a job where there is a credit for one. One at a time: so a job that was handed back goes to all
         others that wait before it comes here again, and none comes once there is no credit."""
-        if (self._credits <= 0 or time.monotonic() < self._pull_until or not self._complete or self._member is None
-                or not self._member.role.prefills or self._member.draining):
+        if (not self._taken.has_room() or time.monotonic() < self._pull_until or not self._complete
+                or self._member is None or not self._member.role.prefills or self._member.draining):
             return
         self._pull_number += 1
         self._pull_until = time.monotonic() + PULL_S + PULL_GRACE_S
@@ -308,15 +314,24 @@ class NatsSession:
         if left_s <= 0 or (theirs is None and deliveries >= STRANGE_DELIVERIES):
             self._counters["job_expired" if left_s <= 0 else "job_orphaned"] += 1
             await delivered.term()
-        elif theirs is None or self._credits <= 0 or not may_take(self._member, job, theirs):
+        elif theirs is None or not self._taken.has_room() or not may_take(self._member, job, theirs):
             self._counters["job_passed_on"] += 1
             await self._pass_on(delivered, deliveries)
+        elif self._is_for_another(job, theirs, deliveries):
+            await delivered.nak()
         else:
-            self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), self._serial + 1))
-            self._credits -= 1
-            self._serial += 1
+            serial = self._taken.offer(now, job, ())
+            self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), serial))
             self._held[job.attempt] = delivered
         await self._pull()
+
+    def _is_for_another(self, job: m.Job, owner: m.Member, deliveries: int) -> bool:
+        """Whether to hand a job back because its decode engine prefers an engine that is there. One that has no room
+        does not ask for jobs; so it comes here again when it has been to all the others."""
+        if not job.prefer or job.prefer == self._incarnation or deliveries > MAX_PREFERRED_PASSES:
+            return False
+        fitting = self._fitting(job, owner)
+        return deliveries < len(fitting) and any(member.incarnation == job.prefer for member in fitting)
 
     async def _pass_on(self, delivered: Msg, deliveries: int) -> None:
         if deliveries >= MAX_DELIVER:
@@ -338,6 +353,7 @@ class NatsSession:
             now = time.monotonic()
             if self._directory.expire(now):
                 self._report(self._peers())
+            self._preference.retain({member.incarnation for member in self._directory.members()})
             if now >= self._next_progress:
                 self._next_progress = now + PROGRESS_S
                 for delivered in list(self._held.values()):

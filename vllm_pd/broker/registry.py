@@ -2,7 +2,8 @@
 """What the broker knows, pure: the members, their credits, the jobs that wait.
 
 The queue is first in, first out, and holds promises only: a job lost with it is put again by its D, a job offered twice
-is denied there. So nothing here has to outlive the process.
+is denied there. So nothing here has to outlive the process. A job waits only while nobody who may take it has room; who
+of those that have room gets it: `broker.choice`.
 """
 import collections
 import itertools
@@ -10,6 +11,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from vllm_pd.broker.choice import JobTaker, choose
+from vllm_pd.broker.prompts import block_names
 from vllm_pd.core import messages as m
 
 OutgoingMessage = tuple[str, m.Message]
@@ -42,16 +45,17 @@ def prefill_loads(asker: m.Member, members: Iterable[m.Member]) -> tuple[m.Prefi
 
 
 class _RegisteredMember:
-    """One member. It could take `credits` jobs when it had seen offer number `seen`; it got `offered` offers."""
+    """One member, and what it could take."""
 
-    def __init__(self, member: m.Member):
+    def __init__(self, now: float, member: m.Member):
+        self.taker = JobTaker()
+        self.hear(now, member)
+
+    def hear(self, now: float, member: m.Member) -> None:
+        """Its heartbeat."""
+        self.heard_at = now
         self.member = member
-        self.heard_at = self.offered_at = 0.0
-        self.credits = self.seen = self.offered = 0
-
-    def free(self) -> int:
-        """How many more offers it may get now."""
-        return self.credits - max(0, self.offered - self.seen)
+        self.taker.reported(member)
 
 
 class Registry:
@@ -109,7 +113,7 @@ class Registry:
             self._front.append((message.job, now + message.job.deadline_s))
             self._tokens += len(message.job.token_ids)
         if entry is not None:
-            entry.credits = 0
+            entry.taker.close()
         return (self._drop_members([to]) if gone else []) + self._offers(now)
 
     # Messages, one by one.
@@ -124,12 +128,10 @@ class Registry:
             if len(self._entries) >= self.limits.max_members:
                 self.counters["too_many_members"] += 1
                 return []
-            entry = self._entries[sender] = _RegisteredMember(member)
-            entry.heard_at = now
+            entry = self._entries[sender] = _RegisteredMember(now, member)
             return self._changed()
         changed = msgspec.structs.replace(member, load=entry.member.load) != entry.member
-        entry.member = member
-        entry.heard_at = now
+        entry.hear(now, member)
         if changed:
             return self._changed()
         if (message.broker, message.version) != (self.incarnation, self.version):
@@ -165,33 +167,32 @@ class Registry:
         if entry is None:
             self.counters["unregistered"] += 1
             return []
-        # One that was dropped and came back still has the numbers of its former entry.
-        entry.credits, entry.seen = message.jobs, min(message.serial, entry.offered)
-        if now - entry.offered_at >= self.limits.ttl_s:
-            entry.seen = entry.offered  # an offer unseen for so long was lost with its connection
+        # An offer unseen for so long was lost with its connection.
+        entry.taker.set_credit(message, all_seen=now - entry.taker.offered_at >= self.limits.ttl_s)
         return self._offers(now)
 
     # Moves.
 
     def _offers(self, now: float) -> list[OutgoingMessage]:
-        """Offer jobs to those who can take some: the oldest job first, to the one with the most credits."""
+        """Offer jobs to those who have room, the oldest job first."""
         messages: list[OutgoingMessage] = []
-        open_to = [entry for entry in self._entries.values() if entry.free() > 0]
+        open_to = [entry for entry in self._entries.values() if entry.taker.has_room()]
         for from_front, job, until in self._in_order() if open_to else ():
             fitting = [entry for entry in open_to if self._fits(entry, job)] if until > now else ()
             if not fitting:
                 continue
-            entry = max(fitting, key=lambda e: (e.free(), -e.offered_at))
-            entry.offered += 1
-            entry.offered_at = now
+            names = block_names(job)
+            chosen = choose([entry.taker for entry in fitting], job, names)
+            entry = next(entry for entry in fitting if entry.taker is chosen)
+            serial = chosen.offer(now, job, names)
             if from_front:
                 self._front.remove((job, until))
                 self._tokens -= len(job.token_ids)
             else:
                 self._remove(job.attempt)
-            offer = m.Offer(msgspec.structs.replace(job, deadline_s=max(0.0, until - now)), entry.offered)
+            offer = m.Offer(msgspec.structs.replace(job, deadline_s=max(0.0, until - now)), serial)
             messages.append((entry.member.incarnation, offer))
-            if entry.free() <= 0:
+            if not chosen.has_room():
                 open_to.remove(entry)
                 if not open_to:
                     break

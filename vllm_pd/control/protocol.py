@@ -91,7 +91,7 @@ class PeerProtocol:
             ttl_s=config.ttl_s))
         self._prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
         self._cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
-        self._credits = JobCredits()
+        self._credits = JobCredits(config.max_prefill_tokens)
         self.ttl_s = config.ttl_s
         self._own_jobs = OwnJobs() if config.decides_by_time else None
         self._broker = config.broker
@@ -171,10 +171,11 @@ class PeerProtocol:
     # For a prefill engine.
 
     @_locked
-    def set_credits(self, jobs: int) -> None:
-        """The engine could take so many jobs beyond those that it has got from `poll_event`."""
-        self._credits.set(jobs)
-        if self._credits.update(self._free_credits()) is not None:
+    def set_credits(self, jobs: int, queued_tokens: int | None = None) -> None:
+        """The engine could take so many jobs beyond those that it has got from `poll_event`, for which it has so many
+        prompt tokens to compute; None: it does not count them."""
+        self._credits.set(jobs, queued_tokens)
+        if self._new_credit() is not None:
             self.wake()
 
     @_locked
@@ -222,7 +223,7 @@ class PeerProtocol:
             return None
         event = self._events.popleft()
         if isinstance(event, Prefill):
-            self._credits.use(1)
+            self._credits.use(1, self._new_tokens(event))
         return event
 
     @_locked
@@ -343,7 +344,7 @@ class PeerProtocol:
             return self._outbox.popleft()
         if not (self._cluster.up and self.member.role.prefills):
             return None
-        credit = self._credits.update(self._free_credits())
+        credit = self._new_credit()
         if credit is None:
             return None
         self._credits.sent(credit)
@@ -520,11 +521,16 @@ class PeerProtocol:
         if actions:
             self.wake()
 
-    def _free_credits(self) -> int:
+    def _new_credit(self) -> m.Credit | None:
+        """What the broker should know and does not."""
         if not self.state.takes_jobs:
-            return 0
-        waiting = self._prefill.waiting() + sum(isinstance(event, Prefill) for event in self._events)
-        return max(0, self._credits.jobs - waiting)
+            return self._credits.update(0)
+        coming = self._prefill.waiting_tokens()
+        coming += [self._new_tokens(event) for event in self._events if isinstance(event, Prefill)]
+        return self._credits.update(max(0, self._credits.jobs - len(coming)), sum(coming))
+
+    def _new_tokens(self, prefill: Prefill) -> int:
+        return max(1, len(prefill.token_ids) - prefill.cached_blocks * self.member.fingerprint.block_size)
 
 
 def merged(**counters: m.Counters) -> dict[str, int]:

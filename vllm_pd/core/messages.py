@@ -169,8 +169,9 @@ class PutRefusal(StrEnum):
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
     """A prefill that wants a P: goes from D through the queue. It names no block; only a grant does. The Ps in `avoid`
-    have failed at it before. `priority` is that of the request: lower comes first, where P schedules by priority. One
-    of an older release has none, and an older P ignores it."""
+    have failed at it before. `priority` is that of the request: lower comes first, where P schedules by priority.
+    `prefer` is the incarnation of the P that D would choose, where nobody chooses for all (NATS); empty: none. One of
+    an older release has neither, and an older P ignores them."""
     attempt: Attempt
     address: Text
     token_ids: TokenIds
@@ -179,6 +180,12 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     lora: Text | None = None
     avoid: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_AVOIDED)] = ()
     priority: Priority = 0
+    prefer: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the prompt that D has not cached, at least 1."""
+        return max(1, len(self.token_ids) - self.cached_tokens)
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -330,9 +337,13 @@ class Withdraw(WireMessage):
 
 
 class Credit(WireMessage, tag="Take"):
-    """P can take `jobs` more jobs than those whose offer it has seen; `serial` is the last offer seen."""
+    """P can take `jobs` more jobs than those whose offer it has seen; `serial` is the last offer seen. As long as any
+    of `tokens` is left, the next of them may have any length; None: P counts no tokens. `queued_tokens` are those that
+    it has to compute for the jobs seen (`Job.new_tokens`). One of an older release has neither."""
     jobs: Count
     serial: Count
+    tokens: Count | None = None
+    queued_tokens: Count = 0
 
 
 class Offer(WireMessage):

@@ -203,9 +203,10 @@ class PrefillProtocol:
         """All jobs that still have a record."""
         return {attempt: job.state for attempt, job in self._jobs.items()}
 
-    def waiting(self) -> int:
-        """Jobs that may still come to the engine."""
-        return sum(job.state in (JobState.PEERING, JobState.CLAIMING) for job in self._jobs.values())
+    def waiting_tokens(self) -> list[int]:
+        """Of each job that may still come to the engine: the tokens that it has to compute."""
+        return [job.job.new_tokens for job in self._jobs.values()
+                if job.state in (JobState.PEERING, JobState.CLAIMING)]
 
     def peers(self) -> dict[str, m.Member]:
         """Decode engines that have answered."""

@@ -164,8 +164,9 @@ class PrefillHandover(ABC):
             self._protocol.failed(attempt, reason)
 
     def set_credits(self) -> None:
-        """Tell the protocol how many more jobs this engine takes. To be called after events were handled."""
-        self._protocol.set_credits(max(0, self._max_jobs - len(self._jobs)))
+        """Tell the protocol how many more jobs this engine takes, and how many tokens those have that it has to
+        compute. To be called after events were handled."""
+        self._protocol.set_credits(max(0, self._max_jobs - len(self._jobs)), self.job_tokens)
 
     def handle(self, event: Event, progress: Progress) -> None:
         """Handle an event of the protocol."""

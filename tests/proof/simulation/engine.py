@@ -70,7 +70,7 @@ class Engine:
         self.results: collections.Counter[str] = collections.Counter()  # by request id: how often it ended
         self._stepping = False
         node.wake = self.wake
-        node.set_credits(JOBS)
+        node.set_credits(JOBS, 0)
 
     def wake(self) -> None:
         if not self._stepping:
@@ -82,7 +82,8 @@ class Engine:
         for event in list(iter(self.node.poll_event, None)):
             self.handle(event)
         self.step()
-        self.node.set_credits(max(0, JOBS - len(self.jobs)))
+        queued_tokens = sum(len(job.prefill.token_ids) for job in self.jobs.values() if not job.computed)
+        self.node.set_credits(max(0, JOBS - len(self.jobs)), queued_tokens)
         if self.has_work():
             self.wake()
 

@@ -56,7 +56,8 @@ class Fleet:
         self.asked: dict[str, str] = {}  # request id: engine
         self._gone: list[Engine] = []
         self._build = build or (lambda node, post: LightEngine(node, post, plan.blocks))
-        settings = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE, "lease_s": 6.0,
+        settings = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE,
+                    "max_prefill_tokens": 3 * BLOCK_SIZE, "lease_s": 6.0,
                     "attempt_deadline_s": 25.0, "claim_retry_s": 1.0, **plan.settings}
         self.config = PDConfig.parse("kv_both", settings)
         self._lives = 0

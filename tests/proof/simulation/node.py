@@ -122,8 +122,8 @@ class Node(Process):
         self.protocol.arrived(attempt, rank)
         self._speak()
 
-    def set_credits(self, jobs: int) -> None:
-        self.protocol.set_credits(jobs)
+    def set_credits(self, jobs: int, queued_tokens: int) -> None:
+        self.protocol.set_credits(jobs, queued_tokens)
         self._speak()
 
     def may_write(self, attempt: m.Attempt) -> bool:

@@ -22,6 +22,7 @@ from vllm_pd.bench import report
 from vllm_pd.bench.report import ShowLine
 from vllm_pd.bench.simulation import oracle
 from vllm_pd.bench.simulation.placement import PlacementSearch
+from vllm_pd.bench.simulation.prefills import PrefillFigures, PrefillFleet, SimFleet
 from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
 from vllm_pd.bench.simulation.workers import SimLoad, SimSpeed, SimWorker
 from vllm_pd.errors import ConfigError
@@ -43,6 +44,7 @@ class FleetConfig(msgspec.Struct, frozen=True):
     speed: SimSpeed = SimSpeed()
     event_delay_s: float = 0.01
     load_period_s: float = 0.1
+    prefill: PrefillFleet | None = None  # prefill engines behind the workers
 
     def pooled(self) -> "FleetConfig":
         """One worker as large and as fast as all of these together."""
@@ -77,6 +79,7 @@ class HitFigures(msgspec.Struct, frozen=True):
     p99_ttft_s: float
     spread: float
     reasons: dict[str, int]
+    prefill: PrefillFigures | None = None
 
 
 class FixedPlacement:
@@ -109,6 +112,7 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed:
 
     workers = {name: SimWorker(name, fleet.worker_blocks, fleet.block_size, fleet.speed, stored, removed)
                for name in (f"w{number}" for number in range(fleet.workers))}
+    engines = SimFleet(list(workers.values()), fleet.prefill)
     names_of = list(workers)
     loads: dict[str, SimLoad] = {name: worker.load() for name, worker in workers.items()}
     sent = dict.fromkeys(workers, 0)
@@ -118,11 +122,10 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed:
         while reported_s + fleet.load_period_s <= arrival.at_s:
             reported_s += fleet.load_period_s
             if arrival.at_s - reported_s < fleet.load_period_s:  # only the last report before a request matters
+                engines.advance(reported_s)
                 for name, worker in workers.items():
-                    worker.advance(reported_s)
                     loads[name], sent[name] = worker.load(), 0
-        for worker in workers.values():
-            worker.advance(arrival.at_s)
+        engines.advance(arrival.at_s)
         while in_flight and in_flight[0][0] <= arrival.at_s:
             event = heapq.heappop(in_flight)[2]
             (index.stored if len(event) > 2 else index.removed)(*event)
@@ -138,9 +141,9 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed:
         sent[choice.worker] += len(arrival.prompt) - choice.overlap_blocks * fleet.block_size
         index.expect(choice.worker, names, arrival.at_s + EXPECT_S)
         workers[choice.worker].submit(arrival, arrival.at_s)
-    for worker in workers.values():
-        worker.advance(float("inf"))
-    return figures_of(list(workers.values()), reasons)
+    engines.advance(float("inf"))
+    figures = figures_of(list(workers.values()), reasons)
+    return msgspec.structs.replace(figures, prefill=engines.figures())
 
 
 def figures_of(workers: Sequence[SimWorker], reasons: dict[str, int]) -> HitFigures:
@@ -165,10 +168,10 @@ def measure(bench: HitBench, show: ShowLine = print) -> dict[str, Any]:
         for share in bench.pool_shares:
             fleet = msgspec.structs.replace(bench.fleet, worker_blocks=round(share * footprint / bench.fleet.workers))
             bound = oracle.bound(trace, size, fleet.workers * fleet.worker_blocks)
-            results = {POOL: simulate(trace, fleet.pooled(), _by(bench.policy, Policy.KV), seed), PLACED: None}
+            results = {POOL: simulate(trace, fleet.pooled(), by_policy(bench.policy, Policy.KV), seed), PLACED: None}
             placed: list[int] = []
             for policy in POLICIES:
-                results[policy.value] = simulate(trace, fleet, _by(bench.policy, policy), seed,
+                results[policy.value] = simulate(trace, fleet, by_policy(bench.policy, policy), seed,
                                                  placed if policy is Policy.KV else None)
             search = PlacementSearch(trace, size, fleet.worker_blocks, placed, fleet.workers, seed)
             results[PLACED] = simulate(trace, fleet, FixedPlacement(search.best(bench.moves)), seed)
@@ -181,7 +184,8 @@ def measure(bench: HitBench, show: ShowLine = print) -> dict[str, Any]:
         _over_seeds(share, [run for run in runs if run["pool_share"] == share]) for share in bench.pool_shares]}
 
 
-def _by(config: RoutingPolicyConfig, policy: Policy) -> Decide:
+def by_policy(config: RoutingPolicyConfig, policy: Policy) -> Decide:
+    """The router's choice with this policy, and the weights of `config`."""
     return functools.partial(choose, msgspec.structs.replace(config, policy=policy))
 
 

@@ -79,6 +79,7 @@ class SimSpeed(msgspec.Struct, frozen=True):
 class SimRun:
     """One request on its worker."""
     arrival: Arrival
+    given_tokens: int = 0  # that are not computed here, cached or not
     hit_tokens: int = 0
     first_token_s: float = 0.0
     blocks: list = field(default_factory=list)
@@ -87,29 +88,43 @@ class SimRun:
 
 class SimWorker:
     """One worker. Times are simulated seconds, and those given to `advance` must not decrease. Its events are the calls
-    `stored(worker, hashes, parent, token_ids, at_s)` and `removed(worker, hashes, at_s)`."""
+    `stored(worker, hashes, parent, token_ids, at_s)` and `removed(worker, hashes, at_s)`. Two more calls may be set:
+    `hand_over(worker, run, at_s)`, before a prompt is computed; where it returns True, the prompt is not computed here,
+    until `arrived`. `on_end(worker, run, at_s)`, when a request has ended."""
 
     def __init__(self, name: str, blocks: int, block_size: int, speed: SimSpeed, stored: Callable, removed: Callable):
         self.name = name
         self.speed = speed
         self.done: list[SimRun] = []
+        self.hand_over: Callable[[SimWorker, SimRun, float], bool] | None = None
+        self.on_end: Callable[[SimWorker, SimRun, float], None] | None = None
         self._block_size = block_size
         self._now_s = 0.0
         self._waiting: deque[SimRun] = deque()
         self._prefilling: SimRun | None = None
         self._decoding: list[tuple[float, int, SimRun]] = []  # heap: end, number, run
         self._count = 0
+        self._remote = 0
         self._reserved_blocks = 0
         self.allocator = _new_allocator(blocks, block_size)
         self.allocator.event_sink = SimEvents(lambda *what: stored(self, *what, self._now_s),
                                               lambda hashes: removed(self, hashes, self._now_s))
 
-    def submit(self, arrival: Arrival, at_s: float) -> None:
-        """Takes a request. Raises ValueError if it can never fit."""
+    def submit(self, arrival: Arrival, at_s: float, given_tokens: int = 0) -> None:
+        """Takes a request, with so many tokens of its prompt that need not be computed. Raises ValueError if it can
+        never fit."""
         if self._blocks_of(arrival) > self.allocator.get_num_total_blocks():
             raise ValueError(f"{len(arrival.prompt)} prompt tokens don't fit {self.name}")
         self.advance(at_s)
-        self._waiting.append(SimRun(arrival))
+        self._waiting.append(SimRun(arrival, given_tokens))
+        self._begin()
+
+    def arrived(self, run: SimRun, at_s: float) -> None:
+        """The prompt of a run that was handed over is computed."""
+        self.advance(at_s)
+        self._remote -= 1
+        run.first_token_s = at_s
+        self._decode(run)
         self._begin()
 
     def advance(self, until_s: float) -> None:
@@ -136,7 +151,8 @@ class SimWorker:
         if self._prefilling is not None:
             queued += len(self._prefilling.arrival.prompt) - self._prefilling.hit_tokens
         total = self.allocator.get_num_total_blocks()
-        return SimLoad(0, queued, total - self.allocator.get_num_free_blocks() + self._reserved_blocks, total)
+        used = total - self.allocator.get_num_free_blocks() + self._reserved_blocks
+        return SimLoad(self._remote, queued, used, total)
 
     def table(self) -> set[int]:
         """The allocator's hashes of the blocks that it holds and that are computed."""
@@ -147,12 +163,23 @@ class SimWorker:
         return (len(arrival.prompt) + len(arrival.answer)) // self._block_size + 1
 
     def _begin(self) -> None:
-        if self._prefilling is not None or not self._waiting:
-            return
+        while self._prefilling is None and self._waiting:
+            run = self._allocate()
+            if run is None:
+                return
+            if self.hand_over is not None and self.hand_over(self, run, self._now_s):
+                self._remote += 1
+                continue
+            left = max(1, len(run.arrival.prompt) - max(run.hit_tokens, run.given_tokens))
+            run.first_token_s = self._now_s + left / self.speed.prefill_tokens_per_s
+            self._prefilling = run
+
+    def _allocate(self) -> SimRun | None:
+        """The first that waits, with the blocks of its prompt; None where there are not enough."""
         run = self._waiting[0]
         needed = self._blocks_of(run.arrival)
         if self.allocator.get_num_free_blocks() - self._reserved_blocks < needed:
-            return
+            return None
         self._waiting.popleft()
         prompt = run.arrival.prompt
         held = True
@@ -164,13 +191,15 @@ class SimWorker:
             run.hit_tokens += self._block_size if held else 0
         run.reserved_blocks = needed - len(run.blocks)
         self._reserved_blocks += run.reserved_blocks
-        left = max(1, len(prompt) - run.hit_tokens)
-        run.first_token_s = self._now_s + left / self.speed.prefill_tokens_per_s
         self.allocator.mark_blocks_as_accessed([block.block_id for block in run.blocks], self._now_s)
-        self._prefilling = run
+        return run
 
     def _end_prefill(self) -> None:
         run, self._prefilling = self._prefilling, None
+        self._decode(run)
+
+    def _decode(self, run: SimRun) -> None:
+        """The prompt's KV is there."""
         self.allocator.mark_blocks_as_computed([block.block_id for block in run.blocks])
         self._count += 1
         heapq.heappush(self._decoding, (self._now_s + len(run.arrival.answer) * self.speed.decode_s_per_token,
@@ -188,6 +217,8 @@ class SimWorker:
             self.allocator.free(block)
         run.blocks.clear()
         self.done.append(run)
+        if self.on_end is not None:
+            self.on_end(self, run, self._now_s)
 
 
 def _new_allocator(blocks: int, block_size: int) -> PrefixCachingBlockAllocator:

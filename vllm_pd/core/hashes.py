@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's own names for KV blocks: a chain of hashes over token ids.
+"""Names for the blocks of a prompt, the same in each process: a chain of hashes over token ids.
 
-An engine's block hashes mean nothing outside its process. The router names each full block by xxh3 over its token ids,
+An engine's block hashes mean nothing outside its process. These name each full block by xxh3 over its token ids,
 seeded with the name of the previous block. The seed of a prompt's first block is `root_seed` of its LoRA adapter. So
 equal names mean equal prompts from the first token on. Two different prompts get the same name with a chance of 1 in
-2^64; that would cost a worse choice of worker, never a wrong answer, because engines match by their own hashes.
+2^64; that would cost a worse choice of engine, never a wrong answer, because engines match by their own hashes.
 """
 from array import array
 from collections.abc import Sequence
