@@ -19,9 +19,10 @@ from typing import TextIO
 
 from _demo.questions import DemoCase, cases
 from _demo.report import DemoOutcome, DemoReport
+from _demo.rest import left_over
 
 from vllm_pd.admin.scrape import scrape, scrape_after_request
-from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask
+from vllm_pd.bench.load import GenerationAnswer, ask
 from vllm_pd.bench.servers import Server, Servers, log_to
 from vllm_pd.errors import PDError
 from vllm_pd.installation import World, find_installation
@@ -38,10 +39,6 @@ SERVE_ARGS = ("--served-model-name", NAME, "--dtype", "float32", "--max-model-le
               *(("--block-size", "32", "--enforce-eager") if V1 else ("--block-size", "16", "--disable-log-requests")))
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
-SETTLE_S = 15.0
-MUST_BE_ZERO = ("vllm:pd_parked_blocks", "vllm:pd_quarantined_blocks", "vllm:pd_sending_blocks",
-                "vllm:num_requests_running", "vllm:num_requests_waiting",
-                "vllm:kv_cache_usage_perc" if V1 else "vllm:gpu_cache_usage_perc")
 
 
 def lines_to(file: TextIO) -> Say:
@@ -118,7 +115,7 @@ def run(model: str, say: Say) -> DemoReport:
             for case, reference in zip(questions, references, strict=True):
                 outcomes.append(hand_over(case, decode, reference))
                 print(outcomes[-1].line(), flush=True)
-            leaks = left_over({"decode": decode, "prefill": prefill})
+            leaks = left_over({"decode": decode, "prefill": prefill}, NAME)
     return DemoReport(outcomes, leaks, started_s, time.monotonic() - begin)
 
 
@@ -132,26 +129,6 @@ def hand_over(case: DemoCase, url: str, reference: GenerationAnswer) -> DemoOutc
     return DemoOutcome(case, answer, reference, decisions=made, ends=ended,
                        stages_s={stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES},
                        transfer_bytes=int(added.value("vllm:pd_transfer_bytes_total")))
-
-
-def left_over(urls: dict[str, str]) -> list[str]:
-    """One line for each gauge of each engine that is not back at 0. Empty where nothing leaks.
-
-    An engine updates its gauges in a step, so each gets one last short question first.
-    """
-    for url in urls.values():
-        ask(url, NAME, GenerationRequest("The end.", max_tokens=2))
-    deadline = time.monotonic() + SETTLE_S
-    while (leaks := leaks_now(urls)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return leaks
-
-
-def leaks_now(urls: dict[str, str]) -> list[str]:
-    """The gauges that are not zero at this moment."""
-    pages = {name: scrape(url) for name, url in urls.items()}
-    return [f"{name} engine: {gauge} is {page.value(gauge):g}, not 0"
-            for name, page in pages.items() for gauge in MUST_BE_ZERO if page.value(gauge) != 0]
 
 
 if __name__ == "__main__":

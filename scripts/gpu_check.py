@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from _gpu_check.harness import CheckSettings, GpuPart, adopt_orphans, run_parts
+from _gpu_check.harness import ANSWERS, CheckSettings, GpuPart, adopt_orphans, run_parts
 from _gpu_check.results import PartOutcome, PartResult, exit_status, write_json
 
 BUDGET_S = 600.0
@@ -31,7 +31,8 @@ PARTS = (
     GpuPart("bits", "_gpu_check.bits:check", "every bit of every block, in all layouts, beside kernels", 120, 20),
     GpuPart("order", "_gpu_check.order:check", "transfers that are requested while a step computes their blocks", 90,
             20),
-    GpuPart("b1", "_gpu_check.engines:check_b1", "two engines on one GPU: each token that of one stock engine", 260, 90),
+    GpuPart("b1", "_gpu_check.engines:check_b1", "two engines at 0.4 of the GPU each: the tokens of a stock one", 260,
+            90),
     GpuPart("runner-v2", "_gpu_check.engines:check_runner", "model runner V2, CUDA graphs, async scheduling", 150, 60),
     GpuPart("flashinfer", "_gpu_check.engines:check_flashinfer", "FlashInfer with heads first", 130, 60),
     GpuPart("serve", "_gpu_check.engines:check_serve", "vllm-pd bench serve, small", 200, 100),
@@ -77,8 +78,9 @@ def arguments() -> argparse.ArgumentParser:
                         help="for the parts with engines; default: $VLLM_PD_MODEL")
     parser.add_argument("--prompts", type=int, default=50, metavar="N", help="of part b1; default 50")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S",
-                        help=f"for all parts together; default {BUDGET_S:g}")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu_check"), metavar="DIR", help="folder for the results")
+                        help=f"for all parts together; default {BUDGET_S:g}. With more, each part may take longer")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu_check"), metavar="DIR",
+                        help="folder for the results; default build/gpu_check")
     return parser
 
 
@@ -90,10 +92,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end the part that runs
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
+    (out / ANSWERS).unlink(missing_ok=True)
     adopt_orphans()
     settings = CheckSettings(options.device, str(out), options.model, options.prompts)
     report = GpuReport(settings, options.budget_s, out / "gpu_check.json")
-    wanted = [part for part in PARTS if part.name == ABOUT or part.name in (options.part or [part.name])]
+    longer = max(1.0, options.budget_s / BUDGET_S)
+    wanted = [part._replace(deadline_s=longer * part.deadline_s) for part in PARTS
+              if part.name == ABOUT or part.name in (options.part or [part.name])]
     run_parts(wanted, settings, options.budget_s, report.keep)
     status = exit_status(report.results, ABOUT)
     if status == 2:

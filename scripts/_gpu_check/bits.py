@@ -59,7 +59,7 @@ def check_layout(p: Any, d: Any, layout: str) -> dict[str, Any]:
     if not all(turns.values()):
         raise PartFailed(f"{layout}: no kernels ran beside the transfers: {turns}")
     p.disconnect(peer)
-    return {"blocks_compared": compared, "kernel_turns": turns, "best_gb_per_s": round(max(rates), 2)}
+    return {"blocks_compared": compared, "kernel_turns": turns, "best_gb_per_s": round(max(rates), 3)}
 
 
 def refuse_wrong(layout: str, where: str, wrong: list[int]) -> None:

@@ -27,9 +27,9 @@ class PartRun:
 
     def __init__(self, settings: CheckSettings, file: Path, deadline_s: float) -> None:
         self.settings = settings
-        self._file = file
+        self.file = file
         self._ends_s = time.monotonic() + deadline_s
-        self._figures: dict[str, Any] = {}
+        self.figures: dict[str, Any] = {}  # ready for JSON; `note` adds to them
 
     @property
     def left_s(self) -> float:
@@ -38,12 +38,12 @@ class PartRun:
 
     def note(self, **figures: Any) -> None:
         """Add figures, ready for JSON. They are kept whatever happens to the part."""
-        self._figures |= figures
+        self.figures |= figures
         self.write(PartResult(PartOutcome.RUNNING))
 
     def write(self, result: PartResult) -> None:
         """Replace what the harness will read."""
-        write_json(self._file, PartResult(result.outcome, result.reason, self._figures).as_json())
+        write_json(self.file, PartResult(result.outcome, result.reason, self.figures).as_json())
 
 
 def require(*modules: str) -> None:

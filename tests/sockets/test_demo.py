@@ -6,6 +6,7 @@ import json
 
 import demo
 import pytest
+from _demo import rest
 from _demo.questions import DemoCase
 from _demo.report import DemoOutcome, DemoReport
 
@@ -75,7 +76,7 @@ def test_counters_tell_what_the_engine_did(monkeypatch):
 
 def test_gauges_that_are_not_zero_are_leaks(monkeypatch):
     with FakeEngine() as engine:
-        assert demo.leaks_now({"decode": engine.url}) == []
-        monkeypatch.setattr(demo, "MUST_BE_ZERO", ("vllm:pd_decisions_total", ))
+        assert rest.leaks_now({"decode": engine.url}) == []
+        monkeypatch.setattr(rest, "MUST_BE_ZERO", ("vllm:pd_decisions_total", ))
         engine.count(5)
-        assert demo.leaks_now({"decode": engine.url}) == ["decode engine: vllm:pd_decisions_total is 1, not 0"]
+        assert rest.leaks_now({"decode": engine.url}) == ["decode engine: vllm:pd_decisions_total is 1, not 0"]
