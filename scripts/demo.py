@@ -4,8 +4,9 @@
 
 The same wheel with PD off, a decode engine and a prefill engine are started together. The questions go to the first,
 which is then ended, and to the decode engine, one at a time, so that what its counters gain belongs to that question.
-Every answer must equal the one with PD off token by token, every question must be prefilled where it should be, and
-nothing may be left over in the end; anything else is a failure.
+Then each set-up gets a chapter while an answer is running, for the last line: how long that answer pauses. Every answer
+must equal the one with PD off token by token, every question must be prefilled where it should be, and nothing may be
+left over in the end; anything else is a failure. How long a pause is decides nothing.
 """
 
 import argparse
@@ -14,10 +15,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from _demo.questions import DemoCase, cases
+from _demo.pause import CHAPTER_TOKENS, PauseComparison, PauseTrial, try_pause
+from _demo.questions import DemoCase, cases, pause_prompts
 from _demo.report import DemoOutcome, DemoReport
 from _demo.rest import left_over
 
@@ -39,6 +42,7 @@ SERVE_ARGS = ("--served-model-name", NAME, "--dtype", "float32", "--max-model-le
               *(("--block-size", "32", "--enforce-eager") if V1 else ("--block-size", "16", "--disable-log-requests")))
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
+COUNTED_S = 5.0  # an engine counts an attempt shortly after the client has its answer
 
 
 def lines_to(file: TextIO) -> Say:
@@ -86,7 +90,10 @@ def main() -> int:
     report.show()
     (arguments.output / "demo.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
     report.plot(arguments.output / "demo.png")
+    picture = arguments.output / "pause.png"
+    report.pause.plot(picture)
     print(f"\nwritten: demo.json, demo.png and servers.log in {arguments.output}")
+    print(f"{report.pause.line()} ({picture})")
     return 0 if report.good else 1
 
 
@@ -108,6 +115,8 @@ def run(model: str, say: Say) -> DemoReport:
             questions = cases(off.url, NAME)
             print(f"all healthy after {started_s:.0f} s; asking PD off {len(questions)} questions ...", flush=True)
             references = [ask(off.url, NAME, case.request) for case in questions]
+            prompts = pause_prompts(off.url, NAME, CHAPTER_TOKENS)
+            pause_off = try_pause(off.url, NAME, prompts)  # on the cores that both engines have together
             off.child.stop()
             print(f"asking the decode engine the same; up to {MAX_LOCAL_PREFILL_TOKENS} new prompt tokens it prefills "
                   "itself\n", flush=True)
@@ -115,8 +124,24 @@ def run(model: str, say: Say) -> DemoReport:
             for case, reference in zip(questions, references, strict=True):
                 outcomes.append(hand_over(case, decode, reference))
                 print(outcomes[-1].line(), flush=True)
+            print("  and a chapter while an answer is running", flush=True)
+            trial, remote = pause_with_pd(decode, prompts)
+            pause = PauseComparison(trial, pause_off, remote)
             leaks = left_over({"decode": decode, "prefill": prefill}, NAME)
-    return DemoReport(outcomes, leaks, started_s, time.monotonic() - begin)
+    return DemoReport(outcomes, leaks, started_s, time.monotonic() - begin, pause)
+
+
+def pause_with_pd(url: str, prompts: Sequence[str]) -> tuple[PauseTrial, int]:
+    """The trial at the decode engine, and how many prompts were prefilled remotely in it."""
+    def remote() -> int:
+        return int(scrape(url).value("vllm:pd_attempts_total", outcome="done"))
+
+    before = remote()
+    trial = try_pause(url, NAME, prompts)
+    deadline = time.monotonic() + COUNTED_S
+    while (count := remote() - before) < 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return trial, count
 
 
 def hand_over(case: DemoCase, url: str, reference: GenerationAnswer) -> DemoOutcome:
