@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import time
@@ -31,11 +32,12 @@ PROMPT_TOKENS = (50, 900)
 GPU_SHARE = "0.40"
 KV_BYTES = str(2 << 30)  # for parts whose engines start side by side
 STOP_RESERVE_S = 10.0
-MARGINS = {"cuda": 0.2, "cpu": 1e-3}
-DRAWN_FOR_EACH = {"cuda": 4, "cpu": 1.3}  # prompts drawn for each that is wanted
+MARGINS = {"cuda": 0.1, "cpu": 1e-3}
+DRAWN_FOR_EACH = {"cuda": 3, "cpu": 1.2}  # prompts drawn for each that is still wanted, in each of so many rounds
+MOST_ROUNDS = 12
 VARIANT_PROMPTS = 20
 PAIR_S = 60.0  # how long the engines may take to find each other
-RUNNER_LINES = ("Using V2 Model Runner", "raph captur")  # of each engine, V1
+RUNNER_LINES = ("Using V2 Model Runner", "Graph capturing finished")  # of each engine, V1
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def prepare(run: PartRun) -> bool:
 
 def _require_gpu(run: PartRun, what: str) -> None:
     if run.settings.device == "cpu":
-        raise PartSkipped(f"{what} needs a GPU")
+        raise PartSkipped(f"it is for a GPU: {what}")
 
 
 def engine_arguments(run: PartRun, v1: bool) -> tuple[str, ...]:
@@ -211,12 +213,19 @@ def stock_answers(run: PartRun, count: int) -> list[tuple[list[int], list[int]]]
     kept = Path(run.settings.out) / ANSWERS
     known = json.loads(kept.read_text()) if kept.exists() else []
     if len(known) < count:
-        drawn = draw_prompts_between("gpu check", int(count * DRAWN_FOR_EACH[run.settings.device]) + 1, *PROMPT_TOKENS)
+        known, drawn = [], 0
         with started(run, Arm("single", ArmKind.SINGLE), ("--enforce-eager", *memory(run, GPU_SHARE))) as (urls, _, _):
-            found = asyncio.run(answer_all(urls[0], served_model(urls[0]), drawn, MARGINS[run.settings.device]))
-        known = [[one.prompt, list(one.expected)] for one in found if one is not None]
+            model = served_model(urls[0])
+            for number in range(MOST_ROUNDS):
+                more = math.ceil((count - len(known)) * DRAWN_FOR_EACH[run.settings.device])
+                prompts = draw_prompts_between(f"gpu check {number}", more, *PROMPT_TOKENS)
+                found = asyncio.run(answer_all(urls[0], model, prompts, MARGINS[run.settings.device]))
+                known += [[one.prompt, list(one.expected)] for one in found if one is not None]
+                drawn += more
+                if len(known) >= count:
+                    break
         write_json(kept, known)
-        run.note(prompts_drawn=len(drawn), prompts_with_safe_answers=len(known))
+        run.note(prompts_drawn=drawn, prompts_with_safe_answers=len(known))
     if len(known) < count:
         raise PartFailed(f"only {len(known)} prompts have an answer that no rounding changes, {count} are needed: use "
                          "a larger model, or write a smaller --prompts")
