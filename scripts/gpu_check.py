@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from _gpu_check.harness import ANSWERS, CheckSettings, GpuPart, adopt_orphans, run_parts
+from _gpu_check.harness import ANSWERS, CheckSettings, GpuPart, adopting_orphans, run_parts
 from _gpu_check.results import PartOutcome, PartResult, exit_status, write_json
 
 BUDGET_S = 600.0
@@ -93,13 +93,13 @@ def main() -> int:
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     (out / ANSWERS).unlink(missing_ok=True)
-    adopt_orphans()
     settings = CheckSettings(options.device, str(out), options.model, options.prompts)
     report = GpuReport(settings, options.budget_s, out / "gpu_check.json")
     longer = max(1.0, options.budget_s / BUDGET_S)
     wanted = [part._replace(deadline_s=longer * part.deadline_s) for part in PARTS
               if part.name == ABOUT or part.name in (options.part or [part.name])]
-    run_parts(wanted, settings, options.budget_s, report.keep)
+    with adopting_orphans():
+        run_parts(wanted, settings, options.budget_s, report.keep)
     status = exit_status(report.results, ABOUT)
     if status == 2:
         print("nothing was checked: the reasons are above")

@@ -33,7 +33,7 @@ def check_layout(p: Any, d: Any, layout: str) -> dict[str, Any]:
     """One layout, with fresh caches. Returns its figures."""
     from vllm_pd.transfer.requests import Read, Write
 
-    _, metadata = p.open(layout, P_SEED)
+    p.open(layout, P_SEED)
     peer, metadata = d.ask("open", layout, D_SEED)
     p.connect(peer, metadata)
     p.start_kernels()

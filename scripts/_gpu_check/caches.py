@@ -15,7 +15,7 @@ import torch
 from vllm_pd.transfer.layout import CacheDescription, describe, describe_views
 
 
-class CacheShape(NamedTuple):
+class PatternShape(NamedTuple):
     """Sizes. `content`: elements of one token and head, keys and values together in V1, one of both in V0."""
     layers: int
     blocks: int
@@ -43,7 +43,7 @@ LAYOUTS = (
     CacheLayout("V0 FlashInfer NHD", "LBKNHC", "BKNHC", "FLASHINFER"),
     CacheLayout("V0 FlashInfer HND", "LBKHNC", "BKNHC", "FLASHINFER"),
 )
-SHAPES = {"cuda": CacheShape(16, 256, 8, 16, 128), "cpu": CacheShape(3, 40, 4, 16, 32)}
+SHAPES = {"cuda": PatternShape(16, 256, 8, 16, 128), "cpu": PatternShape(3, 40, 4, 16, 32)}
 ORDER_LAYOUT = LAYOUTS[0]
 
 
@@ -54,7 +54,7 @@ class PatternCache:
 
     busy_block = 0
 
-    def __init__(self, layout: CacheLayout, shape: CacheShape, seed: int, device: str) -> None:
+    def __init__(self, layout: CacheLayout, shape: PatternShape, seed: int, device: str) -> None:
         self.layout, self.shape, self.device = layout, shape, device
         by_layer = self._by_layer(seed)
         self.views = list(by_layer)

@@ -3,8 +3,8 @@
 
 Life of a part: `grant_s` decides how long it may take, or that too little of the budget is left. Its process runs
 `_gpu_check.child`. At its deadline it gets SIGTERM, on which it ends what it has started, and STOP_S later SIGKILL.
-Whatever it has left running is killed after it, so that the next part finds the device free: this process is the
-"child subreaper" of them all, so they stay its descendants when their parent dies.
+Whatever it has left running is killed after it, so that the next part finds the device free: `adopting_orphans` makes
+this process the "child subreaper" of them all, so they stay its descendants when their parent dies.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -59,9 +59,15 @@ def grant_s(part: GpuPart, left_s: float) -> float | None:
     return usable_s if usable_s >= part.least_s else None
 
 
-def adopt_orphans() -> None:
-    """From now on, processes whose parent dies become children of this process."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Inside the `with` block, processes whose parent dies become children of this process."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def run_part(part: GpuPart, settings: CheckSettings, deadline_s: float, stop_s: float = STOP_S) -> PartResult:
@@ -110,9 +116,12 @@ def _judge(status: int, ended: bool, found: PartResult | None, log: Path, deadli
     if not ended:
         return PartResult(PartOutcome.TIMED_OUT, f"no end within {deadline_s:.0f} s; its last lines:\n{_tail(log)}",
                           figures, took_s)
-    if found is None or found.outcome is PartOutcome.RUNNING or status:
+    if found is None or found.outcome is PartOutcome.RUNNING:
         return PartResult(PartOutcome.FAILED, f"its process ended with {status} before it had a result; its last lines:"
                           f"\n{_tail(log)}", figures, took_s)
+    if status:
+        return PartResult(PartOutcome.FAILED, f"its process ended with {status} after its result, which was: "
+                          f"{found.outcome} {found.reason}", figures, took_s)
     return PartResult(found.outcome, found.reason, figures, took_s)
 
 

@@ -29,7 +29,7 @@ def check(run: PartRun) -> None:
     from _gpu_check.ends import two_ends
 
     with two_ends(run.settings.device) as (p, d):
-        _, metadata = p.open(ORDER_LAYOUT.name, P_SEED)
+        p.open(ORDER_LAYOUT.name, P_SEED)
         peer, metadata = d.ask("open", ORDER_LAYOUT.name, D_SEED)
         p.connect(peer, metadata)
         trial = OrderTrial(p, d, peer)

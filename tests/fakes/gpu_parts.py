@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts for tests of scripts/gpu_check.py's harness: each ends in a way of its own."""
+import atexit
 import os
 import signal
 import subprocess
@@ -46,6 +47,12 @@ def dies(run: PartRun) -> None:
     run.note(blocks=5)
     print("my last words", flush=True)
     os._exit(9)
+
+
+def dies_after_its_result(run: PartRun) -> None:
+    """As a library may that crashes while the process ends."""
+    atexit.register(os._exit, 11)
+    run.note(blocks=6)
 
 
 def dies_while_it_writes(run: PartRun) -> None:

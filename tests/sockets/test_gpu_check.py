@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import gpu_check
 import psutil
 import pytest
-from _gpu_check.harness import CheckSettings, GpuPart, adopt_orphans, run_part, run_parts
+from _gpu_check.harness import CheckSettings, GpuPart, adopting_orphans, run_part, run_parts
 from _gpu_check.results import PartOutcome, PartResult
 
 FAKES = Path(__file__).resolve().parents[1] / "fakes"
@@ -21,10 +22,10 @@ def part(target: str, name: str = "part", deadline_s: float = 60.0) -> GpuPart:
 
 
 @pytest.fixture
-def settings(tmp_path, monkeypatch) -> CheckSettings:
+def settings(tmp_path, monkeypatch) -> Iterator[CheckSettings]:
     monkeypatch.setenv("PYTHONPATH", str(FAKES))
-    adopt_orphans()
-    return CheckSettings("cpu", str(tmp_path))
+    with adopting_orphans():
+        yield CheckSettings("cpu", str(tmp_path))
 
 
 @pytest.mark.parametrize("target, outcome, reason, figures", [
@@ -34,6 +35,7 @@ def settings(tmp_path, monkeypatch) -> CheckSettings:
     ("raises", "failed", "ZeroDivisionError: by nought", {"blocks": 4}),
     ("no_such_part", "failed", "no_such_part", {}),
     ("dies", "failed", "ended with 9 before it had a result; its last lines:\nmy last words", {"blocks": 5}),
+    ("dies_after_its_result", "failed", "ended with 11 after its result, which was: passed", {"blocks": 6}),
     ("dies_while_it_writes", "failed", "before it had a result", {}),
 ])
 def test_a_part_that_does_not_pass_says_why(settings, target, outcome, reason, figures):
