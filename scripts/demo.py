@@ -4,8 +4,9 @@
 
 The same wheel with PD off, a decode engine and a prefill engine are started together. The questions go to the first,
 which is then ended, and to the decode engine, one at a time, so that what its counters gain belongs to that question.
-Every answer must equal the one with PD off token by token, every question must be prefilled where it should be, and
-nothing may be left over in the end; anything else is a failure.
+Then each set-up gets a chapter while an answer is running, for the last line: how long that answer pauses. Every answer
+must equal the one with PD off token by token, every question must be prefilled where it should be, and nothing may be
+left over in the end; anything else is a failure. How long a pause is decides nothing.
 """
 
 import argparse
@@ -14,14 +15,17 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from _demo.questions import DemoCase, cases
+from _demo.pause import CHAPTER_TOKENS, PauseComparison, PauseTrial, try_pause
+from _demo.questions import DemoCase, cases, pause_prompts
 from _demo.report import DemoOutcome, DemoReport
+from _demo.rest import left_over
 
 from vllm_pd.admin.scrape import scrape, scrape_after_request
-from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask
+from vllm_pd.bench.load import GenerationAnswer, ask
 from vllm_pd.bench.servers import Server, Servers, log_to
 from vllm_pd.errors import PDError
 from vllm_pd.installation import World, find_installation
@@ -38,10 +42,7 @@ SERVE_ARGS = ("--served-model-name", NAME, "--dtype", "float32", "--max-model-le
               *(("--block-size", "32", "--enforce-eager") if V1 else ("--block-size", "16", "--disable-log-requests")))
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
-SETTLE_S = 15.0
-MUST_BE_ZERO = ("vllm:pd_parked_blocks", "vllm:pd_quarantined_blocks", "vllm:pd_sending_blocks",
-                "vllm:num_requests_running", "vllm:num_requests_waiting",
-                "vllm:kv_cache_usage_perc" if V1 else "vllm:gpu_cache_usage_perc")
+COUNTED_S = 5.0  # an engine counts an attempt shortly after the client has its answer
 
 
 def lines_to(file: TextIO) -> Say:
@@ -89,7 +90,10 @@ def main() -> int:
     report.show()
     (arguments.output / "demo.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
     report.plot(arguments.output / "demo.png")
+    picture = arguments.output / "pause.png"
+    report.pause.plot(picture)
     print(f"\nwritten: demo.json, demo.png and servers.log in {arguments.output}")
+    print(f"{report.pause.line()} ({picture})")
     return 0 if report.good else 1
 
 
@@ -111,6 +115,8 @@ def run(model: str, say: Say) -> DemoReport:
             questions = cases(off.url, NAME)
             print(f"all healthy after {started_s:.0f} s; asking PD off {len(questions)} questions ...", flush=True)
             references = [ask(off.url, NAME, case.request) for case in questions]
+            prompts = pause_prompts(off.url, NAME, CHAPTER_TOKENS)
+            pause_off = try_pause(off.url, NAME, prompts)  # on the cores that both engines have together
             off.child.stop()
             print(f"asking the decode engine the same; up to {MAX_LOCAL_PREFILL_TOKENS} new prompt tokens it prefills "
                   "itself\n", flush=True)
@@ -118,8 +124,24 @@ def run(model: str, say: Say) -> DemoReport:
             for case, reference in zip(questions, references, strict=True):
                 outcomes.append(hand_over(case, decode, reference))
                 print(outcomes[-1].line(), flush=True)
-            leaks = left_over({"decode": decode, "prefill": prefill})
-    return DemoReport(outcomes, leaks, started_s, time.monotonic() - begin)
+            print("  and a chapter while an answer is running", flush=True)
+            trial, remote = pause_with_pd(decode, prompts)
+            pause = PauseComparison(trial, pause_off, remote)
+            leaks = left_over({"decode": decode, "prefill": prefill}, NAME)
+    return DemoReport(outcomes, leaks, started_s, time.monotonic() - begin, pause)
+
+
+def pause_with_pd(url: str, prompts: Sequence[str]) -> tuple[PauseTrial, int]:
+    """The trial at the decode engine, and how many prompts were prefilled remotely in it."""
+    def remote() -> int:
+        return int(scrape(url).value("vllm:pd_attempts_total", outcome="done"))
+
+    before = remote()
+    trial = try_pause(url, NAME, prompts)
+    deadline = time.monotonic() + COUNTED_S
+    while (count := remote() - before) < 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return trial, count
 
 
 def hand_over(case: DemoCase, url: str, reference: GenerationAnswer) -> DemoOutcome:
@@ -132,26 +154,6 @@ def hand_over(case: DemoCase, url: str, reference: GenerationAnswer) -> DemoOutc
     return DemoOutcome(case, answer, reference, decisions=made, ends=ended,
                        stages_s={stage: added.value("vllm:pd_handover_seconds_sum", stage=stage) for stage in STAGES},
                        transfer_bytes=int(added.value("vllm:pd_transfer_bytes_total")))
-
-
-def left_over(urls: dict[str, str]) -> list[str]:
-    """One line for each gauge of each engine that is not back at 0. Empty where nothing leaks.
-
-    An engine updates its gauges in a step, so each gets one last short question first.
-    """
-    for url in urls.values():
-        ask(url, NAME, GenerationRequest("The end.", max_tokens=2))
-    deadline = time.monotonic() + SETTLE_S
-    while (leaks := leaks_now(urls)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return leaks
-
-
-def leaks_now(urls: dict[str, str]) -> list[str]:
-    """The gauges that are not zero at this moment."""
-    pages = {name: scrape(url) for name, url in urls.items()}
-    return [f"{name} engine: {gauge} is {page.value(gauge):g}, not 0"
-            for name, page in pages.items() for gauge in MUST_BE_ZERO if page.value(gauge) != 0]
 
 
 if __name__ == "__main__":

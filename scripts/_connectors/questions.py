@@ -35,9 +35,10 @@ def extended(prompts: list[list[int]], seed: str) -> list[list[int]]:
             for one in prompts]
 
 
-async def answer_all(url: str, model: str, prompts: list[list[int]]) -> list[Question | None]:
-    """The questions of these prompts, from the engine at `url`; None where a rounding could change the answer. Raises
-    LoadError."""
+async def answer_all(url: str, model: str, prompts: list[list[int]],
+                     margin: float = SAFE_MARGIN) -> list[Question | None]:
+    """The questions of these prompts, from the engine at `url`; None where a rounding could change the answer, because
+    two tokens are closer than `margin` in log-probability. Raises LoadError."""
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: list[int]) -> Question | None:
@@ -51,7 +52,7 @@ async def answer_all(url: str, model: str, prompts: list[list[int]]) -> list[Que
                 connection.close()
         found = answer.required().json()["choices"][0]["logprobs"]
         best = [sorted(choices.values(), reverse=True) for choices in found["top_logprobs"]]
-        if min(first - second for first, second, *_ in best) < SAFE_MARGIN:
+        if min(first - second for first, second, *_ in best) < margin:
             return None
         return Question(prompt, tuple(int(token.removeprefix(TOKEN_ID)) for token in found["tokens"]))
 

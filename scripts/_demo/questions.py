@@ -66,6 +66,12 @@ def cases(url: str, model: str) -> list[DemoCase]:
     ]
 
 
+def pause_prompts(url: str, model: str, chapter_tokens: int) -> tuple[str, str]:
+    """A short prompt whose answer runs while the other one, a chapter of so many tokens, is prefilled. Neither begins
+    like a prompt of `cases`."""
+    return "Once upon a time there was a harbour, and", _text(url, model, chapter_tokens, seed=7)
+
+
 def _text(url: str, model: str, tokens: int, seed: int) -> str:
     """Sentences, cut off after `tokens` tokens."""
     chance = random.Random(seed)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from _demo.pause import PauseComparison
 from _demo.questions import DemoCase
 from vllm_pd.bench.load import GenerationAnswer
 from vllm_pd.bench.report import MS, table
@@ -83,11 +84,12 @@ class DemoReport:
     leaks: Sequence[str]
     started_s: float
     total_s: float
+    pause: PauseComparison
 
     @property
     def faults(self) -> list[str]:
         found = [fault for outcome in self.outcomes for fault in outcome.faults()]
-        return found + [f"left over: {leak}" for leak in self.leaks]
+        return found + self.pause.faults() + [f"left over: {leak}" for leak in self.leaks]
 
     @property
     def good(self) -> bool:
@@ -121,7 +123,7 @@ class DemoReport:
     def as_json(self) -> dict[str, Any]:
         """All figures, times in seconds."""
         return {"good": self.good, "faults": self.faults, "started_s": self.started_s, "total_s": self.total_s,
-                "transfer_gb_per_s": self.transfer_gb_per_s,
+                "transfer_gb_per_s": self.transfer_gb_per_s, "pause": self.pause.as_json(),
                 "questions": [outcome.as_json() for outcome in self.outcomes]}
 
     def plot(self, path: Path) -> None:

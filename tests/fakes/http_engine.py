@@ -93,7 +93,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.engine.count(len(prompt))
         chat = self.path.startswith("/v1/chat")
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(self.engine.token_ids)}
-        if not body["stream"]:
+        if not body.get("stream"):
             time.sleep(self.engine.first_s)
             choice = self._choice(chat, self.engine.token_ids, stream=False) | {"finish_reason": "length"}
             self._reply(json.dumps({"choices": [choice], "usage": usage}).encode())
@@ -114,7 +114,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if chat:
             return {"delta" if stream else "message": {"content": text},
                     "logprobs": {"content": [{"token": token} for token in tokens]}}
-        return {"text": text, "logprobs": {"tokens": tokens}}
+        likely = [{token: -0.1, "token_id:1": -5.0} for token in tokens]
+        return {"text": text, "logprobs": {"tokens": tokens, "top_logprobs": likely}}
 
     def _event(self, part: dict) -> None:
         self.wfile.write(b"data: " + json.dumps(part).encode() + b"\n\n")

@@ -26,6 +26,7 @@ SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 BROKER = (sys.executable, "-m", "vllm_pd.cli", "broker")
 ROUTER = (sys.executable, "-m", "vllm_pd.cli", "router")
 HOST = "127.0.0.1"
+STARTING_AT_ONCE = 2  # starting needs mostly the CPU
 STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 OWN_FLAGS = {  # of `vllm serve`, which `up` sets itself, and what to use instead
     "--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
@@ -163,6 +164,18 @@ def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
     ordered = sorted(cores)
     edges = [len(ordered) * i // count for i in range(count + 1)]
     return [tuple(ordered[a:b]) for a, b in itertools.pairwise(edges)]
+
+
+def starting_at_once(engines: Sequence[EnginePlan]) -> int:
+    """How many of these engines may start at the same time.
+
+    Only one where two of them share a GPU: as vLLM starts, it measures how much memory of the GPU the model needs, and
+    counts what another engine takes meanwhile as its own. With --kv-cache-memory-bytes it does not measure.
+    """
+    measuring = [engine.env["CUDA_VISIBLE_DEVICES"] for engine in engines if "CUDA_VISIBLE_DEVICES" in engine.env
+                 and value_of("--kv-cache-memory-bytes", engine.command) is None]
+    shared = len(measuring) > len(set(measuring))
+    return 1 if shared else STARTING_AT_ONCE
 
 
 def engines_run_on_cpu() -> bool:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd up`: a broker, some engines and perhaps a router on this machine, started together and ended together.
 
-Start: first the broker; then the engines, at most two at a time because starting needs mostly the CPU; when all engines
-are healthy, the router, where there is one. Then the addresses are printed and the state file is written. Until then, a
-child that dies ends all the others. Afterwards its death is reported, the others go on (a decode engine that loses its
-peers prefills by itself), and the exit status of `up` is 1.
+Start: first the broker; then the engines, at most two at a time because starting needs mostly the CPU (one at a time
+where they share a GPU); when all engines are healthy, the router, where there is one. Then the addresses are printed
+and the state file is written. Until then, a child that dies ends all the others. Afterwards its death is reported, the
+others go on (a decode engine that loses its peers prefills by itself), and the exit status of `up` is 1.
 
 End: a signal ends everything. The router and the decode engines are asked to end first, so that they drain, and killed
 if they do not end in time; then the prefill engines; then the broker. A second signal kills all of them at once.
@@ -23,9 +23,8 @@ from pathlib import Path
 from vllm_pd.admin.client import is_healthy
 from vllm_pd.errors import PDError
 from vllm_pd.launch.child import Child, Exited, Say, say_aloud
-from vllm_pd.launch.plan import HOST, ROLE_NAMES, STOP_TIMEOUT_S, EnginePlan, FleetPlan
+from vllm_pd.launch.plan import HOST, ROLE_NAMES, STOP_TIMEOUT_S, EnginePlan, FleetPlan, starting_at_once
 
-STARTING_AT_ONCE = 2
 CHECK_PERIOD_S = 0.25
 BROKER_START_S = 30.0
 BROKER_STOP_S = 3.0
@@ -107,10 +106,10 @@ class Fleet:
         deadline = time.monotonic() + self._timeout_s
         self._broker.start(self._events)
         self._await_broker(min(deadline, time.monotonic() + BROKER_START_S))
-        waiting = collections.deque(self._engines)
+        waiting, at_once = collections.deque(self._engines), starting_at_once(self.plan.engines)
         starting: list[EnginePlan] = []
         while waiting or starting:
-            while waiting and len(starting) < STARTING_AT_ONCE:
+            while waiting and len(starting) < at_once:
                 engine = waiting.popleft()
                 self._say(f"starting {engine.name} at {engine.url}"
                           + (f" on core {','.join(map(str, engine.cores))}" if engine.cores else ""))

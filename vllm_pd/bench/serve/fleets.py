@@ -15,8 +15,8 @@ from vllm_pd.bench.serve.drive import EntryPoint
 from vllm_pd.bench.servers import Server, Servers, cpu_s
 from vllm_pd.errors import PDError
 from vllm_pd.launch.child import Say
-from vllm_pd.launch.plan import EnginePlan
-from vllm_pd.launch.up import STARTING_AT_ONCE, Fleet
+from vllm_pd.launch.plan import EnginePlan, starting_at_once
+from vllm_pd.launch.up import Fleet
 
 STOP_TIMEOUT_S = 15.0
 
@@ -76,8 +76,9 @@ def _start(servers: Servers, plan: ArmPlan, timeout_s: float) -> list[Server]:
         started.append(server)
         starting.append(server)
 
+    at_once = starting_at_once(plan.engines)
     for engine in plan.engines:
-        if len(starting) == STARTING_AT_ONCE:
+        if len(starting) == at_once:
             servers.await_ready(starting.popleft(), timeout_s=timeout_s)
         start(engine)
     while starting:

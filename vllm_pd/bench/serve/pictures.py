@@ -8,7 +8,7 @@ from vllm_pd.bench.serve.comparison import ITL_P99, TTFT_SHORT, labels, over_rou
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
 
 SWEEP_PANELS = (("TTFT of short prompts, p50, ms", TTFT_SHORT, True), ("ITL p99, ms", ITL_P99, True),
                 ("share within the limits", "good_share", False))
@@ -30,20 +30,26 @@ def _one_point(figure: "Figure", report: dict[str, Any]) -> None:
     """Left the distribution of the ITLs, right a timeline of the first round for each arm."""
     left, right = figure.subfigures(1, 2, width_ratios=[2, 3])
     _distribution(left.subplots(), report)
-    axes = right.subplots(len(report["arms"]), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    for number, (axis, (name, arm)) in enumerate(zip(axes, report["arms"].items(), strict=True)):
-        shown = arm.get("timeline", {"itl": [], "long": []})
+    draw_timelines(right, {name: arm.get("timeline", {"itl": [], "long": []}) for name, arm in report["arms"].items()})
+
+
+def draw_timelines(figure: "FigureBase", timelines: dict[str, dict[str, list]], line: str = "") -> None:
+    """One under the other, by name, each as `vllm_pd.bench.serve.figures.timeline` gives it. `line`: matplotlib's style
+    of the line between two tokens; "" draws none, as the tokens of several answers do not follow each other."""
+    axes = figure.subplots(len(timelines), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for number, (axis, (name, shown)) in enumerate(zip(axes, timelines.items(), strict=True)):
         for sent_s, first_s in shown["long"]:
             axis.axvspan(sent_s, first_s, color="0.88")
             axis.axvline(sent_s, color="0.5", linewidth=0.8)
         if shown["itl"]:
-            axis.plot(*zip(*shown["itl"], strict=True), ".", markersize=2, color=f"C{number}")
+            axis.plot(*zip(*shown["itl"], strict=True), f".{line}", markersize=4 if line else 2, linewidth=0.8,
+                      color=f"C{number}")
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.set_title(name, fontsize=9, loc="left")
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("s since the load began; grey: from the arrival of a long prompt to its first token")
-    axes[len(axes) // 2].set_ylabel("ITL of running answers, ms")
+    figure.supylabel("ITL of running answers, ms", fontsize=10)
 
 
 def _distribution(axis: "Axes", report: dict[str, Any]) -> None:

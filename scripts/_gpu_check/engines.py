@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts with engines: one stock engine says what is right, then two disaggregated ones must say the same.
+
+Engines are started as `vllm-pd bench serve` starts them. All share the one GPU, or the cores with `--device cpu`. What
+an engine is told through its environment is set in this process, which is the part's own.
+
+Sums in 16 bits differ with the batch they are made in. So only prompts count whose answer no such difference changes:
+at each token of it the next best one is less likely by MARGINS, in log-probability.
+"""
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _gpu_check.child import PartRun, require
+from _gpu_check.harness import ANSWERS
+from _gpu_check.results import PartFailed, PartSkipped, write_json
+
+NEEDS = ("torch", "nixl", "msgspec", "zmq", "vllm")
+MODEL_TOKENS = 2048
+MAX_LOCAL_TOKENS = 40
+PROMPT_TOKENS = (50, 900)
+GPU_SHARE = "0.40"
+KV_BYTES = str(2 << 30)  # for parts whose engines start side by side
+STOP_RESERVE_S = 10.0
+MARGINS = {"cuda": 0.1, "cpu": 1e-3}
+DRAWN_FOR_EACH = {"cuda": 3, "cpu": 1.2}  # prompts drawn for each that is still wanted, in each of so many rounds
+MOST_ROUNDS = 12
+VARIANT_PROMPTS = 20
+PAIR_S = 60.0  # how long the engines may take to find each other
+RUNNER_LINES = ("Using V2 Model Runner", "Graph capturing finished")  # of each engine, V1
+
+
+@dataclass(frozen=True)
+class EngineVariant:
+    """How a pair of engines runs. `environment` and `arguments` are for both. `needs`: what their fingerprints must
+    say, `lines`: what each of them must have printed."""
+    environment: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    needs: dict[str, str] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+
+def check_b1(run: PartRun) -> None:
+    """Two engines at GPU_SHARE of the memory each, `--prompts` prompts."""
+    prepare(run)
+    check_pair(run, EngineVariant(arguments=("--enforce-eager", *memory(run, GPU_SHARE))), run.settings.prompts)
+
+
+def check_runner(run: PartRun) -> None:
+    """V1's model runner V2 with CUDA graphs and async scheduling."""
+    _require_gpu(run, "CUDA graphs")
+    v1 = prepare(run)
+    if not v1:
+        raise PartSkipped("model runner V2 is one of engine V1, and the patched vLLM is installed here")
+    check_pair(run, EngineVariant({"VLLM_USE_V2_MODEL_RUNNER": "1"},
+                                  ("--async-scheduling", *memory(run, GPU_SHARE, KV_BYTES)), lines=RUNNER_LINES),
+               VARIANT_PROMPTS)
+
+
+def check_flashinfer(run: PartRun) -> None:
+    """FlashInfer, whose heads stand before the tokens."""
+    _require_gpu(run, "FlashInfer")
+    v1 = prepare(run)
+    require("flashinfer")
+    chosen = ("--attention-backend", "FLASHINFER") if v1 else ()
+    environment = {"VLLM_KV_CACHE_LAYOUT": "HND"} | ({} if v1 else {"VLLM_ATTENTION_BACKEND": "FLASHINFER"})
+    needs = {"layout": "kv-heads-first" if v1 else "heads-first"} | ({"engine": "FLASHINFER"} if v1 else {})
+    memory_ = memory(run, GPU_SHARE, KV_BYTES if v1 else "")
+    check_pair(run, EngineVariant(environment, ("--enforce-eager", *chosen, *memory_), needs), VARIANT_PROMPTS)
+
+
+def check_serve(run: PartRun) -> None:
+    """`vllm-pd bench serve`: a disaggregated and a mixed fleet on the same device, a small load."""
+    v1 = prepare(run)
+    from vllm_pd.bench.serve import command
+    from vllm_pd.bench.serve.settings import LoadShape, ServeBench
+
+    gpu = run.settings.device == "cuda"
+    load = LoadShape(duration_s=20.0, streams=(8 if gpu else 2, ), long_every_s=2.0 if gpu else 7.0)
+    memory_ = memory(run, GPU_SHARE, KV_BYTES if v1 else "")
+    bench = ServeBench(model=run.settings.model, arms=("pd", "mixed-rr"), rounds=1, gpus="0" if gpu else "", load=load,
+                       timeout_s=max(1.0, run.left_s - STOP_RESERVE_S),
+                       serve_args=(*engine_arguments(run, v1), *(() if gpu else ("--enforce-eager", )), *memory_))
+    out = Path(run.settings.out)
+    report = out / "serve_bench.json"
+    command.run(bench, out / "serve_engines.log", out / "serve.png", report, print, lambda table: None)
+    judge_serve(run, json.loads(report.read_text()))
+
+
+def judge_serve(run: PartRun, report: dict[str, Any]) -> None:
+    """Note the figures of a report of bench serve. Raises PartFailed where an arm was not measured, a request failed,
+    or, on the CPU, answers differ: batches of a GPU round in their own ways."""
+    points = {name: arm["rounds"][0]["points"][0] for name, arm in report["arms"].items()}
+    run.note(arms={name: {"where": report["arms"][name]["where"], "requests": point["requests"],
+                          "failed": point["failed"], "itl_ms": point["short"]["itl_ms"],
+                          "ttft_short_ms": point["short"]["ttft_ms"], "ttft_long_ms": point["long"]["ttft_ms"],
+                          "answer_tokens_per_s": point["answer_tokens_per_s"]} for name, point in points.items()},
+             compared=report["compared"], different=len(report["different"]))
+    faults = [f"{name}: {error}" for name, error in report["failed"].items()]
+    faults += [f"{name}: {point['failed']} requests failed" for name, point in points.items() if point["failed"]]
+    if run.settings.device == "cpu":
+        faults += report["different"][:5]
+    if faults or not points:
+        raise PartFailed("\n".join(faults) or "no arm was measured")
+
+
+def prepare(run: PartRun) -> bool:
+    """Refuse what can't run here. Returns whether the engines are of V1. Raises PartSkipped."""
+    require(*NEEDS)
+    from vllm_pd.installation import World, find_installation
+    from vllm_pd.launch.plan import engines_run_on_cpu
+
+    world = find_installation().world
+    if world not in (World.PATCHED, World.PLUGIN):
+        raise PartSkipped(f"{world.value} is installed here")
+    on_cpu = engines_run_on_cpu()
+    if on_cpu != (run.settings.device == "cpu"):
+        raise PartSkipped(f"the vllm that is installed here runs on the {'CPU' if on_cpu else 'GPU'}")
+    if not (Path(run.settings.model) / "config.json").is_file():
+        raise PartSkipped("no model: write --model DIR, or set VLLM_PD_MODEL")
+    return world is World.PLUGIN
+
+
+def _require_gpu(run: PartRun, what: str) -> None:
+    if run.settings.device == "cpu":
+        raise PartSkipped(f"it is for a GPU: {what}")
+
+
+def engine_arguments(run: PartRun, v1: bool) -> tuple[str, ...]:
+    """What every engine is started with."""
+    gpu = run.settings.device == "cuda"
+    blocks = () if gpu else ("--block-size", "32" if v1 else "16")
+    quiet = () if v1 else ("--disable-log-requests", )
+    return ("--dtype", "float16" if gpu else "float32", "--max-model-len", str(MODEL_TOKENS),
+            "--enable-prefix-caching", *blocks, *quiet)
+
+
+def memory(run: PartRun, share: str, kv_bytes: str = "") -> tuple[str, ...]:
+    """The arguments for an engine's share of the GPU. With `kv_bytes` (V1) its cache has that size, and the engine does
+    not measure what is free."""
+    if run.settings.device == "cpu":
+        return ()
+    return ("--gpu-memory-utilization", share, *(("--kv-cache-memory-bytes", kv_bytes) if kv_bytes else ()))
+
+
+def check_pair(run: PartRun, variant: EngineVariant, prompts: int) -> None:
+    """Ask a stock engine, then a decode and a prefill engine. Raises PartFailed for a different token, for a prompt
+    that was not prefilled remotely, and for blocks that are not given back."""
+    from _connectors.questions import answer_all
+    from _demo.rest import left_over
+
+    from vllm_pd.bench.connection import served_model
+    from vllm_pd.bench.serve.arms import Arm, ArmKind
+
+    questions = stock_answers(run, prompts)
+    os.environ.update(variant.environment)
+    with started(run, Arm("pd", ArmKind.PD), variant.arguments) as (urls, broker, lines):
+        model = served_model(urls[0])
+        run.note(engines=await_peer(urls[0], model, broker, PAIR_S))
+        before, began_s = attempts_done(urls[0]), time.monotonic()
+        answers = asyncio.run(answer_all(urls[0], model, [prompt for prompt, _ in questions], margin=0.0))
+        took_s = time.monotonic() - began_s
+        remote = await_count(lambda: attempts_done(urls[0]) - before, len(questions))
+        wrong = [number for number, ((_, right), found) in enumerate(zip(questions, answers, strict=True))
+                 if list(found.expected) != list(right)]
+        run.note(prompts=len(questions), wrong=wrong, remote=remote, took_s=round(took_s, 2))
+        leaks = left_over(dict(zip(("decode", "prefill"), urls, strict=True)), model)
+    judge_pair(len(questions), wrong, remote, leaks)
+    judge_engines(run, variant, lines)
+
+
+def judge_pair(prompts: int, wrong: Sequence[int], remote: int, leaks: Sequence[str]) -> None:
+    """Raises PartFailed unless all is as it must be."""
+    faults = list(leaks)
+    if wrong:
+        faults.append(f"{len(wrong)} of {prompts} answers differ from the stock engine's: prompts {wrong[:10]}")
+    if remote != prompts:
+        faults.append(f"{remote} of {prompts} prompts were prefilled remotely")
+    if faults:
+        raise PartFailed("; ".join(faults))
+
+
+def judge_engines(run: PartRun, variant: EngineVariant, lines: Sequence[tuple[str, str]]) -> None:
+    """Raises PartFailed where the engines were not of the kind that the variant is for."""
+    figures = run.figures["engines"]
+    faults = [f"{name}: {key} is {about[key]!r}, not {value!r}" for name, about in figures.items()
+              for key, value in variant.needs.items() if value not in about[key]]
+    for wanted in variant.lines:
+        said = {name for name, line in lines if wanted in line}
+        faults += [f"{name} has not said {wanted!r}" for name in figures if not any(name in one for one in said)]
+    if faults:
+        raise PartFailed("; ".join(faults))
+
+
+def stock_answers(run: PartRun, count: int) -> list[tuple[list[int], list[int]]]:
+    """`count` prompts with a stock engine's tokens. They are kept for the parts that follow. Raises PartFailed where
+    too few prompts have an answer that no rounding changes."""
+    from _connectors.questions import answer_all, draw_prompts_between
+
+    from vllm_pd.bench.connection import served_model
+    from vllm_pd.bench.serve.arms import Arm, ArmKind
+
+    kept = Path(run.settings.out) / ANSWERS
+    known = json.loads(kept.read_text()) if kept.exists() else []
+    if len(known) < count:
+        known, drawn = [], 0
+        with started(run, Arm("single", ArmKind.SINGLE), ("--enforce-eager", *memory(run, GPU_SHARE))) as (urls, _, _):
+            model = served_model(urls[0])
+            for number in range(MOST_ROUNDS):
+                more = math.ceil((count - len(known)) * DRAWN_FOR_EACH[run.settings.device])
+                prompts = draw_prompts_between(f"gpu check {number}", more, *PROMPT_TOKENS)
+                found = asyncio.run(answer_all(urls[0], model, prompts, MARGINS[run.settings.device]))
+                known += [[one.prompt, list(one.expected)] for one in found if one is not None]
+                drawn += more
+                if len(known) >= count:
+                    break
+        write_json(kept, known)
+        run.note(prompts_drawn=drawn, prompts_with_safe_answers=len(known))
+    if len(known) < count:
+        raise PartFailed(f"only {len(known)} prompts have an answer that no rounding changes, {count} are needed: use "
+                         "a larger model, or write a smaller --prompts")
+    return [(prompt, tokens) for prompt, tokens in known[:count]]
+
+
+@contextmanager
+def started(run: PartRun, arm: Any, arguments: Sequence[str]
+            ) -> Iterator[tuple[list[str], str, list[tuple[str, str]]]]:
+    """Inside the `with` block the arm's engines are ready. Gives their URLs, decode engines first, the broker's address
+    ("" without one), and what they print, (name, line), as it comes. Raises PDError where one does not start."""
+    from vllm_pd.bench.serve.arms import FleetSettings, plan_arm
+    from vllm_pd.bench.serve.fleets import running
+    from vllm_pd.installation import World, find_installation
+
+    v1 = find_installation().world is World.PLUGIN
+    gpu = run.settings.device == "cuda"
+    settings = FleetSettings(run.settings.model, pd={"max_local_prefill_tokens": MAX_LOCAL_TOKENS},
+                             serve_args=(*engine_arguments(run, v1), *arguments),
+                             cores=tuple(sorted(os.sched_getaffinity(0))), gpus=(0, ) if gpu else (), v1=v1)
+    plan = plan_arm(arm, settings)
+    lines: list[tuple[str, str]] = []
+
+    def say(name: str, line: str) -> None:
+        lines.append((name, line))
+        print(f"[{name}] {line}", flush=True)
+
+    with running(plan, say, max(1.0, run.left_s - STOP_RESERVE_S)):
+        yield [engine.url for engine in plan.engines], plan.fleet.broker_url if plan.fleet else "", lines
+
+
+def await_peer(url: str, model: str, broker: str, timeout_s: float) -> dict[str, dict[str, str]]:
+    """Ask until a prompt was prefilled remotely. Returns layout, attention backend and types of each engine, as they
+    have registered. Raises PartFailed."""
+    from _chaos.load import VOCABULARY
+
+    from vllm_pd.admin.members import list_members
+    from vllm_pd.bench.load import GenerationRequest, ask
+
+    draw, deadline_s = random.Random("warm-up"), time.monotonic() + timeout_s
+    while not attempts_done(url):
+        if time.monotonic() > deadline_s:
+            raise PartFailed(f"no prompt was prefilled remotely within {timeout_s:g} s; registered: "
+                             f"{list_members(broker).members}")
+        ask(url, model, GenerationRequest(draw.choices(VOCABULARY, k=200), 2, ignore_eos=True), timeout_s=timeout_s)
+        await_count(lambda: attempts_done(url), 1, 2.0)
+    return {member.role.name.lower(): {key: str(getattr(member.fingerprint, key))
+                                       for key in ("layout", "engine", "dtype", "kv_dtype", "block_size")}
+            for member in list_members(broker).members}
+
+
+def attempts_done(url: str) -> int:
+    """How many prompts of the engine at `url` were prefilled remotely."""
+    from vllm_pd.admin.scrape import scrape
+
+    return int(scrape(url).value("vllm:pd_attempts_total", outcome="done"))
+
+
+def await_count(count: Any, wanted: int, timeout_s: float = 10.0) -> int:
+    """What `count` returns when it is `wanted`, or after `timeout_s`: an engine counts some things later."""
+    deadline_s = time.monotonic() + timeout_s
+    while (found := count()) < wanted and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    return found

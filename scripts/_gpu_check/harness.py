@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs parts, each in a process of its own with a deadline of its own, all within one budget.
+
+Life of a part: `grant_s` decides how long it may take, or that too little of the budget is left. Its process runs
+`_gpu_check.child`. At its deadline it gets SIGTERM, on which it ends what it has started, and STOP_S later SIGKILL.
+Whatever it has left running is killed after it, so that the next part finds the device free: `adopting_orphans` makes
+this process the "child subreaper" of them all, so they stay its descendants when their parent dies.
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from _gpu_check.results import PartOutcome, PartResult, read_result
+
+STOP_S = 12.0  # from SIGTERM to SIGKILL: engines must end and free the device
+LAST_CHARS = 1500
+ANSWERS = "stock_answers.json"  # in the folder of results: what a stock engine answered in this run
+PR_SET_CHILD_SUBREAPER = 36
+SCRIPTS = Path(__file__).resolve().parents[1]
+
+
+class GpuPart(NamedTuple):
+    """A part. `target` is its function, "module:function". `deadline_s`: how long it may take; with less than `least_s`
+    it is not begun. `what` says in words what it checks."""
+    name: str
+    target: str
+    what: str
+    deadline_s: float
+    least_s: float
+
+
+@dataclass(frozen=True)
+class CheckSettings:
+    """What every part gets. `device` is "cuda" or "cpu"; `out` is the folder for logs and results; `model` is "" where
+    there is none."""
+    device: str
+    out: str
+    model: str = ""
+    prompts: int = 50
+
+
+def grant_s(part: GpuPart, left_s: float) -> float | None:
+    """How long the part may take if so much of the budget is left; None: too little. The time to end it is kept
+    back."""
+    usable_s = min(part.deadline_s, left_s - STOP_S)
+    return usable_s if usable_s >= part.least_s else None
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Inside the `with` block, processes whose parent dies become children of this process."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def run_part(part: GpuPart, settings: CheckSettings, deadline_s: float, stop_s: float = STOP_S) -> PartResult:
+    """Run one part to its end. When it returns, or raises for a signal, all processes of the part have ended."""
+    out = Path(settings.out)
+    found, log = out / f"{part.name}.json", out / f"{part.name}.log"
+    found.unlink(missing_ok=True)
+    before = _descendants()
+    began_s = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "_gpu_check.child", part.target, str(found), json.dumps(asdict(settings)),
+             str(deadline_s)], stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, env=environment)
+        try:
+            ended = _ends(process, deadline_s)
+            if not ended:
+                process.terminate()
+                _ends(process, stop_s)
+        finally:
+            _kill(_descendants() - before)
+    return _judge(process.wait(), ended, read_result(found), log, deadline_s, time.monotonic() - began_s)
+
+
+def run_parts(parts: Iterable[GpuPart], settings: CheckSettings, budget_s: float,
+              keep: Callable[[str, PartResult], str]) -> None:
+    """Run the parts in order. `keep` gets each result at once; it returns why nothing else can run here, or ""."""
+    ends_s, reason = time.monotonic() + budget_s, ""
+    for part in parts:
+        left_s = ends_s - time.monotonic()
+        granted_s = grant_s(part, left_s)
+        if reason:
+            result = PartResult(PartOutcome.SKIPPED, reason)
+        elif granted_s is None:
+            result = PartResult(PartOutcome.SKIPPED, f"{max(0.0, left_s):.0f} s are left of the {budget_s:g} s, and it "
+                                f"takes at least {part.least_s + STOP_S:.0f} s")
+        else:
+            result = run_part(part, settings, granted_s)
+        reason = keep(part.name, result) or reason
+
+
+def _judge(status: int, ended: bool, found: PartResult | None, log: Path, deadline_s: float,
+           took_s: float) -> PartResult:
+    """The result of a part whose process has ended with `status`, in time if `ended`, and has written `found`."""
+    figures = found.figures if found is not None else {}
+    if not ended:
+        return PartResult(PartOutcome.TIMED_OUT, f"no end within {deadline_s:.0f} s; its last lines:\n{_tail(log)}",
+                          figures, took_s)
+    if found is None or found.outcome is PartOutcome.RUNNING:
+        return PartResult(PartOutcome.FAILED, f"its process ended with {status} before it had a result; its last lines:"
+                          f"\n{_tail(log)}", figures, took_s)
+    if status:
+        return PartResult(PartOutcome.FAILED, f"its process ended with {status} after its result, which was: "
+                          f"{found.outcome} {found.reason}", figures, took_s)
+    return PartResult(found.outcome, found.reason, figures, took_s)
+
+
+def _ends(process: subprocess.Popen, timeout_s: float) -> bool:
+    """Whether the process ends in so long."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+        return True
+    return False
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-LAST_CHARS:].strip() or "(none)"
+
+
+def _descendants() -> set[psutil.Process]:
+    """All processes below this one."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    """SIGKILL to all of them. Returns when they have ended, or after STOP_S."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(processes, timeout=STOP_S)
+
+
+def _path() -> str:
+    """PYTHONPATH for a part: what it has, and the scripts."""
+    return os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH", "")]))
