@@ -14,7 +14,7 @@ from vllm_pd.bench.serve.words import TOKENS_PER_WORD
 from vllm_pd.core.policy import PolicyConfig
 
 from .engine import BLOCK_TOKENS, EngineSpeed, SimClock, SimRequest
-from .fleet import SimFleet
+from .fleet import ModelFleet
 
 FIXED = {"0": 0, "200": 200, "1000": 1000, "infinite": 1 << 40}
 ITL_SLACK = 1.05  # two ITL p99 within this are the same
@@ -69,7 +69,7 @@ def arms(machine: Machine) -> dict[str, PolicyConfig]:
 def simulate(machine: Machine, point: LoadPoint, policy: PolicyConfig) -> dict[str, Any]:
     """The figures of one point of a load."""
     clock, figures = SimClock(), Figures()
-    fleet = SimFleet(clock, [machine.decode, *[machine.prefill] * machine.prefills], policy)
+    fleet = ModelFleet(clock, [machine.decode, *[machine.prefill] * machine.prefills], policy)
     clients = [_Client(clock, fleet, chain, point.for_s, figures) for chain in point.chains()]
     clock.run(lambda: all(client.over for client in clients) or clock.now > MOST_S)
     figures.unfinished = sum(not client.over for client in clients)
@@ -79,7 +79,7 @@ def simulate(machine: Machine, point: LoadPoint, policy: PolicyConfig) -> dict[s
 class _Client:
     """One chain of requests."""
 
-    def __init__(self, clock: SimClock, fleet: SimFleet, chain: RequestChain, until_s: float, figures: Figures) -> None:
+    def __init__(self, clock: SimClock, fleet: ModelFleet, chain: RequestChain, until_s: float, figures: Figures) -> None:
         self._clock, self._fleet, self._until_s, self._figures = clock, fleet, until_s, figures
         self._requests: Iterator[LoadRequest] = iter(chain.requests)
         self.over = False

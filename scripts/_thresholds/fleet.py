@@ -38,7 +38,7 @@ class SimJob:
 
 
 @dataclass(eq=False)
-class SimPrefill:
+class ModelPrefill:
     """A prefill engine."""
     name: str
     engine: SimEngine
@@ -52,7 +52,7 @@ class SimPrefill:
                              self.speed.tokens_per_s)
 
 
-class SimFleet:
+class ModelFleet:
     """The fleet. `decisions` counts (remote, reason)."""
 
     def __init__(self, clock: SimClock, speeds: list[EngineSpeed], policy: PolicyConfig) -> None:
@@ -60,7 +60,7 @@ class SimFleet:
         self._policy = policy
         self.decisions: collections.Counter[str] = collections.Counter()
         self.decode = SimEngine(clock, speeds[0], self._admits)
-        self._prefills = [SimPrefill(f"p{number}", SimEngine(clock, speed)) for number, speed in enumerate(speeds[1:])]
+        self._prefills = [ModelPrefill(f"p{number}", SimEngine(clock, speed)) for number, speed in enumerate(speeds[1:])]
         self._queue: collections.deque[SimJob] = collections.deque()
         self._jobs: dict[SimJob, str] = {}  # not computed, by who has them
         self._own = OwnJobs()
@@ -77,7 +77,7 @@ class SimFleet:
 
     # What is known at the decode engine, and how it decides.
 
-    def _report(self, prefill: SimPrefill) -> None:
+    def _report(self, prefill: ModelPrefill) -> None:
         prefill.reported = prefill.load()
         self._clock.after(HEARTBEAT_S, lambda: self._report(prefill))
 
@@ -133,7 +133,7 @@ class SimFleet:
             self._jobs[job] = prefill.name
             self._clock.after(2 * HOP_S, lambda job=job, prefill=prefill: self._take(job, prefill))
 
-    def _take(self, job: SimJob, prefill: SimPrefill) -> None:
+    def _take(self, job: SimJob, prefill: ModelPrefill) -> None:
         """It reads what only the decode engine has cached, where that is quicker, and computes the rest."""
         request, engine = job.request, prefill.engine
         missing = job.cached_tokens - engine.hit(request.hashes, request.prompt_tokens)
@@ -146,14 +146,14 @@ class SimFleet:
                               lambda: self._computed(job, prefill))
         self._clock.after(read_s, lambda: engine.add(job.twin))
 
-    def _computed(self, job: SimJob, prefill: SimPrefill) -> None:
+    def _computed(self, job: SimJob, prefill: ModelPrefill) -> None:
         now = self._clock.now
         job.computed_at = now
         del self._jobs[job]
         write_s = WRITE_S + job.tokens / prefill.engine.speed.moved_per_s
         self._clock.after(write_s, lambda: self._arrived(job, prefill, write_s))
 
-    def _arrived(self, job: SimJob, prefill: SimPrefill, write_s: float) -> None:
+    def _arrived(self, job: SimJob, prefill: ModelPrefill, write_s: float) -> None:
         now = self._clock.now
         prefill.jobs.discard(job)
         self._offer()
