@@ -79,7 +79,8 @@ def simulate(machine: Machine, point: LoadPoint, policy: PolicyConfig) -> dict[s
 class _Client:
     """One chain of requests."""
 
-    def __init__(self, clock: SimClock, fleet: ModelFleet, chain: RequestChain, until_s: float, figures: Figures) -> None:
+    def __init__(self, clock: SimClock, fleet: ModelFleet, chain: RequestChain, until_s: float,
+                 figures: Figures) -> None:
         self._clock, self._fleet, self._until_s, self._figures = clock, fleet, until_s, figures
         self._requests: Iterator[LoadRequest] = iter(chain.requests)
         self.over = False

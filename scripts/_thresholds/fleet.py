@@ -60,7 +60,8 @@ class ModelFleet:
         self._policy = policy
         self.decisions: collections.Counter[str] = collections.Counter()
         self.decode = SimEngine(clock, speeds[0], self._admits)
-        self._prefills = [ModelPrefill(f"p{number}", SimEngine(clock, speed)) for number, speed in enumerate(speeds[1:])]
+        self._prefills = [ModelPrefill(f"p{number}", SimEngine(clock, speed))
+                          for number, speed in enumerate(speeds[1:])]
         self._queue: collections.deque[SimJob] = collections.deque()
         self._jobs: dict[SimJob, str] = {}  # not computed, by who has them
         self._own = OwnJobs()
