@@ -110,6 +110,18 @@ def test_what_a_hand_over_takes_beside_waiting_computing_and_writing(measures):
     assert measures.there(LONG_AGO_S, 500, 0, [(0, 1.0)]).overhead_s == pytest.approx(START_OVERHEAD_S)
 
 
+def test_hand_overs_that_waited_for_a_long_step_here_do_not_speak_against_the_next(measures):
+    """Else an engine that has computed a long prompt itself would do so again and again."""
+    measures.handed_over(0.0, 1000, total_s=1.71, known_s=1.2, transfer_s=0.5)
+    for number in range(7):
+        measures.handed_over(1.0 + number, 1000, total_s=4.0, known_s=1.2, transfer_s=0.5)
+        assert measures.there(1.0 + number, 500, 0, [(0, 1.0)]).overhead_s == pytest.approx(0.01)
+    measures.handed_over(9.0, 1000, total_s=4.0, known_s=1.2, transfer_s=0.5)
+    assert measures.there(9.0, 500, 0, [(0, 1.0)]).overhead_s == pytest.approx(2.3), "a slow network stays slow"
+    measures.handed_over(9.0 + 2 * HALF_LIFE_S, 1000, total_s=1.9, known_s=1.2, transfer_s=0.5)
+    assert measures.there(9.0 + 2 * HALF_LIFE_S, 500, 0, [(0, 1.0)]).overhead_s == pytest.approx(0.2), "those are old"
+
+
 def test_parts_that_overlap_leave_no_negative_overhead(measures):
     for _ in range(50):
         measures.handed_over(0.0, 1000, total_s=1.0, known_s=1.2, transfer_s=0.5)

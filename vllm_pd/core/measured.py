@@ -7,7 +7,8 @@ How each estimate starts, stays fresh and ages:
     speed here      each step with at least MIN_TOKENS prompt tokens renews it. Never measured: that of the peers
     speed of a P    with each of its reports, as it measured it. Never measured: that of here
     transfer        START_MOVED_PER_S; each hand-over renews it
-    overhead        START_OVERHEAD_S; each hand-over renews it
+    overhead        START_OVERHEAD_S; the least of the last hand-overs, because what is more was waiting for a long
+                    step of an engine, which this engine may have caused by its own decision
 
 An engine that always hands over does not measure itself, and one that never does measures no hand-over. So what was
 measured moves back: a speed to the mean of all speeds known, here and there, the overhead and the transfer to their
@@ -30,6 +31,7 @@ MIN_PROMPT_SHARE = 0.1  # of a step's time, that its prompt tokens take at the l
 START_MOVED_PER_S = 1e5  # tokens whose KV is written
 START_OVERHEAD_S = 0.01
 STEPS_IN_FLIGHT = 64  # more than any engine has
+LAST_HAND_OVERS = 8
 
 
 class MeasuredRate:
@@ -143,7 +145,7 @@ class DecodeMeasures:
         self._batch_tokens = batch_tokens
         self._speed = speed
         self._moved = MeasuredRate(START_MOVED_PER_S)
-        self._overhead_s = START_OVERHEAD_S
+        self._overheads_s: collections.deque[float] = collections.deque(maxlen=LAST_HAND_OVERS)
         self._handed_over_at: float | None = None  # or when it was first asked for
         self._prompts = ArrivalRate()
         self._handed_over = ArrivalRate()
@@ -159,9 +161,9 @@ class DecodeMeasures:
         of arrival, of which `known_s` are waiting and computing there, and `transfer_s` the write."""
         if tokens >= MIN_TOKENS and transfer_s > 0:
             self._moved.observe(tokens, transfer_s)
-        overhead_s = max(0.0, total_s - known_s - transfer_s)
-        kept = aged(KEPT, 0.0, self._hand_over_age_s(now))
-        self._overhead_s = kept * self._overhead_s + (1 - kept) * overhead_s
+        if self._hand_over_age_s(now) > HALF_LIFE_S:
+            self._overheads_s.clear()
+        self._overheads_s.append(max(0.0, total_s - known_s - transfer_s))
         self._handed_over_at = now
 
     def here(self, now: float, tokens_before: int, decodes: int, peer_rates: Iterable[float]) -> Here:
@@ -178,8 +180,8 @@ class DecodeMeasures:
         age_s = self._hand_over_age_s(now)
         found = tuple((taken, aged_rate(rate, mean, age_s) if rate else own or mean) for taken, rate in engines)
         moved_per_s = aged_rate(self._moved.per_s, START_MOVED_PER_S, age_s)
-        return There(queued_tokens, found, tokens / moved_per_s, aged(self._overhead_s, START_OVERHEAD_S, age_s),
-                     self._handed_over.per_s(now))
+        overhead_s = aged(min(self._overheads_s, default=START_OVERHEAD_S), START_OVERHEAD_S, age_s)
+        return There(queued_tokens, found, tokens / moved_per_s, overhead_s, self._handed_over.per_s(now))
 
     def _hand_over_age_s(self, now: float) -> float:
         if self._handed_over_at is None:
