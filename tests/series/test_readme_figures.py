@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of the README's tables are those of the JSON files that their measurement wrote.
+
+Each row of the two tables of gain and cost is named here: with its files, or among those that no file was kept of.
+"""
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+SECTION = (ROOT / "README.md").read_text().partition("## What it gains")[2].partition("\n## ")[0]
+
+
+def read(name: str) -> Any:
+    """A result file."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def served(name: str, arm: str, figure: str) -> float:
+    """The median of a figure of an arm of `vllm-pd bench serve`."""
+    [table] = read(name)["table"].values()
+    return table[arm]["figures"][figure]["median"]
+
+
+def itl(name: str) -> Iterator[str]:
+    """ITL p99 / max of each arm, in ms."""
+    [table] = read(name)["table"].values()
+    for arm in table:
+        yield " / ".join(f"{served(name, arm, f'short.itl_ms.{which}'):,.0f}" for which in ("p99", "max"))
+
+
+def ttft(name: str) -> Iterator[str]:
+    """TTFT of short prompts in ms and of long ones in s, of both arms."""
+    for arm in ("pd", "mixed-rr"):
+        yield f"{served(name, arm, 'short.ttft_ms.p50'):,.0f} ms"
+        yield f"{served(name, arm, 'long.ttft_ms.p50') / 1000:.2f} s"
+
+
+def chaos() -> Iterator[str]:
+    """What both runs have in common, and how soon a killed prefill engine's jobs fall back."""
+    for name, of_which in (("chaos", "fallback {} s"), ("chaos_v1", "(V1: {} s)")):
+        found = read(f"{name}/chaos.json")
+        yield f"{found['kills']} kills and {found['stops']} stops of engines and broker in {found['requests']:,} req"
+        yield (f"{found['wrong_answers']} wrong answers, {found['unfinished']} unfinished, "
+               f"{found['leaked_blocks']} leaked blocks")
+        yield of_which.format(f"{found['from_kill_of_p_to_fallback_s']['p50']:.2f}")
+
+
+def stopped_decode_engine() -> Iterator[str]:
+    """The decode engine is stopped for longer than a lease."""
+    faults = {name: by_fault["d-stopped"] for name, by_fault in read("connectors_v1.json")["faults"].items()}
+    ours, pull, push = (faults[name] for name in ("PDConnector", "NixlConnector", "NixlPushConnector"))
+    yield f"{ours['wrong']} wrong, {ours['hang']} hang"
+    yield f"`NixlConnector` {pull['wrong']} wrong answers"
+    yield f"`NixlPushConnector` {push['hang']} hang, {push['leaked_blocks']} blocks leaked"
+    yield f"{sum(ours[end] for end in ('right', 'error', 'hang', 'wrong', 'aborted'))} requests"
+
+
+def hits() -> Iterator[str]:
+    """Prefix hits behind the router, by the size of the caches."""
+    summary = read("router_hits.json")["summary"]
+    yield " / ".join(f"{100 * one['pool_share']:.0f}" for one in summary) + " % of a trace"
+    for policy in ("kv", "round-robin"):
+        yield " / ".join(f"{100 * one['policies'][policy]['hit_share']:.1f}" for one in summary) + " %"
+
+
+def dummies() -> Iterator[str]:
+    """Dummy forward passes of two ranks of a Mixtral."""
+    means = {entry["tree"]: entry["drain_dummies"]["mean"] for entry in read("dp_bench.json")["entries"]
+             if entry["model"] == "tiny-mixtral" and entry["size"] == 2}
+    yield f"| {means['step sync']:.1f} | upstream {means['waves']:.1f} |"
+
+
+def demo() -> Iterator[str]:
+    """Two questions of the demo: with disaggregation, and without."""
+    asked = {one["name"]: one for one in read("demo_v0.json")["questions"]}
+    both = asked["a page"], asked["a chapter"]
+    yield " / ".join(f"{one['prompt_tokens']:,}" for one in both) + " tokens"
+    for place in ("ttft_s", "ttft_off_s"):
+        yield " / ".join(f"{one[place]:.2f}" for one in both) + " s"
+
+
+def pauses() -> Iterator[str]:
+    """How long a running answer stands still."""
+    for arm, text in (("pd", "| {:.2f} s |"), ("off", "without disaggregation {:.2f} s")):
+        yield text.format(read("demo_v0.json")["pause"][arm]["longest_s"])
+
+
+FILED: dict[str, Callable[[], Iterator[str]]] = {
+    "ITL of running answers while long prompts arrive": lambda: itl("serve_v1.json"),
+    "the same on V0, ITL": lambda: itl("serve_v0.json"),
+    "longest pause of a running answer": pauses,
+    "73 kills": chaos,
+    "V1: the decode engine is stopped": stopped_decode_engine,
+    "prompt tokens that are prefix hits": hits,
+    "dummy forward passes": dummies,
+    "TTFT (p50) of short prompts / of those of about 1,300 tokens, V1": lambda: ttft("serve_v1.json"),
+    "the same on V0, TTFT": lambda: ttft("serve_v0.json"),
+    "TTFT of a remote prompt": demo,
+}
+NOT_FILED = ("control plane:", "transfer, beside", "router, added", "a step without")
+
+
+def rows() -> list[str]:
+    """All rows of the tables but their heads."""
+    lines = [line for line in SECTION.splitlines() if line.startswith("| ")]
+    return [line for line in lines if not line.startswith(("| gain |", "| cost |"))]
+
+
+def test_every_row_is_named_once():
+    for row in rows():
+        assert sum(row.startswith(f"| {beginning}") for beginning in (*FILED, *NOT_FILED)) == 1, row
+    assert len(rows()) == len(FILED) + len(NOT_FILED)
+
+
+@pytest.mark.parametrize("beginning", FILED)
+def test_its_figures_are_those_of_the_file(beginning):
+    [row] = [row for row in rows() if row.startswith(f"| {beginning}")]
+    for figure in FILED[beginning]():
+        assert figure in row
