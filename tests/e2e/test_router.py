@@ -36,7 +36,7 @@ def fleet() -> Iterator[Fleet]:
     options = UpOptions(model_folder("VLLM_PD_MODEL"), 1, 1, port=take_free_run("127.0.0.1", 3), pd=PD,
                         serve_args=SERVE_ARGS, router=True)
     plan = plan_fleet(options, sorted(os.sched_getaffinity(0)))
-    quick = ("--probe-interval-s", "1", "--probe-timeout-s", "5")
+    quick = ("--probe-interval-s", "1", "--probe-timeout-s", "15")  # engines of other tests run beside these
     plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, command=(*plan.router.command, *quick)))
     with Fleet(plan) as running:
         eventually(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)["workers"]]
