@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts with engines: one stock engine says what is right, then two disaggregated ones must say the same.
 
-Engines are started as `vllm-pd bench serve` starts them. All share the one GPU, or the cores with `--device cpu`. What
-an engine is told through its environment is set in this process, which is the part's own.
+Engines are started as `vllm-pd bench serve` starts them. All share the one GPU, or the cores with `--device cpu`. The
+environment variables of an engine are set in this process: each part has a process of its own.
 
 Sums in 16 bits differ with the batch they are made in. So only prompts count whose answer no such difference changes:
 at each token of it the next best one is less likely by MARGINS, in log-probability.

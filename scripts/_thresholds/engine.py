@@ -64,8 +64,9 @@ class SimRequest:
 
 @dataclass
 class SimEngine:
-    """One engine. `admits` is asked for the first waiting request with its prefix hit: whether it is computed here;
-    where not, whoever was asked keeps it. `stepped` gets (begin, tokens of each request, 1 for a decode)."""
+    """One engine. `admits` gets the first waiting request and its prefix hit in tokens, and says whether this engine
+    computes it; if not, `admits` must keep the request. `stepped` gets the begin of a step in seconds and the tokens of
+    each request in it, 1 for a decode."""
     clock: SimClock
     speed: EngineSpeed
     admits: Callable[[SimRequest, int], bool] = lambda request, cached_tokens: True

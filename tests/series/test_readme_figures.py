@@ -85,7 +85,7 @@ def demo() -> Iterator[str]:
 
 
 def pauses() -> Iterator[str]:
-    """How long a running answer stands still."""
+    """The longest pause of a running answer."""
     for arm, text in (("pd", "| {:.2f} s |"), ("off", "without disaggregation {:.2f} s")):
         yield text.format(read("demo_v0.json")["pause"][arm]["longest_s"])
 

@@ -51,7 +51,7 @@ def test_a_wrong_transfer_after_the_wait_fails_the_part():
 
 @pytest.mark.parametrize("spoilt", ["D", "P"])
 def test_b3_a_block_that_should_not_have_changed_is_found(spoilt, monkeypatch):
-    """One write more than D is told of; a block of P that changes."""
+    """P writes one block more than D expects; a block of P changes."""
     transfer = TransferEnd.transfer
 
     def also_another(self, request, ordered):

@@ -28,8 +28,12 @@ class QueueLimits(msgspec.Struct, frozen=True):
 
 def may_take(taker: m.Member, job: m.Job, owner: m.Member) -> bool:
     """Whether this member may do that job of the owner's."""
+    return taker.incarnation not in job.avoid and may_prefill_for(taker, owner)
+
+
+def may_prefill_for(taker: m.Member, owner: m.Member) -> bool:
+    """Whether this member may do jobs of the owner's."""
     return (taker.incarnation != owner.incarnation and taker.role.prefills and not taker.draining
-            and taker.incarnation not in job.avoid
             and taker.fingerprint.first_difference(owner.fingerprint) is None)
 
 
@@ -38,10 +42,8 @@ def prefill_loads(asker: m.Member, members: Iterable[m.Member]) -> tuple[m.Prefi
     hands over none. At most `MAX_LOADS`."""
     if not asker.role.decodes:
         return ()
-    fitting = (one for one in members if one.incarnation != asker.incarnation and one.role.prefills
-               and not one.draining and one.fingerprint.first_difference(asker.fingerprint) is None)
-    return tuple(m.PrefillLoad(one.incarnation, one.load.job_tokens, one.load.tokens_per_s)
-                 for one in itertools.islice(fitting, m.MAX_LOADS))
+    fitting = (one for one in members if may_prefill_for(one, asker))
+    return tuple(map(m.PrefillLoad.of, itertools.islice(fitting, m.MAX_LOADS)))
 
 
 class _RegisteredMember:
@@ -211,7 +213,7 @@ class Registry:
         """Prompt tokens to be computed that wait in the queue for the prefill engines that fit this member."""
         by_owner: collections.Counter[str] = collections.Counter()
         for _, job, _ in self._in_order():
-            by_owner[job.attempt.incarnation] += max(0, len(job.token_ids) - job.cached_tokens)
+            by_owner[job.attempt.incarnation] += job.new_tokens
         return sum(tokens for name, tokens in by_owner.items() if name in self._entries and
                    self._entries[name].member.fingerprint.first_difference(member.fingerprint) is None)
 

@@ -60,8 +60,7 @@ class ClusterView:
         """The whole registry has come."""
         self.version = message.version
         self._members = {member.incarnation: member for member in message.members}
-        self._loads = {name: m.PrefillLoad(name, member.load.job_tokens, member.load.tokens_per_s)
-                       for name, member in self._members.items()}
+        self._loads = {name: m.PrefillLoad.of(member) for name, member in self._members.items()}
         self._sort_members()
 
     def loads(self, message: m.Heard) -> None:

@@ -223,7 +223,7 @@ class PeerProtocol:
             return None
         event = self._events.popleft()
         if isinstance(event, Prefill):
-            self._credits.use(1, self._new_tokens(event))
+            self._credits.use(1, event.new_tokens(self.member.fingerprint.block_size))
         return event
 
     @_locked
@@ -526,11 +526,9 @@ class PeerProtocol:
         if not self.state.takes_jobs:
             return self._credits.update(0)
         coming = self._prefill.waiting_tokens()
-        coming += [self._new_tokens(event) for event in self._events if isinstance(event, Prefill)]
+        block_size = self.member.fingerprint.block_size
+        coming += [event.new_tokens(block_size) for event in self._events if isinstance(event, Prefill)]
         return self._credits.update(max(0, self._credits.jobs - len(coming)), sum(coming))
-
-    def _new_tokens(self, prefill: Prefill) -> int:
-        return max(1, len(prefill.token_ids) - prefill.cached_blocks * self.member.fingerprint.block_size)
 
 
 def merged(**counters: m.Counters) -> dict[str, int]:

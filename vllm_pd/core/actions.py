@@ -76,6 +76,10 @@ class Prefill(msgspec.Struct, frozen=True):
     peer: str
     priority: int = 0
 
+    def new_tokens(self, block_size: int) -> int:
+        """Tokens of the prompt that D has not cached; as `Job.new_tokens`."""
+        return len(self.token_ids) - self.cached_blocks * block_size
+
 
 class Cancelled(msgspec.Struct, frozen=True):
     """P: stop this job; call `ended` when no handle of it can write any more."""

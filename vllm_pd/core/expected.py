@@ -105,8 +105,8 @@ def _others_s(before_s: float, takes_s: float, prompts_per_s: float) -> float:
 
 
 def _there_s(tokens: int, there: There) -> tuple[float, float]:
-    """When the prefill engine that is done with it first could begin, after all that was queued before, and how long it
-    computes. What is queued goes to whoever is free first."""
+    """When the prefill engine that would end first could begin, after all that was queued before, and how long it
+    computes. A queued job goes to the engine that is free first."""
     ends = sorted((done / max(MIN_TOKENS_PER_S, rate), max(MIN_TOKENS_PER_S, rate)) for done, rate in there.busy)
     begun_s = _begun_s(there.queued_tokens, ends)
     return min(((max(begun_s, end_s), tokens / rate) for end_s, rate in ends), key=sum)

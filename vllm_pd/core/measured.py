@@ -41,11 +41,9 @@ class MeasuredRate:
     def __init__(self, start: float, kept: float = KEPT) -> None:
         self._amount, self._seconds = start / 10, 0.1
         self._kept = kept
-        self.measured = False
 
     def observe(self, amount: float, seconds: float) -> None:
         """This amount took so many seconds."""
-        self.measured = True
         self._amount = self._kept * self._amount + amount
         self._seconds = self._kept * self._seconds + seconds
 

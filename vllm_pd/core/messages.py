@@ -116,6 +116,11 @@ class PrefillLoad(msgspec.Struct, frozen=True, array_like=True):
     job_tokens: Count = 0
     tokens_per_s: Rate = 0.0
 
+    @classmethod
+    def of(cls, member: "Member") -> "PrefillLoad":
+        """That of this member, as it last reported it."""
+        return cls(member.incarnation, member.load.job_tokens, member.load.tokens_per_s)
+
 
 class Process(msgspec.Struct, frozen=True, array_like=True):
     """One process of an engine, as its host names it: the pid, and when it began in clock ticks since boot."""

@@ -99,9 +99,8 @@ class HandoverEngine(ABC):
         """Pass the present load on to the protocol, which sends it with each heartbeat."""
         load, jobs = self._load(), self.prefill_jobs
         if jobs is not None:
-            self.remote_prefills.job_tokens = jobs.job_tokens
-            load = msgspec.structs.replace(load, job_tokens=self.remote_prefills.job_tokens,
-                                           tokens_per_s=self.speed.tokens_per_s)
+            tokens = self.remote_prefills.job_tokens = jobs.job_tokens
+            load = msgspec.structs.replace(load, job_tokens=tokens, tokens_per_s=self.speed.tokens_per_s)
         self.protocol.set_load(load)
 
     def _give_back_jobs(self) -> None:

@@ -57,7 +57,6 @@ class PeerJob:
     prefill_s: float = 0.0
     local_block_ids: list[int] = field(default_factory=list)
     cancelled: bool = False
-    cached_tokens: int = 0  # this engine's prefix hit, when it was last looked for
     read_tokens: int = 0  # how many of the peer's tokens were asked for
     request: Any = None  # the engine's own
 
@@ -136,7 +135,7 @@ class PrefillHandover(ABC):
     def turn(self, job: PeerJob) -> job_order.Turn:
         """The job's place in the order of jobs."""
         return job_order.Turn(job.prefill.priority if self._by_priority else 0, job_order.due_s(
-            job.started_at, self._uncached_tokens(job), self._speed.tokens_per_s, self._overtaking,
+            job.started_at, job.prefill.new_tokens(self._block_size), self._speed.tokens_per_s, self._overtaking,
             self._most_passed_s))
 
     def begin(self) -> None:
@@ -152,7 +151,8 @@ class PrefillHandover(ABC):
     @property
     def job_tokens(self) -> int:
         """Tokens of the jobs that are not computed yet, without what their decode engines have cached."""
-        return sum(self._uncached_tokens(job) for job in self._jobs.values() if job.state in _NOT_COMPUTED)
+        return sum(job.prefill.new_tokens(self._block_size) for job in self._jobs.values()
+                   if job.state in _NOT_COMPUTED)
 
     def give_back(self, attempts: Iterable[Attempt], reason: str) -> None:
         """Give up these jobs, which are `queued` or `computing`: their decode engines try another peer."""
@@ -191,7 +191,6 @@ class PrefillHandover(ABC):
         job = self._jobs.get(attempt)
         if job is None or job.read_tokens:
             return False
-        job.cached_tokens = cached_tokens
         return self.prefix_cost.worth_reading(job.prefill.cached_blocks * self._block_size - cached_tokens)
 
     def read_prefix(self, attempt: Attempt, block_ids: list[int], cached_tokens: int) -> None:
@@ -324,10 +323,6 @@ class PrefillHandover(ABC):
     def _refuse(self, attempt: Attempt, problem: str) -> None:
         logger.warning("job %s can't run here: %s", attempt, problem)
         self._protocol.failed(attempt, f"the prefill engine can't run it: {problem}")
-
-    def _uncached_tokens(self, job: PeerJob) -> int:
-        """Tokens that its decode engine has not cached."""
-        return len(job.prefill.token_ids) - job.prefill.cached_blocks * self._block_size
 
     def _cancel(self, attempt: Attempt, progress: Progress) -> None:
         job = self._jobs.get(attempt)
