@@ -121,6 +121,7 @@ class TestFigures:
         assert found["ttft_ms"] == {"mean": 200, "p50": 100, "p99": 300, "max": 300}
         assert found["itl_ms"]["max"] == pytest.approx(300) and found["tpot_ms"]["max"] == pytest.approx(200)
         assert found["short"]["itl_ms"] == found["itl_ms"] and found["long"]["ttft_ms"] == {}
+        assert found["pause_ms"] == pytest.approx({"mean": 200, "p50": 100, "p90": 300, "p99": 300, "max": 300})
         assert found["itl_grid_ms"][0] == pytest.approx(100) and found["itl_grid_ms"][-1] == pytest.approx(300)
         assert json.loads(json.dumps(found)) == found
 
@@ -128,6 +129,13 @@ class TestFigures:
                                            (answer(0.2), 1), (None, 0)])
     def test_a_good_request_is_within_both_limits(self, one, good):
         assert point_figures(POINT, served(one), LIMITS)["good_share"] == good
+
+    def test_pauses_count_once_for_each_answer(self):
+        paused = answer(*(0.1 * step for step in range(1, 60)), 8.0)
+        found = point_figures(POINT, served(paused, *[answer(0.1, 0.2), answer(0.1)] * 2), LIMITS)["short"]
+        assert found["itl_ms"]["p50"] == found["pause_ms"]["p50"] == pytest.approx(100)
+        assert found["itl_ms"]["p99"] == pytest.approx(2100), "one gap in 61"
+        assert found["pause_ms"]["p90"] == pytest.approx(2100), "one answer in three: that of one token has no pause"
 
     def test_only_running_answers_count_as_itl(self):
         found = point_figures(POINT, served(answer(0.1, 0.9), kind=PromptKind.LONG), LIMITS)
@@ -198,7 +206,8 @@ class TestComparison:
     def test_the_summary_names_gains_costs_and_failures(self):
         found = made(alone=[[of_gap(0.1)]], pd=[[of_gap(0.2)]], mixed_rr=[[of_gap(0.8)]])
         lines = report.summary(found)
-        assert ("2 streams, pd: ITL p99 200 ms (2.00 x alone, 0.25 x mixed-rr); TTFT short 100 ms (1.00 x mixed-rr)"
+        assert ("2 streams, pd: ITL p99 200 ms (2.00 x alone, 0.25 x mixed-rr); longest pause of an answer p90 200 ms "
+                "(2.00 x alone, 0.25 x mixed-rr); TTFT short 100 ms (1.00 x mixed-rr)"
                 in lines)
         assert lines[-1] == "the same tokens from every arm: yes, 3 answers compared"
         found |= {"different": ["round 1: pd differs"], "failed": {"single": "it has ended"}}

@@ -16,14 +16,17 @@ from vllm_pd.bench.serve.settings import ServeLoad
 GOOD_SHARE = 0.9  # of the requests at a rate that counts as served
 MIXED = ("mixed-rr", "mixed-kv")
 ITL_P99, TTFT_SHORT, TTFT_LONG = "short.itl_ms.p99", "short.ttft_ms.p50", "long.ttft_ms.p50"
+PAUSE_P90 = "short.pause_ms.p90"
 FIGURES = {  # of the table, by path: text, digits after the point
     ITL_P99: ("ITL p99, ms", 0), "short.itl_ms.p50": ("ITL p50, ms", 0), "short.itl_ms.max": ("ITL max, ms", 0),
+    "short.pause_ms.p50": ("longest pause p50, ms", 0), PAUSE_P90: ("longest pause p90, ms", 0),
     TTFT_SHORT: ("TTFT short p50, ms", 0), "short.ttft_ms.p99": ("TTFT short p99, ms", 0),
     TTFT_LONG: ("TTFT long p50, ms", 0), "long.ttft_ms.p99": ("TTFT long p99, ms", 0),
     "answer_tokens_per_s": ("answer tokens/s", 1), "good_share": ("share within the limits", 2),
     "cpu_share": ("share of the cores in use", 2)}
 RATIOS = (  # text, path, beside what
     ("ITL p99 / alone", ITL_P99, "alone"), ("ITL p99 / mixed", ITL_P99, "mixed"),
+    ("longest pause p90 / alone", PAUSE_P90, "alone"), ("longest pause p90 / mixed", PAUSE_P90, "mixed"),
     ("TTFT short p50 / mixed", TTFT_SHORT, "mixed"), ("TTFT long p50 / mixed", TTFT_LONG, "mixed"),
     ("answer tokens/s / mixed", "answer_tokens_per_s", "mixed"))
 

@@ -99,8 +99,8 @@ def _progress(bench: ServeBench, arm: Arm, turn: int, figures: dict[str, Any]) -
     """How far it is, in one line."""
     of_kinds = ", ".join(f"{kind} TTFT p50 {figures[kind]['ttft_ms']['p50']:,.0f} ms" for kind in ("short", "long")
                          if figures[kind]["ttft_ms"])
-    itl = figures["short"]["itl_ms"]
-    gaps = f", ITL p99 / max {itl['p99']:,.0f} / {itl['max']:,.0f} ms" if itl else ""
+    itl, pause = figures["short"]["itl_ms"], figures["short"]["pause_ms"]
+    gaps = f", ITL p99 / max {itl['p99']:,.0f} / {itl['max']:,.0f} ms, pause p90 {pause['p90']:,.0f} ms" if itl else ""
     return (f"round {turn + 1} of {bench.rounds}, {arm.name}, {figures['label']}: {figures['requests']} answers, "
             f"{figures['failed']} failed{gaps}, {of_kinds}")
 

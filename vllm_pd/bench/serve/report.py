@@ -7,7 +7,17 @@ from rich.table import Table
 
 from vllm_pd.bench.report import side_by_side
 from vllm_pd.bench.serve import comparison
-from vllm_pd.bench.serve.comparison import FIGURES, ITL_P99, RATIOS, TTFT_LONG, TTFT_SHORT, base_of, over_rounds, ratio
+from vllm_pd.bench.serve.comparison import (
+    FIGURES,
+    ITL_P99,
+    PAUSE_P90,
+    RATIOS,
+    TTFT_LONG,
+    TTFT_SHORT,
+    base_of,
+    over_rounds,
+    ratio,
+)
 from vllm_pd.bench.serve.settings import ServeLoad
 
 WIDTH = 50  # of a block, as vLLM has it
@@ -82,14 +92,16 @@ def summary(report: dict[str, Any]) -> list[str]:
 
 
 def _words(report: dict[str, Any], arm: str, label: str) -> str:
-    """One arm at one point: ITL p99, TTFTs, cores, each beside the bases."""
+    """One arm at one point: ITL p99, pauses, TTFTs, cores, each beside the bases."""
     parts = []
-    for text, path in (("ITL p99", ITL_P99), ("TTFT short", TTFT_SHORT), ("TTFT long", TTFT_LONG)):
+    for text, path in (("ITL p99", ITL_P99), ("longest pause of an answer p90", PAUSE_P90), ("TTFT short", TTFT_SHORT),
+                       ("TTFT long", TTFT_LONG)):
         found = over_rounds(report, arm, label, path)
         if not found:
             continue
-        beside = [f"{times['median']:.2f} x {base_of(report, base)}" for base in ("alone", "mixed")
-                  if (base == "mixed" or path == ITL_P99) and (times := ratio(report, arm, base, label, path))]
+        bases = ("alone", "mixed") if path in (ITL_P99, PAUSE_P90) else ("mixed", )
+        beside = [f"{times['median']:.2f} x {base_of(report, base)}" for base in bases
+                  if (times := ratio(report, arm, base, label, path))]
         parts.append(f"{text} {found['median']:,.0f} ms" + (f" ({', '.join(beside)})" if beside else ""))
     busy = over_rounds(report, arm, label, "cpu_share")
     return "; ".join([*parts, *([f"{busy['median']:.0%} of the cores in use"] if busy else [])])
