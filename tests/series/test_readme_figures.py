@@ -27,9 +27,8 @@ def served(name: str, arm: str, figure: str) -> float:
 
 
 def itl(name: str) -> Iterator[str]:
-    """ITL p99 / max of each arm, in ms."""
-    [table] = read(name)["table"].values()
-    for arm in table:
+    """ITL p99 / max of the arms that the README compares, in ms."""
+    for arm in ("pd", "mixed-rr", "chunked-256", "alone"):
         yield " / ".join(f"{served(name, arm, f'short.itl_ms.{which}'):,.0f}" for which in ("p99", "max"))
 
 
@@ -90,6 +89,15 @@ def pauses() -> Iterator[str]:
         yield text.format(read("demo_v0.json")["pause"][arm]["longest_s"])
 
 
+def routers() -> Iterator[str]:
+    """What each policy adds to a request in one piece, at the median."""
+    added = [next(entry["total_added_ms"]["p50"] for entry in read(name)["entries"]
+                  if entry["router"] == router and (entry["phase"], entry["kind"]) == ("alone", "plain"))
+             for name, router in (("router_latency.json", "vllm-pd round-robin"),
+                                  ("router_latency_kv.json", "vllm-pd kv"))]
+    yield " / ".join(f"{one:.2f}" for one in added) + " ms"
+
+
 FILED: dict[str, Callable[[], Iterator[str]]] = {
     "ITL of running answers while long prompts arrive": lambda: itl("serve_v1.json"),
     "the same on V0, ITL": lambda: itl("serve_v0.json"),
@@ -101,8 +109,9 @@ FILED: dict[str, Callable[[], Iterator[str]]] = {
     "TTFT (p50) of short prompts / of those of about 1,300 tokens, V1": lambda: ttft("serve_v1.json"),
     "the same on V0, TTFT": lambda: ttft("serve_v0.json"),
     "TTFT of a remote prompt": demo,
+    "router, added": routers,
 }
-NOT_FILED = ("control plane:", "transfer, beside", "router, added", "a step without")
+NOT_FILED = ("control plane:", "transfer, beside", "a step without")
 
 
 def rows() -> list[str]:
