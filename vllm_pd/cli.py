@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from vllm_pd.admin.members import TTL_S, Access
+from vllm_pd.admin.split import SplitOptions
 from vllm_pd.bench.commands import bench_app
 from vllm_pd.errors import PDError
 from vllm_pd.launch.plan import STOP_TIMEOUT_S, UpOptions
@@ -105,6 +106,18 @@ def doctor(access: Access,
     for finding in findings:
         typer.echo(str(finding))
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+@app.command()
+@takes_settings
+def plan(options: SplitOptions,
+         as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False) -> None:
+    """Print which rank of a prefill engine sends which layers and KV heads to which rank of a decode engine."""
+    import json
+
+    from vllm_pd.admin.split import report
+    found = report(options)
+    typer.echo(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(found.lines()))
 
 
 @app.command()
