@@ -26,19 +26,19 @@ class Rank:
     """A worker's cache, with a number of its own in every element, and its transport."""
 
     def __init__(self, name: str, *, blocks: int = 40, layers: int = 4, dtype=torch.int32, layout="IPEX", start=0,
-                 progress_thread: bool = True):
-        shape, backend = (2, blocks, BLOCK_SIZE * KV_HEADS * HEAD_SIZE), "IPEX"
+                 progress_thread: bool = True, heads: range = range(KV_HEADS)):
+        shape, backend = (2, blocks, BLOCK_SIZE * len(heads) * HEAD_SIZE), "IPEX"
         if layout in ("NHD", "HND"):
-            shape = (2, blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
+            shape = (2, blocks, BLOCK_SIZE, len(heads), HEAD_SIZE)
             backend = "FLASH_ATTN"
         if layout == "HND":
-            shape = (2, blocks, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+            shape = (2, blocks, len(heads), BLOCK_SIZE, HEAD_SIZE)
         count = torch.Size(shape).numel()
         self.memory = [(torch.arange(count) + start + i * count).to(dtype).reshape(shape) for i in range(layers)]
         caches = [layer.permute(0, 1, 3, 2, 4) for layer in self.memory] if layout == "HND" else self.memory
         self.name = name
-        self.cache = describe(caches, num_blocks=blocks, block_size=BLOCK_SIZE, kv_heads=KV_HEADS,
-                              head_size=HEAD_SIZE, platform="cpu", backend=backend)
+        self.cache = describe(caches, num_blocks=blocks, block_size=BLOCK_SIZE, kv_heads=len(heads),
+                              head_size=HEAD_SIZE, platform="cpu", backend=backend, first_head=heads.start)
         self.transport = NixlTransport(name, caches, self.cache, progress_thread)
         self.worker = TransferWorker(self.transport)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """V1's ranks: processes of their own, which get requests over a socket and carry them out without an engine step.
 
-B3, B5, B44 (bytes), B20, B21, B22 (deaths and stops), B81, B95 (noise). This process is EngineCore of both engines.
+B3, B5, B44, B101 (bytes), B20, B21, B22 (deaths and stops), B81, B95 (noise). This process is EngineCore of both
+engines.
 """
 import os
 import signal
@@ -60,10 +61,12 @@ def check(d: RemoteEngine, ranks: int, blocks: int = BLOCKS, ours: list[int] = O
         assert (held[:, untouched] == -1).all()
 
 
-@pytest.mark.parametrize("p_ranks,d_ranks,order", [(1, 1, "LBHNC"), (2, 2, "LBHNC"), (1, 2, "BLHNC"), (2, 1, "BHLNC")])
-def test_b44_real_bytes_land_where_they_belong(engine, p_ranks, d_ranks, order):
+@pytest.mark.parametrize("p_ranks,d_ranks,p_order,d_order", [
+    (1, 1, "LBHNC", "LBHNC"), (2, 2, "LBHNC", "LBHNC"), (1, 2, "LBHNC", "BLHNC"), (2, 1, "LBHNC", "BHLNC"),
+    (1, 2, "LBNHC", "LBNHC"), (2, 1, "LBNHC", "BLNHC"), (2, 4, "BLNHC", "LBNHC")])
+def test_b44_b101_real_bytes_land_where_they_belong(engine, p_ranks, d_ranks, p_order, d_order):
     """B3: between caches of one order and of another. The notices reach D's EngineCore, which does not step."""
-    p, d = engine(p_ranks, True), engine(d_ranks, False, order)
+    p, d = engine(p_ranks, True, p_order), engine(d_ranks, False, d_order)
     p.meet(d)
     p.transfer.execute([write(peer=d, ranks=p_ranks)])
     (end,) = p.until(lambda progress: progress.finished).finished

@@ -10,10 +10,12 @@ import itertools
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from vllm_pd.errors import ConfigError, PeerMismatch, UnmappableSplit
+from vllm_pd.errors import ConfigError, PeerMismatch
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory, describe_views, regions
-from vllm_pd.transfer.plan import descriptor_indices, descriptor_rows, head_range, plan
+from vllm_pd.transfer.plan import descriptor_indices, descriptor_rows, head_range, heads_to_write, plan
 
 torch.set_num_threads(1)  # these tensors are too small for more
 AXES = "LBHNC"
@@ -126,9 +128,10 @@ def move(ours: ViewedCache, theirs: ViewedCache, pairs: dict[int, int], heads: r
 PAIRS = {0: 4, 3: 1, 4: 2}
 
 
-@pytest.mark.parametrize("ours,theirs", itertools.product(HEADS_FIRST, HEADS_FIRST))
+@pytest.mark.parametrize("ours,theirs", [*itertools.product(HEADS_FIRST, HEADS_FIRST),
+                                         *itertools.product(TOKENS_FIRST, TOKENS_FIRST)])
 @pytest.mark.parametrize("ranks,others", [(1, 1), (1, 2), (2, 1), (2, 4), (4, 4), (4, 1)])
-def test_b44_every_head_lands_where_it_belongs_between_any_two_orders(ours, theirs, ranks, others):
+def test_b44_b101_every_head_lands_where_it_belongs_between_any_two_orders(ours, theirs, ranks, others):
     """B3, B101: and nothing else is written, whatever the order of the axes is at either end."""
     kv_heads = 4
     source = {rank: ViewedCache(ours, first_head=head_range(rank, ranks, kv_heads).start, H=kv_heads // ranks)
@@ -147,15 +150,46 @@ def test_b44_every_head_lands_where_it_belongs_between_any_two_orders(ours, thei
         assert int((target.buffer != -1).sum()) == 3 * len(PAIRS) * len(heads) * 12
 
 
-@pytest.mark.parametrize("order", TOKENS_FIRST)
-@pytest.mark.parametrize("other", TOKENS_FIRST)
-def test_b3_token_major_caches_need_equal_heads(order, other):
-    source, target = ViewedCache(order), ViewedCache(other, filled=False)
-    move(source, target, PAIRS)
-    for ours, theirs in PAIRS.items():
-        assert all(torch.equal(a[ours], b[theirs]) for a, b in zip(source.views, target.views, strict=True))
-    with pytest.raises(UnmappableSplit, match="kv-tokens-first"):
-        plan(source.description, ViewedCache(other, H=2).description)
+@pytest.mark.parametrize("order", HEADS_FIRST + TOKENS_FIRST)
+def test_b101_the_order_of_a_rank_with_one_head_has_the_name_of_one_with_several(order):
+    """Its bytes would be the same by either name, but peers compare names."""
+    assert ViewedCache(order, H=1).description.layout is ViewedCache(order).description.layout
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_b101_token_major_caches_of_any_two_sizes_against_a_copy_element_by_element(data):
+    """Any heads, ranks, sizes and blocks; every element of D is compared, also those that nobody may write."""
+    kv_heads, ranks, others = (data.draw(st.sampled_from([1, 2, 4, 8]), name) for name in ("heads", "ranks", "others"))
+    sizes = dict(L=data.draw(st.integers(1, 3)), N=data.draw(st.integers(1, 6)), C=data.draw(st.integers(1, 3)), B=5)
+    ours, theirs = (data.draw(st.sampled_from(TOKENS_FIRST)) for _ in range(2))
+    blocks = data.draw(st.integers(1, 5))
+    pairs = dict(zip(data.draw(st.permutations(range(5)))[:blocks], data.draw(st.permutations(range(5))), strict=False))
+    padding = data.draw(st.sampled_from([0, 3])) * (theirs[0] == "B")
+    senders = [ViewedCache(ours, first_head=heads.start, **{**sizes, "H": len(heads)})
+               for heads in (head_range(rank, ranks, kv_heads) for rank in range(ranks))]
+    for rank in range(others):
+        held = head_range(rank, others, kv_heads)
+        target = ViewedCache(theirs, filled=False, first_head=held.start, padding=padding,
+                             **{**sizes, "H": len(held)})
+        for number, sender in enumerate(senders):
+            move(sender, target, pairs, heads_to_write(number, ranks, rank, others, kv_heads))
+        wanted, source = torch.full_like(target.buffer, -1), {}
+        for sender in senders:
+            described = sender.description
+            for head in range(described.first_head, described.first_head + described.kv_heads):
+                source[head] = torch.stack([view[:, head - described.first_head] for view in sender.views])
+        places = twin(target, wanted)
+        for layer, (mine, other), token, head in itertools.product(
+                range(sizes["L"]), pairs.items(), range(sizes["N"]), range(len(held))):
+            places[layer][other, head, token] = source[held[head]][layer, mine, token]
+        assert torch.equal(target.buffer, wanted)
+
+
+def twin(cache: ViewedCache, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """The views of `cache` on another buffer."""
+    first = cache.buffer.data_ptr()
+    return [torch.as_strided(buffer, view.shape, view.stride(), (view.data_ptr() - first) // 4) for view in cache.views]
 
 
 def test_b42_orders_inside_a_block_must_be_equal():

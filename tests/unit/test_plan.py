@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """B2, B3, B42, B44: what a plan maps, and what it refuses."""
 
+import numpy as np
 import pytest
 
 from vllm_pd.errors import PeerMismatch, UnmappableSplit
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
-from vllm_pd.transfer.plan import Lane, descriptor_indices, descriptor_rows, pair_blocks, plan
+from vllm_pd.transfer.plan import (
+    Lane,
+    by_token,
+    descriptor_indices,
+    descriptor_rows,
+    pair_blocks,
+    plan,
+    run_descriptors,
+)
 
 BLOCK_SIZE, HEAD_SIZE, ELEMENT = 4, 2, 4
 
@@ -68,9 +77,25 @@ def test_b44_nothing_shared_is_refused_with_both_shares(theirs, word):
         plan(cache(), cache(**theirs))
 
 
-def test_b44_a_head_range_without_a_run_is_refused():
-    with pytest.raises(UnmappableSplit, match="tokens-first"):
-        plan(cache(layout=Layout.TOKENS_FIRST), cache(layout=Layout.TOKENS_FIRST, heads=range(2)))
+@pytest.mark.parametrize("ours,theirs", [(range(4), range(2, 4)), (range(2), range(4)), (range(1, 3), range(2, 4)),
+                                         (range(4), range(3, 4))])
+def test_b101_other_heads_of_a_token_major_cache_need_a_lane_for_each_token(ours, theirs):
+    mine = cache(layout=Layout.TOKENS_FIRST, heads=ours)
+    other = cache(layout=Layout.TOKENS_FIRST, heads=theirs, base=1 << 30)
+    shared = sorted(set(ours) & set(theirs))
+    run = HEAD_SIZE * ELEMENT  # of one head and one token
+    lanes = plan(mine, other)
+    assert lanes == [Lane(mine.planes[plane] + (token * len(ours) + shared[0] - ours.start) * run,
+                          other.planes[plane] + (token * len(theirs) + shared[0] - theirs.start) * run,
+                          len(shared) * run) for plane in range(4) for token in range(BLOCK_SIZE)]
+    assert by_token(lanes, mine, other)
+    assert not by_token(plan(mine, mine), mine, mine)
+
+
+def test_b101_a_block_of_one_token_is_one_run_again():
+    one = dict(block_size=1, block_bytes=32, block_stride_bytes=32, layout=Layout.TOKENS_FIRST)
+    lanes = plan(cache(**one), cache(**{**one, "block_bytes": 16, "block_stride_bytes": 16}, heads=range(2, 4)))
+    assert len(lanes) == 4 and {lane.bytes for lane in lanes} == {16}
 
 
 def test_pairs_keep_together_when_put_in_order():
@@ -98,3 +123,10 @@ def test_b3_indices_point_at_the_rows_of_every_block_in_every_lane():
     chosen = [expanded[i] for i in descriptor_indices([3, 19], lanes, theirs)]
     assert chosen == [(lane.remote + block * theirs.block_stride_bytes, lane.bytes) for lane in lanes
                       for block in (3, 19)]
+
+
+def test_b101_descriptors_of_some_blocks_are_the_lanes_of_each_block():
+    theirs = cache(blocks=20, base=1 << 30)
+    lanes = [(lane.remote, lane.bytes) for lane in plan(cache(), theirs)]
+    assert run_descriptors([3, 19], np.array(lanes, dtype=np.uint64), theirs).tolist() == [
+        [address + block * theirs.block_stride_bytes, nbytes, 0] for block in (3, 19) for address, nbytes in lanes]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B3, B28, B42, B44: engines of several ranks. Every KV head lands where it belongs, and each rank gives notice."""
+"""B3, B28, B42, B44, B101: engines of several ranks. Every KV head lands where it belongs, each rank gives notice."""
 import ctypes
 import itertools
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.fakes.transport import FakeFabric, FakeTransport, Faults
@@ -38,14 +39,18 @@ class Rank:
         self.own = FakeTransport(fabric, rank_name(engine, rank), [self.memory], cache)
         self.transport = RankedTransport(self.own, rank, ranks, kv_heads)
 
-    def head(self, plane: int, block: int, head: int) -> memoryview:
-        """The bytes of one head, by its number in the model, in one block."""
-        at = ((plane * BLOCKS + block) * len(self.heads) + head - self.heads.start) * HEAD_BYTES
-        return memoryview(self.memory)[at:at + HEAD_BYTES]
+        shape = (2 * LAYERS, BLOCKS, len(self.heads), BLOCK_SIZE, HEAD_SIZE)
+        stored = np.frombuffer(self.memory, np.uint8)
+        self.view = (stored.reshape(shape) if layout.heads_are_runs else  # [plane, block, head, token, channel]
+                     stored.reshape([shape[axis] for axis in (0, 1, 3, 2, 4)]).swapaxes(2, 3))
+
+    def head(self, plane: int, block: int, head: int) -> bytes:
+        """The bytes of one head, by its number in the model, in one block, token by token."""
+        return self.view[plane, block, head - self.heads.start].tobytes()
 
     def fill(self) -> None:
         for plane, block, head in itertools.product(range(2 * LAYERS), range(BLOCKS), self.heads):
-            self.head(plane, block, head)[:] = pattern(plane, block, head)
+            self.view[plane, block, head - self.heads.start].flat = list(pattern(plane, block, head))
 
 
 def pattern(plane: int, block: int, head: int) -> bytes:
@@ -75,11 +80,12 @@ class Engines:
         return finished
 
 
+@pytest.mark.parametrize("layout", [Layout.HEADS_FIRST, Layout.TOKENS_FIRST], ids=lambda layout: layout.value)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("p_ranks, d_ranks", SPLITS)
-def test_b44_every_head_lands_where_it_belongs(p_ranks, d_ranks, kv_heads):
-    """B44, B3: also where there are fewer heads than ranks. No byte is written twice, or beside its place."""
-    engines = Engines(p_ranks, d_ranks, kv_heads)
+def test_b44_b101_every_head_lands_where_it_belongs(p_ranks, d_ranks, kv_heads, layout):
+    """B44, B101, B3: also where there are fewer heads than ranks. No byte is written twice, or beside its place."""
+    engines = Engines(p_ranks, d_ranks, kv_heads, layout=layout)
     local, remote = [3, 1, 0], [2, 4, 1]
     written = 0
     for rank in engines.p:
@@ -199,9 +205,10 @@ def test_b23_a_dropped_peer_is_dropped_with_all_its_ranks():
     assert [end.ok for end in engines.run(p)] == [True]
 
 
+@pytest.mark.parametrize("layout", [Layout.HEADS_FIRST, Layout.TOKENS_FIRST], ids=lambda layout: layout.value)
 @pytest.mark.parametrize("p_ranks, d_ranks", [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])
-def test_b5_a_read_brings_every_head_of_the_rank(p_ranks, d_ranks):
-    engines = Engines(p_ranks, d_ranks, kv_heads=4)
+def test_b5_a_read_brings_every_head_of_the_rank(p_ranks, d_ranks, layout):
+    engines = Engines(p_ranks, d_ranks, kv_heads=4, layout=layout)
     for rank in engines.d:
         rank.fill()
     for rank in engines.p:
@@ -232,12 +239,6 @@ def test_b44_heads_that_do_not_divide_are_refused():
         head_range(0, 2, 3)
 
 
-def test_b44_tokens_first_needs_equal_ranks():
-    assert Engines(2, 2, kv_heads=4, layout=Layout.TOKENS_FIRST).p
-    with pytest.raises(UnmappableSplit, match="tokens-first"):
-        Engines(2, 1, kv_heads=4, layout=Layout.TOKENS_FIRST)
-
-
 def test_b42_a_rank_that_holds_other_heads_than_it_should_is_refused():
     engines = Engines(2, 2, kv_heads=4)
     swapped = RanksMetadata(RanksMetadata.decode("d", engines.metadata).ranks[::-1]).encode()
@@ -264,11 +265,12 @@ def fingerprint(tp: int, layout: str = "packed", **more) -> m.Fingerprint:
 
 
 @pytest.mark.parametrize("ours, theirs", SPLITS)
-def test_b42_engines_of_other_ranks_fit_where_the_heads_can_be_mapped(ours, theirs):
-    assert fingerprint(ours).first_difference(fingerprint(theirs)) is None
+@pytest.mark.parametrize("layout", m.SPLIT_LAYOUTS)
+def test_b42_b101_engines_of_other_ranks_fit_where_the_heads_can_be_mapped(ours, theirs, layout):
+    assert fingerprint(ours, layout).first_difference(fingerprint(theirs, layout)) is None
 
 
-@pytest.mark.parametrize("ours, theirs, layout", [(3, 2, "packed"), (2, 3, "heads-first"), (2, 1, "tokens-first"),
+@pytest.mark.parametrize("ours, theirs, layout", [(3, 2, "packed"), (2, 3, "heads-first"), (3, 2, "tokens-first"),
                                                   (2, 1, "unheard of"), (0, 1, "packed")])
 def test_b42_others_do_not_and_both_values_are_named(ours, theirs, layout):
     assert fingerprint(ours, layout).first_difference(fingerprint(theirs, layout)) == ("tp", ours, theirs)
@@ -284,6 +286,6 @@ def test_b42_stages_must_be_equal():
     assert fingerprint(2, pp=2).first_difference(fingerprint(1)) == ("pp", 2, 1)
 
 
-def test_the_layouts_that_split_are_those_whose_heads_are_runs():
+def test_all_layouts_can_be_split():
     """The core knows layouts by name only."""
-    assert set(m.SPLIT_LAYOUTS) == {layout.value for layout in Layout if layout.heads_are_runs}
+    assert set(m.SPLIT_LAYOUTS) == {layout.value for layout in Layout}

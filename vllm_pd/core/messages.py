@@ -26,7 +26,7 @@ MAX_PROCESSES = 4096  # of one engine
 MAX_LOADS = 256  # of prefill engines, in one answer of the broker
 MAX_AVOIDED = 16
 # Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
-SPLIT_LAYOUTS = ("heads-first", "packed", "kv-heads-first")
+SPLIT_LAYOUTS = ("heads-first", "tokens-first", "packed", "kv-heads-first", "kv-tokens-first")
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]

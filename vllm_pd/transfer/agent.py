@@ -98,6 +98,16 @@ class NixlAgent:
         return self._call(self._agent.makeXferReq, self._nixl.NIXL_READ, local, local_indices, remote,
                           remote_indices, b"", self._backends)
 
+    def make_unprepared(self, local: np.ndarray, memory: Memory, remote: np.ndarray, peer_memory: Memory, peer: str,
+                        notice: bytes | None) -> int:
+        """As `make_write`, or as `make_read` if `notice` is None, without prepared lists. `local` and `remote` are
+        descriptors, uint64 [n, 3] = address, bytes, device; each is copied to or from that in the same place."""
+        return self._call(self._agent.createXferReq,
+                          self._nixl.NIXL_READ if notice is None else self._nixl.NIXL_WRITE,
+                          self._call(self._nixl.nixlXferDList, self._memory(memory), local),
+                          self._call(self._nixl.nixlXferDList, self._memory(peer_memory), remote),
+                          peer, notice or b"", self._backends)
+
     def post(self, handle: int) -> TransferState:
         """Start a transfer. Returns its state."""
         return self._state(self._call(self._agent.postXferReq, handle))

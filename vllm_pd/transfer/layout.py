@@ -128,12 +128,19 @@ class CacheDescription(msgspec.Struct, frozen=True):
         """The size of one head in one block of one plane."""
         return self.block_bytes // self.plane_heads
 
-    def address(self, layer: int, part: int, head: int) -> int:
-        """The address of a head in block 0. `layer` and `head` are global indices. `part` is KEY or VALUE, or 0 if the
-        layout does not separate them. If heads are no runs, `head` must be the first one of this rank."""
+    @property
+    def head_runs(self) -> int:
+        """In how many contiguous runs a head, or a range of heads, lies in one block of a plane: 1, or one for each
+        token."""
+        return 1 if self.layout.heads_are_runs else self.block_size
+
+    def address(self, layer: int, part: int, head: int, run: int = 0) -> int:
+        """The address of a head, or of one of its `head_runs`, in block 0. `layer` and `head` are global indices.
+        `part` is KEY or VALUE, or 0 if the layout does not separate them."""
         plane, rest = divmod(head - self.first_head, self.plane_heads)
         part += (layer - self.first_layer) * self.layout.parts
-        return self.planes[part * (self.kv_heads // self.plane_heads) + plane] + rest * self.head_bytes
+        offset = (run * self.block_bytes + rest * self.head_bytes) // self.head_runs
+        return self.planes[part * (self.kv_heads // self.plane_heads) + plane] + offset
 
 
 def describe(kv_caches: list[torch.Tensor], *, num_blocks: int, block_size: int, kv_heads: int, head_size: int,
@@ -275,14 +282,15 @@ def _strided(view: torch.Tensor) -> tuple[Layout, int]:
     to_block, to_head, to_token, to_content = view.stride()
     run = tokens * content
     if to_content == 1 or content == 1:
+        # Of one head both are the same bytes. The name must be that of an engine with several heads on a rank.
+        if tokens > 1 and to_head == content and to_token == heads * content and to_block >= heads * run:
+            return Layout.KV_TOKENS_FIRST, heads
         if to_token == content or tokens == 1:
             if (to_head == run or heads == 1) and to_block >= heads * run:
                 return Layout.KV_HEADS_FIRST, heads
             apart = to_block >= (heads - 1) * to_head + run or to_head >= (blocks - 1) * to_block + run
             if apart and min(to_block, to_head) >= run:
                 return Layout.KV_HEADS_FIRST, 1
-        elif to_head == content and to_token == heads * content and to_block >= heads * run:
-            return Layout.KV_TOKENS_FIRST, heads
     raise ConfigError("kv_cache", f"shape {tuple(view.shape)}, strides {view.stride()}",
                       "this order of [blocks, heads, tokens, content] is not known here; set VLLM_KV_CACHE_LAYOUT to "
                       "LBHNC, BLHNC, LHBNC, BHLNC, LBNHC or BLNHC")

@@ -6,11 +6,19 @@ prepared, with one descriptor per block and lane; after that the peer's addresse
 the block pairs become indices into those lists, and NIXL merges neighbouring descriptors. The transfer is posted with
 its notice, and its handle is released as soon as it has ended. NIXL sends the notice when all writes are flushed.
 
+Between token-major caches with other heads there is a lane for each token. Lists for all blocks of them would take
+gigabytes, so none are prepared, and a transfer goes in waves of about `WAVE_DESCRIPTORS`: the next one is posted when
+the last byte of the one before has landed, and the last one carries the notice. A transfer that is given up ends with
+its present wave.
+
 Measured on two cores without RDMA (UCX over CMA), with the consequences:
 
 - Neighbouring blocks: 7-11 GB/s, with prepared lists as well as with fresh lists of merged runs, and 3 GB/s unmerged.
   Scattered blocks of 12 KiB: 2.8 GB/s either way, but creating the transfer takes 0.2 ms from prepared lists and 0.4 ms
   otherwise. So lists are prepared once per peer, and a write only sorts its pairs so that NIXL can merge them.
+- A run for each token: about 1 us each for 128 to 1,024 bytes, nearly all of it in UCX's put. Gathering the heads into
+  staging memory first, and then writing whole blocks, took 0.2 to 0.7 of that. But it works in one direction only (the
+  other one needs a scatter at the receiver, under the fence), and on a CUDA device it is a kernel beside the steps'.
 - Without a progress thread at the receiver, which polls every 20 ms, a write ends 20 ms later and its notice arrives
   40 ms later. With the thread (see `agent`) a write mostly ends within the post, and the notice waits for one poll.
 - Releasing the handle of a pending transfer returns at once and cancels nothing: the bytes still landed, and only the
@@ -23,16 +31,27 @@ Measured on two cores without RDMA (UCX over CMA), with the consequences:
 """
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.agent import NixlAgent, TransferState
 from vllm_pd.transfer.layout import CacheDescription, regions
-from vllm_pd.transfer.plan import Lane, descriptor_indices, descriptor_rows, pair_blocks, plan
+from vllm_pd.transfer.plan import (
+    Lane,
+    by_token,
+    descriptor_indices,
+    descriptor_rows,
+    pair_blocks,
+    plan,
+    run_descriptors,
+)
 from vllm_pd.transfer.requests import Finished, Notice
 from vllm_pd.transfer.transport import PeerMetadata, TransportProgress
 
@@ -43,6 +62,7 @@ logger = logging.getLogger("vllm.pd")
 
 # How long the first poll after a new peer goes on. For a peer that takes longer the worker keeps polling.
 MEET_S = 0.03
+WAVE_DESCRIPTORS = 1 << 14  # of one wave, or as many as one block has
 
 
 class _NixlPeer(NamedTuple):
@@ -50,8 +70,8 @@ class _NixlPeer(NamedTuple):
     metadata: bytes
     cache: CacheDescription
     lanes: list[Lane]
-    local_list: int | None  # handle of the prepared descriptors of our cache, lane by lane; None without lanes
-    remote_list: int | None  # the same for the peer's cache
+    lists: tuple[int, int] | None  # handles of the prepared descriptors of both caches, lane by lane; None without them
+    runs: tuple[np.ndarray, np.ndarray] | None  # without lists: the lanes in both caches, for `run_descriptors`
 
 
 class _PostedTransfer(NamedTuple):
@@ -60,7 +80,13 @@ class _PostedTransfer(NamedTuple):
     peer: str
     bytes: int
     started_s: float
+    waves: list[Callable[[], int]]  # each makes a further wave and returns its handle; the next one is last
     given_up: str = ""  # why it was given up; "" if it was not
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another wave follows the present one."""
+        return bool(self.waves) and not self.given_up
 
 
 class NixlTransport:
@@ -106,12 +132,17 @@ class NixlTransport:
         try:
             if loaded != name:
                 raise TransferError(f"the agent of peer {name} has the name {loaded}")
-            local_list, remote_list = self._prepare(agent, name, lanes, theirs.cache) if lanes else (None, None)
+            lists = runs = None
+            if by_token(lanes, self._cache, theirs.cache):
+                runs = (np.array([(lane.local, lane.bytes) for lane in lanes], dtype=np.uint64),
+                        np.array([(lane.remote, lane.bytes) for lane in lanes], dtype=np.uint64))
+            elif lanes:
+                lists = self._prepare(agent, name, lanes, theirs.cache)
         except TransferError:
             if loaded not in self._peers:
                 _quietly(agent.remove_peer, loaded)
             raise
-        self._peers[name] = _NixlPeer(metadata, theirs.cache, lanes, local_list, remote_list)
+        self._peers[name] = _NixlPeer(metadata, theirs.cache, lanes, lists, runs)
         self._meeting = self._polls_alone
 
     def drop_peer(self, name: str) -> None:
@@ -134,22 +165,16 @@ class NixlTransport:
                 agent.send_notice(peer, notice)
             self._finished.append(Finished(key=key, ok=True))
             return
-        started_s = time.monotonic()
-        self._post(key, peer, len(local), started_s,
-                   agent.make_write(target.local_list, descriptor_indices(local, target.lanes, self._cache),
-                                    target.remote_list, descriptor_indices(remote, target.lanes, target.cache), notice))
+        self._post(key, peer, local, remote, notice)
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
         """See Transport."""
-        agent = self._live_agent()
+        self._live_agent()
         source, local, remote = self._pairs(key, peer, local_block_ids, remote_block_ids)
         if not (local and source.lanes):
             self._finished.append(Finished(key=key, ok=True))
             return
-        started_s = time.monotonic()
-        self._post(key, peer, len(local), started_s,
-                   agent.make_read(source.local_list, descriptor_indices(local, source.lanes, self._cache),
-                                   source.remote_list, descriptor_indices(remote, source.lanes, source.cache)))
+        self._post(key, peer, local, remote, None)
 
     def cancel(self, key: str) -> None:
         """See Transport."""
@@ -231,10 +256,31 @@ class NixlTransport:
         except ValueError as error:
             raise TransferError(f"transfer {key}: {error}") from error
 
-    def _post(self, key: str, peer: str, blocks: int, started_s: float, handle: int) -> None:
-        nbytes = blocks * sum(lane.bytes for lane in self._peers[peer].lanes)
-        self._open[key] = _PostedTransfer(handle, peer, nbytes, started_s)
+    def _post(self, key: str, peer: str, local: list[int], remote: list[int], notice: bytes | None) -> None:
+        """Post the first wave of a transfer. `notice` is None for a read."""
+        started_s = time.monotonic()
+        target = self._peers[peer]
+        blocks = len(local) if target.lists else max(1, WAVE_DESCRIPTORS // len(target.lanes))
+        waves: list[Callable[[], int]] = []
+        for start in reversed(range(0, len(local), blocks)):
+            part = slice(start, start + blocks)
+            sent = b"" if waves and notice is not None else notice  # the last wave comes first here
+            waves.append(functools.partial(self._make, peer, local[part], remote[part], sent))
+        nbytes = len(local) * sum(lane.bytes for lane in target.lanes)
+        self._open[key] = _PostedTransfer(waves.pop()(), peer, nbytes, started_s, waves)
         self._settle(key, self._live_agent().post)
+
+    def _make(self, peer: str, local: list[int], remote: list[int], notice: bytes | None) -> int:
+        """Make one wave. Returns its handle."""
+        agent, target = self._live_agent(), self._peers[peer]
+        if target.lists is not None:
+            ours, theirs = target.lists
+            lists = (ours, descriptor_indices(local, target.lanes, self._cache), theirs,
+                     descriptor_indices(remote, target.lanes, target.cache))
+            return agent.make_read(*lists) if notice is None else agent.make_write(*lists, notice)
+        ours, theirs = target.runs
+        return agent.make_unprepared(run_descriptors(local, ours, self._cache), self._cache.memory,
+                                     run_descriptors(remote, theirs, target.cache), target.cache.memory, peer, notice)
 
     def _give_up(self, key: str, why: str) -> None:
         """Let the transfer end with `ok` false. This does not end it sooner."""
@@ -242,14 +288,27 @@ class NixlTransport:
             self._open[key] = self._open[key]._replace(given_up=why)
 
     def _settle(self, key: str, step: Callable[[int], TransferState]) -> None:
-        """Post or check an open transfer with `step`, and end it if it is over."""
+        """Post or check an open transfer with `step`. If its wave is over, post the next one, or end it."""
         try:
             state = step(self._open[key].handle)
+            if state is TransferState.DONE and self._open[key].goes_on:
+                state = self._post_next(key)
         except TransferError as error:
             self._end(key, str(error))
             return
-        if state is not TransferState.OPEN:
-            self._end(key, "" if state is TransferState.DONE else "the transfer failed")
+        if state is TransferState.FAILED:
+            self._end(key, "the transfer failed")
+        elif state is TransferState.DONE and not self._open[key].goes_on:
+            self._end(key, "")
+
+    def _post_next(self, key: str) -> TransferState:
+        """Post the next wave of a transfer. Returns its state."""
+        agent, transfer = self._live_agent(), self._open[key]
+        handle = transfer.waves[-1]()
+        transfer.waves.pop()  # only now: one that could not be made must not be left out
+        _quietly(agent.release, transfer.handle)
+        self._open[key] = transfer._replace(handle=handle)
+        return agent.post(handle)
 
     def _end(self, key: str, error: str) -> None:
         write = self._open.pop(key)
@@ -274,9 +333,9 @@ class NixlTransport:
 
     def _remove(self, name: str) -> None:
         self._dropped.discard(name)
-        remote_list = self._peers.pop(name).remote_list
-        if remote_list is not None:
-            _quietly(self._live_agent().release_prepared, remote_list)
+        lists = self._peers.pop(name).lists
+        if lists is not None:
+            _quietly(self._live_agent().release_prepared, lists[1])
         _quietly(self._live_agent().remove_peer, name)
 
 

@@ -3,8 +3,9 @@
 
 A plan is made once per peer from the two cache descriptions. It is a list of lanes. A lane is contiguous in every block
 on both sides: a part of one plane, or of several planes that are adjacent. If both ranks hold the same heads it has the
-whole block, otherwise the heads that both hold. A write takes pairs of block ids and moves every lane of every pair. A
-peer that can't be mapped is refused when it is added, never in the middle of a request.
+whole block, otherwise the heads that both hold: in a token-major cache that is a lane for each token. A write takes
+pairs of block ids and moves every lane of every pair. A peer that can't be mapped is refused when it is added, never in
+the middle of a request.
 
 Ranks hold heads by vLLM's rule (`head_range`): KV heads are split evenly over the ranks, and if there are fewer heads
 than ranks, several ranks hold the same head. Only one of these writes it (`heads_to_write`), so no byte is sent twice.
@@ -62,8 +63,8 @@ def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None =
     """The lanes for writing from our cache into theirs: all layers that both ranks hold, with the heads that both ranks
     hold, limited to `heads` if given. No lanes if `heads` is empty.
 
-    Raises PeerMismatch if the blocks differ in dtype, shape or layout, and UnmappableSplit if no layer, no head or no
-    contiguous run is shared. Both name the values of both sides.
+    Raises PeerMismatch if the blocks differ in dtype, shape or layout, and UnmappableSplit if no layer or no head is
+    shared. Both name the values of both sides.
     """
     for key in ("dtype", "block_size", "head_size", "layout"):
         mine, other = getattr(ours, key), getattr(theirs, key)
@@ -77,14 +78,19 @@ def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None =
     heads = shared if heads is None else _overlap(shared, heads)
     if not layers or not heads:
         raise UnmappableSplit(f"no layer or no KV head is shared: ours is {_share(ours)}, theirs is {_share(theirs)}")
-    if not _heads(ours) == _heads(theirs) == heads and not ours.layout.heads_are_runs:
-        raise UnmappableSplit(f"layout {ours.layout.value} has no contiguous head ranges, so the heads must be equal: "
-                              f"ours is {_share(ours)}, theirs is {_share(theirs)}")
+    equal = _heads(ours) == _heads(theirs) == heads
+    tokens = range(1 if equal else ours.head_runs)
     whole = ours.plane_heads == ours.kv_heads and theirs.plane_heads == theirs.kv_heads
     runs = [heads] if whole else [range(head, head + 1) for head in heads]
     return _merge_adjacent(
-        Lane(ours.address(layer, part, run.start), theirs.address(layer, part, run.start),
-             len(run) * ours.head_bytes) for run in runs for layer in layers for part in range(ours.layout.parts))
+        Lane(ours.address(layer, part, run.start, token), theirs.address(layer, part, run.start, token),
+             len(run) * ours.head_bytes // len(tokens))
+        for run in runs for layer in layers for part in range(ours.layout.parts) for token in tokens)
+
+
+def by_token(lanes: list[Lane], ours: CacheDescription, theirs: CacheDescription) -> bool:
+    """Whether a plan has a lane for each token, and not one for each plane at most."""
+    return len(lanes) > max(len(ours.planes), len(theirs.planes))
 
 
 def pair_blocks(local_ids: list[int], remote_ids: list[int], ours: CacheDescription,
@@ -121,6 +127,15 @@ def descriptor_indices(block_ids: list[int], lanes: list[Lane], cache: CacheDesc
     """The descriptors of these blocks in a list made of `descriptor_rows`: int32 [lanes * blocks], lane by lane."""
     first = np.arange(len(lanes), dtype=np.int32)[:, None] * np.int32(cache.num_blocks)
     return (first + np.array(block_ids, dtype=np.int32)[None, :]).ravel()
+
+
+def run_descriptors(block_ids: list[int], lanes: np.ndarray, cache: CacheDescription) -> np.ndarray:
+    """NIXL's descriptors for these blocks alone. `lanes`: uint64 [lanes, 2] = address in block 0, bytes. Returns uint64
+    [blocks * lanes, 3] = address, bytes, device, block by block."""
+    blocks = np.array(block_ids, dtype=np.uint64) * np.uint64(cache.block_stride_bytes)
+    rows = np.empty((len(block_ids), len(lanes), 3), dtype=np.uint64)
+    rows[..., 0], rows[..., 1], rows[..., 2] = blocks[:, None] + lanes[:, 0], lanes[:, 1], cache.device_id
+    return rows.reshape(-1, 3)
 
 
 def _merge_adjacent(lanes: Iterable[Lane]) -> list[Lane]:
