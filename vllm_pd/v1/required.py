@@ -141,6 +141,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorBase_V1.get_handshake_metadata", _HOOK, exactly=()),
         Required("KVConnectorBase_V1.handle_preemptions", _HOOK, exactly=("kv_connector_metadata", )),
         Required("KVConnectorBase_V1.get_transfer_results", _HOOK, exactly=("finished_req_ids", )),
+        Required("KVConnectorBase_V1.get_required_kvcache_layout", _HOOK, exactly=("vllm_config", )),
         Required("KVConnectorBase_V1.shutdown", _HOOK, exactly=()),
         Required("KVConnectorBase_V1.get_kv_connector_stats", _HOOK, exactly=()),
         Required("KVConnectorBase_V1.build_kv_connector_stats", _HOOK, exactly=("data", )),
