@@ -18,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from _chaos.async_output import switch_on
-from _chaos.looks import counters_of, margin_of, open_counts, process_counts
+from _chaos.looks import counters_of, margin_of, open_counts, process_counts, watch_fallbacks
 
 POLL_MS = 250
 GAUGES_S = 0.2
@@ -59,7 +59,7 @@ class EngineUnderTest:
         self._stopping = False
         if self.disagg is not None:
             self.incarnation = self.disagg.agent.member.incarnation
-            self._watch_fallbacks()
+        watch_fallbacks(self.disagg, lambda *fallback: self._send({"fallback": fallback}))
 
     def run(self) -> None:
         """The engine's loop."""
@@ -146,19 +146,6 @@ class EngineUnderTest:
 
     def _table(self, group) -> list:
         return self.scheduler.block_manager.get_block_table(group.first_seq)
-
-    def _watch_fallbacks(self) -> None:
-        """Reports when an attempt falls back, at the moment at which the step loop has it."""
-        from vllm_pd.core.actions import Fallback
-        prefills = self.disagg.remote_prefills
-        handle = prefills.handle
-
-        def handle_and_report(event, progress) -> None:
-            if isinstance(event, Fallback):
-                self._send({"fallback": [event.attempt.request_id, event.reason.value, event.peer, time.monotonic()]})
-            handle(event, progress)
-
-        prefills.handle = handle_and_report
 
     def _send(self, message: dict) -> None:
         self._pipe.send_bytes(json.dumps(message).encode())

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from _chaos.engine import COUNTERS_S, GAUGES_S
-from _chaos.looks import counters_of, margin_of, process_counts
-from _chaos.looks_v1 import core_counts, count_objects, watch_fallbacks
+from _chaos.looks import counters_of, margin_of, process_counts, watch_fallbacks
+from _chaos.looks_v1 import core_counts, count_objects
 
 PR_SET_PDEATHSIG = 1
 SPIN_S = 0.001  # a worker and its EngineCore spin for 1 s after each message: too much for eight of them on two cores

@@ -3,7 +3,8 @@
 import collections
 import contextlib
 import os
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 
@@ -86,3 +87,19 @@ def counters_of(disagg, prefix: str = "vllm:pd_") -> dict[str, float]:
         agent = disagg.agent
         counters |= {f"agent:{name}": count for name, count in (agent.protocol.totals() | agent.dropped()).items()}
     return counters
+
+
+def watch_fallbacks(binding, report: Callable[[str, str, str, float], None]) -> None:
+    """Reports when an attempt falls back: request id, reason, peer, time. `binding` None: nothing."""
+    if binding is None:
+        return
+    from vllm_pd.core.actions import Fallback
+    prefills = binding.remote_prefills
+    handle = prefills.handle
+
+    def handle_and_report(event, progress) -> None:
+        if isinstance(event, Fallback):
+            report(event.attempt.request_id, event.reason.value, event.peer, time.monotonic())
+        handle(event, progress)
+
+    prefills.handle = handle_and_report

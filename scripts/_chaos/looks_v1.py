@@ -3,8 +3,6 @@
 `count_objects`."""
 import gc
 import os
-import time
-from collections.abc import Callable
 
 
 def count_objects(worker) -> tuple[int, int]:
@@ -48,19 +46,3 @@ def core_counts(scheduler, binding) -> dict[str, int]:
         "peers": members["peers"],
         "sockets": members["sockets"],
     }
-
-
-def watch_fallbacks(binding, report: Callable[[str, str, str, float], None]) -> None:
-    """Reports when an attempt falls back: request id, reason, peer, time. `binding` None: nothing."""
-    if binding is None:
-        return
-    from vllm_pd.core.actions import Fallback
-    prefills = binding.remote_prefills
-    handle = prefills.handle
-
-    def handle_and_report(event, progress) -> None:
-        if isinstance(event, Fallback):
-            report(event.attempt.request_id, event.reason.value, event.peer, time.monotonic())
-        handle(event, progress)
-
-    prefills.handle = handle_and_report
