@@ -2,10 +2,11 @@
 """What an engine under test shows of itself: counts, counters, memory. To be called between its steps."""
 import collections
 import contextlib
-import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+
+import psutil
 
 
 def margin_of(logprobs: list | None) -> list[float]:
@@ -20,25 +21,16 @@ def process_counts(without_memory: Collection[int] = ()) -> dict[str, int]:
     """What may not keep growing, over this process and all that it started: open descriptors, threads, and bytes of
     memory that belong to no file, except those of the processes in `without_memory`."""
     totals: collections.Counter[str] = collections.Counter()
-    for pid in process_tree(os.getpid()):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            folder = Path(f"/proc/{pid}")
-            status = (folder / "status").read_text(encoding="ascii").splitlines()
-            if pid not in without_memory:
+    own = psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.Error, FileNotFoundError):  # it has just ended
+            if process.pid not in without_memory:
+                status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii").splitlines()
                 totals["memory_bytes"] += next((int(line.split()[1]) << 10 for line in status
                                                 if line.startswith("RssAnon:")), 0)  # 0: a process that has ended
-            totals["descriptors"] += len(os.listdir(folder / "fd"))
-            totals["threads"] += len(os.listdir(folder / "task"))
+            totals["descriptors"] += process.num_fds()
+            totals["threads"] += process.num_threads()
     return dict(totals)
-
-
-def process_tree(pid: int) -> list[int]:
-    """This process and all below it."""
-    children: list[int] = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return [pid, *(below for child in children for below in process_tree(child))]
 
 
 def open_counts(engine) -> dict[str, int]:

@@ -3,7 +3,6 @@
 
 import asyncio
 import contextlib
-import os
 import subprocess
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ import pytest
 import zmq
 from _chaos import blows, report
 from _chaos.load import ChaosRequest, RequestEnd, draw_prompts, safe
-from _chaos.looks import process_counts, process_tree
+from _chaos.looks import process_counts
 from _chaos.proxy import FaultProxy, MessageFaults
 from _chaos.report import RunRecord
 from _chaos.rest import Rest
@@ -152,7 +151,6 @@ def test_the_engine_must_be_that_of_the_environment():
 def test_growth_is_looked_for_in_all_processes_of_an_engine():
     before = process_counts()
     with subprocess.Popen(["sleep", "60"]) as child:
-        assert set(process_tree(os.getpid())) >= {os.getpid(), child.pid}
         assert process_counts()["threads"] == before["threads"] + 1
         child.kill()
 
