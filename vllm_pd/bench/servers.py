@@ -126,16 +126,17 @@ class Server:
 
     def memory_bytes(self) -> int:
         """Resident memory of the process and its children."""
-        return sum(process.memory_info().rss for process in _processes(self.child.pid))
+        return sum(process.memory_info().rss for process in process_tree(self.child.pid))
 
 
 def cpu_s(pid: int) -> float:
     """CPU seconds that a process and its children have used. Raises psutil.NoSuchProcess."""
-    used = [process.cpu_times() for process in _processes(pid)]
+    used = [process.cpu_times() for process in process_tree(pid)]
     return sum(times.user + times.system for times in used)
 
 
-def _processes(pid: int) -> list[psutil.Process]:
+def process_tree(pid: int) -> list[psutil.Process]:
+    """A process and all below it. Raises psutil.NoSuchProcess."""
     own = psutil.Process(pid)
     return [own, *own.children(recursive=True)]
 

@@ -23,7 +23,6 @@ After each turn the group gets as much time as upstream may still run dummies, b
 import contextlib
 import itertools
 import json
-import os
 import random
 import statistics
 import time
@@ -37,6 +36,7 @@ from vllm_pd.bench.checks import require_at_least
 from vllm_pd.bench.dp.group import Group
 from vllm_pd.bench.dp.probe import DUMMY
 from vllm_pd.bench.report import MS, ShowLine, summary
+from vllm_pd.bench.servers import process_tree
 from vllm_pd.dp.experts import has_experts
 from vllm_pd.errors import ConfigError
 
@@ -276,7 +276,8 @@ def _rotated(all_turns: Sequence[MeasuredGroup], number: int) -> list[MeasuredGr
 def _silence(groups: Sequence[Group]) -> list[dict[str, float]]:
     """Percent of a core that each idle group's busiest engine uses, and its front end and coordinator together."""
     engines = [[pid for name, pid in group.pids.items() if name.startswith("EngineCore")] for group in groups]
-    others = [sorted(set(_session(group.process.pid)) - set(own)) for group, own in zip(groups, engines, strict=True)]
+    others = [sorted({process.pid for process in process_tree(group.process.pid)} - set(own))
+              for group, own in zip(groups, engines, strict=True)]
 
     def used() -> list[list[list[float]]]:
         return [[[_cpu_s(pid) for pid in pids] for pids in kind] for kind in (engines, others)]
@@ -287,16 +288,6 @@ def _silence(groups: Sequence[Group]) -> list[dict[str, float]]:
                  for pair in zip(*kinds, strict=True)] for kinds in zip(used(), before, strict=True)]
     return [{"idle_cpu_percent": max(own), "idle_front_cpu_percent": sum(rest)}
             for own, rest in zip(*percents, strict=True)]
-
-
-def _session(leader: int) -> list[int]:
-    """The processes of a session. Each group is one, because its front end begins one."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ends meanwhile
-            if os.getsid(int(folder.name)) == leader:
-                found.append(int(folder.name))
-    return found
 
 
 def _cpu_s(pid: int) -> float:
