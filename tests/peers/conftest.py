@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brokers and light engines for tests of peers that come and go."""
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.fakes.light_engine import Nursery
+sys.path.insert(0, str(Path(__file__).parent))
+
+from light_engine import Nursery
+
 from vllm_pd.broker.server import Broker
 
 

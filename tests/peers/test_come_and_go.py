@@ -7,8 +7,8 @@ import time
 
 import pytest
 import zmq
+from light_engine import BLOCKS, WAIT_S, Light, Nursery
 
-from tests.fakes.light_engine import BLOCKS, WAIT_S, Light, Nursery
 from vllm_pd.admin.members import list_members
 from vllm_pd.core import messages as m
 from vllm_pd.core.messages import Role

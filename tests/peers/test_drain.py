@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from light_engine import WAIT_S, Light
 from typer.testing import CliRunner
 
-from tests.fakes.light_engine import WAIT_S, Light
 from vllm_pd.admin.members import Access, list_members
 from vllm_pd.admin.orders import EngineAddress, Operator, find_engine
 from vllm_pd.broker.server import Broker

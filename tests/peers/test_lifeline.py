@@ -12,8 +12,8 @@ import sys
 import time
 
 import pytest
+from light_engine import WAIT_S
 
-from tests.fakes.light_engine import WAIT_S
 from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Role
 from vllm_pd.liveness.lifeline import GREETING_BYTES, Lifeline, greeting
 from vllm_pd.liveness.monitor import LivenessMonitor
