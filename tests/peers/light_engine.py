@@ -2,24 +2,21 @@
 """Engines without a model, each in a process of its own: real control agents, real NIXL transports, real memory.
 
 A prefill "computes" by filling blocks with a number that follows from the prompt; a decode engine looks whether that
-number is in all blocks that it is told are ready. `Nursery` forks them from one process that has imported everything,
-so that a life costs a fraction of a second.
+number is in all blocks that it is told are ready. `Nursery` forks them from a server that has imported everything, so
+that a life costs a fraction of a second.
 """
 from __future__ import annotations
 
 import collections
 import contextlib
+import multiprocessing
 import os
 import signal
-import sys
-import tempfile
 import threading
 import time
 import traceback
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
-from multiprocessing.connection import wait as wait_for
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 import msgspec
 import psutil
@@ -43,6 +40,8 @@ FINGERPRINT = m.Fingerprint(m.PROTOCOL, "none", "int32", "int32", BLOCK_SIZE, LA
 PATIENT = {"heartbeat_s": 2.5, "ttl_s": 10.0, "claim_retry_s": 0.5, "lease_s": 60.0, "attempt_deadline_s": 120.0}
 PAUSE_S = 0.005
 WAIT_S = 100.0
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["psutil", "torch", "vllm_pd.control.agent", "vllm_pd.transfer.nixl"])
 
 
 def answer(token_ids: list[int]) -> int:
@@ -247,20 +246,34 @@ class LightEngine:
             self.worker.execute([transfer.CancelTransfer(str(attempt))])
 
 
+def serve(pipe: Connection, role: str, settings: dict, more: dict) -> None:
+    """The life of an engine's process."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        LightEngine(role, settings, **more).serve(pipe)
+    os._exit(0)
+
+
 # The test's end.
 
 
 class Light:
-    """The handle of one engine process."""
+    """One engine process. `start` has it register; until then it gets ready."""
 
-    def __init__(self, pid: int, pipe: Connection) -> None:
-        self.pid = pid
-        self._pipe = pipe
-        self.member: m.Member = self.ask("start")
+    def __init__(self, role: m.Role, settings: dict, more: dict) -> None:
+        self._pipe, theirs = _SERVER.Pipe()
+        self._process = _SERVER.Process(target=serve, args=(theirs, role.value, settings, more))
+        self._process.start()
+        theirs.close()
+        self.member: m.Member | None = None
+
+    def start(self) -> Light:
+        self.member = self.ask("start")
+        return self
 
     def ask(self, name: str, *arguments: object, timeout_s: float = WAIT_S) -> object:
         self._pipe.send((name, arguments))
-        assert self._pipe.poll(timeout_s), f"{name} is not answered by {self.pid}"
+        assert self._pipe.poll(timeout_s), f"{name} is not answered by {self._process.pid}"
         fine, result = self._pipe.recv()
         assert fine, result
         return result
@@ -295,26 +308,18 @@ class Light:
                                               state["handles"], state["error"]) == (BLOCKS, 0, 0, 0, 0, None))
 
     def send(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        os.kill(self._process.pid, number)
 
     def stop(self) -> None:
         """SIGSTOP; returns when each of its threads has stopped."""
-        self.send(signal.SIGSTOP)
-        deadline = time.monotonic() + WAIT_S
-        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T"
-                  for task in Path(f"/proc/{self.pid}/task").iterdir()):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        from tests.forked import freeze  # not for the engine's process, which does not find the tests
+        freeze(self._process.pid)
 
     def kill(self) -> None:
         """SIGKILL; returns when nothing of it is left."""
-        deadline = time.monotonic() + WAIT_S
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-            while True:
-                os.kill(self.pid, 0)
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+        self._process.kill()
+        self._process.join(WAIT_S)
+        assert not self._process.is_alive()
         self._pipe.close()
 
     def quit(self) -> None:
@@ -323,72 +328,21 @@ class Light:
 
 
 class Nursery:
-    """The process from which engines are forked. A context manager; all that it has made end with it."""
+    """Makes engines. A context manager; all that it has made end with it."""
 
     def __enter__(self) -> Nursery:
-        import subprocess
-        self._folder = tempfile.TemporaryDirectory()
-        self._address = f"{self._folder.name}/nursery"
-        self._listener = Listener(self._address, backlog=16)
-        root = Path(__file__).resolve().parents[2]
-        self._process = subprocess.Popen([sys.executable, str(Path(__file__)), self._address],
-                                         env={**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"})
-        self._pipe = self._accept(200.0)
         self._made: list[Light] = []
-        self._born: dict[int, Connection] = {}
         return self
 
     def engine(self, role: m.Role, broker: str, settings: dict | None = None, **more: object) -> Light:
         """A new engine's process, registered or about to be."""
-        return self.start(self.prepare(role, broker, settings, **more))
+        return self.prepare(role, broker, settings, **more).start()
 
-    def prepare(self, role: m.Role, broker: str, settings: dict | None = None, **more: object) -> int:
-        """One that is to be started later, and gets ready until then: its process id."""
-        self._pipe.send((role.value, {"broker": broker, **(settings or {})}, more))
-        return self._pipe.recv()
-
-    def start(self, pid: int) -> Light:
-        while pid not in self._born:
-            connection = self._accept(WAIT_S)
-            self._born[connection.recv()] = connection
-        self._made.append(Light(pid, self._born.pop(pid)))
+    def prepare(self, role: m.Role, broker: str, settings: dict | None = None, **more: object) -> Light:
+        """One that is to be started later, and gets ready until then."""
+        self._made.append(Light(role, {"broker": broker, **(settings or {})}, more))
         return self._made[-1]
-
-    def _accept(self, timeout_s: float) -> Connection:
-        assert wait_for([self._listener._listener._socket], timeout_s), "the process does not start"
-        return self._listener.accept()
 
     def __exit__(self, *exc_info: object) -> None:
         for light in self._made:
             light.kill()
-        self._pipe.close()
-        self._process.wait(60)
-        self._listener.close()
-        self._folder.cleanup()
-
-
-def main() -> None:
-    """The nursery: forks an engine for every message, until the pipe closes."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what ends leaves nothing behind
-    pipe = Client(sys.argv[1])
-    while True:
-        try:
-            role, settings, more = pipe.recv()
-        except EOFError:
-            return
-        pid = os.fork()
-        if pid == 0:
-            pipe.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-                engine = LightEngine(role, settings, **more)
-                pipe = Client(sys.argv[1])
-                pipe.send(os.getpid())
-                engine.serve(pipe)
-            os._exit(0)
-        pipe.send(pid)
-
-
-if __name__ == "__main__":
-    main()

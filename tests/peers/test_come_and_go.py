@@ -106,7 +106,7 @@ def test_b24_a_hundred_lives_at_one_address_leave_nothing(nursery, broker):
     early = None
     unborn = collections.deque(nursery.prepare(Role.PREFILL, broker, bind) for _ in range(3))
     for life in range(100):
-        prefill = nursery.start(unborn.popleft())
+        prefill = unborn.popleft().start()
         if life < 97:
             unborn.append(nursery.prepare(Role.PREFILL, broker, bind))
         decode.wait_for_peers(1)
