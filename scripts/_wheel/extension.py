@@ -54,10 +54,6 @@ def key(tree: Path, torch: str) -> str:
     return cache.key(sources_key(tree), torch, *FLAGS, *LIBRARIES, os.environ.get("VLLM_PD_CXXFLAGS", ""))
 
 
-def is_cached(tree: Path, python: str) -> bool:
-    return cache.has("extension", key(tree, torch_version(python)))
-
-
 def extension(tree: Path, python: str) -> Path:
     """Path of the compiled file in the cache, compiled first if it is not there (1 to 3 minutes on two cores)."""
     torch = torch_version(python)
