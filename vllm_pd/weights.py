@@ -80,12 +80,6 @@ def digest_weights(path: Path) -> bytes:
     return digest.digest()
 
 
-def count_reads(path: Path) -> int:
-    """The number of pieces that `digest_weights` reads."""
-    files = (*weight_files(path), *index_files(path))
-    return sum(1 for file in files for stretch in _stretches(file) for _ in _pieces(stretch))
-
-
 def _digest_piece(descriptor: int, piece: tuple[int, int]) -> bytes:
     start, size = piece
     head = start.to_bytes(8, "big") + size.to_bytes(8, "big")
