@@ -218,7 +218,7 @@ def test_b70_lost_doubled_and_late_messages_change_nothing(make_door, monkeypatc
     inboxes = [queue.Queue() for _ in range(3)]
     for rank, member in door.members.items():
         member.wait_joined()
-        member._engine_wake = lambda inbox=inboxes[rank]: inbox.put(("wake",))
+        member._wake_engine = lambda inbox=inboxes[rank]: inbox.put(("wake",))
     weather = Weather(1)
     for module in (rpc_module, coordinator_module):
         monkeypatch.setattr(module, "send", lambda *a, good=module.send: weather.send(good, *a))

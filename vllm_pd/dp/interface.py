@@ -81,7 +81,6 @@ class SyncCounters(msgspec.Struct):
     asks: int = 0  # step requests
     urgent: int = 0  # of these, the ones made when the step was already needed; the others were made ahead
     messages: int = 0  # sent by this rank: requests, answers, wakeups
-    wakes: int = 0  # how often it has woken its engine loop
     calls: int = 0  # made together with all other ranks
 
 

@@ -42,7 +42,7 @@ class BaseMember(ABC):
         self.size = size
         self.counters = SyncCounters()
         self._settings = settings
-        self._engine_wake = wake
+        self._wake_engine = wake
         self._abort = abort
         self._lock = threading.Lock()
         self._participant = Participant(call_state=CallState(leads=rank == 0))
@@ -226,10 +226,6 @@ class BaseMember(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Close what the backend holds. The thread has ended."""
-
-    def _wake_engine(self) -> None:
-        self.counters.wakes += 1
-        self._engine_wake()
 
     def _loop_is_away(self, now: float) -> bool:
         """Whether the engine loop has not called for `stall_s` although the other ranks wait for it to handle a call.
