@@ -10,6 +10,6 @@ class CallWaitProbe(StepProbe):
 
     def probe_call_wait(self, seconds: float) -> float:
         """From now on `call_wait_s` is that. Gives what it was."""
-        calls = self._probe_engine.dp_sync._calls
-        before, calls._wait_s = calls._wait_s, seconds
+        calls = self._probe_engine.dp_sync.calls
+        before, calls.wait_s = calls.wait_s, seconds
         return before

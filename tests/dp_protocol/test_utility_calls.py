@@ -285,7 +285,7 @@ def leaving(monkeypatch):
     sync = EngineSync(SimpleNamespace(input_queue=queue.Queue(), scheduler=SimpleNamespace(requests={}),
                                       batch_queue=None, abort_requests=lambda requests: None))  # fmt: skip
     sync._member = Lingering()
-    sync._calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
+    sync.calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
     sync._may_linger, sync._linger_s = True, 0.4
     assert sync.leave(signal.SIGTERM)
     return sync
@@ -378,9 +378,9 @@ def test_while_ranks_come_to_rest_for_a_call_steps_have_no_tokens_but_still_give
     sync = EngineSync(SimpleNamespace(batch_queue=queue.Queue(), scheduler=Scheduler(),
                                       input_queue=SimpleNamespace(put_nowait=waked.append)))  # fmt: skip
     sync._member = Lingering()
-    sync._calls = make(member=Rank(group))
+    sync.calls = make(member=Rank(group))
     Rank(group)
-    engine, calls = sync._engine, sync._calls
+    engine, calls = sync._engine, sync.calls
     sync.make_calls(made.append)
     assert engine.scheduler.max_num_scheduled_tokens == 512
     assert calls.hold((0, 1, "sleep", (1,)))
@@ -411,7 +411,7 @@ def test_no_dummy_runs_while_a_pipeline_has_forwards_of_the_ranks_own():
     sync = EngineSync(SimpleNamespace(batch_queue=batches, scheduler=SimpleNamespace(requests={})))
     sync._member, sync._budget_tokens = Lingering(), 512
     sync._member.before_step = lambda *_: StepDecision.DUMMY
-    sync._calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
+    sync.calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
     batches.put("a batch")
     sync.make_calls(None)
     batches.get()  # the step takes its answer
@@ -427,7 +427,7 @@ def test_the_last_forwards_of_a_pipeline_are_ended_before_the_loop_may_block():
     batches = queue.Queue()
     sync = EngineSync(SimpleNamespace(batch_queue=batches, scheduler=SimpleNamespace(requests={})))
     sync._member, sync._budget_tokens = Lingering(), 512
-    sync._calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
+    sync.calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
     assert not sync.due
     forward = Future()
     batches.put(sync.forward(lambda: forward))

@@ -77,10 +77,12 @@ class Engine:
 
     def __init__(self) -> None:
         self.own, self.others = Transfers(), [Transfers(), Transfers()]
-        lines = [tuple(map(PacketSocket, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
-                 for _ in self.others]
-        self.ranks = [RankThread(transfer, line[1]) for transfer, line in zip(self.others, lines, strict=True)]
-        self.gathered = GatheredTransfer(self.own, {1: lines[0][0], 2: lines[1][0]})
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in self.others]
+        self.wires = [theirs for _, theirs in pairs]  # the ends of the ranks
+        self.ranks = [RankThread(transfer, PacketSocket(wire))
+                      for transfer, wire in zip(self.others, self.wires, strict=True)]
+        lines = (PacketSocket(ours) for ours, _ in pairs)
+        self.gathered = GatheredTransfer(self.own, dict(enumerate(lines, 1)))
 
     def until(self, done, timeout_s: float = 60.0) -> TransferProgress:
         """Take progress until `done` of all that has come."""
@@ -220,9 +222,8 @@ def test_b20_ends_of_requests_with_long_ids_arrive(engine):
 
 
 def test_b29_noise_on_the_line_is_dropped(engine, caplog):
-    rank = engine.ranks[0]
     for packet in (LAST + b"\xc1", LAST + b"noise", LAST + b"\x94\x90\x90\x90\x90", b"noise"):
-        rank._connection._connection.send(packet)
+        engine.wires[0].send(packet)
         engine.until(lambda p: "can't be read" in caplog.text)
         caplog.clear()
 

@@ -215,7 +215,7 @@ class FakeAccess:
         return made
 
     def finish_steps(self):
-        while self._engine._flying:
+        while self._engine.begun_steps:
             self._engine.process()
 
     def publish(self, stats):
@@ -280,7 +280,7 @@ class Engine:
         self.steps = 0
         self.tokens_computed = 0
         self._known: dict[str, list[int]] = {}  # as the model runner has them: prompt and sampled tokens
-        self._flying: collections.deque = collections.deque()
+        self.begun_steps: collections.deque = collections.deque()
 
     # Clients.
 
@@ -383,22 +383,22 @@ class Engine:
 
     def has_work(self) -> bool:
         """What the engine's loop asks."""
-        return self.scheduler.has_requests() or bool(self._flying)
+        return self.scheduler.has_requests() or bool(self.begun_steps)
 
     def turn(self) -> None:
         """One turn of the engine's loop: schedule unless the pipeline is full, then process the oldest output."""
         if self.scheduler.has_requests():
             self.schedule()
-            if len(self._flying) < self.in_flight and self._flying[-1][0].total_num_scheduled_tokens:
+            if len(self.begun_steps) < self.in_flight and self.begun_steps[-1][0].total_num_scheduled_tokens:
                 return
-        if self._flying:
+        if self.begun_steps:
             self.process()
 
     def schedule(self):
         """Schedule a step; it is in flight then."""
         output = self.scheduler.schedule()
         self.steps += 1
-        self._flying.append((output, self.capture(output)))
+        self.begun_steps.append((output, self.capture(output)))
         return output
 
     def capture(self, output) -> list[tuple]:
@@ -420,7 +420,7 @@ class Engine:
 
     def process(self) -> None:
         """Execute the oldest step in flight, and process its output."""
-        output, work = self._flying.popleft()
+        output, work = self.begun_steps.popleft()
         self.deliver(self.scheduler.update_from_output(output, self.execute(work)))
         self.check()
 

@@ -205,7 +205,7 @@ def test_hazard_11_the_write_in_flight_would_land_in_a_grant(model_folder):
     engine.prefilled("b")
     with pytest.raises(AssertionError, match="b reads position"):
         while engine.has_work():
-            engine.process() if engine._flying else engine.turn()
+            engine.process() if engine.begun_steps else engine.turn()
 
 
 def test_b9_hazard_12_a_prefix_hit_is_offered_to_a_peer_when_it_is_computed(engine):
@@ -258,7 +258,7 @@ def test_b96_hazard_13_a_reset_of_the_prefix_cache_falls_back_first(engine, runn
         for _ in range(3):
             engine.turn()
     engine.tell(Released(attempt))  # as the peer answers to the abort
-    assert bool(engine._flying) is (engine.in_flight > 1 and running)
+    assert bool(engine.begun_steps) is (engine.in_flight > 1 and running)
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert attempt in engine.protocol.aborted
     engine.run()

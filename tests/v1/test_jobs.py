@@ -62,7 +62,7 @@ def test_b1_a_write_is_posted_with_the_output_of_its_last_step_and_reported_with
     last = None
     while not posted:
         turns.append(engine.turn())
-        for step, work in engine._flying:
+        for step, work in engine.begun_steps:
             for request_id, start, count, block_ids, *_ in work:
                 if request_id == f"pd-{attempt}" and start + count == tokens:
                     last = step.kv_connector_metadata.step
@@ -71,7 +71,7 @@ def test_b1_a_write_is_posted_with_the_output_of_its_last_step_and_reported_with
                         engine.check_sent_write(early, one)
         assert len(turns) < 50
     assert posted == [(last or posted[0][0], len(turns) - 1)] and posted[0][0] == engine.binding._processed_step
-    assert len(engine._flying) == engine.in_flight - 1
+    assert len(engine.begun_steps) == engine.in_flight - 1
     before = engine.steps
     engine.transfer.end(str(attempt))
     assert engine.protocol.calls == [("sent", attempt)] and engine.steps == before

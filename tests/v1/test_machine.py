@@ -129,7 +129,7 @@ class HandoverMachine(RuleBasedStateMachine):
 
     @rule()
     def schedule_only(self):
-        if self.engine.scheduler.has_requests() and len(self.engine._flying) < self.in_flight:
+        if self.engine.scheduler.has_requests() and len(self.engine.begun_steps) < self.in_flight:
             self.engine.schedule()
             self._follow()
 

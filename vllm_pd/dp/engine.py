@@ -88,7 +88,8 @@ def most_steps(scheduler: Scheduler, budget_tokens: int) -> int:
 
 
 class EngineSync:
-    """Counts this engine's forward passes and keeps their number equal to the other ranks'."""
+    """Counts this engine's forward passes and keeps their number equal to the other ranks'. `calls`, after `join`: the
+    utility calls that wait."""
 
     lockstep = True
 
@@ -125,7 +126,7 @@ class EngineSync:
             parallel.data_parallel_rank, parallel.data_parallel_size, parallel.data_parallel_master_ip, wake=self._wake,
             exchange=dp.over(self._engine.dp_group), abort=self._abort,
             settings=sync_settings, shared_memory=settings.shared_memory)  # fmt: skip
-        self._calls = UtilityCalls(self._engine, self._member, sync_settings.call_wait_s, self._wake,
+        self.calls = UtilityCalls(self._engine, self._member, sync_settings.call_wait_s, self._wake,
                                    numbered=one_front_end)
         return self
 
@@ -137,26 +138,26 @@ class EngineSync:
     @property
     def due(self) -> bool:
         """Whether the engine loop must not block, even if it has no request."""
-        return (self._calls.overdue or self._member.due or self._leaving and self._leaves_now or self._in_flight
+        return (self.calls.overdue or self._member.due or self._leaving and self._leaves_now or self._in_flight
                 or self._rest_is_due)
 
     @property
     def may_step(self) -> bool:
         """Whether this rank may run a forward pass of its own now. False: it comes to rest for a call."""
-        return not self._calls or self._member.may_step
+        return not self.calls or self._member.may_step
 
     def hold(self, request: UtilityRequest) -> bool:
         """Whether this utility call must wait for the other ranks. If so, it is kept, and `make_calls` makes it."""
-        return self._calls.hold(request)
+        return self.calls.hold(request)
 
     def make_calls(self, make: Callable[[Any, UtilityRequest], None]) -> None:
         """Make the utility calls that all ranks make now: `make(request type, call)`. Afterwards the scheduler gives
         tokens only if `may_step`. Raises GroupFailed, and SystemExit if the group fails after this rank has left."""
         if self._leaving and not self._left:
             self._go_on_leaving()  # even with requests: nobody waits for their answers any more
-        if self._calls:
+        if self.calls:
             with self._ends_if_left():
-                self._calls.carry_out(lambda request: self._make(make, request))
+                self.calls.carry_out(lambda request: self._make(make, request))
         if not self.may_step:
             self._rest()
         elif self._budget is not None:
@@ -298,7 +299,7 @@ class EngineSync:
         if not self._left:
             self._left, self._last_due_s = True, time.monotonic()
             self._engine.abort_requests(list(self._engine.scheduler.requests))
-            self._calls.expire()
+            self.calls.expire()
             self._member.leave()
         elif self._leaves_now:
             log.warning("this rank ends, and its data-parallel group with it: it has left, no other rank has requested "

@@ -68,7 +68,7 @@ class UtilityCalls:
                  numbered: bool = False) -> None:
         self._engine = engine
         self._member = member
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._wake = wake
         self._numbered = numbered
         self._held: list[_HeldCall] = []
@@ -85,7 +85,7 @@ class UtilityCalls:
         """Take a call that must wait. Returns whether it was taken: it is kept then, or fails at once if MOST_WAITING
         calls wait already."""
         client, number, method, args = request
-        together = self._wait_s > 0 and method in TOGETHER
+        together = self.wait_s > 0 and method in TOGETHER
         if not together and all(held.request[0] != client for held in self._held):
             return False
         name = name_of(kind_of(client, method, args), number >> RANK_BITS if self._numbered else 0) if together else 0
@@ -95,9 +95,9 @@ class UtilityCalls:
         if not together:
             self._held.append(_HeldCall(request, 0, math.inf, None))
             return True
-        alarm = threading.Timer(self._wait_s + ALARM_SLACK_S, self._wake)
+        alarm = threading.Timer(self.wait_s + ALARM_SLACK_S, self._wake)
         alarm.daemon = True
-        self._held.append(_HeldCall(request, name, time.monotonic() + self._wait_s, alarm))
+        self._held.append(_HeldCall(request, name, time.monotonic() + self.wait_s, alarm))
         self._sync()
         alarm.start()
         return True
@@ -164,7 +164,7 @@ class UtilityCalls:
 
     def _give_up(self, held: _HeldCall) -> None:
         self._fail(held.request, f"{held.request[2]} was made by no rank: not all data-parallel ranks received it "
-                                 f"within {self._wait_s:g} s. Call it on every rank at the same time, allow more time "
+                                 f"within {self.wait_s:g} s. Call it on every rank at the same time, allow more time "
                                  f"with dp_sync.call_wait_s in additional_config, or set that to 0, so that each rank "
                                  f"makes its calls at once and alone")
 
