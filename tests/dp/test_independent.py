@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,6 +13,7 @@ import pytest
 from dp_children import ENDED
 from dp_loads import BOUND_S, END_S, MAX_TOKENS, PROMPTS, forwards
 
+from tests.waiting import wait_for
 from vllm_pd.bench.dp.group import ENGINE, MEETINGS, Group, GroupError
 from vllm_pd.ports import take_free, take_free_run
 
@@ -44,7 +45,7 @@ def test_independent_ranks_give_the_tokens_of_one(pair, dense_expected):
 def test_the_front_end_forgets_requests_that_have_ended(pair):
     """Or it grows with each one."""
     pair.tokens([pair.generate(PROMPTS[number], max_tokens=3) for number in range(6)])
-    _until(lambda: pair.submit("in_flight").result(BOUND_S) == [])
+    wait_for(lambda: pair.submit("in_flight").result(BOUND_S) == [])
 
 
 def test_no_rank_runs_a_pass_for_another(pair):
@@ -176,14 +177,7 @@ def test_ranks_with_experts_are_independent_if_asked_to_be(moe, expected, logs, 
 
 def _counts(group: Group, wanted: list) -> None:
     """Until the front end balances by these [waiting, running] counts."""
-    _until(lambda: group.submit("counts").result(BOUND_S) == wanted)
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: group.submit("counts").result(BOUND_S) == wanted)
 
 
 def _fails(group: Group, rank: int, asked: object = None) -> None:

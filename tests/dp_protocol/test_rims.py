@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from tests.dp_protocol.rank_process import BOUND_S, engine_loop
+from tests.waiting import wait_for
 from vllm_pd.dp import coordinator as coordinator_module
 from vllm_pd.dp import rpc as rpc_module
 from vllm_pd.dp.calls import CallRegisters, CallState
@@ -59,13 +60,6 @@ def make_door():
     yield door
     for one in doors:
         one.close()
-
-
-def wait_for(condition):
-    until = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < until, "it does not happen"
-        time.sleep(0.01)
 
 
 def test_b72_a_late_rank_reads_the_present_state(make_door):

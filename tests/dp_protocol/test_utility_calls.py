@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from tests.waiting import wait_for
 from vllm_pd.dp import engine as engine_module
 from vllm_pd.dp import utility
 from vllm_pd.dp.calls import CallAction, CallState
@@ -116,9 +117,7 @@ def test_a_call_waits_no_longer_than_it_may_unless_rank_0_has_yet_to_decide(sync
     began = time.monotonic()
     assert calls.hold(request)
     assert not calls.overdue or time.monotonic() > began + 0.05
-    until = time.monotonic() + 100
-    while not woken and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_for(lambda: woken)
     assert woken == [True]
     calls.turn()
     assert calls and not calls.overdue  # or the loop would spin
@@ -396,10 +395,8 @@ def test_while_ranks_come_to_rest_for_a_call_steps_have_no_tokens_but_still_give
     engine.scheduler.ended = False
     sync._has_transfers = True
     sync.make_calls(made.append)
-    until = time.monotonic() + 100
-    while not waked and time.monotonic() < until:
-        time.sleep(0.01)
-    assert waked and sync.due
+    wait_for(lambda: waked)
+    assert sync.due
     sync._member.may_step = True
     sync.make_calls(made.append)
     assert engine.scheduler.max_num_scheduled_tokens == 512 and not sync.due

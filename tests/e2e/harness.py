@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from _chaos.zygote import Zygote
 
 from tests.forked import ForkedProcess, freeze
 from tests.verdict import Crash, Leak, mark_answers
+from tests.waiting import wait_for
 from vllm_pd.ports import take_free
 
 HERE = Path(__file__).resolve().parent
@@ -237,7 +238,7 @@ while True:
     def hear_cancel(self, before: "Counters") -> None:
         """Until the control thread of this prefill engine, which is held, has heard that a job is not wanted any more,
         which it had not `before`."""
-        eventually(lambda: self.counters()[CANCELLED] > before[CANCELLED], "P has heard of it")
+        wait_for(lambda: self.counters()[CANCELLED] > before[CANCELLED], "P has heard of it")
 
     def at_rest(self, timeout_s: float = WAIT_S) -> None:
         """B20: nothing of any request is left."""
@@ -325,14 +326,6 @@ class Counters(dict):
         return {key.removeprefix(prefix): value for key, value in self.items() if key.startswith(prefix)}
 
 
-def eventually(look: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not look():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s} s: {what}")
-        time.sleep(0.02)
-
-
 def resumed_together(d: EngineProcess, p: EngineProcess, prompts: list[list[int]], **parameters) -> list[list[int]]:
     """What D says to these prompts, which P prefills, when it begins to decode all of them at the same time."""
     p.do("hold", held=True)
@@ -340,7 +333,7 @@ def resumed_together(d: EngineProcess, p: EngineProcess, prompts: list[list[int]
     d.wait_until(f"disagg.agent.counts()['decode_granted'] == {len(prompts)}")
     d.do("hold", held=True)
     p.do("hold", held=False)
-    eventually(lambda: d.evaluate("disagg._collect() or len(disagg._progress.finished_prefills)") == len(prompts),
+    wait_for(lambda: d.evaluate("disagg._collect() or len(disagg._progress.finished_prefills)") == len(prompts),
                "all prompts are there")
     d.do("hold", held=False)
     return [result["outputs"][0]["token_ids"] for result in d.wait(names)]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from _chaos.zygote import Zygote
 from faults import Fault
-from harness import PATIENT, PROTOCOL, BrokerProcess, EngineProcess, eventually, prompt
+from harness import PATIENT, PROTOCOL, BrokerProcess, EngineProcess, prompt
 
 from tests.forked import state
+from tests.waiting import wait_for
 
 SENDING = "disagg.prefill_jobs.sending"
 POOL = 256
@@ -115,7 +116,7 @@ def execute_and_dwell(execute_model_req, execute=engine.model_executor.execute_m
 engine.model_executor.execute_model = execute_and_dwell
 """)
     submit()
-    eventually(path.exists, "P computes")
+    wait_for(path.exists, "P computes")
 
 
 def mid_transfer(stage: Stage, path: Path, submit: Callable[[], None]) -> None:
@@ -188,7 +189,7 @@ def test_b22_a_write_that_comes_after_all_is_over(stage):
     stage.fail_next(Fault.STAND_STILL)
     before = stage.d.counters()
     stage.d.add(tokens, "x")
-    eventually(lambda: stands_still(stage.p), "P stands still")
+    wait_for(lambda: stands_still(stage.p), "P stands still")
     stage.d.bring_forward("lease_until")
     [x] = stage.d.wait(["x"])
     assert x["outputs"][0]["token_ids"] == expected

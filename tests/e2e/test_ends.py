@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import PATIENT, BrokerProcess, EngineProcess, eventually, prompt
+from harness import PATIENT, BrokerProcess, EngineProcess, prompt
+
+from tests.waiting import wait_for
 
 WIRE_S = 0.4
 FIRST, SECOND = 600, 601  # tokens: together too many for one pass
@@ -53,7 +55,7 @@ class Stage:
         self.d.add_all([first, second], ["first", "second"])
         self.d.wait_until("disagg.agent.counts()['decode_granted'] == 2")
         self.p.execute("driver.held = False")
-        eventually(self.began.exists, "P computes the second")
+        wait_for(self.began.exists, "P computes the second")
         return first, second
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
-from harness import START_S, WAIT_S, core, engine_env, eventually, model_folder
+from harness import START_S, WAIT_S, core, engine_env, model_folder
 
 from tests.forked import freeze
 from tests.verdict import WrongAnswer, same_answer
+from tests.waiting import wait_for
 from vllm_pd.admin.client import is_healthy
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.load import GenerationRequest, ask
@@ -76,7 +77,7 @@ def servers() -> Iterator[Servers]:
              transfer_config(Role.DECODE, plan.broker_url, PD)], env=engine_env(1))
         try:
             url = f"http://127.0.0.1:{port}"
-            eventually(lambda: alone.poll() is not None or is_healthy(url), "it serves", START_S)
+            wait_for(lambda: alone.poll() is not None or is_healthy(url), "it serves", START_S)
             assert alone.poll() is None
             d, p = plan.engines
             pids = {engine.url: fleet._engines[engine].pid for engine in plan.engines}
@@ -112,10 +113,8 @@ def held_blocks(url: str) -> float:
 
 
 def await_value(url: str, name: str, value: float, timeout_s: float = WAIT_S, **labels: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while (found := scrape(url).value(name, **labels)) != value:
-        assert time.monotonic() < deadline, f"{name} is {found}, not {value}"
-        time.sleep(0.1)
+    wait_for(lambda: scrape(url).value(name, **labels) == value,
+             lambda: f"{name} is {scrape(url).value(name, **labels)}, not {value}", timeout_s)
 
 
 def text(sentences: int, start: int) -> str:
@@ -196,7 +195,7 @@ def test_b25_the_client_disconnects_while_its_prompt_waits(decode, servers):
     before = scrape(decode)
     with servers.p_stands_still():
         with asked_and_left(decode, asked.body(MODEL)):
-            eventually(lambda: held_blocks(decode), "the prompt waits")
+            wait_for(lambda: held_blocks(decode), "the prompt waits")
         await_value(decode, "vllm:pd_attempts_total", before.value("vllm:pd_attempts_total", outcome="cancelled") + 1,
                     outcome="cancelled")
     same_answer(ask(decode, MODEL, asked), ask(servers.p, MODEL, asked))
@@ -208,7 +207,7 @@ def test_b33_a_waiting_engine_sleeps_and_still_answers(decode, servers):
     short = GenerationRequest("The capital of France is", 2)
     ask(decode, MODEL, short)
     with servers.p_stands_still(), asked_and_left(decode, asked.body(MODEL)):
-        eventually(lambda: held_blocks(decode), "the prompt waits")
+        wait_for(lambda: held_blocks(decode), "the prompt waits")
         processes = servers.engine_processes(decode)
         began, before = time.monotonic(), [process.cpu_times() for process in processes]
         time.sleep(6)
@@ -253,7 +252,7 @@ def test_b43_sigterm_drains_a_server_and_nothing_fails(which, servers):
                 await_value(decode, "vllm:pd_decisions_total", decision=decision,
                             value=before.value("vllm:pd_decisions_total", decision=decision) + count)
             process.send_signal(signal.SIGTERM)
-            eventually(lambda: operator_request(decode, "GET", "/pd/status")[1].get("draining"), "it drains")
+            wait_for(lambda: operator_request(decode, "GET", "/pd/status")[1].get("draining"), "it drains")
             code, said = operator_request(decode, "POST", "/v1/completions", {"model": MODEL, "prompt": "x"})
             assert code == 503 and "drained" in said["message"]
         answers = [answer.result(WAIT_S) for answer in answers]

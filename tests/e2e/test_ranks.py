@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENT, PROTOCOL, WAIT_S, EngineProcess, Pair, eventually, prompt
+from harness import PATIENT, PROTOCOL, WAIT_S, EngineProcess, Pair, prompt
 
 from tests.forked import freeze
+from tests.waiting import wait_for
 
 STOP_BEFORE_WRITE = """
 jobs = disagg.prefill_jobs
@@ -89,7 +90,7 @@ def test_b40_b44_two_ranks_and_one_prefill_side_by_side(trio, two, mono):
         engine.do("hold", held=True)
     names = trio.d.add_all(prompts)
     for engine in (trio.p, two):  # the queue has more than either may hold
-        eventually(lambda engine=engine: engine.evaluate(GRANTED) >= 2, "it has jobs")
+        wait_for(lambda engine=engine: engine.evaluate(GRANTED) >= 2, "it has jobs")
     for engine in (trio.p, two):
         engine.do("hold", held=False)
     assert [result["outputs"][0]["token_ids"] for result in trio.d.wait(names)] == expected

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from harness import engine_env, eventually, model_folder
+from harness import engine_env, model_folder
 
 from tests.asking import request
 from tests.forked import freeze
 from tests.router.openai_talk import client, conversation
 from tests.verdict import same_answer
+from tests.waiting import wait_for
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.load import GenerationRequest, ask
 from vllm_pd.launch.plan import UpOptions, plan_fleet
@@ -39,7 +40,7 @@ def fleet() -> Iterator[Fleet]:
     quick = ("--probe-interval-s", "1", "--probe-timeout-s", "15")  # engines of other tests run beside these
     plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, command=(*plan.router.command, *quick)))
     with Fleet(plan) as running:
-        eventually(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)["workers"]]
+        wait_for(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)["workers"]]
                    == [("up", "live")] and workers(running)["tokenizer"] == "ok", "the router has all that it needs")
         yield running
 
@@ -49,7 +50,7 @@ def two(fleet) -> Iterator[Fleet]:
     """With both engines as workers."""
     router, url = fleet.plan.router.url, fleet.plan.engines[1].url
     assert request(router, "POST", "/workers", {"url": url})[0] == 201
-    eventually(lambda: [one["state"] for one in workers(fleet)["workers"]] == ["up", "up"], "both are up")
+    wait_for(lambda: [one["state"] for one in workers(fleet)["workers"]] == ["up", "up"], "both are up")
     yield fleet
     assert request(router, "DELETE", "/workers", {"url": url})[0] == 200
 
@@ -130,7 +131,7 @@ def test_a_prompt_goes_where_its_prefix_is(two):
         path, body = make(begin)
         known = blocks_known(two)
         assert request(decode, "POST", path, {"model": MODEL, "max_tokens": 4, **body})[0] == 200
-        eventually(lambda known=known: blocks_known(two) >= known + 20, "the router has heard of it")
+        wait_for(lambda known=known: blocks_known(two) >= known + 20, "the router has heard of it")
         for turn in range(1, 4):
             path, body = make(begin + " and" * 40 * turn)
             status, headers, _ = request(url, "POST", path, {"model": MODEL, "max_tokens": 4, "temperature": 0, **body},
@@ -156,7 +157,7 @@ def test_b63_an_engine_that_is_stopped_is_left_out(two):
     finally:
         for process in processes:
             process.send_signal(signal.SIGCONT)
-    eventually(lambda: [one["state"] for one in workers(two)["workers"]] == ["up", "up"], "both are up")
+    wait_for(lambda: [one["state"] for one in workers(two)["workers"]] == ["up", "up"], "both are up")
 
 
 def test_b25_a_client_that_goes_away_frees_the_engine(fleet):
@@ -168,8 +169,8 @@ def test_b25_a_client_that_goes_away_frees_the_engine(fleet):
         connection.request("POST", "/v1/completions", json.dumps(
             {"model": MODEL, "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": stream}),
             {"Content-Type": "application/json"})
-        eventually(lambda: scrape(decode).value("vllm:num_requests_running") == 1, "it is computed")
+        wait_for(lambda: scrape(decode).value("vllm:num_requests_running") == 1, "it is computed")
         said = scrape(decode).value("vllm:generation_tokens_total")
         connection.close()
-        eventually(lambda: scrape(decode).value("vllm:num_requests_running") == 0, "it is given up")
+        wait_for(lambda: scrape(decode).value("vllm:num_requests_running") == 0, "it is given up")
         assert scrape(decode).value("vllm:generation_tokens_total") - said < 1200

@@ -5,8 +5,9 @@ import time
 
 import msgspec
 import pytest
-from harness import GREEDY, PATIENT, ChildError, eventually, prompt
+from harness import GREEDY, PATIENT, ChildError, prompt
 
+from tests.waiting import wait_for
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.messages import Fingerprint, Role
@@ -91,7 +92,7 @@ class TestAbort:
         granted(pair, "x", tokens)
         pair.d.do("hold", held=True)
         pair.p.do("hold", held=False)
-        eventually(lambda: pair.d.evaluate("disagg._collect() or list(map(str, disagg._progress.finished_prefills))"),
+        wait_for(lambda: pair.d.evaluate("disagg._collect() or list(map(str, disagg._progress.finished_prefills))"),
                    "it is there")
         pair.d.abort("x")
         pair.d.do("hold", held=False)
@@ -231,7 +232,7 @@ def test_b20_descriptors_and_handles_do_not_grow(pair):
     before = [min(engine.do("fds") for _ in range(20)) for engine in engines]
     mix(2001)
     for engine, count in zip(engines, before, strict=True):
-        eventually(lambda engine=engine, count=count: engine.do("fds") <= count, f"{count} descriptors, no more")
+        wait_for(lambda engine=engine, count=count: engine.do("fds") <= count, f"{count} descriptors, no more")
 
 
 def test_b32_generate_on_a_prefill_engine_ends_with_its_own_requests(pair, mono):
@@ -316,7 +317,7 @@ def test_b42_a_peer_that_differs(key, value, ours, pair, mono, stranger):
     before = pair.d.counters()
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     assert pair.d.counters().since(before)["decisions_total:local,peer"] == 1
-    eventually(lambda: agent.protocol.view().mismatch is not None, "the stranger is told, too")
+    wait_for(lambda: agent.protocol.view().mismatch is not None, "the stranger is told, too")
     assert key in agent.protocol.view().mismatch and str(value) in agent.protocol.view().mismatch
     assert agent.protocol.poll_event() is None
     assert agent.error is None

@@ -9,6 +9,7 @@ import pytest
 import zmq
 from light_engine import BLOCKS, WAIT_S, Light, Nursery
 
+from tests.waiting import wait_for
 from vllm_pd.admin.members import list_members
 from vllm_pd.core import messages as m
 from vllm_pd.core.messages import Role
@@ -31,10 +32,7 @@ def all_remote(decode: Light, name: str, count: int) -> None:
 
 def queue_becomes(broker: str, jobs: int) -> None:
     """So many wait at the broker; a decode engine counts its own before it has sent them."""
-    deadline = time.monotonic() + WAIT_S
-    while list_members(broker, WAIT_S).queue_length != jobs:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: list_members(broker, WAIT_S).queue_length == jobs)
 
 
 def test_hand_overs_between_processes(nursery: Nursery, broker: str):

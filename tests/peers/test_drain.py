@@ -10,6 +10,7 @@ import pytest
 from light_engine import WAIT_S, Light
 from typer.testing import CliRunner
 
+from tests.waiting import wait_for
 from vllm_pd.admin.members import Access, list_members
 from vllm_pd.admin.orders import EngineAddress, Operator, find_engine
 from vllm_pd.broker.server import Broker
@@ -42,10 +43,7 @@ class Load:
             time.sleep(0.02)
 
     def go_on_until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline
-            self.go_on(0.1)
+        wait_for(condition, meanwhile=lambda: self.go_on(0.1))
 
     def finish(self) -> list[str]:
         """How all of them ended."""
@@ -65,14 +63,6 @@ class Load:
 
 def names(broker: str, access: Access | None = None) -> dict[str, m.Member]:
     return {member.incarnation: member for member in list_members(broker, WAIT_S, access).members}
-
-
-def until(condition: Callable[[], object]) -> None:
-    """What the broker knows is so: who told it does not wait for that."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def granted(light: Light) -> int:
@@ -99,7 +89,7 @@ def test_b43_a_prefill_engine_is_drained_under_load(nursery, broker):
         load.go_on(0.7)
         assert reply.gauges["drained"] == 1 and reply.gauges["running"] == 0
         assert granted(leaving) == before
-    until(lambda: leaving.member.incarnation not in names(broker))
+    wait_for(lambda: leaving.member.incarnation not in names(broker))
     assert set(load.finish()) == {"remote"}
     for one in (decode, staying, leaving):
         one.at_rest()
@@ -123,7 +113,7 @@ def test_b43_a_decode_engine_is_drained_with_prompts_on_their_way(nursery, broke
     prefill.ask("work", 0.0)
     assert set(decode.wait_ended({name for name, _ in asked}).values()) == {"remote"}
     decode.wait_until(lambda state: state["left"])
-    until(lambda: names(broker).keys() == {prefill.member.incarnation})
+    wait_for(lambda: names(broker).keys() == {prefill.member.incarnation})
     prefill.wait_until(lambda state: state["counts"]["peers"] == 0)
     for one in (decode, prefill):
         one.at_rest()
@@ -155,7 +145,7 @@ def test_b43_roles_change_under_load(nursery, broker):
         load.go_on(0.3)
         assert second.ask("role", role.value) == ""
         first.wait_until(lambda state, role=role: state["view"]["prefill_peers"] == role.prefills)
-        until(lambda role=role: names(broker)[second.member.incarnation].role is role)
+        wait_for(lambda role=role: names(broker)[second.member.incarnation].role is role)
         before = granted(second)
         load.go_on(0.3)
         if role is Role.PREFILL:

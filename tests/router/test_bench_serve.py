@@ -16,6 +16,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.waiting import wait_for
 from vllm_pd.bench.serve import command
 from vllm_pd.bench.serve.drive import EntryPoint, send_one
 from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad
@@ -81,10 +82,8 @@ def test_every_arm_gets_the_same_load(tmp_path):
 
 def test_nothing_is_left_running(tmp_path):
     ServeOutcome(tmp_path, arms=("pd", "mixed-rr"))
-    deadline = time.monotonic() + 60
-    while left := [one for one in psutil.Process().children(recursive=True) if PROGRAM[1] in " ".join(words(one))]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    wait_for(lambda: not any(PROGRAM[1] in " ".join(words(one))
+                             for one in psutil.Process().children(recursive=True)), "a process is left")
 
 
 def words(process: psutil.Process) -> list[str]:

@@ -17,6 +17,7 @@ import zmq
 from tests.fakes.brokers import KINDS, patience, running  # noqa: F401
 from tests.fakes.noise import send_noise
 from tests.idle import least_used_s
+from tests.waiting import wait_for
 from vllm_pd.control import thread as control_thread
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core import messages as m
@@ -117,10 +118,7 @@ class Engine:
             self.bell.clear()
 
     def expect_view(self, condition, timeout_s=WAIT_S):
-        deadline = time.monotonic() + timeout_s
-        while not condition(self.protocol.view()):
-            assert time.monotonic() < deadline, self.protocol.view()
-            time.sleep(0.005)
+        wait_for(lambda: condition(self.protocol.view()), self.protocol.view, timeout_s)
 
     def assert_clean(self):
         assert self.agent.error is None
@@ -163,13 +161,6 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def fall_back_soon(decode):
     """Where there is no P for a second. The same of a broker is not enough."""
     side = decode.protocol._decode
@@ -199,10 +190,7 @@ def hand_over(decode, prefill, request_id="r"):
     decode.bell.wait(2)
     prefill.protocol.set_credits(4)
     prefill.protocol.sent(attempt, m.Timings(prefill_s=0.5, transfer_s=0.25, bytes=7))
-    deadline = time.monotonic() + WAIT_S
-    while not decode.state_of(attempt)["measured"]:
-        assert time.monotonic() < deadline, "its word that all was sent has not come"
-        time.sleep(0.001)
+    wait_for(lambda: decode.state_of(attempt)["measured"], "its word that all was sent has not come")
     decode.protocol.arrived(attempt, 0)
     return decode.expect(Prefilled).timings
 
@@ -295,7 +283,7 @@ def test_leases_are_renewed_while_work_goes_on(broker, engine):
     for _ in range(8):
         clock.ahead_s += 0.4 * settings.lease_s
         for one in (decode, prefill):
-            until(lambda one=one: one.state_of(attempt)["lease_until"] - clock() > 0.7 * settings.lease_s)
+            wait_for(lambda one=one: one.state_of(attempt)["lease_until"] - clock() > 0.7 * settings.lease_s)
         assert prefill.protocol.may_write(attempt)
     assert take_events(decode) == []
 
@@ -393,10 +381,7 @@ def test_b26_gone_at_submit_and_back_without_a_restart_of_anything(broker, engin
 
 def until_queued(decode, jobs):
     """The broker has said that it has so many."""
-    deadline = time.monotonic() + WAIT_S
-    while (length := decode.protocol.debug_state()["queue_length"]) != jobs:
-        assert time.monotonic() < deadline, length
-        time.sleep(0.005)
+    wait_for(lambda: decode.protocol.debug_state()["queue_length"] == jobs, decode.protocol.debug_state)
 
 
 def test_b26_gone_while_a_job_waits(broker, engine):
@@ -536,10 +521,7 @@ def test_b21_death_is_believed_at_a_second_look_and_what_comes_late_is_dropped(b
     assert len(looks) >= 2 and looks[-1] - looks[0] >= GRACE_S - 0.01
     line = Raw(decode.agent.member.address)
     line.socket.send(codec.encode(name, m.Hello(prefill.agent.member, b"")))
-    deadline = time.monotonic() + WAIT_S
-    while not decode.agent.dropped().get("link_dead_sender"):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_for(lambda: decode.agent.dropped().get("link_dead_sender"))
     assert not line.socket.poll(300), "a dead one is not let in again, for nothing would watch it"
     line.close()
     assert name not in decode.protocol.debug_state()["peers"]
@@ -552,7 +534,7 @@ def test_b25_a_prefill_engine_that_is_listed_but_does_not_reach_us_is_not_waited
     monkeypatch.setattr(PrefillProtocol, "members_are", lambda *_: [])
     decode, prefill = (engine(Settings(broker.address), role) for role in (m.Role.DECODE, m.Role.PREFILL))
     fall_back_soon(decode)
-    until(lambda: decode.protocol.debug_state()["members"])
+    wait_for(lambda: decode.protocol.debug_state()["members"])
     assert decode.protocol.view().broker_up and decode.protocol.view().prefill_peers == 0
     attempt = decode.submit()
     fallback = decode.expect(Fallback)
@@ -576,7 +558,7 @@ def test_b22_prefill_engine_stopped_for_longer_than_its_lease(broker, engine):
         assert fallback.attempt == attempt
         assert (fallback.reason, fallback.outcome) == (FallbackReason.LEASE, AttemptEnd.EXPIRED)
         clock.ahead_s += 10_000.0
-        until(lambda: decode.state_of(attempt)["next_cancel"] > clock())
+        wait_for(lambda: decode.state_of(attempt)["next_cancel"] > clock())
         assert take_events(decode) == [] and decode.protocol.open_attempts() == [attempt], "not by time alone"
         child.send_signal(signal.SIGCONT)
         assert decode.expect(Released).attempt == attempt
@@ -613,10 +595,7 @@ def test_what_counts_as_dead():
     assert not process.is_gone(msgspec.structs.replace(member, host_id="", processes=(reused,)))
     assert not process.is_gone(msgspec.structs.replace(member, processes=(reused, alive))), "one of its ranks lives"
     child.kill()
-    deadline = time.monotonic() + WAIT_S
-    while not process.is_gone(member):  # a zombie is
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: process.is_gone(member))  # a zombie is
     child.wait(WAIT_S)
     child.stdin.close()
     assert process.is_gone(member)
@@ -679,7 +658,7 @@ def test_b42_frames_of_another_protocol_show_in_the_view(pair, raw, monkeypatch)
     raw.socket.send(b"PD" + bytes((m.PROTOCOL + 1,)) + b"from the future")
     pair[0].expect_view(lambda view: f"ours is {m.PROTOCOL}, theirs is {m.PROTOCOL + 1}" in (view.mismatch or ""))
     raw.socket.send(b"PD" + bytes((m.PROTOCOL + 1,)) + b"again")
-    until(lambda: pair[0].agent.dropped()["link_frame_version"] == 2)
+    wait_for(lambda: pair[0].agent.dropped()["link_frame_version"] == 2)
     time.sleep(0.05)
     assert len(warnings) == 1, "said once"
 
@@ -715,10 +694,8 @@ def test_b81_noise_is_counted_and_dropped(pair, raw):
     huge.close()
     fresh.close()
     wanted = {"unexpected": 59, "shape": 30, "content": 30, "version": 30}
-    deadline = time.monotonic() + WAIT_S
-    while any(decode.agent.dropped().get(f"link_frame_{kind}", 0) <= count for kind, count in wanted.items()):
-        assert time.monotonic() < deadline, decode.agent.dropped()
-        time.sleep(0.01)
+    wait_for(lambda: all(decode.agent.dropped().get(f"link_frame_{kind}", 0) > count for kind, count in wanted.items()),
+             decode.agent.dropped)
     assert decode.protocol.open_attempts() == [attempt]
     prefill.protocol.sent(attempt, m.Timings())
     decode.protocol.arrived(attempt, 0)
@@ -794,7 +771,7 @@ def test_one_message_that_we_stumble_over_does_not_end_the_thread(pair, raw):
 
     receive, decode.protocol._decode.receive = decode.protocol._decode.receive, fail
     raw.socket.send(codec.encode("x", m.Renew(decode.protocol.next_attempt("r"), 1, 1)))
-    until(lambda: "link_frame_stumble" in decode.agent.dropped())
+    wait_for(lambda: "link_frame_stumble" in decode.agent.dropped())
     decode.protocol._decode.receive = receive
     assert decode.agent.error is None
     del decode.agent._socket_counters["frame_stumble"]
@@ -829,8 +806,5 @@ def test_b24_restarts_leave_no_descriptor_and_no_thread(broker, engine, monkeypa
     before = held()
     for _ in range(12):
         restart()
-    deadline = time.monotonic() + WAIT_S
-    while any(now > then for now, then in zip(held(), before, strict=True)):
-        assert time.monotonic() < deadline, (before, held())
-        time.sleep(0.05)
+    wait_for(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), lambda: (before, held()))
     decode.expect_view(lambda view: view.prefill_peers == 0)

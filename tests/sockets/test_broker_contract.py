@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from tests.fakes.brokers import KINDS, EmbeddedBroker, patience, running  # noqa: F401
+from tests.waiting import wait_for
 from vllm_pd.control.sockets import open_backend
 from vllm_pd.core import messages as m
 from vllm_pd.rpc.sockets import SendResult
@@ -44,10 +45,7 @@ class Speaker:
         self._due = 0.0
 
     def say(self, message):
-        deadline = time.monotonic() + 60
-        while self.line.send(message) is not SendResult.SENT:
-            assert time.monotonic() < deadline, message
-            time.sleep(0.02)
+        wait_for(lambda: self.line.send(message) is SendResult.SENT, message)
 
     def register(self, **changes):
         self.member = msgspec.structs.replace(self.member, **changes)

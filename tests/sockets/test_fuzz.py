@@ -24,6 +24,7 @@ from nats.aio.msg import Msg
 from tests.fakes.brokers import NatsServer, serving
 from tests.sockets import fuzz
 from tests.sockets.test_agent import FINGERPRINT, Engine, Settings, hand_over, peered, take_events
+from tests.waiting import wait_for
 from vllm_pd.broker import nats_store
 from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
@@ -196,10 +197,8 @@ def test_b81_the_brokers_socket(context):
         assert counts["unexpected"] and counts["foreign"] and len(counts) < 40, counts
         registry = broker._registry
         assert len(registry) <= registry.limits.max_jobs and len(broker._routes) < 1200
-        deadline = time.monotonic() + 60  # everybody is silent now
-        while broker.members() or broker.queue_length() or registry._tokens or broker._routes:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: not (broker.members() or broker.queue_length() or registry._tokens or broker._routes),
+                 "everybody is silent now")
     finally:
         broker.stop()
         thread.join(60)

@@ -20,6 +20,7 @@ from tests.fakes import certificates
 from tests.fakes.brokers import NatsServer, patience  # noqa: F401
 from tests.sockets import test_agent, test_broker_contract
 from tests.sockets.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
+from tests.waiting import wait_for
 from vllm_pd.admin import doctor, members
 from vllm_pd.admin.members import Access, list_members
 from vllm_pd.broker import nats_backend, nats_members, nats_session, nats_store
@@ -102,10 +103,7 @@ def test_a_job_is_acknowledged_at_its_end_and_not_before(server, prefix, quick, 
     assert stored(server, prefix) == 2 and not p.attempts(), "held for long, and not delivered again"
     for held in (1, 0):
         p.line.holding(set(attempts[2 - held:]))
-        deadline = time.monotonic() + 60
-        while stored(server, prefix) != held:
-            assert time.monotonic() < deadline
-            live(0.1, d, p)
+        wait_for(lambda held=held: stored(server, prefix) == held, meanwhile=lambda: live(0.1, d, p))
 
 
 def test_an_offer_that_was_not_fetched_yet_has_not_ended(server, prefix, speaker):
@@ -158,10 +156,7 @@ def test_jobs_that_nobody_can_want_are_struck_off(server, prefix, speaker):
 
     ask(server, publish)
     p.take(9)
-    deadline = time.monotonic() + 60
-    while stored(server, prefix):
-        assert time.monotonic() < deadline
-        live(0.1, d, p)
+    wait_for(lambda: not stored(server, prefix), meanwhile=lambda: live(0.1, d, p))
     assert not p.attempts()
     counts = p.line.counters
     assert counts["job_expired"] == 1 and counts["job_orphaned"] == 1
@@ -176,10 +171,7 @@ def test_a_job_that_everybody_hands_back_does_not_live_for_ever(server, prefix, 
     d, p, q = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL), speaker(m.Role.PREFILL))
     p.take(1)
     assert d.put(1, avoid=(p.name,)).refusal is None
-    deadline = time.monotonic() + 60
-    while stored(server, prefix):
-        assert time.monotonic() < deadline
-        live(0.1, d, p, q)
+    wait_for(lambda: not stored(server, prefix), meanwhile=lambda: live(0.1, d, p, q))
     assert p.line.counters["job_passed_on"] == nats_store.MAX_DELIVER
     d.put(2)
     assert p.offer() == 2
@@ -215,10 +207,7 @@ def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix
     def words():
         return [record.getMessage() for record in caplog.records if f"{prefix}_jobs" in record.getMessage()]
 
-    deadline = time.monotonic() + 60
-    while not words():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(words)
     time.sleep(0.3)
     assert d.line.send(m.ListMembers()) is SendResult.UNREACHABLE
     told = words()
@@ -234,12 +223,9 @@ def test_b26_storage_that_is_taken_away_is_made_again(server, prefix, speaker):
         await js.delete_stream(f"KV_{prefix}_members")
 
     ask(server, remove)
-    deadline = time.monotonic() + 60
-    while not all(any(isinstance(word, m.Peers) and word.broker != before and len(word.members) == 2
-                      for word in one.heard) for one in (d, p)):
-        assert time.monotonic() < deadline
-        live(0.05, d, p)
-    number = 1
+    wait_for(lambda: all(any(isinstance(word, m.Peers) and word.broker != before and len(word.members) == 2
+                             for word in one.heard) for one in (d, p)), meanwhile=lambda: live(0.05, d, p))
+    number, deadline = 1, time.monotonic() + 60
     while (refusal := d.put(number).refusal) is m.PutRefusal.UNREGISTERED:  # its entry lapsed on a crowded machine
         assert time.monotonic() < deadline
         live(0.05, d, p)
@@ -266,15 +252,12 @@ def test_a_fault_of_ours_ends_one_connection_only(speaker, monkeypatch):
         await register(self, message)
 
     monkeypatch.setattr(nats_session.NatsSession, "_register", stumble)
-    deadline = time.monotonic() + 60
-    while not d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"]:
-        assert time.monotonic() < deadline
-        live(0.05, d, p)
+    wait_for(lambda: d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"],
+             meanwhile=lambda: live(0.05, d, p))
     live(1.0, d, p)
     assert d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"] == 1
-    while d.put(1).refusal is not None:  # who has stumbled begins with a heartbeat
-        assert time.monotonic() < deadline
-        live(0.05, d, p)
+    wait_for(lambda: d.put(1).refusal is None, "who has stumbled begins with a heartbeat",
+             meanwhile=lambda: live(0.05, d, p))
     p.take(1)
     assert p.offer() == 1
 
@@ -309,17 +292,11 @@ def test_a_servers_clock_that_was_set_back_is_taken_anew(speaker, monkeypatch):
 
     monkeypatch.setattr(nats_store.Store, "now_s", ahead)
     d, p = speaker(m.Role.DECODE), speaker(m.Role.PREFILL)
-    deadline = time.monotonic() + 60
-    while len(looks) < 2:
-        assert time.monotonic() < deadline
-        live(0.05, d, p)
+    wait_for(lambda: len(looks) >= 2, meanwhile=lambda: live(0.05, d, p))
     later_s[0] = 1.1 * test_broker_contract.TTL_S  # so long neither has heard of itself
-    while not all(any(isinstance(word, m.Peers) and len(word.members) == 2 for word in one.heard) for one in (d, p)):
-        assert time.monotonic() < deadline
-        live(0.05, d, p)
-    while len(looks) < 4:
-        assert time.monotonic() < deadline
-        live(0.05, d, p)
+    wait_for(lambda: all(any(isinstance(word, m.Peers) and len(word.members) == 2 for word in one.heard)
+                         for one in (d, p)), meanwhile=lambda: live(0.05, d, p))
+    wait_for(lambda: len(looks) >= 4, meanwhile=lambda: live(0.05, d, p))
     live(0.5, d, p)
     assert d.put(1).refusal is None and len(looks) == 4, "each began anew once"
 
@@ -334,10 +311,8 @@ def test_no_task_is_left_behind_by_a_reconnect(server, prefix, speaker, monkeypa
         raise ConnectionError("away")
 
     monkeypatch.setattr(nats_backend.NatsBackend, "_connected", fail)
-    d, deadline = speaker(m.Role.DECODE), time.monotonic() + 60
-    while len(tries) < 20:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    d = speaker(m.Role.DECODE)
+    wait_for(lambda: len(tries) >= 20)
     assert len(asyncio.all_tasks(d.line._loop)) <= 2  # the thread's own, and its wait
 
 
@@ -369,10 +344,7 @@ def test_the_death_of_the_thread_is_logged_and_counts_as_a_broker_that_is_away(s
 def test_both_ways_are_bounded(speaker, monkeypatch):
     d = speaker(m.Role.DECODE)
     d.register()
-    deadline = time.monotonic() + 60
-    while d.line.commands._waiting:  # heartbeats of one that was answered late
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not d.line.commands._waiting)  # heartbeats of one that was answered late
     gate, limit = asyncio.Event(), nats_backend.MAX_WAITING
 
     async def wait(self, command):
@@ -434,10 +406,7 @@ def test_b82_an_nkey_opens_the_server_and_nothing_else_does(tmp_path, monkeypatc
         strangers = [Speaker(Settings(server.url, "x", nats_credentials=file), m.Role.DECODE) for file in (bad, None)]
         d.register()
         for stranger in strangers:
-            deadline = time.monotonic() + 60
-            while not stranger.line._problem:  # it is told why
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_for(lambda stranger=stranger: stranger.line._problem, "it is told why")
             assert stranger.line.send(m.Register(stranger.member)) is SendResult.UNREACHABLE
             stranger.close()
         census = list_members(server.url, timeout_s=60.0, access=Access(nats_credentials=good, nats_prefix="x"))
@@ -482,10 +451,7 @@ def test_b82_tls_is_checked(tmp_path):
         d.close()
         for ca in (str(other), None):
             stranger = Speaker(Settings(server.url, "x", nats_ca=ca), m.Role.DECODE)
-            deadline = time.monotonic() + 60
-            while "CERTIFICATE_VERIFY_FAILED" not in stranger.line._problem:
-                assert time.monotonic() < deadline, stranger.line._problem
-                time.sleep(0.02)
+            wait_for(lambda stranger=stranger: "CERTIFICATE_VERIFY_FAILED" in stranger.line._problem)
             assert stranger.line.send(m.ListMembers()) is SendResult.UNREACHABLE
             stranger.close()
     finally:

@@ -5,11 +5,12 @@ What it does with two lanes, and when it is interrupted."""
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from _tests import session
+
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFTEST = """
@@ -214,13 +215,6 @@ def endless(tmp_path, monkeypatch):
         wait_for(lambda: (tmp_path / "begun").exists() and list((tmp_path / "kept").glob("second*")))
         yield run
         run.kill()
-
-
-def wait_for(wanted):
-    until = time.monotonic() + 100
-    while not wanted():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)

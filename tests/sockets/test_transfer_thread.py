@@ -3,10 +3,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
+from tests.waiting import wait_for
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, Finished, Notice, Read, Write
@@ -110,17 +111,10 @@ def transfer(wire, waits, told) -> Iterator[EngineTransfer]:
     assert wire.closed == 1 and not wire.overlaps
 
 
-def eventually(look: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not look():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.001)
-
-
 def test_b27_an_end_leaves_while_the_step_loop_computes(transfer, wire, told):
     """Nobody asks; the peer is told, and the step loop woken."""
     transfer.execute([WRITE])
-    eventually(lambda: wire.open, "it is posted")
+    wait_for(lambda: wire.open, "it is posted")
     assert not told and not transfer.woken.is_set()
     wire.end("k", ok=False)
     assert transfer.woken.wait(WAIT_S)
@@ -133,14 +127,14 @@ def test_the_step_loop_waits_for_no_post(transfer, wire):
     """Nor for a poll, nor for anything that comes after them; all of it runs in order later."""
     wire.go_on.clear()
     transfer.execute([WRITE])
-    eventually(lambda: wire.inside, "the post has begun")
+    wait_for(lambda: wire.inside, "the post has begun")
     transfer.execute([CancelTransfer("k"), Read("r", "d", [0], [0])])
     transfer.poll()
     assert transfer.take_progress().finished == [] and wire.inside == 1
     assert transfer.live_handles() == 1  # the read has not begun
     wire.go_on.set()
-    eventually(lambda: wire.open == {"r"}, "the rest runs")
-    eventually(transfer.woken.is_set, "it is cancelled")
+    wait_for(lambda: wire.open == {"r"}, "the rest runs")
+    wait_for(transfer.woken.is_set, "it is cancelled")
     assert transfer.take_progress().finished == [Finished("k", False)]
     wire.end("r")
 
@@ -154,9 +148,9 @@ def test_device_work_is_waited_for_by_the_thread_that_computes_and_before_data_m
 
 def test_b33_with_nothing_open_it_sleeps(transfer, wire):
     transfer.execute([WRITE])
-    eventually(lambda: wire.open, "it is posted")
+    wait_for(lambda: wire.open, "it is posted")
     polls = wire.polls
-    eventually(lambda: wire.polls > polls + 5, "it polls while a write is open")
+    wait_for(lambda: wire.polls > polls + 5, "it polls while a write is open")
     wire.end("k")
     assert transfer.woken.wait(WAIT_S)
     deadline_s, polls = time.monotonic() + WAIT_S, -1
@@ -190,7 +184,7 @@ def test_b20_two_threads_never_use_the_transport_at_once(transfer, wire):
         ended.extend(end.key for end in transfer.take_progress().finished)
         return len(ended) >= 300
 
-    eventually(rest, "all end")
+    wait_for(rest, "all end")
     assert sorted(ended) == sorted(f"k{number}" for number in range(300))
     assert len(wire.threads) == 2 and not wire.overlaps
 
@@ -206,7 +200,7 @@ def test_b20_an_unexpected_error_ends_no_thread(transfer, wire, caplog, monkeypa
     monkeypatch.setattr("vllm_pd.transfer.thread.ERROR_PAUSE_S", 0.01)
     wire.errors = 3
     transfer.execute([WRITE])
-    eventually(lambda: wire.open, "it is posted")
+    wait_for(lambda: wire.open, "it is posted")
     wire.end("k")
     assert transfer.woken.wait(WAIT_S)
     assert caplog.text.count("unexpected error") == 3
@@ -225,12 +219,12 @@ def test_b20_an_error_before_the_wait_is_paced(transfer, wire, caplog, monkeypat
 
     monkeypatch.setattr(transfer, "filenos", filenos)
     transfer.execute([CancelTransfer("none")])
-    eventually(lambda: looks, "it fails")
+    wait_for(lambda: looks, "it fails")
     time.sleep(0.2)
     assert len(looks) == 1 and caplog.text.count("unexpected error") == 1
     looks += [0] * 100
     transfer.execute([WRITE])
-    eventually(lambda: wire.open, "it is posted")
+    wait_for(lambda: wire.open, "it is posted")
     wire.end("k")
     assert transfer.woken.wait(WAIT_S)
 
@@ -244,7 +238,7 @@ def test_b20_without_the_device_all_is_released(wire, caplog):
 
     transfer = EngineTransfer(TransferWorker(wire), enter=enter)
     transfer.start(lambda: None, lambda end: None)
-    eventually(lambda: wire.closed, "it is released")
+    wait_for(lambda: wire.closed, "it is released")
     assert transfer.close() and len(entered) == 1 and wire.closed == 1
     assert caplog.text.count("nothing is transferred") == 1
 
@@ -255,14 +249,14 @@ def test_b20_a_close_in_the_thread_itself_does_not_wait_for_it(wire, caplog):
     transfer = EngineTransfer(TransferWorker(wire))
     transfer.start(lambda: None, lambda end: closed.append(transfer.close()))
     transfer.execute([Write("refused", "d", [0], [0], [b"n"])])
-    eventually(lambda: wire.closed, "the thread has ended")
+    wait_for(lambda: wire.closed, "the thread has ended")
     assert closed == [False] and "error" not in caplog.text
     assert transfer.close()
 
 
 def test_b20_a_close_ends_the_thread_and_says_what_may_still_land(transfer, wire):
     transfer.execute([WRITE])
-    eventually(lambda: wire.open, "it is posted")
+    wait_for(lambda: wire.open, "it is posted")
     assert not transfer.close()  # the write is open
     assert not transfer.close() and wire.closed == 1
     transfer.execute([CancelTransfer("none")])  # of no use, and no error
@@ -272,7 +266,7 @@ def test_b20_a_transport_that_hangs_does_not_keep_its_engine(transfer, wire, mon
     monkeypatch.setattr("vllm_pd.transfer.thread.CLOSE_S", 0.05)
     wire.go_on.clear()
     transfer.execute([WRITE])
-    eventually(lambda: wire.inside, "the post hangs")
+    wait_for(lambda: wire.inside, "the post hangs")
     assert not transfer.close()
     wire.go_on.set()
 

@@ -21,6 +21,7 @@ from vllm.config import KVEventsConfig
 from vllm.distributed import kv_events as upstream
 
 from tests.fakes.simulated_engine import SimulatedEngine
+from tests.waiting import becomes
 from vllm_pd.events.announcer import EventAnnouncer
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
@@ -191,10 +192,8 @@ def held(index: PrefixIndex, subscriber: Subscriber) -> set[int]:
 
 
 async def until_right(engine: V1Engine, index: PrefixIndex, subscriber: Subscriber) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not subscriber.connected or held(index, subscriber) != set(engine.truth):
-        assert time.monotonic() < deadline, (subscriber.state, subscriber.counters)
-        await asyncio.sleep(0.01)
+    await becomes(lambda: subscriber.connected and held(index, subscriber) == set(engine.truth),
+                  lambda: (subscriber.state, subscriber.counters))
 
 
 @pytest.mark.parametrize("seed", range(2))

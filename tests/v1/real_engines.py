@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from typing import Any
 
 import psutil
@@ -125,10 +124,3 @@ class RealBroker:
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(30)
-
-
-def wait_for(holds, what: str, seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.v1.real_engines import RealBroker, RealEngine, wait_for
+from tests.v1.real_engines import RealBroker, RealEngine
 from tests.v1.test_real_engines import done, prompts
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1500)]
 SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0}

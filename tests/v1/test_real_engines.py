@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.v1.real_engines import RealBroker, RealEngine, wait_for
+from tests.v1.real_engines import RealBroker, RealEngine
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 100, 200, 511, 513, 1000, 1900)

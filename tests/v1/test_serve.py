@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import asking
+from tests import asking, waiting
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.launch.child import Child
 from vllm_pd.launch.plan import HOST, SERVE, EnginePlan, UpOptions, plan_fleet, transfer_config
@@ -29,6 +29,7 @@ SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "
 PD = {"max_local_prefill_tokens": 100, "attempt_deadline_s": 300.0, "ttl_s": 120, "drain_timeout_s": 600.0}
 START_S, END_S = 1200.0, 600.0
 request = functools.partial(asking.request, timeout_s=END_S)
+wait_for = functools.partial(waiting.wait_for, timeout_s=END_S)
 BLOCK = 32
 
 
@@ -38,15 +39,8 @@ def fleet() -> Iterator[Fleet]:
                         serve_args=SERVE_ARGS, router=True)
     with Fleet(plan_fleet(options, ()), timeout_s=START_S) as running:
         wait_for(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)]
-                 == [("up", "live")] * 2, "the router follows both decode engines", START_S)
+                 == [("up", "live")] * 2, "the router follows both decode engines", timeout_s=START_S)
         yield running
-
-
-def wait_for(holds, what: str, seconds: float = END_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def complete(url: str, tokens: list[int], count: int = 4, **headers: str) -> tuple[int, dict, dict]:
@@ -251,7 +245,7 @@ def test_b43_b70_the_ranks_of_one_server(fleet):
     url = f"http://{HOST}:{port}"
     server = serve(fleet, port, "--data-parallel-size", "2")
     try:
-        wait_for(lambda: healthy(url) or not server.alive, "the server is up", START_S)
+        wait_for(lambda: healthy(url) or not server.alive, "the server is up", timeout_s=START_S)
         assert server.alive, server.last_lines()
         wait_for(lambda: [rank["degraded"] for rank in status_of(url)["ranks"]] == [None, None], "both have a peer")
         shown = status_of(url)
