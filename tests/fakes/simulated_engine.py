@@ -150,6 +150,22 @@ class SimulatedEngine:
             self.step()
         raise AssertionError("no end in sight")
 
+    def finish(self) -> None:
+        """B20: run to the end, which leaves nothing."""
+        self.run()
+        self.check_at_rest()
+
+    def park(self, request_id: str, token_ids: list[int], **options) -> str:
+        """Add a request and have it parked. Its attempt."""
+        self.add(request_id, token_ids, **options)
+        self.step()
+        return self.attempt_of(request_id)
+
+    def arrive(self, attempt: str) -> list[str]:
+        """The peer has written all of this attempt, and the next step hears of it. The ids in its batch."""
+        self.write_remotely(attempt)
+        return self.step(finished_prefills=[attempt])
+
     def write_remotely(self, attempt: str, tokens: int | None = None) -> None:
         """What the peer of this attempt does: write the slots it was granted, or the first of them."""
         work = self.peers.work[attempt]

@@ -148,8 +148,7 @@ def play(engine: WatchedEngine, operations: list[tuple[str, int]]) -> None:
             engine.take()
         elif operation == "arrive" and parked:
             attempt = parked[number % len(parked)]
-            engine.write_remotely(attempt)
-            engine.step(finished_prefills=[attempt])
+            engine.arrive(attempt)
         elif operation == "fail" and parked:
             attempt = parked[number % len(parked)]
             engine.step(failed_prefills=[attempt])
@@ -213,8 +212,7 @@ def test_b60_a_remote_prefill_is_told_of_when_it_has_arrived():
         engine.step()
     assert not engine.announced
     [attempt] = engine.scheduler.remote_prefilling
-    engine.write_remotely(attempt)
-    engine.step(finished_prefills=[attempt])
+    engine.arrive(attempt)
     assert len(engine.announced) == 4
 
 

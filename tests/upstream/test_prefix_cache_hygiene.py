@@ -64,8 +64,7 @@ def test_b10_an_abort_does_not_disturb_another_request_with_the_same_prompt():
     engine.add("b", TOKENS)
     engine.step()
     engine.abort("a")
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     assert engine.hit(TOKENS) == FULL
 
 
@@ -92,23 +91,17 @@ def test_b9_pending_blocks_are_no_hit_until_the_commit():
     engine.step()
     attempt = engine.attempt_of("remote")
     assert not set(engine.peers.work[attempt].block_ids) & set(engine.manager.get_block_table(engine.seq("same")))
-    engine.write_remotely(attempt)
-    engine.step(finished_prefills=[attempt])
+    engine.arrive(attempt)
     assert engine.hit(TOKENS) == FULL
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
 
 
 def test_b4_a_committed_prompt_is_a_hit_and_survives_its_request():
     """B4: what a peer wrote is found by the next request as if it had been computed here."""
     engine = remote_if_named()
-    engine.add("remote", TOKENS)
-    engine.step()
-    attempt = engine.attempt_of("remote")
-    engine.write_remotely(attempt)
-    engine.step(finished_prefills=[attempt])
-    engine.run()
-    engine.check_at_rest()
+    attempt = engine.park("remote", TOKENS)
+    engine.arrive(attempt)
+    engine.finish()
     assert engine.hit(TOKENS) == FULL
     computed = engine.computed_tokens
     engine.add("again", TOKENS, max_tokens=1)
@@ -130,10 +123,8 @@ def test_b5_a_cached_prefix_is_shared_and_only_the_rest_is_pending():
     assert engine.manager.get_block_table(engine.seq("also"))[:2] == work.block_ids[:2]
     engine.check_writers()
     attempt = engine.attempt_of("remote")
-    engine.write_remotely(attempt)
-    engine.step(finished_prefills=[attempt])
-    engine.run()
-    engine.check_at_rest()
+    engine.arrive(attempt)
+    engine.finish()
 
 
 def test_b9_commit_when_the_same_content_was_cached_meanwhile():
@@ -145,13 +136,11 @@ def test_b9_commit_when_the_same_content_was_cached_meanwhile():
     engine.run()
     free = engine.manager.get_num_free_gpu_blocks()
     attempt = engine.attempt_of("remote")
-    engine.write_remotely(attempt)
-    engine.step(finished_prefills=[attempt])
+    engine.arrive(attempt)
     assert engine.manager.get_num_free_gpu_blocks() == free  # five evictable ones taken, five plain ones returned
     assert engine.manager.get_block_table(engine.seq("remote"))[:5] != engine.peers.work[attempt].block_ids[:5]
     engine.check_references()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
 
 
 def test_b9_commit_when_another_sequence_has_registered_but_not_computed_it():
@@ -162,11 +151,9 @@ def test_b9_commit_when_another_sequence_has_registered_but_not_computed_it():
     engine.add("same", TOKENS)
     engine.step()  # eight of 22 tokens computed, all five blocks registered
     attempt = engine.attempt_of("remote")
-    engine.write_remotely(attempt)
-    engine.step(finished_prefills=[attempt])
+    engine.arrive(attempt)
     engine.check_references()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     assert engine.hit(TOKENS) == FULL
 
 
@@ -187,8 +174,7 @@ def test_b9_commit_after_the_other_sequence_was_aborted_half_way():
             engine.abort("same")
         engine.check_references()
         engine.add("third", TOKENS)
-        engine.run()
-        engine.check_at_rest()
+        engine.finish()
         assert engine.hit(TOKENS) == FULL
 
 
@@ -196,9 +182,7 @@ def test_b10_a_failed_remote_prefill_leaves_no_hit():
     """B10: the peer wrote half of it and gave up; the prompt is computed here, in other blocks."""
     engine = remote_if_named()
     engine.peers.wants_remote = lambda group: not engine.peers.work
-    engine.add("remote", TOKENS)
-    engine.step()
-    attempt = engine.attempt_of("remote")
+    attempt = engine.park("remote", TOKENS)
     engine.write_remotely(attempt, tokens=10)
     engine.step(failed_prefills=[attempt])
     assert attempt in engine.scheduler.quarantined
@@ -213,9 +197,7 @@ def test_b10_a_failed_remote_prefill_leaves_no_hit():
 def test_b10_an_aborted_remote_prefill_leaves_no_hit_even_when_released():
     """B10: aborted, released, and still not a hit for the same prompt."""
     engine = remote_if_named()
-    engine.add("remote", TOKENS)
-    engine.step()
-    attempt = engine.attempt_of("remote")
+    attempt = engine.park("remote", TOKENS)
     engine.abort("remote")
     assert engine.hit(TOKENS) == 0
     engine.write_remotely(attempt)
@@ -235,8 +217,7 @@ def test_b20_pending_blocks_without_prefix_caching():
     engine.abort("remote2")
     engine.write_remotely(first)
     engine.step(finished_prefills=[first], finished_transfers=[second])
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
 
 
 def test_b8_a_preempted_sequence_is_recomputed():
@@ -262,9 +243,7 @@ def test_b62_a_hit_is_contiguous_though_its_first_block_was_evicted():
     engine = remote_if_named(blocks=8)
     engine.add("local", TOKENS, max_tokens=1)
     engine.run()
-    engine.add("remote", TOKENS[:6])
-    engine.step()
-    attempt = engine.attempt_of("remote")
+    attempt = engine.park("remote", TOKENS[:6])
     engine.abort("remote")
     engine.step(finished_transfers=[attempt])
     engine.add("other", [1] * 15, max_tokens=1)  # takes the two blocks that are free and two of the cached

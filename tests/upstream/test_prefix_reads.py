@@ -110,10 +110,8 @@ class TestSamples:
         assert engine.step() == ["other"] or engine.step() == ["other"]
         assert [group.request_id for group in engine.scheduler.waiting] == ["s1", "s2"]
         attempt = engine.attempt_of("s0")
-        engine.write_remotely(attempt)
-        engine.step(finished_prefills=[attempt])
-        engine.run()
-        engine.check_at_rest()
+        engine.arrive(attempt)
+        engine.finish()
 
     def test_b7_then_their_prompt_is_a_hit(self, engine):
         attempt = engine.attempt_of("s0")
@@ -131,15 +129,13 @@ class TestSamples:
         engine.peers.wants_remote = lambda group: False
         engine.step(failed_prefills=[attempt], finished_transfers=[attempt])
         assert not engine.scheduler.waiting or engine.scheduler.waiting[0].request_id != "s0"
-        engine.run()
-        engine.check_at_rest()
+        engine.finish()
 
     def test_b25_the_abort_of_the_first_lets_them_go(self, engine):
         attempt = engine.attempt_of("s0")
         engine.abort("s0")
         engine.step(finished_transfers=[attempt])
-        engine.run()
-        engine.check_at_rest()
+        engine.finish()
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -11,13 +11,6 @@ from tests.fakes.simulated_engine import SimulatedEngine
 PROMPT = list(range(10, 30))
 
 
-def parked(engine: SimulatedEngine, request_id: str = "a", tokens=PROMPT, **options) -> str:
-    """Add a request and have it parked; its attempt."""
-    engine.add(request_id, tokens, **options)
-    engine.step()
-    return engine.attempt_of(request_id)
-
-
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("chunk", [None, 8])
 class TestParking:
@@ -29,7 +22,7 @@ class TestParking:
 
     def test_b1_a_parked_group_costs_no_step_and_resumes_as_a_decode(self, engine):
         """B1: nothing is computed until the KV is there; then the last prompt token only, and it samples."""
-        attempt = parked(engine)
+        attempt = engine.park("a", PROMPT)
         assert engine.computed_tokens == 0
         assert engine.seq("a").status is SequenceStatus.REMOTE_PREFILLING
         assert not engine.seq("a").is_finished()
@@ -41,58 +34,52 @@ class TestParking:
         assert engine.computed_tokens == 1
         assert seq.get_output_len() == 1
         assert seq.data.stage is SequenceStage.DECODE
-        engine.run()
-        engine.check_at_rest()
+        engine.finish()
 
     def test_b20_what_is_said_of_an_unknown_attempt_changes_nothing(self, engine):
         """B20, B29: late, twice, or never heard of."""
-        attempt = parked(engine)
+        attempt = engine.park("a", PROMPT)
         before = engine.references()
         engine.step(failed_prefills=["y"], finished_transfers=["z", attempt])
         assert engine.references() == before
         assert attempt in engine.scheduler.remote_prefilling
-        engine.write_remotely(attempt)
-        engine.step(finished_prefills=[attempt])
+        engine.arrive(attempt)
         assert len(engine.scheduler.running) == 1
         engine.step(failed_prefills=[attempt], finished_transfers=[attempt])
-        engine.run()
-        engine.check_at_rest()
+        engine.finish()
 
     def test_b25_abort_while_parked(self, engine):
         """B25: gone at once, the blocks stay until the fence is down, the same id can come again."""
-        attempt = parked(engine)
+        attempt = engine.park("a", PROMPT)
         free = engine.manager.get_num_free_gpu_blocks()
         engine.abort("a")
         assert engine.peers.work[attempt].aborted
         assert not engine.scheduler.has_unfinished_seqs()
         assert engine.manager.get_num_free_gpu_blocks() == free
-        again = parked(engine, "a")
+        again = engine.park("a", PROMPT)
         assert again != attempt
         engine.check_writers()
         engine.write_remotely(attempt)
         engine.step(finished_transfers=[attempt])
         engine.step(finished_transfers=[attempt], failed_prefills=[attempt])  # too late, and of that id's first life
         assert again in engine.scheduler.remote_prefilling
-        engine.write_remotely(again)
-        engine.step(finished_prefills=[again])
-        engine.run()
-        engine.check_at_rest()
+        engine.arrive(again)
+        engine.finish()
 
     def test_b25_abort_while_waiting_and_after_the_resume(self, engine):
         """B25: the states around the parked one."""
         engine.add("waiting", PROMPT)
         engine.abort("waiting")
         assert engine.step() == []
-        attempt = parked(engine, "resumed", max_tokens=10)
-        engine.write_remotely(attempt)
-        engine.step(finished_prefills=[attempt])
+        attempt = engine.park("resumed", PROMPT, max_tokens=10)
+        engine.arrive(attempt)
         engine.abort("resumed")
         engine.step(finished_transfers=[attempt])
         engine.check_at_rest()
 
     def test_b25_abort_between_the_arrival_and_its_news(self, engine):
         """B25: the KV is complete, the scheduler has not heard of it, the client leaves. No other news of it comes."""
-        attempt = parked(engine)
+        attempt = engine.park("a", PROMPT)
         engine.write_remotely(attempt)
         engine.abort("a")
         assert engine.step(finished_prefills=[attempt]) == []
@@ -101,7 +88,7 @@ class TestParking:
     def test_b21_a_failed_prefill_is_done_here_in_other_blocks(self, engine):
         """B21: before all that waits; the old blocks stay aside until no peer writes to them."""
         engine.peers.wants_remote = lambda group: not engine.peers.work
-        attempt = parked(engine)
+        attempt = engine.park("a", PROMPT)
         engine.add("later", [7] * 9)
         engine.write_remotely(attempt, tokens=6)
         ran = engine.step(failed_prefills=[attempt])
@@ -123,8 +110,7 @@ class TestParking:
         attempts = [engine.attempt_of(name) for name in names]
         engine.scheduler._apply_transfers([], attempts, attempts, {})
         assert [group.request_id for group in engine.scheduler.waiting] == names
-        engine.run()
-        engine.check_at_rest()
+        engine.finish()
 
     def test_b20_parked_groups_count_against_max_num_seqs(self, engine):
         """B20: a resumed group always has a place in the batch."""
@@ -140,21 +126,18 @@ class TestParking:
         engine.peers.wants_remote = lambda group: False
         engine.step(finished_prefills=attempts)
         assert len(engine.scheduler.running) == 4
-        engine.run()
-        engine.check_at_rest()
+        engine.finish()
 
     def test_b20_a_parked_group_does_not_stop_others(self, engine):
         """B20: local prompts and decodes go on beside it."""
-        attempt = parked(engine)
+        attempt = engine.park("a", PROMPT)
         engine.peers.wants_remote = lambda group: False
         engine.add("local", [3] * 13)
         engine.run()
         assert "local" not in engine.groups
         assert attempt in engine.scheduler.remote_prefilling
-        engine.write_remotely(attempt)
-        engine.step(finished_prefills=[attempt])
-        engine.run()
-        engine.check_at_rest()
+        engine.arrive(attempt)
+        engine.finish()
 
     def test_b20_blocks_of_a_prompt_for_a_peer_are_kept_until_they_were_sent(self, engine):
         """B20: finished, and yet its blocks are nobody else's until the transfer has ended."""
@@ -233,10 +216,8 @@ class TestPriority:
     @staticmethod
     def finish(engine):
         attempt = engine.attempt_of("first")
-        engine.write_remotely(attempt)
-        engine.step(finished_prefills=[attempt])
-        engine.run()
-        engine.check_at_rest()
+        engine.arrive(attempt)
+        engine.finish()
 
 
 def test_b50_decisions_without_disaggregation():

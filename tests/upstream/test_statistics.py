@@ -79,8 +79,7 @@ def test_b97_prefix_hits_of_a_decode_engine_mean_what_they_mean_without_disaggre
             engine.step()
             for attempt in list(engine.scheduler.remote_prefilling):
                 assert seq.data.get_num_cached_tokens() == (hit * BLOCK_SIZE if name == "second" else 0)
-                engine.write_remotely(attempt)
-                engine.step(finished_prefills=[attempt])
+                engine.arrive(attempt)
             engine.run()
         rates[remote] = engine.scheduler.get_prefix_cache_hit_rate(Device.GPU)
     assert rates[True] == rates[False] == pytest.approx(hit / (5 + len(second) // BLOCK_SIZE))
