@@ -91,7 +91,7 @@ def measure(bench: PolicyBench, log: Path, show: ShowLine = print) -> dict[str, 
 
 
 def by_policy(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By policy, over its rounds: hit rate, its share of the bound, TTFT."""
+    """The hit rate of each policy over all its rounds, its share of the bound, and its TTFT."""
     found = {}
     for policy in dict.fromkeys(run["policy"] for run in runs):
         own = [run for run in runs if run["policy"] == policy]

@@ -50,7 +50,7 @@ class IndependentRank(EngineSync):
         return self._member is not None and self._member.due
 
     def hold(self, request: UtilityRequest) -> bool:
-        """No call waits for another rank."""
+        """False: each call is made at once, because these ranks make no calls together."""
         return False
 
     def make_calls(self, make: Callable[[Any, UtilityRequest], None]) -> None:

@@ -58,7 +58,7 @@ class SidePort:
         self._answers: dict[bytes, _SnapshotAnswer] = {}
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until `turn` has something to read or `waker` is set, at most so long."""
+        """Sleep until `turn` has something to read or `waker` is set, at most for `timeout_s`."""
         self._poller.wait(timeout_s)
 
     def turn(self, now: float, journal: EventJournal, epoch: str, next_seq: int) -> bool:

@@ -231,8 +231,9 @@ class DecodeHandover(ABC, Generic[R]):
                 self._metrics.parked(time.monotonic() - remote.parked_at)
 
     def give_back(self, progress: Progress, stalled: bool) -> None:
-        """Give the requests whose attempt failed back to the scheduler: at once where another peer will be tried, else
-        at the pace that the running ones can bear. `stalled`: the last batch can't run with the free blocks."""
+        """Return the requests whose attempt failed to the scheduler. One that another peer will prefill returns at
+        once. Those that this engine must prefill return in batches, so that running requests are not held up for long.
+        `stalled`: the last batch can't run with the free blocks, so the next one need not wait for it."""
         now = time.monotonic()
         if not any(self._awaits_prefill(request) for request in self._batch):
             self._batch.clear()

@@ -129,7 +129,7 @@ class PrefillHandover(ABC):
 
     @property
     def step_tokens(self) -> int:
-        """How many tokens a step with jobs is to have."""
+        """How many tokens a step with jobs computes, at most."""
         return job_order.step_tokens(self._speed.tokens_per_s, self._step_s, self._batch_tokens)
 
     def turn(self, job: PeerJob) -> job_order.Turn:

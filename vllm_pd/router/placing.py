@@ -56,7 +56,7 @@ class RecentlySent:
         self._sent: collections.deque[tuple[float, int]] = collections.deque()
 
     def add(self, now_s: float, count: int) -> None:
-        """A request with `count` such tokens was sent."""
+        """Record that a request with `count` such tokens was sent."""
         self._sent.append((now_s, count))
         self.tokens += count
         if len(self._sent) > MAX_RECENT:

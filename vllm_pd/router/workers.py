@@ -237,7 +237,7 @@ class Workers:
         return worker
 
     def remove(self, url: str) -> bool:
-        """Let a worker leave. Returns whether there was one."""
+        """Remove the worker at this URL. Returns whether it was known."""
         worker = self._workers.pop(url, None)
         if worker is None:
             return False

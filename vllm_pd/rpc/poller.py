@@ -45,7 +45,7 @@ class SocketPoller:
 
 
 def receive_batch(socket: zmq.Socket, most: int) -> Iterator[list[bytes]]:
-    """The frames of the messages that wait at a socket, at most so many. Ends early where the socket is closed."""
+    """The frames of each message that waits at a socket, of at most `most` messages. Ends early if it is closed."""
     for _ in range(most):
         frames = None if socket.closed else sockets.receive(socket)
         if frames is None:

@@ -44,7 +44,7 @@ def labels(report: dict[str, Any]) -> list[str]:
 
 
 def by_round(report: dict[str, Any], arm: str, label: str, path: str) -> dict[int, float]:
-    """A figure of an arm at a point, for each round that has it."""
+    """A figure of an arm at a point, by the number of the round. Rounds without it are left out."""
     values = {turn["round"]: value_of(point, path) for turn in report["arms"][arm]["rounds"]
               for point in turn["points"] if point["label"] == label}
     return {turn: value for turn, value in values.items() if value is not None}
@@ -87,7 +87,7 @@ def goodput(report: dict[str, Any], arm: str) -> float | None:
 
 
 def compared(report: dict[str, Any]) -> dict[str, Any]:
-    """By point and arm: the spreads of all figures and ratios of the table."""
+    """The spreads of all figures and ratios of the table, by the label of the point and then by arm."""
     return {label: {arm: {"figures": {path: over_rounds(report, arm, label, path) for path in FIGURES},
                           "ratios": {text: ratio(report, arm, base, label, path) for text, path, base in RATIOS},
                           "goodput": goodput(report, arm)}

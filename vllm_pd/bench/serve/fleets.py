@@ -58,7 +58,8 @@ def running(plan: ArmPlan, say: Say, timeout_s: float) -> Iterator[RunningArm]:
 
 
 def entry_points(engines: Sequence[EnginePlan]) -> tuple[EntryPoint, ...]:
-    """Each engine that decodes, in turn; with engines that only prefill, each pair of both."""
+    """Where requests go, in turn: each engine that decodes. With engines that only prefill: each pair of a decode and a
+    prefill engine."""
     decode, prefill = ([engine.url for engine in engines if engine.role.decodes is decodes]
                        for decodes in (True, False))
     pairs = zip(itertools.cycle(decode), itertools.cycle(prefill or [""]),

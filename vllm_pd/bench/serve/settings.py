@@ -78,7 +78,7 @@ class LoadShape:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The streams or rates of the points."""
+        """The number of streams, or the requests a second, of each point."""
         if self.load is ServeLoad.CHAT_LONG:
             return self.streams or (4, )
         if self.load is ServeLoad.CONCURRENCY:
