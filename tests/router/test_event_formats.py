@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from vllm_pd.router.policy import Policy
 from vllm_pd.rpc.codec import BadFrame
 
 FIXTURES = json.loads(Path(__file__).with_name("event_fixtures.json").read_text())
+TODAY = {name: bytes.fromhex(payload) for name, payload in FIXTURES["0.32.0"]["batches"].items()}
 SIZE = 4
 TOKENS = [*range(8)]
 
@@ -217,7 +219,7 @@ def test_b67_after_an_event_that_cant_be_read_nothing_known_counts(odd):
     engine = fed("0.32.0", "stored")
     engine.say(odd)
     assert engine.hits() == 0 and len(engine.unread) == 1
-    engine.feed(bytes.fromhex(FIXTURES["0.32.0"]["batches"]["stored"]))
+    engine.feed(TODAY["stored"])
     assert engine.hits() == 2
 
 
@@ -316,71 +318,60 @@ async def asked(served, tokens) -> str:
     return answer.headers["x-vllm-pd-explain"].partition("hit=")[2].split(";")[0]
 
 
-async def test_b67_the_router_goes_by_the_events_of_todays_vllm():
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
     context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+async def test_b67_the_router_goes_by_the_events_of_todays_vllm(context):
     publisher = Publisher(context)
-    try:
-        async with serving(2, Policy.KV, events=(publisher.endpoint,), block_size=SIZE) as (served, [engine, _]):
-            await until_heard(served, engine, [publisher], bytes.fromhex(FIXTURES["0.32.0"]["batches"]["stored"]))
-            assert await asked(served, [*range(10)]) == "2/2"
-    finally:
-        context.destroy(linger=0)
+    async with serving(2, Policy.KV, events=(publisher.endpoint,), block_size=SIZE) as (served, [engine, _]):
+        await until_heard(served, engine, [publisher], TODAY["stored"])
+        assert await asked(served, [*range(10)]) == "2/2"
 
 
-async def test_b67_what_cant_be_read_is_said_once_in_the_log_and_in_workers(caplog):
-    context = zmq.Context()
+async def test_b67_what_cant_be_read_is_said_once_in_the_log_and_in_workers(context, caplog):
     publisher = Publisher(context)
-    try:
-        async with serving(1, Policy.KV, events=(publisher.endpoint,), block_size=SIZE) as (served, [engine]):
-            await until_heard(served, engine, [publisher], bytes.fromhex(FIXTURES["0.32.0"]["batches"]["stored"]))
-            for _ in range(3):
-                publisher.send(msgspec.msgpack.encode([time.time(), [{"type": "BlockPinned"}], 0]))
-            subscriptions = served.router.subscriptions
-            await served.until(lambda: sum(subscriptions.as_json()[engine.url]["unread"].values()) == 3)
-            shown = (await served.ask(path="/workers", method="GET")).json["workers"][0]["events"]
-            assert shown["unread"] == {"an event of an unknown kind, 'BlockPinned'": 3}
-            await served.until(lambda: "BlockPinned" in caplog.text)
-            assert caplog.text.count("BlockPinned") == 1
-    finally:
-        context.destroy(linger=0)
+    async with serving(1, Policy.KV, events=(publisher.endpoint,), block_size=SIZE) as (served, [engine]):
+        await until_heard(served, engine, [publisher], TODAY["stored"])
+        for _ in range(3):
+            publisher.send(msgspec.msgpack.encode([time.time(), [{"type": "BlockPinned"}], 0]))
+        subscriptions = served.router.subscriptions
+        await served.until(lambda: sum(subscriptions.as_json()[engine.url]["unread"].values()) == 3)
+        shown = (await served.ask(path="/workers", method="GET")).json["workers"][0]["events"]
+        assert shown["unread"] == {"an event of an unknown kind, 'BlockPinned'": 3}
+        await served.until(lambda: "BlockPinned" in caplog.text)
+        assert caplog.text.count("BlockPinned") == 1
 
 
-async def test_b67_a_rank_that_begins_anew_leaves_the_others_events_alone():
-    context = zmq.Context()
+async def test_b67_a_rank_that_begins_anew_leaves_the_others_events_alone(context):
     ranks = [Publisher(context), Publisher(context)]
-    batches = {name: bytes.fromhex(payload) for name, payload in FIXTURES["0.32.0"]["batches"].items()}
-    try:
-        async with serving(1, Policy.KV, events=([rank.endpoint for rank in ranks],)) as (served, [engine]):
-            await until_heard(served, engine, ranks, batches["stored"])
-            index, names = with_index(served.router.placer, SIZE), (engine.url, f"{engine.url}#1")
-            first, second = served.router.subscriptions._subscribers[engine.url]
-            await first.close()
-            assert index.blocks(names[0]) == 0 and index.blocks(names[1]) == 2
-            ranks[1].send(batches["removed"])
-            await served.until(lambda: second.counters["blocks_removed"])
-            assert index.blocks(names[1]) == 1
-    finally:
-        context.destroy(linger=0)
+    async with serving(1, Policy.KV, events=([rank.endpoint for rank in ranks],)) as (served, [engine]):
+        await until_heard(served, engine, ranks, TODAY["stored"])
+        index, names = with_index(served.router.placer, SIZE), (engine.url, f"{engine.url}#1")
+        first, second = served.router.subscriptions._subscribers[engine.url]
+        await first.close()
+        assert index.blocks(names[0]) == 0 and index.blocks(names[1]) == 2
+        ranks[1].send(TODAY["removed"])
+        await served.until(lambda: second.counters["blocks_removed"])
+        assert index.blocks(names[1]) == 1
 
 
-async def test_b67_what_only_one_data_parallel_rank_holds_is_no_hit():
+async def test_b67_what_only_one_data_parallel_rank_holds_is_no_hit(context):
     """The engine's own front end chooses the rank."""
-    context = zmq.Context()
     ranks = [Publisher(context), Publisher(context)]
-    batches = {name: bytes.fromhex(payload) for name, payload in FIXTURES["0.32.0"]["batches"].items()}
-    try:
-        async with serving(2, Policy.KV, events=([rank.endpoint for rank in ranks],),
-                           block_size=SIZE) as (served, [engine, other]):
-            await until_heard(served, engine, ranks, batches["stored"])
-            served.worker(other).pause(1000.0)  # nothing is sent there, and so nothing is expected there
-            assert await asked(served, [*range(8)]) == "2/2"
-            index = with_index(served.router.placer, SIZE)
-            ranks[1].send(batches["removed"])
-            await served.until(lambda: index.blocks(f"{engine.url}#1") == 1)
-            assert await asked(served, [*range(8)]) == "1/2"
-            shown = (await served.ask(path="/workers", method="GET")).json["workers"]
-            assert shown[0]["events"]["ranks"] == 2
-            served.router._membership.remove(engine.url)
-            await served.until(lambda: not index.workers())
-    finally:
-        context.destroy(linger=0)
+    async with serving(2, Policy.KV, events=([rank.endpoint for rank in ranks],),
+                       block_size=SIZE) as (served, [engine, other]):
+        await until_heard(served, engine, ranks, TODAY["stored"])
+        served.worker(other).pause(1000.0)  # nothing is sent there, and so nothing is expected there
+        assert await asked(served, [*range(8)]) == "2/2"
+        index = with_index(served.router.placer, SIZE)
+        ranks[1].send(TODAY["removed"])
+        await served.until(lambda: index.blocks(f"{engine.url}#1") == 1)
+        assert await asked(served, [*range(8)]) == "1/2"
+        shown = (await served.ask(path="/workers", method="GET")).json["workers"]
+        assert shown[0]["events"]["ranks"] == 2
+        served.router._membership.remove(engine.url)
+        await served.until(lambda: not index.workers())
