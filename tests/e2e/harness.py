@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from pathlib import Path
 
 from _chaos.zygote import Zygote
 
+from tests.fakes.brokers import BrokerProcess
 from tests.forked import ForkedProcess, freeze
 from tests.verdict import Crash, Leak, mark_answers
 from tests.waiting import wait_for
-from vllm_pd.ports import take_free
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"  # of which an engine's process has some
@@ -64,24 +63,6 @@ def start_zygote() -> Zygote:
     """The process that engines are forked from: it has imported vLLM once. To be closed by the caller."""
     env = {**engine_env(0), "VLLM_USE_V1": "0", "TQDM_DISABLE": "1"}
     return Zygote({**env, "PYTHONPATH": os.pathsep.join([str(HERE), env["PYTHONPATH"]])})
-
-
-class BrokerProcess:
-    """`vllm-pd broker`, which can be killed and started again at the same address."""
-
-    def __init__(self) -> None:
-        self.url = f"tcp://127.0.0.1:{take_free('127.0.0.1')}"
-        self._process: subprocess.Popen | None = None
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", "vllm_pd.cli", "broker", "--bind", self.url])
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    stop = kill
 
 
 class EngineProcess:

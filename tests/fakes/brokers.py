@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -71,6 +72,24 @@ class EmbeddedBroker:
         finally:
             held.set()
             self.broker._registry.receive = receive
+
+
+class BrokerProcess:
+    """`vllm-pd broker`, which can be killed and started again at the same address."""
+
+    def __init__(self) -> None:
+        self.url = f"tcp://127.0.0.1:{take_free('127.0.0.1')}"
+        self._process: subprocess.Popen | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-m", "vllm_pd.cli", "broker", "--bind", self.url])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    stop = kill
 
 
 class NatsServer:

@@ -5,9 +5,6 @@ imports, most of an engine's start, and has no threads: the tests' process has, 
 import multiprocessing
 import os
 import signal
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import psutil
@@ -110,17 +107,3 @@ class RealEngine:
     def _receive(self, timeout_s: float) -> Any:
         assert self._connection.poll(timeout_s), "no answer"
         return self._connection.recv()
-
-
-class RealBroker:
-    """A broker's process."""
-
-    def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-        self._process = subprocess.Popen([sys.executable, "-m", "vllm_pd.cli", "broker", "--bind", self.address])
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)

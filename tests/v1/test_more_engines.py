@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.v1.real_engines import RealBroker, RealEngine
+from tests.fakes.brokers import BrokerProcess
+from tests.v1.real_engines import RealEngine
 from tests.v1.test_real_engines import done, prompts
 from tests.waiting import wait_for
 
@@ -21,13 +22,13 @@ LONGEST = 1900
 @pytest.fixture
 def fleet(logs, request):
     """Starts engines with a broker of their own: fleet([tensor-parallel size of each P], [of each D])."""
-    broker, engines = RealBroker(), []
+    broker, engines = BrokerProcess(), []
 
     def start(prefill: list[int], decode: list[int]) -> list[RealEngine]:
         sizes = [("kv_producer", size) for size in prefill] + [("kv_consumer", size) for size in decode]
         for number, (role, size) in enumerate(sizes):
             log = logs / f"{request.node.name}.{number}.log"
-            engines.append(RealEngine(role, log, broker.address, SETTINGS, tensor_parallel_size=size).ready())
+            engines.append(RealEngine(role, log, broker.url, SETTINGS, tensor_parallel_size=size).ready())
         for d in engines[len(prefill):]:
             wait_for(lambda d=d: d.generate(prompts(random.randrange(10**6), (300, ))) and done(d),
                      "nothing goes remote")

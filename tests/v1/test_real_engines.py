@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.v1.real_engines import RealBroker, RealEngine
+from tests.fakes.brokers import BrokerProcess
+from tests.v1.real_engines import RealEngine
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -20,7 +21,7 @@ def prompts(seed: int, lengths=LENGTHS) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def broker():
-    broker = RealBroker()
+    broker = BrokerProcess()
     yield broker
     broker.stop()
 
@@ -28,8 +29,8 @@ def broker():
 @pytest.fixture(scope="module")
 def pair(logs, mono, broker):
     settings = {"attempt_deadline_s": 200.0, "lease_s": 3.0, "heartbeat_s": 1.0}
-    p = RealEngine("kv_producer", logs / "p.log", broker.address, settings).ready()
-    d = RealEngine("kv_consumer", logs / "d.log", broker.address, settings).ready()
+    p = RealEngine("kv_producer", logs / "p.log", broker.url, settings).ready()
+    d = RealEngine("kv_consumer", logs / "d.log", broker.url, settings).ready()
     warm = prompts(0, (300, ))
     wait_for(lambda: d.generate(warm) and done(d), "nothing goes remote")
     yield p, d
