@@ -80,6 +80,8 @@ class HandoverFamilies(FamilyCollector):
         counter, gauge, histogram = self.counter, self.gauge, self.histogram
         self.decisions = counter("vllm:pd_decisions_total", "Where prompts were prefilled, and why.",
                                  "decision", "reason")
+        self.asked = counter("vllm:pd_asked_total", "Requests that asked for a place, and where they were prefilled.",
+                             "asked", "decision")
         self.attempts = counter("vllm:pd_attempts_total", "Remote prefills by how they ended.", "outcome")
         self.handover = histogram(
             "vllm:pd_handover_seconds", "Time of a remote prefill by stage: queue (submitted to taken by a prefill "
@@ -148,6 +150,10 @@ class PDMetrics:
     def decision(self, decision: str, reason: str) -> None:
         """Count one prompt's final decision, "remote" or "local". `reason` is a value of `core.policy.Reason`."""
         self._families.decisions.labels(*self._labels, decision, reason).inc()
+
+    def asked(self, asked: str, decision: str) -> None:
+        """Count one such decision of a prompt whose request asks for a place: a value of `core.policy.AskedPlace`."""
+        self._families.asked.labels(*self._labels, asked, decision).inc()
 
     def attempt(self, outcome: str) -> None:
         """Count one attempt that has ended. `outcome` is one of OUTCOMES."""

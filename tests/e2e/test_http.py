@@ -189,6 +189,33 @@ def test_b7_b11_what_a_client_may_ask_for(options, decode, servers):
     assert remote == (0 if "prompt_logprobs" in options or {"echo", "logprobs"} <= options.keys() else 1)
 
 
+@pytest.mark.parametrize("path, asked", [("/v1/completions", {"prompt": None}), ("/v1/chat/completions", {})],
+                         ids=["completions", "chat"])
+def test_b103_a_request_asks_where_it_is_prefilled(path, asked, decode, servers):
+    """B103: long and short prompts go where they ask to, a place that does not exist is refused at once, and the
+    answers are those of P asked directly, which hands nothing over whatever is asked."""
+    for number, (place, sentences, remote) in enumerate([("remote", 2, 1), ("local", 30, 0), ("auto", 30, 1)]):
+        said = text(sentences, 50_000 + 100 * number + len(path) + 10 * len(decode))
+        body = {"model": MODEL, "max_tokens": 6, "temperature": 0, "kv_transfer_params": {"pd": place},
+                **({"prompt": said} if asked else {"messages": [{"role": "user", "content": said}]})}
+        before = scrape(decode)
+        (code, ours), (_, theirs) = (operator_request(url, "POST", path, body) for url in (decode, servers.p))
+        assert code == 200, ours
+        if ours["choices"] != theirs["choices"]:
+            raise WrongAnswer(f"{ours['choices']} where one engine gives {theirs['choices']}")
+        counted = scrape(decode).since(before)
+        assert counted.value("vllm:pd_decisions_total", decision="remote") == remote, place
+        assert counted.value("vllm:pd_decisions_total", reason="asked") == (place != "auto")
+    body |= {"stream": True}
+    for other in ("fast", "x" * 100_000, None, {"a": [[]]}, 7):
+        code, said = operator_request(decode, "POST", path, body | {"kv_transfer_params": {"pd": other}})
+        assert code == 400 and said["message"].startswith("kv_transfer_params.pd="), said
+    for unread in ("fast", [1], {"pd": "remote", "x": 10**400}):  # vLLM's own answer, whichever it is
+        operator_request(decode, "POST", path, body | {"kv_transfer_params": unread, "stream": False})
+    operator_request(decode, "POST", path, body | {"vllm_xargs": {"kv_transfer_params": "remote"}, "stream": False})
+    assert operator_request(decode, "POST", path, body | {"stream": False})[0] == 200
+
+
 def test_b25_the_client_disconnects_while_its_prompt_waits(decode, servers):
     """B25: from the disconnect on; the same prompt is then answered as ever."""
     asked = question(20, 7000 + len(decode))

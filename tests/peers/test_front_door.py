@@ -98,8 +98,8 @@ async def serving(tmp_path, api_token=None, host="127.0.0.1", **settings):
         return sent[0]["status"], json.loads(answer or b"{}"), dict(sent[0]["headers"])
 
     try:
-        yield SimpleNamespace(ask=ask, agent=agent, on_sigterm=on_sigterm, server=server, stops=stops, release=release,
-                              drain=on_sigterm.__self__)
+        yield SimpleNamespace(app=app, ask=ask, agent=agent, on_sigterm=on_sigterm, server=server, stops=stops,
+                              release=release, drain=on_sigterm.__self__)
     finally:
         on_sigterm.__self__.close()
         agent.close()

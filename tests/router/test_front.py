@@ -34,7 +34,8 @@ FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "float32", "float32", 16, 2, 2, 64,
 
 async def test_headers_ids_query_and_body_go_on_and_come_back():
     async with serving(1) as (served, [engine]):
-        asked = json.dumps({"model": "m", "prompt": "Hé", "stream": True})
+        place = {"kv_transfer_params": {"pd": "local"}}  # B103
+        asked = json.dumps({"model": "m", "prompt": "Hé", "stream": True, **place})
         async with served.session.post(served.url + "/v1/completions?a=%20b&c", data=asked.encode(), headers={
                 "X-Request-Id": "r-7", "Authorization": "Bearer theirs", "Connection": "keep-alive, X-Hop",
                 "X-Hop": "1", "Accept-Encoding": "gzip", "X-Vllm-Pd-Explain": "1"}) as response:

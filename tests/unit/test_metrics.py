@@ -25,6 +25,7 @@ def test_counts_appear_under_their_labels():
     metrics.decision("remote", "length")
     metrics.decision("local", "queue")
     metrics.decision("local", "queue")
+    metrics.asked("remote", "local")
     metrics.attempt("done")
     metrics.handover("transfer", 0.25)
     metrics.parked(0.5)
@@ -37,6 +38,7 @@ def test_counts_appear_under_their_labels():
     seen = exposed()
     assert seen.value("vllm:pd_decisions_total", model_name="labels", decision="local", reason="queue") == 2
     assert seen.value("vllm:pd_decisions_total", model_name="labels", decision="remote", reason="length") == 1
+    assert seen.value("vllm:pd_asked_total", model_name="labels", asked="remote", decision="local") == 1
     assert seen.value("vllm:pd_attempts_total", model_name="labels", outcome="done") == 1
     assert seen.value("vllm:pd_handover_seconds_sum", model_name="labels", stage="transfer") == 0.25
     assert seen.value("vllm:pd_handover_seconds_count", model_name="labels", stage="transfer") == 1

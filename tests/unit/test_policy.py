@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from vllm_pd.core.policy import Decision, PolicyConfig, PolicyInput, Reason, decide
+from vllm_pd.core.policy import AskedPlace, Decision, PolicyConfig, PolicyInput, Reason, asked_place, decide
 
 CONFIG = PolicyConfig(max_local_prefill_tokens=1000, max_queue_length=4, max_parked_fraction=0.5)
 GOOD = PolicyInput(prompt_tokens=1500, cached_tokens=0, blocks=94, can_go_remote=True, attempts_made=1, time_left_s=1.0,
@@ -47,4 +47,41 @@ def test_the_first_no_counts():
 
 def test_every_reason_is_reached():
     by_time = {Reason.TTFT, Reason.ITL}  # tests/unit/test_expected.py
-    assert {reason for _, reason in CASES} | {Reason.LENGTH} | by_time == set(Reason)
+    asked = {Reason.ASKED, Reason.ROLE}  # ROLE: decided before the policy is asked
+    assert {reason for _, reason in CASES} | {Reason.LENGTH} | by_time | asked == set(Reason)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("tokens, whole_blocks", [(16, 1), (1500, 93)])
+def test_b103_a_request_is_prefilled_where_it_asks_to_be(tokens, whole_blocks, auto):
+    config = msgspec.structs.replace(CONFIG, auto=auto)
+    request = msgspec.structs.replace(GOOD, prompt_tokens=tokens, whole_blocks=whole_blocks)
+    assert decide(msgspec.structs.replace(request, asked=AskedPlace.REMOTE), config) == Decision(True, Reason.ASKED)
+    assert decide(msgspec.structs.replace(request, asked=AskedPlace.LOCAL), config) == Decision(False, Reason.ASKED)
+    for none in (AskedPlace.AUTO, AskedPlace.OTHER):
+        assert decide(msgspec.structs.replace(request, asked=none), config) == decide(request, config)
+
+
+def test_b103_less_than_a_block_is_not_worth_a_hand_over():
+    asked = msgspec.structs.replace(GOOD, whole_blocks=0, asked=AskedPlace.REMOTE)
+    assert decide(asked, CONFIG) == Decision(False, Reason.THRESHOLD)
+
+
+@pytest.mark.parametrize("change, reason", [case for case in CASES if case[1] is not Reason.THRESHOLD])
+def test_b103_what_can_t_be_handed_over_stays_although_it_is_asked_for(change, reason):
+    asked = msgspec.structs.replace(GOOD, asked=AskedPlace.REMOTE, **change)
+    assert decide(asked, CONFIG) == Decision(False, reason)
+
+
+@pytest.mark.parametrize("extra_args, place", [
+    (None, AskedPlace.AUTO), ({}, AskedPlace.AUTO), ({"kv_transfer_params": {}}, AskedPlace.AUTO),
+    ({"kv_transfer_params": None}, AskedPlace.AUTO), ({"kv_transfer_params": "remote"}, AskedPlace.AUTO),
+    ({"kv_transfer_params": [1]}, AskedPlace.AUTO), ("remote", AskedPlace.AUTO), ({"pd": "remote"}, AskedPlace.AUTO),
+    ({"kv_transfer_params": {"pd": "remote"}}, AskedPlace.REMOTE),
+    ({"kv_transfer_params": {"pd": "local", "do_remote_prefill": True}}, AskedPlace.LOCAL),
+    ({"kv_transfer_params": {"pd": "auto"}}, AskedPlace.AUTO),
+    *(({"kv_transfer_params": {"pd": value}}, AskedPlace.OTHER)
+      for value in ("", "Remote", "other", "x" * 10**6, None, 1, 1.5, True, b"remote", [], ["remote"], {},
+                    {"remote": 1}, object(), type))])
+def test_b103_anything_may_be_asked(extra_args, place):
+    assert asked_place(extra_args) is place

@@ -3,6 +3,7 @@
 
 The real scheduler and the real binding; the control thread's part is played by hand.
 """
+from types import SimpleNamespace
 
 import pytest
 from vllm.core.scheduler import Scheduler
@@ -26,6 +27,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.peers = {"p", "q"}
+        self.state = SimpleNamespace(hands_over=True)
         self.submitted: dict[Attempt, tuple] = {}
         self.aborted: list[Attempt] = []
 

@@ -147,6 +147,35 @@ def test_b11_b97_a_prompt_goes_remote_and_the_figures_say_so(fleet):
     assert text_of(complete(producer, one, 8)[2]) == text_of(ours)
 
 
+def count_asked(urls, before, place, decision):
+    return sum(scrape(url).since(one).value("vllm:pd_asked_total", asked=place, decision=decision)
+               for url, one in zip(urls, before, strict=True))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_b103_a_request_asks_where_it_is_prefilled(fleet, path):
+    """B103: through the router. A place that does not exist is refused at once; what else may be written there ends no
+    engine."""
+    urls = [engine.url for engine in fleet.plan.engines]
+    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+    for place, words, decision in (("remote", 12, "remote"), ("local", 200, "local")):
+        said = " ".join(f"{path[4:7]}{number}{place}" for number in range(words))
+        body = {"model": MODEL, "max_output_tokens" if field == "input" else "max_tokens": 4, "temperature": 0,
+                field: [{"role": "user", "content": said}] if field == "messages" else said}
+        before = [scrape(url) for url in urls]
+        status, _, answer = request(fleet.plan.router.url, "POST", path, body | {"kv_transfer_params": {"pd": place}})
+        assert status == 200, answer
+        counts = functools.partial(count_asked, urls, before, place, decision)
+        wait_for(lambda counts=counts: counts() == 1, f"{place} is counted")
+    for other in ("fast", "x" * 100_000, None, {"a": [[]]}, 7):
+        status, _, answer = request(urls[0], "POST", path, body | {"kv_transfer_params": {"pd": other}, "stream": True})
+        assert status == 400 and json.loads(answer)["message"].startswith("kv_transfer_params.pd="), answer
+    for unread in ({"kv_transfer_params": "fast"}, {"kv_transfer_params": {"pd": "auto", "x": 10**400}},
+                   {"vllm_xargs": {"kv_transfer_params": "remote"}}, {"kv_transfer_params": {"x": [[[]]] * 1000}}):
+        request(urls[0], "POST", path, body | unread)  # vLLM's own answer, whichever it is
+    assert request(urls[0], "POST", path, body)[0] == 200
+
+
 def as_one(raw: bytes) -> bytes | dict:
     """An answer as it was sent, without ids and times. Of a stream: its last parts, and what its parts are together,
     because how many tokens a part has depends on how fast it is read."""

@@ -4,20 +4,36 @@
 The checks ask in this order: is it worth it, may it, can it. The first "no" is the reason that is counted.
 """
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
 from vllm_pd.core.expected import Expected
 
+PARAMS_KEY, PLACE_KEY = "kv_transfer_params", "pd"  # the field of a request's body that asks for a place
+
+
+class AskedPlace(StrEnum):
+    """Where a request asks to have its prompt prefilled. All but OTHER may be written in it."""
+    REMOTE = "remote"  # by a peer, though it is short
+    LOCAL = "local"  # here
+    AUTO = "auto"  # where the policy says, as without asking
+    OTHER = "other"  # a value that is none of these: as AUTO
+
+
+PLACES = (AskedPlace.REMOTE, AskedPlace.LOCAL, AskedPlace.AUTO)
+
 
 class Reason(StrEnum):
-    """Why a prompt is prefilled where it is. LENGTH and ITL are reasons for a peer, TTFT is one for either, the others
-    are reasons to stay here."""
+    """Why a prompt is prefilled where it is. LENGTH and ITL are reasons for a peer, TTFT and ASKED are ones for either,
+    the others are reasons to stay here."""
+    ASKED = "asked"  # the request asks for this place
     LENGTH = "length"
     TTFT = "ttft"  # auto: the first token comes sooner there, or sooner here
     ITL = "itl"  # auto: here it would make running decodes wait longer than their target
     THRESHOLD = "threshold"  # too short to be worth it
     FEATURE = "feature"  # something in the request can't go remote
+    ROLE = "role"  # it asks for a peer, but this engine hands nothing over
     RETRY = "retry"  # it has been remote as often, or as long, as it may
     BROKER = "broker"  # the broker does not answer
     PEER = "peer"  # no prefill engine that fits is alive
@@ -37,11 +53,11 @@ class PolicyConfig(msgspec.Struct, frozen=True):
 
 
 class PolicyInput(msgspec.Struct, frozen=True):
-    """One request, and the present state. `parked_blocks` counts quarantined ones too; `blocks` are those
-    this request would set aside beyond its prefix hit; `total_blocks` is the size of the pool, `total_requests` the
-    most that may run at a time. `prefill_peers` are those that have not failed at it; `time_left_s` is what is left
-    of the time that all its attempts may take together. `expected` is used with `auto` only; None: nothing is measured
-    yet, or there is no peer."""
+    """One request, and the present state. `parked_blocks` counts quarantined ones too; `blocks` are those that this
+    request would set aside beyond its prefix hit, and `whole_blocks` those of them that it fills; `total_blocks` is
+    the size of the pool, `total_requests` the most that may run at a time. `prefill_peers` are those that have not
+    failed at it; `time_left_s` is what is left of the time that all its attempts may take together. `expected` is used
+    with `auto` only; None: nothing is measured yet, or there is no peer."""
     prompt_tokens: int
     cached_tokens: int
     blocks: int
@@ -56,6 +72,8 @@ class PolicyInput(msgspec.Struct, frozen=True):
     parked_requests: int
     total_requests: int
     expected: Expected | None = None
+    asked: AskedPlace = AskedPlace.AUTO
+    whole_blocks: int = 1
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -63,6 +81,13 @@ class Decision(msgspec.Struct, frozen=True):
     remote: bool
     reason: Reason
     expected: Expected | None = None
+
+
+def asked_place(extra_args: Any) -> AskedPlace:
+    """The place that a request asks for, from the `extra_args` of its sampling parameters, which may hold anything."""
+    params = extra_args.get(PARAMS_KEY) if isinstance(extra_args, dict) else None
+    place = params.get(PLACE_KEY, AskedPlace.AUTO) if isinstance(params, dict) else AskedPlace.AUTO
+    return AskedPlace(place) if isinstance(place, str) and place in PLACES else AskedPlace.OTHER
 
 
 def decide(request: PolicyInput, config: PolicyConfig) -> Decision:
@@ -75,6 +100,11 @@ def decide(request: PolicyInput, config: PolicyConfig) -> Decision:
 def _worth(request: PolicyInput, config: PolicyConfig) -> Decision:
     """Where the prompt should be prefilled if it may be prefilled anywhere."""
     expected = request.expected
+    if request.asked is AskedPlace.LOCAL:
+        return Decision(False, Reason.ASKED, expected)
+    if request.asked is AskedPlace.REMOTE:
+        whole = request.whole_blocks > 0  # a peer need not write less
+        return Decision(whole, Reason.ASKED if whole else Reason.THRESHOLD, expected)
     if not config.auto or expected is None:
         long = request.prompt_tokens - request.cached_tokens > config.max_local_prefill_tokens
         return Decision(long, Reason.LENGTH if long else Reason.THRESHOLD)

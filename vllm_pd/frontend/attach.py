@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from starlette.middleware import Middleware
+
 from vllm_pd.config import PDConfig
 from vllm_pd.events import notice
 from vllm_pd.frontend import routes
 from vllm_pd.frontend.access import key_of
+from vllm_pd.frontend.asked import AskedMiddleware
 from vllm_pd.frontend.drain import DrainMiddleware, ServerDrain
 from vllm_pd.frontend.edge import limit_headers
 
@@ -38,6 +41,7 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
 
     server.handle_exit = handle_exit
     key = key_of(app)
+    app.user_middleware.append(Middleware(AskedMiddleware))  # after vLLM's own, which asks for the key
     drain = ServerDrain(fronts, config.drain_timeout_s, stop_as_before, _base_url(server.config, config),
                         cut_s)
     app.add_middleware(DrainMiddleware, drain=drain)

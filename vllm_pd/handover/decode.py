@@ -27,7 +27,7 @@ from vllm_pd.core.expected import Expected, expect
 from vllm_pd.core.measured import DecodeMeasures, StepSpeed
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.pace import FallbackPace
-from vllm_pd.core.policy import Decision, PolicyInput, decide
+from vllm_pd.core.policy import AskedPlace, Decision, PolicyInput, Reason, decide
 from vllm_pd.handover.progress import ArrivalNotice, Progress
 
 if TYPE_CHECKING:
@@ -129,10 +129,13 @@ class DecodeHandover(ABC, Generic[R]):
 
     def decide(self, request: R, cached_tokens: int) -> Decision | None:
         """Where the request's prompt is to be prefilled, of which `cached_tokens` are a prefix hit; None where it was
-        settled before that it stays. Changes nothing: it may be asked any number of times."""
+        settled before that it stays, and in an engine that hands nothing over, unless the request asks for that.
+        Changes nothing: it may be asked any number of times."""
         remote = self._request(request)
         if remote.stays:
             return None
+        if not self._protocol.state.hands_over:
+            return Decision(False, Reason.ROLE) if self._asked(request) is AskedPlace.REMOTE else None
         return self._decide(request, cached_tokens, remote, self._protocol.view(remote.failed_peers),
                             self._count_blocks(), len(self._parked()))
 
@@ -141,6 +144,9 @@ class DecodeHandover(ABC, Generic[R]):
         asked about again. Returns the attempt to park it under; None where it stays."""
         where = "remote" if decision.remote else "local"
         self._metrics.decision(where, decision.reason.value)
+        asked = self._asked(request)
+        if asked is not AskedPlace.AUTO:
+            self._metrics.asked(asked.value, where)
         expected = decision.expected
         tokens = self._num_tokens(request) if expected is None else expected.tokens
         if self._log_decisions:
@@ -347,7 +353,9 @@ class DecodeHandover(ABC, Generic[R]):
                         total_blocks=self._capacity.total_blocks,
                         parked_requests=parked_requests,
                         total_requests=self._capacity.total_requests,
-                        expected=self._expected(tokens - cached_tokens, remote.failed_peers)), self._policy)
+                        expected=self._expected(tokens - cached_tokens, remote.failed_peers),
+                        asked=self._asked(request),
+                        whole_blocks=tokens // block_size - cached_tokens // block_size), self._policy)
 
     def _expected(self, tokens: int, avoid: tuple[str, ...]) -> Expected | None:
         """When a prompt with so many tokens to compute would have its first token, here and there. None with a fixed
@@ -390,6 +398,10 @@ class DecodeHandover(ABC, Generic[R]):
     @abstractmethod
     def _can_go_remote(self, request: R) -> bool:
         """Whether all that the request needs can come from another engine."""
+
+    @abstractmethod
+    def _asked(self, request: R) -> AskedPlace:
+        """Where it asks to be prefilled."""
 
     @abstractmethod
     def _request_id(self, request: R) -> str:

@@ -9,6 +9,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
+from vllm_pd.core.policy import AskedPlace, asked_place
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0.features import can_go_remote
@@ -47,6 +48,9 @@ class RemotePrefills(DecodeHandover["SequenceGroup"]):
 
     def _can_go_remote(self, request: SequenceGroup) -> bool:
         return can_go_remote(request, () if self._caching else self._split_requests)
+
+    def _asked(self, request: SequenceGroup) -> AskedPlace:
+        return asked_place(request.sampling_params and request.sampling_params.extra_args)
 
     def _request_id(self, request: SequenceGroup) -> str:
         return request.request_id

@@ -91,7 +91,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         attempt = seq_group.first_seq.remote_decode
         if attempt is not None:
             return attempt if self.prefill_jobs.wants_prefix(attempt, num_cached_tokens) else None
-        return self.remote_prefills.choose(seq_group, num_cached_tokens) if self._decodes else None
+        return self.remote_prefills.choose(seq_group, num_cached_tokens)
 
     def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
         """Whether a peer prefills the same prompt for another sample of this waiting group's request now. Then the

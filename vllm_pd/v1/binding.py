@@ -89,7 +89,7 @@ class EngineHandover(HandoverEngine):
         step. No effect on anything that the caller sees."""
         if self._is_internal(request):
             return self.prefill_jobs.match(request, cached_tokens)
-        return self.remote_prefills.match(request, cached_tokens) if self.protocol.state.hands_over else 0
+        return self.remote_prefills.match(request, cached_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, remote_tokens: int) -> None:
         """The request has these blocks; it is being parked where `remote_tokens` is more than 0."""

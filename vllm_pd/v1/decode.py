@@ -18,7 +18,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
-from vllm_pd.core.policy import Decision
+from vllm_pd.core.policy import AskedPlace, Decision, asked_place
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v1.features import can_go_remote
@@ -52,7 +52,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         """How many of the prompt's tokens after the `cached_tokens` a peer is to compute: all, or 0. None: ask again
         with the next step. May be asked any number of times."""
         self._matched.pop(request.request_id, None)
-        if self._has_parked_twin(request):
+        if self._asked(request) is not AskedPlace.LOCAL and self._has_parked_twin(request):
             return None
         decision = self.decide(request, cached_tokens)
         if decision is None:
@@ -143,6 +143,9 @@ class ParkedRequests(DecodeHandover["Request"]):
 
     def _can_go_remote(self, request: Request) -> bool:
         return can_go_remote(request)
+
+    def _asked(self, request: Request) -> AskedPlace:
+        return asked_place(request.sampling_params and request.sampling_params.extra_args)
 
     def _request_id(self, request: Request) -> str:
         return request.request_id

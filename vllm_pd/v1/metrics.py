@@ -17,7 +17,8 @@ from vllm_pd.metrics import PDMetrics
 MAX_CALLS = 10_000  # kept; a front end that takes nothing must not fill the memory
 _GAUGES = ("parked_blocks", "quarantined_blocks", "sending_blocks")
 _STATES = ("degraded", "standing")
-_COUNTS = ("decision", "attempt", "handover", "parked", "transfer_bytes", "job", "prefix_read", "frames_dropped")
+_COUNTS = ("decision", "asked", "attempt", "handover", "parked", "transfer_bytes", "job", "prefix_read",
+           "frames_dropped")
 
 
 class _RecordedGauge:

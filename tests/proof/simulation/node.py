@@ -11,6 +11,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.cluster import QueueView
 from vllm_pd.control.own_jobs import PrefillLoads
 from vllm_pd.control.protocol import MessageSource, PeerProtocol
+from vllm_pd.control.state import EngineState
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
 from vllm_pd.core.decode import DecodeProtocol
@@ -102,6 +103,10 @@ class Node(Process):
 
     def view(self, avoid: Collection[str] = ()) -> QueueView:
         return self.protocol.view(avoid)
+
+    @property
+    def state(self) -> EngineState:
+        return self.protocol.state
 
     def prefill_loads(self, avoid: Collection[str] = ()) -> PrefillLoads:
         return self.protocol.prefill_loads(avoid)

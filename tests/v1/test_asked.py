@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B103 on V1's real schedulers: a request says where its prompt is to be prefilled."""
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from tests.v1.simulated import BLOCK_SIZE, Engine
+from tests.v1.test_hazards import PARKED, end, parked, prompt
+
+SHORT, LONG = prompt(BLOCK_SIZE + 1), prompt(6 * BLOCK_SIZE)
+THRESHOLD = 3 * BLOCK_SIZE
+
+
+@pytest.fixture
+def engine(model_folder, in_flight):
+    return Engine(model_folder, in_flight, threshold=THRESHOLD)
+
+
+def add(engine, request_id, tokens, place):
+    engine.add(request_id, tokens, params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True,
+                                                         extra_args={"kv_transfer_params": {"pd": place}}))
+    engine.run()
+
+
+def counted(engine):
+    return [tuple(call) for call in engine.counted() if call[0] in ("decision", "asked")]
+
+
+def test_b103_a_short_prompt_is_handed_over_where_it_asks_for_that(engine):
+    add(engine, "a", SHORT, "remote")
+    assert engine.status("a") is PARKED
+    engine.prefilled("a")
+    end(engine)
+    assert counted(engine) == [("decision", "remote", "asked"), ("asked", "remote", "remote")]
+
+
+def test_b103_a_long_prompt_stays_where_it_asks_for_that(engine):
+    attempt = parked(engine, "twin", tokens=6 * BLOCK_SIZE)
+    add(engine, "a", engine.prompts["twin"], "local")  # nor does it wait for a peer that computes the same
+    assert "a" in engine.ended and engine.status("twin") is PARKED
+    assert counted(engine)[1:] == [("decision", "local", "asked"), ("asked", "local", "local")]
+    engine.prefilled("twin")
+    end(engine)
+    assert list(engine.protocol.jobs) == [attempt]
+
+
+@pytest.mark.parametrize("spoil, reason", [("no peer", "peer"), ("role", "role"), ("short", "threshold"),
+                                           ("cached", "threshold"), ("lora", "feature")])
+def test_b103_what_can_t_be_handed_over_is_computed_here_and_counted(engine, spoil, reason):
+    tokens, before = SHORT, 0
+    if spoil == "no peer":
+        engine.protocol.peers = 0
+    elif spoil == "role":
+        engine.protocol.state.hands_over = False
+    elif spoil == "short":
+        tokens = SHORT[:BLOCK_SIZE - 1]
+    elif spoil == "cached":
+        add(engine, "first", SHORT, "local")
+        before = 2
+    else:
+        engine.binding.remote_prefills._can_go_remote = lambda request: False
+    add(engine, "a", tokens, "remote")
+    end(engine)
+    assert not engine.protocol.jobs
+    assert counted(engine)[before:] == [("decision", "local", reason), ("asked", "remote", "local")]
+
+
+@pytest.mark.parametrize("place", ["fast", "x" * 10**6, None, 7, [["remote"]], {"remote": {}}])
+def test_b103_a_place_that_does_not_exist_is_counted_and_changes_nothing(engine, place):
+    add(engine, "short", SHORT, place)
+    assert "short" in engine.ended
+    add(engine, "long", LONG, place)
+    assert engine.status("long") is PARKED
+    assert counted(engine) == [("decision", "local", "threshold"), ("asked", "other", "local"),
+                               ("decision", "remote", "length"), ("asked", "other", "remote")]
+    engine.prefilled("long")
+    end(engine)
+
+
+def test_b103_a_pure_prefill_engine_counts_who_asks_for_a_peer(model_folder, in_flight):
+    engine = Engine(model_folder, in_flight, role="kv_producer")
+    add(engine, "a", LONG, "remote")
+    add(engine, "b", prompt(7 * BLOCK_SIZE), "auto")
+    end(engine)
+    assert counted(engine) == [("decision", "local", "role"), ("asked", "remote", "local")]
