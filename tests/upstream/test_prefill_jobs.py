@@ -3,12 +3,14 @@
 once."""
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.sequence import SequenceStatus
 
+from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine
 from vllm_pd.config import PDConfig
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Prefill
 from vllm_pd.core.measured import StepSpeed
@@ -50,7 +52,10 @@ class Engine:
     """As much of LLMEngine as a job needs."""
 
     def __init__(self, longest: int = 100) -> None:
-        self.scheduler = [SimpleNamespace(waiting=[])]
+        self.cached_tokens = 0  # of any prompt
+        blocks = SimpleNamespace(get_num_cached_tokens=lambda seq: self.cached_tokens,
+                                 remove_seq_from_computed_blocks_tracker=lambda seq: None)
+        self.scheduler = [SimpleNamespace(waiting=[], block_manager=blocks)]
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000, dtype=torch.float32,
                                             get_num_layers=lambda parallel: 2, get_total_num_kv_heads=lambda: 2,
                                             get_head_size=lambda: 8)
@@ -334,6 +339,33 @@ def test_jobs_become_requests_in_their_turn(agent, engine, overtaking, order):
         jobs.computed(attempts[number], [5, 6, 7], progress)
         jobs.begin()
     assert len(begun) == 4 and not jobs.queued
+
+
+def test_jobs_whose_beginning_is_cached_begin_together(agent, engine):
+    config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700", "prefill_step_s": 1e-6})
+    jobs = PrefillJobs(config, agent, engine, PDMetrics("test"), StepSpeed())
+    engine.cached_tokens = 80
+    for number in range(6):  # 19 tokens each, and a step has 64
+        attempt = Attempt("decode-incarnation", f"request {number}", number)
+        jobs.handle(Prefill(attempt, [5] * 99, [21, 22], 0, [], "decode-incarnation"), Progress())
+    assert len(engine.scheduler[0].waiting) == 4 and len(jobs.queued) == 2
+    assert jobs.job_tokens == 6 * 99, "what a decode engine and the broker are told"
+
+
+def test_what_is_cached_is_asked_for_without_a_trace():
+    """The real block manager fixes a prompt's hit when it is first asked for; by its turn it may be longer."""
+    simulated = SimulatedEngine(wants_remote=lambda group: False)
+    tokens = list(range(100, 100 + 3 * BLOCK_SIZE))
+    simulated.add("waits", tokens)
+    engine = SimpleNamespace(scheduler=[simulated.scheduler])
+    job = SimpleNamespace(request=simulated.groups["waits"])
+    ask = partial(PrefillJobs._cached_tokens, SimpleNamespace(_engine=engine), job)
+    assert ask() == 0
+    simulated.scheduler.waiting.clear()
+    simulated.add("computes", tokens)
+    simulated.run()
+    assert ask() == 3 * BLOCK_SIZE
+    assert job.request.first_seq.seq_id not in simulated.manager._computed_blocks_tracker._seq_id_to_blocks_hashes
 
 
 def test_b25_a_job_that_is_cancelled_before_its_turn_was_no_request(jobs, agent, engine):

@@ -105,6 +105,39 @@ def test_small_jobs_share_a_step(engine):
     finish(engine, jobs)
 
 
+def test_jobs_whose_beginning_is_cached_share_a_step(engine):
+    """What is cached here is not computed, so it leaves room for others in the step."""
+    common = prompt(10 * BLOCK_SIZE)
+    first = engine.job(common, number=1)
+    engine.run()
+    jobs = [engine.job([*common, *prompt(15)], number=number) for number in range(2, 6)]
+    other = engine.job(prompt(600), number=6)
+    steps = sizes(engine)
+    engine.run()
+    assert steps[0] == {f"pd-{job}": 15 for job in jobs} | {f"pd-{other}": STEP - 4 * 15}
+    finish(engine, [first, *jobs, other])
+
+
+def test_a_job_whose_beginning_is_being_computed_begins_beside_its_end(engine):
+    common = prompt(10 * BLOCK_SIZE)
+    jobs = [engine.job([*common, *prompt(15)], number=number) for number in range(1, 6)]
+    steps = sizes(engine)
+    engine.run()
+    assert len(steps) <= 5, "175 tokens of the first job, and 60 of the others, by 64"
+    finish(engine, jobs)
+
+
+def test_b5_a_beginning_that_is_worth_reading_is_not_counted_as_one_to_compute(model_folder, in_flight):
+    engine = engine_with(model_folder, in_flight, prefix_reads="always")
+    handover, one = engine.binding.prefill_jobs, prompt(10 * BLOCK_SIZE + 15)
+    reads = engine.job(one, cached_blocks=10, number=1)
+    engine.binding._collect()
+    assert handover.tokens_left(handover._jobs[reads]) == 15
+    engine.run()
+    engine.fill(one)
+    finish(engine, [reads])
+
+
 def test_b98_priority_comes_before_length(model_folder, in_flight):
     engine = engine_with(model_folder, in_flight, policy="priority")
     first = engine.job(prompt(200), number=1)

@@ -57,6 +57,7 @@ class PeerJob:
     prefill_s: float = 0.0
     local_block_ids: list[int] = field(default_factory=list)
     cancelled: bool = False
+    cached_tokens: int = 0  # when it began: those of its prompt that were cached here, or worth reading from the peer
     read_tokens: int = 0  # how many of the peer's tokens were asked for
     request: Any = None  # the engine's own
 
@@ -142,15 +143,21 @@ class PrefillHandover(ABC):
         """Add the requests of those queued jobs that the next step would compute, in their turn."""
         while queued := [job for job in self._jobs.values() if job.state is JobStage.QUEUED]:
             job = min(queued, key=self.turn)
-            begun = [job_order.BegunJob(self.turn(one), self._tokens_left(one)) for one in self._jobs.values()
+            begun = [job_order.BegunJob(self.turn(one), self.tokens_left(one)) for one in self._jobs.values()
                      if one.state is JobStage.COMPUTING]
             if not job_order.may_begin(self.turn(job), begun, self.step_tokens):
                 return
             self._begin(job)
 
+    def tokens_left(self, job: PeerJob) -> int:
+        """How many tokens of a job that is COMPUTING have to be computed yet."""
+        left = self._tokens_left(job)
+        return left if left < len(job.prefill.token_ids) else max(1, left - job.cached_tokens)
+
     @property
     def job_tokens(self) -> int:
-        """Tokens of the jobs that are not computed yet, without what their decode engines have cached."""
+        """Tokens of the jobs that are not computed yet, without what their decode engines have cached. What is cached
+        here counts: it is known of a job when it begins, and the broker compares whole jobs with those it offered."""
         return sum(job.prefill.new_tokens(self._block_size) for job in self._jobs.values()
                    if job.state in _NOT_COMPUTED)
 
@@ -315,6 +322,8 @@ class PrefillHandover(ABC):
         job.state = JobStage.COMPUTING
         try:
             job.request = self._add_request(job)
+            cached_tokens, theirs = self._cached_tokens(job), job.prefill.cached_blocks * self._block_size
+            job.cached_tokens = theirs if self.wants_prefix(job.prefill.attempt, cached_tokens) else cached_tokens
         except Exception as error:  # an error in a peer's prompt must not end this engine
             self._abort_request(job)
             del self._jobs[job.prefill.attempt]
@@ -369,7 +378,11 @@ class PrefillHandover(ABC):
 
     @abstractmethod
     def _tokens_left(self, job: PeerJob) -> int:
-        """How many tokens of a job that is COMPUTING are in no step yet."""
+        """How many tokens of a job that is COMPUTING are in no step yet. Until its first step these are all."""
+
+    @abstractmethod
+    def _cached_tokens(self, job: PeerJob) -> int:
+        """How many tokens at the beginning of the job's prompt are in this engine's prefix cache now."""
 
     @property
     @abstractmethod

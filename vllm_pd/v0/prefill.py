@@ -48,6 +48,12 @@ class PrefillJobs(PrefillHandover):
     def _tokens_left(self, job: PeerJob) -> int:
         return job.request.first_seq.data.get_num_uncomputed_tokens()
 
+    def _cached_tokens(self, job: PeerJob) -> int:
+        blocks, seq = self._engine.scheduler[0].block_manager, job.request.first_seq
+        tokens = blocks.get_num_cached_tokens(seq)
+        blocks.remove_seq_from_computed_blocks_tracker(seq)  # it remembers the hit, which may be longer by its turn
+        return tokens
+
     @property
     def _by_priority(self) -> bool:
         return self._engine.scheduler_config.policy == "priority"

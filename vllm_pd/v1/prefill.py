@@ -7,6 +7,7 @@ once, without a step.
 """
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -124,7 +125,7 @@ class InternalRequests(PrefillHandover):
         if scheduler.max_num_encoder_input_tokens or not scheduler.scheduler_config.enable_chunked_prefill:
             return None  # V1 may have to compute the tokens of an image, or a whole prompt, in one step
         tokens = self.step_tokens
-        passing = [self._tokens_left(job) for job in begun.values()
+        passing = [self.tokens_left(job) for job in begun.values()
                    if jobs and self.turn(job) < self.turn(jobs[-1]) and self._has_room(job, prefilling)]
         return StepShare(min(self._batch_tokens, tokens + len(decoding)),
                          job_order.tokens_of_each(tokens, max(passing), len(prefilling)) if passing else 0)
@@ -198,6 +199,11 @@ class InternalRequests(PrefillHandover):
 
     def _tokens_left(self, job: PeerJob) -> int:
         return job.request.num_tokens - job.request.num_computed_tokens
+
+    def _cached_tokens(self, job: PeerJob) -> int:
+        find = self._scheduler.kv_cache_manager.block_pool.get_cached_block
+        hits = itertools.takewhile(lambda name: find(name, [0]) is not None, job.request.block_hashes)
+        return self._block_size * sum(1 for _ in hits)
 
     @property
     def _by_priority(self) -> bool:

@@ -97,6 +97,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("BlockPool.touch", "raises a fence", takes=("blocks", )),
         Required("BlockPool.free_blocks", "takes a fence down", takes=("ordered_blocks", )),
         Required("BlockPool.num_gpu_blocks", "the load that is reported"),
+        Required("BlockPool.get_cached_block", "what a job need not compute", takes=(
+            "block_hash", "kv_cache_group_ids")),
         Required("BlockPool.get_num_free_blocks", "the load that is reported", takes=()),
         Required("BlockPool.blocks", "finds a block by its id"),
     ),
