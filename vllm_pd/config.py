@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_pd.core.job_order import JobOrder
 from vllm_pd.core.messages import Role
 from vllm_pd.core.policy import PolicyConfig
 from vllm_pd.core.prefix import PrefixReads
@@ -170,6 +171,11 @@ class PDConfig:
                             max_parked_fraction=self.max_parked_fraction, attempts=self.attempts,
                             auto=self.decides_by_time,
                             itl_target_s=None if self.itl_target_ms is None else self.itl_target_ms / 1000)
+
+    @property
+    def job_order(self) -> JobOrder:
+        """The order in which prefill engines compute their jobs, as far as they have the same settings."""
+        return JobOrder(self.prefill_overtaking, self.prefill_step_s, self.attempt_deadline_s / 4)
 
     def _check_pairs(self) -> None:
         if self.itl_target_ms is not None and not self.decides_by_time:

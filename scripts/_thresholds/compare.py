@@ -73,7 +73,8 @@ def simulate(machine: Machine, point: LoadPoint, policy: PolicyConfig) -> dict[s
     clients = [_Client(clock, fleet, chain, point.for_s, figures) for chain in point.chains()]
     clock.run(lambda: all(client.over for client in clients) or clock.now > MOST_S)
     figures.unfinished = sum(not client.over for client in clients)
-    return {**figures.report(), "decisions": dict(sorted(fleet.decisions.items()))}
+    error = {"expected_error": round(1000 * statistics.fmean(fleet.errors_s), 2)} if fleet.errors_s else {}
+    return {**figures.report(), **error, "decisions": dict(sorted(fleet.decisions.items()))}
 
 
 class _Client:

@@ -2,8 +2,8 @@
 """A simulated engine: chunked prefill, first come first served, as engine V1 schedules, under a simulated clock.
 
 Each step decodes one token of every request that decodes, and fills what is left of `batch_tokens` with prompt tokens,
-oldest request first. It takes `step_s`, and `decode_s` and `token_s` for each request and each prompt token. The prefix
-cache keeps all that was computed, in whole blocks.
+oldest request first; of an engine whose requests have a `due_s`, what is due first. It takes `step_s`, and `decode_s`
+and `token_s` for each request and each prompt token. The prefix cache keeps all that was computed, in whole blocks.
 """
 import collections
 import heapq
@@ -55,6 +55,7 @@ class SimRequest:
     computed: int = 0
     answered: int = 0
     settled: bool = False  # it is not asked again where it goes
+    due_s: float = 0.0  # the lowest is computed first
 
     @property
     def left(self) -> int:
@@ -65,12 +66,14 @@ class SimRequest:
 @dataclass
 class SimEngine:
     """One engine. `admits` gets the first waiting request and its prefix hit in tokens, and says whether this engine
-    computes it; if not, `admits` must keep the request. `stepped` gets the begin of a step in seconds and the tokens of
-    each request in it, 1 for a decode."""
+    computes it; if not, `admits` must keep the request. `step_tokens`: the most prompt tokens of a step, as far as
+    `batch_tokens` allows. `stepped` gets the begin of a step in seconds and the tokens of each request in it, 1 for a
+    decode."""
     clock: SimClock
     speed: EngineSpeed
     admits: Callable[[SimRequest, int], bool] = lambda request, cached_tokens: True
     stepped: Callable[[float, list[int]], None] = lambda began_at, tokens: None
+    step_tokens: Callable[[], int] | None = None
     waiting: collections.deque[SimRequest] = field(default_factory=collections.deque)
     running: list[SimRequest] = field(default_factory=list)
     cached: set[int] = field(default_factory=set)
@@ -99,17 +102,22 @@ class SimEngine:
     def _step(self) -> None:
         batch = [(request, 1) for request in self.running if not request.left]
         room = self.speed.batch_tokens - len(batch)
-        for request in (request for request in self.running if request.left):
-            batch.append((request, min(room, request.left)))
-            room -= batch[-1][1]
-        while self.waiting and room > 0 and len(self.running) < self.speed.seats:
-            request = self.waiting.popleft()
-            cached_tokens = self.hit(request.hashes, request.prompt_tokens)
-            if not request.settled and not self.admits(request, cached_tokens):
-                continue
-            request.settled = True
-            request.computed = max(request.computed, cached_tokens)
-            self.running.append(request)
+        if self.step_tokens is not None:
+            room = min(room, self.step_tokens())
+        begun = [request for request in self.running if request.left]
+        for request in sorted((*begun, *self.waiting), key=lambda one: one.due_s):
+            if room <= 0:
+                break
+            if request not in begun:
+                if len(self.running) >= self.speed.seats:
+                    continue
+                self.waiting.remove(request)
+                cached_tokens = self.hit(request.hashes, request.prompt_tokens)
+                if not request.settled and not self.admits(request, cached_tokens):
+                    continue
+                request.settled = True
+                request.computed = max(request.computed, cached_tokens)
+                self.running.append(request)
             batch.append((request, min(room, request.left)))
             room -= batch[-1][1]
         batch = [one for one in batch if one[1]]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decode engine, its prefill engines and the broker between them, with the real policy.
 
-What is real: `policy.decide`, `DecodeMeasures`, `StepTimer`, `OwnJobs`, and the loads of `vllm_pd.bench.serve`. What is
-simulated: the engines, hops of `HOP_S`, and reports, which wait for the heartbeat of a prefill engine and then for that
-of the decode engine. An aged or missing report is so as old here as there. No block pool: nothing is preempted.
+What is real: `policy.decide`, `DecodeMeasures`, `StepTimer`, `OwnJobs`, when a job is due and how long a step with jobs
+is (`job_order`), and the loads of `vllm_pd.bench.serve`. What is simulated: the engines, hops of `HOP_S`, and reports,
+which wait for the heartbeat of a prefill engine and then for that of the decode engine. An aged or missing report is so
+as old here as there. No block pool: nothing is preempted.
 """
 import collections
 import itertools
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from vllm_pd.control.own_jobs import QUEUED, OwnJobs
 from vllm_pd.core import messages as m
 from vllm_pd.core.expected import expect
+from vllm_pd.core.job_order import JobOrder, step_tokens
 from vllm_pd.core.measured import DecodeMeasures, StepSpeed, StepTimer
 from vllm_pd.core.policy import PolicyConfig, PolicyInput, decide
 
@@ -24,6 +26,7 @@ JOBS_AT_A_TIME = 8
 READ_S = 0.005  # of a prefix, before its bytes
 WRITE_S = 0.002  # the same of a write
 DEADLINE_S = 120.0
+ORDER = JobOrder(overtaking=8.0, step_s=0.75, most_s=DEADLINE_S / 4)  # the defaults
 
 
 @dataclass(eq=False)
@@ -33,6 +36,8 @@ class SimJob:
     tokens: int
     cached_tokens: int
     submitted_at: float
+    expected_s: float | None = None  # to the first token
+    taken_at: float = 0.0
     computed_at: float = 0.0
     twin: SimRequest | None = None  # of its request, on the prefill engine
 
@@ -53,12 +58,14 @@ class ModelPrefill:
 
 
 class ModelFleet:
-    """The fleet. `decisions` counts (remote, reason)."""
+    """The fleet. `decisions` counts (remote, reason). `errors_s`: by how much the time that was expected of each
+    hand-over was wrong, as it was known when the KV arrived."""
 
     def __init__(self, clock: SimClock, speeds: list[EngineSpeed], policy: PolicyConfig) -> None:
         self._clock = clock
         self._policy = policy
         self.decisions: collections.Counter[str] = collections.Counter()
+        self.errors_s: list[float] = []
         self.decode = SimEngine(clock, speeds[0], self._admits)
         self._prefills = [ModelPrefill(f"p{number}", SimEngine(clock, speed))
                           for number, speed in enumerate(speeds[1:])]
@@ -66,10 +73,12 @@ class ModelFleet:
         self._jobs: dict[SimJob, str] = {}  # not computed, by who has them
         self._own = OwnJobs()
         speed = StepSpeed()
-        self._measures = DecodeMeasures(speeds[0].batch_tokens, speed)
+        self._measures = DecodeMeasures(speeds[0].batch_tokens, speed, ORDER)
         self.decode.stepped = timed(clock, speed)
         for prefill in self._prefills:
             prefill.engine.stepped = timed(clock, prefill.speed)
+            prefill.engine.step_tokens = lambda one=prefill: step_tokens(one.speed.tokens_per_s, ORDER.step_s,
+                                                                         one.engine.speed.batch_tokens)
         self._local: list[SimRequest] = []
         self._seen: tuple[int, int, list[m.PrefillLoad]] = (0, 0, [one.load() for one in self._prefills])
         for number, prefill in enumerate(self._prefills):
@@ -102,16 +111,18 @@ class ModelFleet:
             loads = self._own.corrected(self._open_jobs(), *self._seen)
             here = self._measures.here(now, sum(one.left for one in self._local), self.decode.decodes,
                                        [rate for _, rate in loads.busy])
-            expected = expect(tokens, here, self._measures.there(now, tokens, loads.queued_tokens, loads.busy))
+            ours = tuple(tuple((job.tokens, now - job.taken_at) for job, name in self._jobs.items() if name == one.name)
+                         for one in self._prefills)
+            expected = expect(tokens, here, self._measures.there(now, tokens, loads.queued_tokens, loads.busy, ours))
         decision = decide(PolicyInput(
             prompt_tokens=request.prompt_tokens, cached_tokens=cached_tokens, blocks=0, can_go_remote=True,
             attempts_made=0, time_left_s=DEADLINE_S, broker_up=True, prefill_peers=len(self._prefills),
             queue_length=len(self._queue), parked_blocks=0, total_blocks=1, parked_requests=0, total_requests=1 << 20,
             expected=expected), self._policy)
         self.decisions[f"{'remote' if decision.remote else 'local'}, {decision.reason.value}"] += 1
-        self._measures.decided(now, decision.remote)
+        self._measures.decided(now, decision.remote, tokens)
         if decision.remote:
-            job = SimJob(request, tokens, cached_tokens, now)
+            job = SimJob(request, tokens, cached_tokens, now, None if expected is None else expected.there_s)
             self._jobs[job] = QUEUED
             self._clock.after(HOP_S, lambda: self._put(job))
         else:
@@ -132,6 +143,7 @@ class ModelFleet:
             job = self._queue.popleft()
             prefill.jobs.add(job)
             self._jobs[job] = prefill.name
+            job.taken_at = self._clock.now
             self._clock.after(2 * HOP_S, lambda job=job, prefill=prefill: self._take(job, prefill))
 
     def _take(self, job: SimJob, prefill: ModelPrefill) -> None:
@@ -145,6 +157,7 @@ class ModelFleet:
             read_s = 0.0
         job.twin = SimRequest(request.name, request.prompt_tokens, request.hashes, 1,
                               lambda: self._computed(job, prefill))
+        job.twin.due_s = ORDER.due_s(self._clock.now, job.tokens, prefill.speed.tokens_per_s)
         self._clock.after(read_s, lambda: engine.add(job.twin))
 
     def _computed(self, job: SimJob, prefill: ModelPrefill) -> None:
@@ -157,6 +170,8 @@ class ModelFleet:
     def _arrived(self, job: SimJob, prefill: ModelPrefill, write_s: float) -> None:
         now = self._clock.now
         prefill.jobs.discard(job)
+        if job.expected_s is not None:
+            self.errors_s.append(abs(now - job.submitted_at - job.expected_s))
         self._offer()
         self._measures.handed_over(now, job.tokens, now - job.submitted_at,
                                    job.computed_at - job.submitted_at, write_s)

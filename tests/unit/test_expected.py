@@ -5,10 +5,11 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pd.core.expected import Here, There, expect
+from vllm_pd.core.expected import Here, There, _others_s, expect
+from vllm_pd.core.job_order import JobOrder
 from vllm_pd.core.policy import PolicyConfig, PolicyInput, Reason, decide
 
 HERE = Here(tokens_before=0, tokens_per_s=1000.0, step_s=0.0, decodes=0, batch_tokens=512)
@@ -74,6 +75,80 @@ def test_a_long_prompt_leaves_where_many_come_and_a_short_one_stays():
     assert not expect(50, here, there).sooner_there
     assert expect(2000, here, there).sooner_there
     assert not expect(2000, HERE, there).sooner_there, "nobody else comes"
+
+
+# Their order of jobs.
+
+ORDER = JobOrder(overtaking=8.0, step_s=0.5, most_s=30.0)
+ORDERED = msgspec.structs.replace(THERE, order=ORDER)
+
+
+@pytest.mark.parametrize("count, ours, change, there_s", [
+    (100, ((2000, 0.0), ), {}, 0.35),  # due in 0.8 s, the other in 16 s: it waits for half a step
+    (100, ((2000, 15.5), ), {}, 2.1),  # which has waited long
+    (2000, ((100, 0.0), (1900, 0.0)), {}, 4.0),
+    (1950, ((100, 0.0), (1900, 0.0)), {"order": None}, 3.95),
+    (100, ((1500, 0.0), ), {}, 0.85),  # 500 are another engine's, and may be short
+    (100, (), {}, 2.1),
+    (100, ((2000, 0.0), ), {"queued_tokens": 1}, 2.101),
+    (100, ((2000, 0.0), ), {"order": msgspec.structs.replace(ORDER, overtaking=0.0)}, 2.1),
+    (100, ((2000, 0.0), ), {"order": msgspec.structs.replace(ORDER, step_s=3600.0)}, 2.1),
+    (100, ((4000, 0.0), ), {}, 0.35),  # more than it is known to have: some is computed
+])
+def test_a_prompt_passes_our_longer_jobs_there(count, ours, change, there_s):
+    there = msgspec.structs.replace(ORDERED, busy=((2000, 1000.0), ), ours=(ours, ), **change)
+    assert expect(count, HERE, there).there_s == pytest.approx(there_s)
+
+
+def test_it_goes_where_its_turn_comes_first():
+    there = msgspec.structs.replace(ORDERED, busy=((2000, 1000.0), (600, 1000.0)), ours=(((2000, 0.0), ), ()))
+    assert expect(100, HERE, there).there_s == pytest.approx(0.35)
+    assert expect(3000, HERE, there).there_s == pytest.approx(3.6)
+
+
+def test_later_prompts_that_are_shorter_pass_it_and_lose_little():
+    there = msgspec.structs.replace(ORDERED, prompts_per_s=2.0, later_tokens=(100, ))
+    found = expect(1000, HERE, there)
+    assert found.there_s == pytest.approx(1.2), "two that take 0.1 s"
+    assert found.others_there_s == pytest.approx(2 * (0.25 * 0.75 + 0.25 * 0.25 / 2)), "half a step, or what is left"
+    found = expect(1000, HERE, msgspec.structs.replace(there, later_tokens=(1000, )))
+    assert (found.there_s, found.others_there_s) == (pytest.approx(1.0), pytest.approx(1.0)), "nobody passes"
+    both = expect(1000, HERE, msgspec.structs.replace(there, later_tokens=(100, 1000)))
+    assert both.there_s == pytest.approx(1.1), "half of them"
+
+
+@given(st.floats(0, 50), st.floats(0.01, 20), st.floats(0, 80), st.floats(0, 40))
+@settings(max_examples=50)
+def test_what_later_prompts_wait_is_the_mean_over_the_times_at_which_they_come(before_s, takes_s, until_s, step_s):
+    def waits_s(at_s):
+        left_s = before_s + takes_s - max(before_s, at_s)
+        return left_s if at_s >= until_s else min(step_s / 2, left_s) if at_s >= before_s else 0.0
+
+    end_s, parts = before_s + takes_s, 4000
+    by_hand = sum(waits_s((part + 0.5) * end_s / parts) for part in range(parts)) * end_s / parts
+    assert _others_s(before_s, takes_s, 1.0, until_s, step_s) == pytest.approx(by_hand, abs=2e-3 * end_s * takes_s)
+
+
+orders = st.builds(JobOrder, st.floats(0, 1000), st.floats(1e-6, 3600), st.floats(0.1, 1e4))
+jobs = st.lists(st.tuples(tokens, seconds), max_size=4).map(tuple)
+ordered = st.builds(lambda there, order, ours, later: msgspec.structs.replace(
+    there, order=order, ours=tuple(ours[:len(there.busy)]), later_tokens=tuple(later)),
+    theres, orders, st.lists(jobs, min_size=5, max_size=5), st.lists(prompts, max_size=4))
+
+
+@given(prompts, heres, ordered)
+def test_with_their_order_no_time_is_nan_or_negative_or_endless(count, here, there):
+    found, fifo = (expect(count, here, one) for one in (there, msgspec.structs.replace(there, order=None)))
+    for value in (found.there_s, found.others_there_s):
+        assert 0 <= value < math.inf
+    assert at_most(found.others_there_s, fifo.others_there_s), "who passes it loses less"
+
+
+@given(prompts, heres, ordered, tokens)
+def test_with_their_order_more_queue_there_never_speaks_for_a_peer(count, here, there, more):
+    longer = msgspec.structs.replace(there, queued_tokens=there.queued_tokens + more)
+    if len(there.busy) == 1:  # of several it may begin at another
+        assert at_most(expect(count, here, there).there_s, expect(count, here, longer).there_s)
 
 
 @pytest.mark.parametrize("here, there", [

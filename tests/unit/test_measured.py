@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm_pd.core.expected import expect
 from vllm_pd.core.measured import (
     HALF_LIFE_S,
+    LAST_PROMPTS,
     START_OVERHEAD_S,
     ArrivalRate,
     DecodeMeasures,
@@ -140,9 +141,11 @@ def test_how_many_come():
 
 def test_prompts_are_counted_where_they_go(measures):
     for number in range(400):
-        measures.decided(number / 4, remote=number % 4 == 0)
+        measures.decided(number / 4, remote=number % 4 == 0, tokens=number)
     assert measures.here(100.0, 0, 0, [1.0]).prompts_per_s == pytest.approx(4.0, rel=0.05)
-    assert measures.there(100.0, 1, 0, [(0, 1.0)]).prompts_per_s == pytest.approx(1.0, rel=0.1)
+    there = measures.there(100.0, 1, 0, [(0, 1.0)])
+    assert there.prompts_per_s == pytest.approx(1.0, rel=0.1)
+    assert there.later_tokens == tuple(range(396 - 4 * (LAST_PROMPTS - 1), 400, 4)), "the last that left"
 
 
 class Steps(StepSpeed):

@@ -90,27 +90,30 @@ def heartbeats(protocol, clock, count):
 
 
 def test_the_loads_of_those_that_have_greeted_are_known_from_the_list_and_then_from_heartbeats(auto):
-    assert auto.prefill_loads() == PrefillLoads(0, ((300, 50.0), ))
+    assert auto.prefill_loads() == PrefillLoads(0, ((300, 50.0), ), ((), ))
     assert auto.prefill_loads(("p", )) == PrefillLoads(0, ())
     from_broker(auto, m.Heard("b", 2, 80, (m.PrefillLoad("p", 100, 60.0), m.PrefillLoad("stranger", 1, 1.0))))
-    assert auto.prefill_loads() == PrefillLoads(80, ((100, 60.0), ))
+    assert auto.prefill_loads() == PrefillLoads(80, ((100, 60.0), ), ((), ))
     from_broker(auto, m.Heard("b", 2))  # an older broker, or NATS
-    assert auto.prefill_loads() == PrefillLoads(2000, ((100, 60.0), ))
+    assert auto.prefill_loads() == PrefillLoads(2000, ((100, 60.0), ), ((), ))
 
 
 def test_our_own_jobs_count_where_they_are_until_they_are_computed(auto, clock):
     from_broker(auto, m.Heard("b", 0, 0, (m.PrefillLoad("p", 0, 50.0), )))
     attempt = auto.next_attempt("r")
     auto.submit(attempt, [1] * 100, list(range(7)), 2)  # two blocks of 16 are cached
-    assert auto.prefill_loads() == PrefillLoads(68, ((0, 50.0), ))
+    assert auto.prefill_loads() == PrefillLoads(68, ((0, 50.0), ), ((), ))
     auto.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 1))
-    assert auto.prefill_loads() == PrefillLoads(0, ((68, 50.0), ))
+    clock.now += 0.5
+    assert auto.prefill_loads() == PrefillLoads(0, ((68, 50.0), ), (((68, 0.5), ), ))
+    clock.now -= 0.5
     from_broker(auto, m.Heard("b", 0, 68, (m.PrefillLoad("p", 68, 50.0), )))
-    assert auto.prefill_loads() == PrefillLoads(0, ((68, 50.0), )), "once, and not in the queue of before"
+    once = PrefillLoads(0, ((68, 50.0), ), (((68, 0.0), ), ))
+    assert auto.prefill_loads() == once, "and not in the queue of before"
     auto.receive(MessageSource.PREFILL, "p", m.Writing(attempt, 1))
-    assert auto.prefill_loads() == PrefillLoads(0, ((0, 50.0), ))
+    assert auto.prefill_loads() == PrefillLoads(0, ((0, 50.0), ), ((), ))
     heartbeats(auto, clock, PERIODS)
-    assert auto.prefill_loads() == PrefillLoads(68, ((68, 50.0), )), "by now these are others'"
+    assert auto.prefill_loads() == PrefillLoads(68, ((68, 50.0), ), ((), )), "by now these are others'"
 
 
 def test_with_a_fixed_number_nobody_follows_loads(protocol):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from _thresholds import fleet
 from _thresholds.compare import CPU, FIXED, arms, compare, prompt_of, simulate, verdicts
 from _thresholds.engine import BLOCK_TOKENS, EngineSpeed, SimClock, SimEngine, SimRequest
 
@@ -60,6 +61,27 @@ def test_the_thresholds_do_what_they_say():
         assert one["unfinished"] == 0 and one["requests"] == found["0"]["requests"] > 10
         assert sum(one["decisions"].values()) == one["requests"]
     assert found["0"]["itl_p99"] < found["infinite"]["itl_p99"]
+
+
+def test_the_order_of_jobs_is_expected_as_it_is(monkeypatch):
+    """Where short and long prompts are handed over: what is expected of them is far from first in, first out."""
+    machine = dataclasses.replace(CPU, loads=(LoadShape(ServeLoad.RATE, rates=(2.0, )), ))
+    point, policy = points(machine.loads[0], 0)[0], arms(machine)["auto, ITL 150 ms"]
+    ordered = simulate(machine, point, policy)["expected_error"]
+    measures = fleet.DecodeMeasures
+    monkeypatch.setattr(fleet, "DecodeMeasures", lambda batch_tokens, speed, order: measures(batch_tokens, speed))
+    assert ordered < simulate(machine, point, policy)["expected_error"] / 3
+
+
+def test_a_prefill_engine_computes_what_is_due_first():
+    clock, came = SimClock(), []
+    engine = SimEngine(clock, SPEED, step_tokens=lambda: 50)
+    for name, tokens, due_s in (("long", 200, 9.0), ("short", 60, 1.0)):
+        engine.add(SimRequest(name, tokens, (), 1, lambda name=name: came.append((name, round(clock.now, 3))),
+                              due_s=due_s))
+    clock.run(lambda: len(came) == 2)
+    assert came[0] == ("short", 2 * 0.15), "two steps of 50 tokens, the second with 40 of the long one"
+    assert came[1][0] == "long"
 
 
 def test_the_same_again():

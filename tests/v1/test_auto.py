@@ -7,6 +7,7 @@ import pytest
 from tests.v1.fleet_engine import virtual_time
 from tests.v1.simulated import Engine
 from tests.v1.test_hazards import PARKED, prompt
+from vllm_pd.control.own_jobs import PrefillLoads
 from vllm_pd.core.actions import Prefilled, Released, Timed
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Timings
@@ -91,7 +92,7 @@ def test_with_a_fixed_number_only_those_measure_who_report_it(make, role, measur
 
 def test_the_fixed_number_of_tokens_decides_until_something_is_measured(make):
     engine = make()
-    engine.protocol.prefill_loads = lambda avoid: SimpleNamespace(queued_tokens=0, busy=((0, 0.0), ))
+    engine.protocol.prefill_loads = lambda avoid: PrefillLoads(0, ((0, 0.0), ))
     engine.add("a", prompt(200))
     engine.run()
     engine.check_answers()
@@ -102,7 +103,7 @@ def test_the_better_place_is_taken(measured):
     """A peer there is far slower than this engine, so that an idle engine keeps what it has."""
     measured.add("idle", prompt(150))
     measured.run()
-    measured.protocol.prefill_loads = lambda avoid: SimpleNamespace(queued_tokens=IDLE, busy=((0, 1e5), ))
+    measured.protocol.prefill_loads = lambda avoid: PrefillLoads(IDLE, ((0, 1e5), ))
     measured.add("slower here", prompt(150))
     measured.run()
     assert measured.status("slower here") is PARKED
@@ -159,7 +160,7 @@ def test_prompts_before_it_are_waited_for(measured):
 @pytest.mark.parametrize("late", [False, True])
 def test_hand_overs_are_measured(measured, clock, late):
     """Timings come with the arrival or after it."""
-    measured.protocol.prefill_loads = lambda avoid: SimpleNamespace(queued_tokens=0, busy=((0, 1.0), ))
+    measured.protocol.prefill_loads = lambda avoid: PrefillLoads(0, ((0, 1.0), ))
     speed, measured.binding.speed.stepped = measured.binding.speed, lambda *step: None
     for _ in range(300):  # so slow that all goes to the peer
         StepSpeed.stepped(speed, clock.now, 100, 0, 1000.0)

@@ -22,9 +22,11 @@ Jobs = Mapping[str, Sequence[int]]  # the tokens of each of our jobs, by who has
 
 class PrefillLoads(msgspec.Struct, frozen=True):
     """Prompt tokens to be computed: `queued_tokens` that no prefill engine has taken; `busy`, for each prefill engine
-    (tokens that it has taken, tokens per second as it has measured, 0 where it has not)."""
+    (tokens that it has taken, tokens per second as it has measured, 0 where it has not); `ours`, for each of `busy` our
+    jobs among those tokens (tokens, seconds since it has them)."""
     queued_tokens: int
     busy: tuple[tuple[int, float], ...]
+    ours: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 class OwnJobs:

@@ -158,9 +158,11 @@ class PeerProtocol:
         `max_local_prefill_tokens`."""
         if self._own_jobs is None:
             raise ValueError("loads are followed with max_local_prefill_tokens auto only")
-        cluster = self._cluster
-        return self._own_jobs.corrected(self._decode.uncomputed(), cluster.queue_tokens, cluster.queue_length,
-                                        cluster.prefill_loads(self._decode.peers, avoid))
+        cluster, taken = self._cluster, self._decode.taken(self._clock())
+        reported = cluster.prefill_loads(self._decode.peers, avoid)
+        found = self._own_jobs.corrected(self._decode.uncomputed(), cluster.queue_tokens, cluster.queue_length,
+                                         reported)
+        return msgspec.structs.replace(found, ours=tuple(tuple(taken.get(one.incarnation, ())) for one in reported))
 
     @_locked
     def writing_since(self) -> float | None:

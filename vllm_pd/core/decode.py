@@ -254,9 +254,17 @@ class DecodeProtocol:
         P that has it, or by "" of those that nobody has claimed."""
         found: dict[str, list[int]] = {}
         for record in self._records.values():
-            if not record.state.ended and record.writing_at is None and not record.arrived:
+            if self._is_uncomputed(record):
                 taken = record.peer if record.state is AttemptState.GRANTED else ""
-                found.setdefault(taken, []).append(max(0, len(record.token_ids) - self._cached_tokens(record)))
+                found.setdefault(taken, []).append(self._new_tokens(record))
+        return found
+
+    def taken(self, now: float) -> dict[str, list[tuple[int, float]]]:
+        """Those of `uncomputed` that a P has, by P: their tokens, and for how many seconds it has each."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for record in self._records.values():
+            if record.state is AttemptState.GRANTED and self._is_uncomputed(record):
+                found.setdefault(record.peer, []).append((self._new_tokens(record), max(0.0, now - record.granted_at)))
         return found
 
     def states(self) -> dict[m.Attempt, AttemptState]:
@@ -424,6 +432,13 @@ class DecodeProtocol:
 
     def _cached_tokens(self, record: _Record) -> int:
         return record.cached_blocks * self.member.fingerprint.block_size
+
+    def _new_tokens(self, record: _Record) -> int:
+        return max(0, len(record.token_ids) - self._cached_tokens(record))
+
+    @staticmethod
+    def _is_uncomputed(record: _Record) -> bool:
+        return not record.state.ended and record.writing_at is None and not record.arrived
 
     def _due(self, record: _Record) -> float:
         if record.state is AttemptState.QUEUED:

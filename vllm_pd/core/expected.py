@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a prompt would have its first token if it is prefilled here, and if a prefill engine does it. Pure.
 
-The model of an engine is the same on both sides: prompts are computed in the order in which they came, in steps of a
-bounded number of tokens, together with the running decodes. A step takes `step_s`, and `1 / tokens_per_s` more for each
-prompt token in it. All rates are what the engines have measured (`vllm_pd.core.measured`).
+Here prompts are computed in the order in which they came, in steps of a bounded number of tokens, together with the
+running decodes. A step takes `step_s`, and `1 / tokens_per_s` more for each prompt token in it. There the order is that
+of `vllm_pd.core.job_order`: a prompt passes longer ones, as far as they are this engine's and so known, and waits for
+the step that is under way; later ones that are shorter pass it. All rates are what the engines have measured
+(`vllm_pd.core.measured`).
 
 Each input can only push one way: more work or a slower engine here speaks for a peer, more work, a slower engine or a
 slower hand-over there speaks against it. `tests/unit/test_expected.py` has that as properties.
@@ -12,6 +14,8 @@ import math
 from collections.abc import Iterable
 
 import msgspec
+
+from vllm_pd.core.job_order import JobOrder
 
 MIN_TOKENS_PER_S = 1e-3  # a slower engine counts as this fast: no time is infinite
 ITL_TOLERANCE = 0.1  # a step that is at most so much longer than one without a prompt does not break the target
@@ -34,12 +38,17 @@ class There(msgspec.Struct, frozen=True):
     """The prefill engines. `queued_tokens`: prompt tokens that wait at the broker, which no engine has taken. `busy`:
     for each prefill engine that fits (prompt tokens that it has taken and not computed, tokens per second). Then what
     follows the computation of this prompt: `transfer_s`, its KV is written; `overhead_s`, all that is neither
-    waiting, computing nor writing. `prompts_per_s`: how many prompts this decode engine hands over."""
+    waiting, computing nor writing. `prompts_per_s`: how many prompts this decode engine hands over. `order`: how their
+    jobs are ordered, None: first in, first out. `ours`: for each engine in `busy` this engine's jobs there, (tokens,
+    seconds since it has them), which count in `busy`. `later_tokens`: of some prompts like those that come later."""
     queued_tokens: int
     busy: tuple[tuple[int, float], ...]
     transfer_s: float
     overhead_s: float
     prompts_per_s: float = 0.0
+    order: JobOrder | None = None
+    ours: tuple[tuple[tuple[int, float], ...], ...] = ()
+    later_tokens: tuple[int, ...] = ()
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -91,25 +100,61 @@ def expect(tokens: int, here: Here, there: There) -> Expected | None:
     here_s = math.ceil(work / most) * here.step_s + work / rate
     # A peer computes it, in a step of its own; then its KV is written, and a step here makes the token.
     begun_s, computing_s = _there_s(tokens, there)
-    there_s = begun_s + computing_s + there.transfer_s + there.overhead_s + 2 * here.step_s
+    passed_s, others_there_s = _later_s(tokens, begun_s, computing_s, here.step_s, there)
+    there_s = begun_s + computing_s + passed_s + there.transfer_s + there.overhead_s + 2 * here.step_s
     return Expected(tokens, here_s, there_s,
                     _others_s(before_s, here_s - before_s, here.prompts_per_s),
-                    _others_s(begun_s, computing_s + here.step_s, there.prompts_per_s / len(there.busy)),
-                    here.step_s + min(most, work) / rate, here, there)
+                    others_there_s, here.step_s + min(most, work) / rate, here, there)
 
 
-def _others_s(before_s: float, takes_s: float, prompts_per_s: float) -> float:
+def _others_s(before_s: float, takes_s: float, prompts_per_s: float, pass_until_s: float = 0.0,
+              step_s: float = 0.0) -> float:
     """How long later prompts wait for one that begins in `before_s` and takes so long. Who comes before it begins waits
-    for all of it, who comes while it is computed for half of it on average."""
-    return prompts_per_s * takes_s * (before_s + takes_s / 2)
+    for all of it, who comes while it is computed for what is left. But those that come within `pass_until_s` pass it:
+    they wait for half a step at most."""
+    left_s = min(takes_s, max(0.0, before_s + takes_s - pass_until_s))  # of it, when nobody passes it any more
+    steps_s = _sum_below(takes_s, step_s / 2) - _sum_below(left_s, step_s / 2)
+    return prompts_per_s * (takes_s * max(0.0, before_s - pass_until_s) + left_s * left_s / 2 + steps_s)
+
+
+def _sum_below(value: float, most: float) -> float:
+    """The integral of `min(x, most)` from 0 to `value`."""
+    low = min(value, most)
+    return low * low / 2 + most * (value - low)
+
+
+def _later_s(tokens: int, begun_s: float, computing_s: float, step_s: float, there: There) -> tuple[float, float]:
+    """What a prompt that begins there in `begun_s` waits for later ones that pass it, and they, all together, for it.
+    They come to all engines alike."""
+    per_s, order, rate = there.prompts_per_s / len(there.busy), there.order, tokens / computing_s
+    if order is None or not there.later_tokens:
+        return 0.0, _others_s(begun_s, computing_s + step_s, per_s)
+    due_s, passed_s, others_s = order.due_s(0.0, tokens, rate), 0.0, 0.0
+    for later in there.later_tokens:
+        pass_until_s = max(0.0, due_s - order.due_s(0.0, later, rate))
+        passed_s += per_s * later / rate * min(pass_until_s, begun_s + computing_s)
+        others_s += _others_s(begun_s, computing_s + step_s, per_s, pass_until_s, order.step_s)
+    return passed_s / len(there.later_tokens), others_s / len(there.later_tokens)
 
 
 def _there_s(tokens: int, there: There) -> tuple[float, float]:
-    """When the prefill engine that would end first could begin, after all that was queued before, and how long it
-    computes. A queued job goes to the engine that is free first."""
-    ends = sorted((done / max(MIN_TOKENS_PER_S, rate), max(MIN_TOKENS_PER_S, rate)) for done, rate in there.busy)
-    begun_s = _begun_s(there.queued_tokens, ends)
+    """When the prefill engine that would end first could begin, and how long it computes. A job that waits at the
+    broker goes to the engine that is free first, and passes nobody before."""
+    ends = [(done / max(MIN_TOKENS_PER_S, rate), max(MIN_TOKENS_PER_S, rate)) for done, rate in there.busy]
+    begun_s = _begun_s(there.queued_tokens, sorted(ends))
+    if there.order is not None and there.ours and not there.queued_tokens:
+        begun_s = 0.0
+        ends = [(_turn_s(tokens, end_s, rate, ours, there.order), rate)
+                for (end_s, rate), ours in zip(ends, there.ours, strict=True)]
     return min(((max(begun_s, end_s), tokens / rate) for end_s, rate in ends), key=sum)
+
+
+def _turn_s(tokens: int, end_s: float, rate: float, ours: Iterable[tuple[int, float]], order: JobOrder) -> float:
+    """When an engine that has computed all its jobs in `end_s` begins a new one of so many tokens: before those of ours
+    that are due later."""
+    due_s = order.due_s(0.0, tokens, rate)
+    passes_s = min(end_s, sum(job / rate for job, age_s in ours if order.due_s(-age_s, job, rate) > due_s))
+    return end_s - passes_s + min(passes_s, order.step_s / 2)
 
 
 def _begun_s(queued: float, ends: Iterable[tuple[float, float]]) -> float:

@@ -11,9 +11,22 @@ turn comes.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from vllm_pd.core.prefix import START_TOKENS_PER_S
+import msgspec
 
+START_TOKENS_PER_S = 5e3  # of an engine that has not measured any
 MIN_STEP_TOKENS = 64  # below, the cost of a step itself counts
+
+
+class JobOrder(msgspec.Struct, frozen=True):
+    """What a prefill engine's order depends on: the settings `prefill_overtaking` and `prefill_step_s`, and `most_s`,
+    by which every job is due."""
+    overtaking: float
+    step_s: float
+    most_s: float
+
+    def due_s(self, arrived_s: float, tokens: int, tokens_per_s: float) -> float:
+        """See `due_s`."""
+        return due_s(arrived_s, tokens, tokens_per_s, self.overtaking, self.most_s)
 
 
 class Turn(NamedTuple):

@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterable
 
 from vllm_pd.core.expected import Here, There
+from vllm_pd.core.job_order import JobOrder
 
 KEPT = 0.8  # the weight of all earlier observations together, after each new one
 KEPT_STEPS = 0.95  # the same of steps with prompts: their tokens are the weights, and few of them are long
@@ -32,6 +33,7 @@ START_MOVED_PER_S = 1e5  # tokens whose KV is written
 START_OVERHEAD_S = 0.01
 STEPS_IN_FLIGHT = 64  # more than any engine has
 LAST_HAND_OVERS = 8
+LAST_PROMPTS = 32  # that are taken for those that come later
 
 
 class MeasuredRate:
@@ -137,9 +139,11 @@ class StepTimer:
 
 class DecodeMeasures:
     """One per decode engine. Times are seconds of the caller's clock. `batch_tokens`: the most tokens of a step.
-    `speed`: of this engine."""
+    `speed`: of this engine. `order`: that of the prefill engines' jobs."""
 
-    def __init__(self, batch_tokens: int, speed: StepSpeed) -> None:
+    def __init__(self, batch_tokens: int, speed: StepSpeed, order: JobOrder | None = None) -> None:
+        self._order = order
+        self._later_tokens: collections.deque[int] = collections.deque(maxlen=LAST_PROMPTS)
         self._batch_tokens = batch_tokens
         self._speed = speed
         self._moved = MeasuredRate(START_MOVED_PER_S)
@@ -148,11 +152,12 @@ class DecodeMeasures:
         self._prompts = ArrivalRate()
         self._handed_over = ArrivalRate()
 
-    def decided(self, now: float, remote: bool) -> None:
-        """One more prompt goes to a peer, or stays."""
+    def decided(self, now: float, remote: bool, tokens: int) -> None:
+        """One more prompt goes to a peer, or stays; so many tokens of it are to be computed."""
         self._prompts.came(now)
         if remote:
             self._handed_over.came(now)
+            self._later_tokens.append(tokens)
 
     def handed_over(self, now: float, tokens: int, total_s: float, known_s: float, transfer_s: float) -> None:
         """A prefill engine has computed and written so many tokens. It took `total_s` from the submission to the notice
@@ -170,16 +175,18 @@ class DecodeMeasures:
         rate = aged_rate(own, mean, now - self._speed.measured_at) if own else mean
         return Here(tokens_before, rate, self._speed.step_s, decodes, self._batch_tokens, self._prompts.per_s(now))
 
-    def there(self, now: float, tokens: int, queued_tokens: int, busy: Iterable[tuple[int, float]]) -> There:
-        """The prefill engines now, for a prompt with so many tokens to compute. `busy`: see `There`, with rate 0 where
-        it is not measured."""
+    def there(self, now: float, tokens: int, queued_tokens: int, busy: Iterable[tuple[int, float]],
+              ours: tuple[tuple[tuple[int, float], ...], ...] = ()) -> There:
+        """The prefill engines now, for a prompt with so many tokens to compute. `busy` and `ours`: see `There`, with
+        rate 0 where it is not measured."""
         engines = tuple(busy)
         own, mean = self._speeds(rate for _, rate in engines)
         age_s = self._hand_over_age_s(now)
         found = tuple((taken, aged_rate(rate, mean, age_s) if rate else own or mean) for taken, rate in engines)
         moved_per_s = aged_rate(self._moved.per_s, START_MOVED_PER_S, age_s)
         overhead_s = aged(min(self._overheads_s, default=START_OVERHEAD_S), START_OVERHEAD_S, age_s)
-        return There(queued_tokens, found, tokens / moved_per_s, overhead_s, self._handed_over.per_s(now))
+        return There(queued_tokens, found, tokens / moved_per_s, overhead_s, self._handed_over.per_s(now), self._order,
+                     ours, tuple(self._later_tokens))
 
     def _hand_over_age_s(self, now: float) -> float:
         if self._handed_over_at is None:

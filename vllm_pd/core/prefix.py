@@ -7,11 +7,11 @@ costs some of it.
 """
 from enum import StrEnum
 
+from vllm_pd.core.job_order import START_TOKENS_PER_S
 from vllm_pd.core.measured import MeasuredRate, StepSpeed
 
 READ_OVERHEAD_S = 0.005  # a read costs a prompt one step at least
 START_BYTES_PER_S = 2e9
-START_TOKENS_PER_S = 5e3
 MIN_BYTES = 1 << 20  # what is smaller tells about latencies, not about rates
 
 

@@ -91,7 +91,8 @@ class DecodeHandover(ABC, Generic[R]):
         self._policy = config.policy
         self._log_decisions = config.log_decisions
         # With max_local_prefill_tokens auto only; None: nothing is measured.
-        self.measures = DecodeMeasures(capacity.batch_tokens, speed) if config.decides_by_time else None
+        self.measures = DecodeMeasures(capacity.batch_tokens, speed,
+                                       config.job_order) if config.decides_by_time else None
         self.job_tokens = 0  # of peers' jobs that are to be computed here too
         self._local: list[tuple[R, int]] = []  # requests that stay and are not computed yet, and their tokens
         self._unmeasured: dict[Attempt, tuple[int, float]] = {}  # done, without timings: tokens, time in all
@@ -154,7 +155,7 @@ class DecodeHandover(ABC, Generic[R]):
                         "" if expected is None else " to compute", where, decision.reason.value,
                         "" if expected is None else f": {expected.explained()}")
         if self.measures is not None:
-            self.measures.decided(time.monotonic(), decision.remote)
+            self.measures.decided(time.monotonic(), decision.remote, tokens)
         if not decision.remote:
             self._stay(request)
             if self.measures is not None:
@@ -368,7 +369,8 @@ class DecodeHandover(ABC, Generic[R]):
         before = self.job_tokens + sum(stays for _, stays in self._local)
         now, loads = time.monotonic(), self._protocol.prefill_loads(avoid)
         here = self.measures.here(now, before, self._num_decoding(), [rate for _, rate in loads.busy])
-        return expect(max(1, tokens), here, self.measures.there(now, tokens, loads.queued_tokens, loads.busy))
+        there = self.measures.there(now, tokens, loads.queued_tokens, loads.busy, loads.ours)
+        return expect(max(1, tokens), here, there)
 
     def _count_timings(self, attempt: Attempt, timings: Timings) -> None:
         if timings.measured and attempt in self._unmeasured:

@@ -84,8 +84,7 @@ class PrefillHandover(ABC):
         self._speed = speed
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
-        self._overtaking, self._step_s = config.prefill_overtaking, config.prefill_step_s
-        self._most_passed_s = config.attempt_deadline_s / 4
+        self._order = config.job_order
         self._batch_tokens = capacity.batch_tokens
         self._jobs: dict[Attempt, PeerJob] = {}
         self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
@@ -131,13 +130,12 @@ class PrefillHandover(ABC):
     @property
     def step_tokens(self) -> int:
         """How many tokens a step with jobs computes, at most."""
-        return job_order.step_tokens(self._speed.tokens_per_s, self._step_s, self._batch_tokens)
+        return job_order.step_tokens(self._speed.tokens_per_s, self._order.step_s, self._batch_tokens)
 
     def turn(self, job: PeerJob) -> job_order.Turn:
         """The job's place in the order of jobs."""
-        return job_order.Turn(job.prefill.priority if self._by_priority else 0, job_order.due_s(
-            job.started_at, job.prefill.new_tokens(self._block_size), self._speed.tokens_per_s, self._overtaking,
-            self._most_passed_s))
+        return job_order.Turn(job.prefill.priority if self._by_priority else 0, self._order.due_s(
+            job.started_at, job.prefill.new_tokens(self._block_size), self._speed.tokens_per_s))
 
     def begin(self) -> None:
         """Add the requests of those queued jobs that the next step would compute, in their turn."""
