@@ -70,6 +70,31 @@ def test_b5_another_prompt_does_not_wait_behind_the_common_one():
     assert decodes[2].done[0].first_token_s == pytest.approx((COMMON + OWN) / 8000.0)
 
 
+def test_b5_over_nats_a_prompt_goes_where_its_decode_engine_sent_the_last_of_its_kind():
+    """The decode engine has room for two prompts, so that it forgets two kinds for two others."""
+    (decode, ) = decodes = [decode_engine("d", blocks=340)]
+    engines = fleet(decodes, nats=True, max_parked_fraction=1.0)
+    kinds = [random.Random(seed).choices(range(50_000), k=COMMON) for seed in range(4)]
+    for number, kind in enumerate((0, 1, 2, 3, 1, 0, 3, 2)):
+        engines.advance(1.5 * (number // 2))
+        decode.submit(asked(kinds[kind], number, 1.5 * (number // 2)), 1.5 * (number // 2))
+    engines.advance(float("inf"))
+    found = engines.figures()
+    assert found.jobs == 8 and found.computed_tokens == 4 * COMMON + 8 * OWN and found.skew == 1.0
+
+
+def test_over_nats_a_job_does_not_wait_for_the_preferred_engine():
+    decodes = [decode_engine("d")]
+    engines = fleet(decodes, nats=True, max_prefill_jobs=1)
+    engines.advance(0.0)
+    common = random.Random(99).choices(range(50_000), k=COMMON)
+    for number in range(4):
+        decodes[0].submit(asked(common, number, 0.0), 0.0)
+    engines.advance(float("inf"))
+    found = engines.figures()
+    assert found.jobs == 4 and found.computed_tokens == 2 * COMMON + 4 * OWN, "both have computed the beginning"
+
+
 def test_short_prompts_and_those_without_a_place_stay_where_they_are():
     (decode, ) = decodes = [decode_engine("d", blocks=500)]
     engines = fleet(decodes, max_local_prefill_tokens=COMMON)
@@ -85,12 +110,13 @@ def test_short_prompts_and_those_without_a_place_stay_where_they_are():
 def test_what_the_choice_is_worth_is_measured():
     said: list[str] = []
     report = prefill_hits.measure(SMALL, said.append)
-    assert len(said) == len(report["runs"]) == 3
-    slots, tokens, pool = report["summary"]
+    assert len(said) == len(report["runs"]) == 4
+    slots, nats, tokens, pool = report["summary"]
     assert tokens["p_hit_share"] > 1.2 * slots["p_hit_share"]
+    assert nats["p_hit_share"] > slots["p_hit_share"] and nats["p_computed_tokens"] < slots["p_computed_tokens"]
     assert tokens["p_computed_tokens"] < slots["p_computed_tokens"]
     assert pool["p_skew"] == 1.0 and pool["p_mean_s"] < tokens["p_mean_s"] < slots["p_mean_s"]
-    assert prefill_hits.table(report).row_count == 3
+    assert prefill_hits.table(report).row_count == 4
     json.dumps(report)
     with pytest.raises(ConfigError, match="--prefill=-1"):
         prefill_hits.PrefillBench.of(-1, None, 0)

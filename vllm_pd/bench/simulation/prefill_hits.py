@@ -2,8 +2,9 @@
 """`vllm-pd bench router --hit-rate --prefill N`: what the choice of the prefill engine is worth.
 
 The same trace, router and decode engines each time; behind them the prefill engines and the broker's registry, with
-three rules. *slots*: credits count jobs alone, as those of older releases, and the engine with the most free slots gets
-a job. *tokens*: the broker's rule. *one pool*: no choice is left, one engine is as large and as fast as all together.
+four rules. *slots*: credits count jobs alone, as those of older releases, and the engine with the most free slots gets
+a job. *tokens*: the broker's rule. *nats*: the same rule without a broker, by each decode engine for its own jobs. *one
+pool*: no choice is left, one engine is as large and as fast as all together.
 """
 import statistics
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 
 SPEED = 8000.0  # prompt tokens per second of one engine
-RULES = ("slots", "tokens", POOL)
+RULES = ("slots", "nats", "tokens", POOL)
 
 
 class PrefillBench(msgspec.Struct, frozen=True):
@@ -67,7 +68,8 @@ def measure(bench: PrefillBench, show: ShowLine = print) -> dict[str, Any]:
 def fleet_of(bench: PrefillBench, rule: str, footprint: int) -> FleetConfig:
     """The engines, for a trace with so many distinct blocks."""
     blocks = round(bench.prefill_share * footprint / bench.prefills)
-    prefill = PrefillFleet((SPEED, ) * bench.prefills, blocks, bench.fleet.block_size, count_tokens=rule != "slots")
+    prefill = PrefillFleet((SPEED, ) * bench.prefills, blocks, bench.fleet.block_size, count_tokens=rule != "slots",
+                           nats=rule == "nats")
     if rule == POOL:
         prefill = msgspec.structs.replace(prefill, speeds=(SPEED * bench.prefills, ), blocks=blocks * bench.prefills,
                                           max_prefill_jobs=prefill.max_prefill_jobs * bench.prefills)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated prefill engines beside the workers of a trace, which are then decode engines.
 
-The broker's own registry gives them the jobs, in simulated time. A decode engine hands a prompt over by the rules of
-`vllm_pd.core.policy` that matter here: enough tokens that it has not cached, a short queue, few parked blocks. The
-prompt's blocks are set aside there until the prefill engine has computed it. That one has an allocator and a queue of
-its own, computes one prompt at a time, and what it holds is its hit. Messages and transfers take no time.
+The broker's own registry gives them the jobs, or a queue without a choice (`nats_queue`), in simulated time. A decode
+engine hands a prompt over by the rules of `vllm_pd.core.policy` that matter here: enough tokens that it has not cached,
+a short queue, few parked blocks. The prompt's blocks are set aside there until the prefill engine has computed it. That
+one has an allocator and a queue of its own, computes one prompt at a time, and what it holds is its hit. Messages and
+transfers take no time.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from vllm_pd.bench.simulation.nats_queue import SimNatsQueue
 from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.bench.simulation.workers import SimRun, SimSpeed, SimWorker
 from vllm_pd.broker.registry import QueueLimits, Registry
@@ -24,7 +26,8 @@ DEADLINE_S = 1e6  # no job is given up
 
 class PrefillFleet(msgspec.Struct, frozen=True):
     """The prefill engines, each as fast as `speeds` says, in prompt tokens per second. Without `count_tokens` their
-    credits say job slots alone, as those of older releases: then the one with the most free slots gets a job."""
+    credits say job slots alone, as those of older releases: then the one with the most free slots gets a job. With
+    `nats` no broker chooses, but each decode engine for itself."""
     speeds: tuple[float, ...] = (8000.0, 8000.0)
     blocks: int = 4096
     block_size: int = 16
@@ -34,6 +37,7 @@ class PrefillFleet(msgspec.Struct, frozen=True):
     max_prefill_jobs: int = 8
     max_prefill_tokens: int = 65536
     count_tokens: bool = True
+    nats: bool = False
 
 
 class PrefillFigures(msgspec.Struct, frozen=True):
@@ -61,7 +65,8 @@ class SimPrefill:
 
     def register(self) -> m.Register:
         """Its heartbeat."""
-        load = m.Load(free_blocks=self.worker.allocator.get_num_free_blocks(), tokens_per_s=self._speed)
+        load = m.Load(free_blocks=self.worker.allocator.get_num_free_blocks(), tokens_per_s=self._speed,
+                      job_tokens=sum(job.new_tokens for job in self.jobs.values()))
         return m.Register(m.Member(self.worker.name, m.Role.PREFILL, "", self._fingerprint, load))
 
     def credit(self) -> m.Credit:
@@ -90,7 +95,7 @@ class SimFleet:
         self._parked: dict[int, tuple[SimWorker, SimRun, float]] = {}  # by the number of the attempt
         self._parked_blocks: dict[str, int] = dict.fromkeys((worker.name for worker in workers), 0)
         self._numbers = 0
-        self._registry = Registry("b", QueueLimits())
+        self._registry = SimNatsQueue() if fleet is not None and fleet.nats else Registry("b", QueueLimits())
         self._next_beat_s = 0.0
         self._waits_s: list[float] = []
         if fleet is None:
