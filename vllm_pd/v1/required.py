@@ -67,6 +67,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.reset_prefix_cache", _STEP, exactly=("reset_running_requests", "reset_connector")),
         Required("Scheduler.make_stats", _STEP),
     ),
+    "sampling_params.py": (Required("SamplingParams.extra_args", "a request's kv_transfer_params come in it"), ),
     "v1/core/sched/output.py": (
         Required("SchedulerOutput.num_scheduled_tokens", "how fast prompts are computed, measured step by step"),
     ),
