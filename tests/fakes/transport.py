@@ -165,8 +165,8 @@ class FakeTransport:
             if write.peer == name:
                 self._given_up.setdefault(key, "peer dropped")
 
-    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
-              notice: bytes) -> None:
+    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int], notice: bytes,
+              grant: str = "") -> None:
         """See Transport."""
         self._post(key, peer, local_block_ids, remote_block_ids, notice)
 
@@ -187,6 +187,13 @@ class FakeTransport:
             raise TransferError(f"transfer {key}: {error}") from error
         self._open[key] = _Open(peer, notice is None, len(local) * sum(lane.bytes for lane in lanes), theirs, lanes)
         self._fabric.post(self.name, key, peer, local, remote, notice)
+
+    def open_grant(self, name: str, block_ids: list[int]) -> None:
+        """See Transport."""
+
+    def close_grant(self, name: str) -> bool:
+        """See Transport."""
+        return False
 
     def cancel(self, key: str) -> None:
         """See Transport."""

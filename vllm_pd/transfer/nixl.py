@@ -155,8 +155,8 @@ class NixlTransport:
                 self._give_up(key, "peer dropped")
         self._remove_dropped()
 
-    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
-              notice: bytes) -> None:
+    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int], notice: bytes,
+              grant: str = "") -> None:
         """See Transport."""
         agent = self._live_agent()
         target, local, remote = self._pairs(key, peer, local_block_ids, remote_block_ids)
@@ -175,6 +175,13 @@ class NixlTransport:
             self._finished.append(Finished(key=key, ok=True))
             return
         self._post(key, peer, local, remote, None)
+
+    def open_grant(self, name: str, block_ids: list[int]) -> None:
+        """See Transport. Does nothing."""
+
+    def close_grant(self, name: str) -> bool:
+        """See Transport. Always False."""
+        return False
 
     def cancel(self, key: str) -> None:
         """See Transport."""

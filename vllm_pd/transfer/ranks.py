@@ -94,8 +94,8 @@ class RankedTransport:
         for rank in engine.known if engine is not None else ():
             self.transport.drop_peer(rank)
 
-    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
-              notice: bytes) -> None:
+    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int], notice: bytes,
+              grant: str = "") -> None:
         """See Transport."""
         engine = self._engines.get(peer)
         if engine is None:
@@ -104,11 +104,12 @@ class RankedTransport:
             raise TransferError(f"write {key} is already open")
         front = rank_name(peer, 0)
         if engine.targets == [front] or not (engine.targets and local_block_ids):
-            self.transport.write(key, front, local_block_ids, remote_block_ids, notice)
+            self.transport.write(key, front, local_block_ids, remote_block_ids, notice, grant)
             return
         self._splits[key] = _SplitTransfer(front, notice)
         for number, target in enumerate(engine.targets):
-            self._begin(key, f"{key}@{number}", self.transport.write, target, local_block_ids, remote_block_ids, b"")
+            self._begin(key, f"{key}@{number}", self.transport.write, target, local_block_ids, remote_block_ids, b"",
+                        grant)
         self._go_on(key)
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
@@ -126,6 +127,14 @@ class RankedTransport:
         for number, source in enumerate(engine.sources):
             self._begin(key, f"{key}@{number}", self.transport.read, source, local_block_ids, remote_block_ids)
         self._go_on(key)
+
+    def open_grant(self, name: str, block_ids: list[int]) -> None:
+        """See Transport."""
+        self.transport.open_grant(name, block_ids)
+
+    def close_grant(self, name: str) -> bool:
+        """See Transport."""
+        return self.transport.close_grant(name)
 
     def cancel(self, key: str) -> None:
         """See Transport."""

@@ -28,6 +28,7 @@ class Write(msgspec.Struct, frozen=True, tag=True):
 
     `after_step`: only for requests that do not travel with a step. The number of the last step that used the local
     blocks; its output has been processed. 0: not known, so the rank waits for all that its device was given to compute.
+    `grant`: under which a two-sided peer takes it (`OpenGrant.key` there).
     """
     key: str
     peer: str
@@ -35,6 +36,7 @@ class Write(msgspec.Struct, frozen=True, tag=True):
     remote_block_ids: list[int]
     notices: list[bytes]
     after_step: int = 0
+    grant: str = ""
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +54,17 @@ class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
     key: str
 
 
+class OpenGrant(msgspec.Struct, frozen=True, tag=True):
+    """Let peers write these blocks of ours, with a two-sided transport. Has no `Finished`."""
+    key: str
+    block_ids: list[int]
+
+
+class CloseGrant(msgspec.Struct, frozen=True, tag=True):
+    """Take no more bytes under this grant. Its `Finished` has `ok` true if no more bytes land in the blocks."""
+    key: str
+
+
 class Flush(msgspec.Struct, frozen=True, tag=True):
     """The step reads blocks that a transfer has filled: make their data visible to the device."""
 
@@ -60,11 +73,13 @@ class Look(msgspec.Struct, frozen=True, tag=True):
     """Look for notices. Only for an engine whose ranks are all in other processes."""
 
 
-TransferRequest = AddTransferPeer | DropTransferPeer | Write | Read | CancelTransfer | Flush | Look
+TransferRequest = (AddTransferPeer | DropTransferPeer | Write | Read | CancelTransfer | OpenGrant | CloseGrant | Flush
+                   | Look)
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The only end of a write or a read. No byte of it lands after this was reported."""
+    """The only end of a write or a read. No byte of it lands after this was reported, but see `Transport` for a
+    two-sided one. Also the answer to a `CloseGrant`."""
     key: str
     ok: bool
     bytes: int = 0  # data moved, without the notice

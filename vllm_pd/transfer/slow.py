@@ -60,16 +60,24 @@ class SlowTransport:
                 self._given_up.setdefault(key, "peer dropped")
         self.transport.drop_peer(name)
 
-    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
-              notice: bytes) -> None:
+    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int], notice: bytes,
+              grant: str = "") -> None:
         """See Transport."""
         self._put(key, peer, len(local_block_ids),
-                  lambda: self.transport.write(key, peer, local_block_ids, remote_block_ids, notice))
+                  lambda: self.transport.write(key, peer, local_block_ids, remote_block_ids, notice, grant))
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
         """See Transport."""
         self._put(key, peer, len(local_block_ids),
                   lambda: self.transport.read(key, peer, local_block_ids, remote_block_ids))
+
+    def open_grant(self, name: str, block_ids: list[int]) -> None:
+        """See Transport."""
+        self.transport.open_grant(name, block_ids)
+
+    def close_grant(self, name: str) -> bool:
+        """See Transport."""
+        return self.transport.close_grant(name)
 
     def cancel(self, key: str) -> None:
         """See Transport."""

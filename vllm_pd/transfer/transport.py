@@ -6,6 +6,10 @@ the work to the hardware. Life of a write: `write` posts it, and `poll` reports 
 handle is released and its key may be used again. `cancel` and `drop_peer` turn that end into a failure. But the failure
 is reported only when no more bytes of the write will land, because the peer then reuses its blocks. The life of a read
 is the same.
+
+So it is with one-sided writes (NIXL), where only the sender knows. In a two-sided transport (torch) the receiver puts
+the bytes into its blocks by itself. There the end of a write that failed proves nothing, and the receiver asks its own
+end (`close_grant`) before it reuses blocks.
 """
 from __future__ import annotations
 
@@ -40,16 +44,21 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def decode(cls, name: str, metadata: bytes) -> PeerMetadata:
         """The metadata that the peer called `name` has sent. Raises TransferError."""
+        peer = cls.decode_any(metadata, name)
+        if peer.name != name:
+            raise TransferError(f"metadata of peer {name} belongs to {peer.name}")
+        return peer
+
+    @classmethod
+    def decode_any(cls, metadata: bytes, name: str = "of any name") -> PeerMetadata:
+        """The metadata of a peer whose name is not known before. Raises TransferError; `name` is for its message."""
         body = metadata[4:]
         if metadata[:4] != zlib.crc32(body).to_bytes(4, "big"):
             raise TransferError(f"metadata of peer {name} is damaged")
         try:
-            peer = msgspec.msgpack.decode(body, type=cls)
+            return msgspec.msgpack.decode(body, type=cls)
         except UNREADABLE as error:
             raise TransferError(f"metadata of peer {name} can't be read: {error}") from error
-        if peer.name != name:
-            raise TransferError(f"metadata of peer {name} belongs to {peer.name}")
-        return peer
 
 
 class RanksMetadata(msgspec.Struct, frozen=True, array_like=True):
@@ -96,10 +105,10 @@ class Transport(Protocol):
     def drop_peer(self, name: str) -> None:
         """Forget a peer. Its open transfers end with `ok` false, when they end. An unknown name is no error."""
 
-    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int],
-              notice: bytes) -> None:
+    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int], notice: bytes,
+              grant: str = "") -> None:
         """Post a write of our blocks into the peer's, pairwise. `notice` reaches the peer after the data. An empty one
-        is not sent.
+        is not sent. A two-sided peer takes it only under a `grant` that it has open.
 
         Without blocks only the notice is sent. Raises TransferError if the peer is not known, the key is in use or a
         block id is out of range. Then nothing is written.
@@ -108,6 +117,13 @@ class Transport(Protocol):
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
         """Post a read of the peer's blocks into ours, pairwise. It ends, and raises, as a write does. The peer takes no
         part in it and must keep the blocks unchanged."""
+
+    def open_grant(self, name: str, block_ids: list[int]) -> None:
+        """Let peers write these blocks under this name. A one-sided transport lets them anyway."""
+
+    def close_grant(self, name: str) -> bool:
+        """Receive nothing more under this name, from now on for ever. Returns whether no more bytes land in its blocks.
+        A one-sided transport returns False: only its peers know. Does not block for longer than a copy of one stage."""
 
     def cancel(self, key: str) -> None:
         """Request an early end of a write or a read. An unknown key is no error: that transfer has already ended."""

@@ -15,8 +15,10 @@ from vllm_pd.errors import PDError
 from vllm_pd.transfer.requests import (
     AddTransferPeer,
     CancelTransfer,
+    CloseGrant,
     DropTransferPeer,
     Finished,
+    OpenGrant,
     PeerRefusal,
     Read,
     TransferProgress,
@@ -63,6 +65,10 @@ class TransferWorker:
                 self._move(request)
             elif isinstance(request, CancelTransfer):
                 self.transport.cancel(request.key)
+            elif isinstance(request, OpenGrant):
+                self.transport.open_grant(request.key, request.block_ids)
+            elif isinstance(request, CloseGrant):
+                self._finished.append(Finished(request.key, self.transport.close_grant(request.key)))
             elif isinstance(request, AddTransferPeer):
                 self._add_peer(request)
             elif isinstance(request, DropTransferPeer):
@@ -118,7 +124,8 @@ class TransferWorker:
         blocks = request.local_block_ids, request.remote_block_ids
         try:
             if isinstance(request, Write):
-                self.transport.write(request.key, request.peer, *blocks, request.notices[self._rank])
+                self.transport.write(request.key, request.peer, *blocks, request.notices[self._rank],
+                                     request.grant)
             else:
                 self.transport.read(request.key, request.peer, *blocks)
         except PDError as error:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of a cache into a contiguous buffer and back, for transports that move no scattered memory.
+
+A buffer of `n` blocks has lane after lane, and in each lane block after block. Both ends use the lanes of the same plan
+(`vllm_pd.transfer.plan`), so they agree on that order.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from vllm_pd.errors import TransferError
+from vllm_pd.transfer.layout import CacheDescription
+
+STAGE_BYTES = 4 << 20  # a staging buffer, unless one block is bigger; each direction of a connection has two
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_PIECE_WORDS = 32768  # torch uses one thread for a copy of at most so many elements
+
+
+class BlockCopier:
+    """Copies blocks of these caches. `lanes`: (address in block 0, bytes). Raises TransferError for a lane outside of
+    the caches."""
+
+    def __init__(self, caches: list[torch.Tensor], lanes: list[tuple[int, int]], cache: CacheDescription) -> None:
+        self._device = caches[0].device
+        self.block_bytes = sum(nbytes for _, nbytes in lanes)
+        word = math.gcd(8, cache.block_stride_bytes, *(part for lane in lanes for part in lane))
+        self._views = [_view(caches, address, nbytes, cache, word) for address, nbytes in lanes]
+        self.blocks_per_stage = max(1, STAGE_BYTES // max(1, self.block_bytes))
+
+    def buffer(self) -> torch.Tensor:
+        """A staging buffer: uint8 [bytes]."""
+        return torch.empty(self.blocks_per_stage * self.block_bytes, dtype=torch.uint8, device=self._device)
+
+    def stages(self, block_ids: list[int]) -> Iterator[torch.Tensor]:
+        """The block ids, int64, in parts that fit a staging buffer."""
+        if block_ids and self._views:
+            yield from torch.tensor(block_ids, device=self._device).split(self.blocks_per_stage)
+
+    def filled(self, buffer: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """The part of the staging buffer that these blocks take."""
+        return buffer[:len(block_ids) * self.block_bytes]
+
+    def gather(self, block_ids: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Copy these blocks into the buffer."""
+        for view, ids, part in self._pieces(block_ids, buffer):
+            torch.index_select(view, 0, ids, out=part)
+
+    def scatter(self, block_ids: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Copy the buffer into these blocks. They hold it when this returns."""
+        for view, ids, part in self._pieces(block_ids, buffer):
+            view.index_copy_(0, ids, part)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _pieces(self, block_ids: torch.Tensor,
+                buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(view of a lane, block ids, their part of the buffer), small enough for one thread."""
+        start, count = 0, len(block_ids)
+        for view in self._views:
+            words = view.shape[1]
+            end = start + count * words * view.element_size()
+            part = buffer[start:end].view(view.dtype).view(count, words)
+            rows = max(1, _PIECE_WORDS // words)
+            for first in range(0, count, rows):
+                yield view, block_ids[first:first + rows], part[first:first + rows]
+            start = end
+
+
+def _view(caches: list[torch.Tensor], address: int, nbytes: int, cache: CacheDescription, word: int) -> torch.Tensor:
+    """A lane as a tensor [blocks, words]."""
+    end = address + (cache.num_blocks - 1) * cache.block_stride_bytes + nbytes
+    for tensor in caches:
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if start <= address and end <= start + storage.nbytes() and not (address - start) % word:
+            return torch.empty(0, dtype=_WORDS[word], device=tensor.device).set_(
+                storage, (address - start) // word, (cache.num_blocks, nbytes // word),
+                (cache.block_stride_bytes // word, 1))
+    raise TransferError(f"{nbytes} bytes at {address:#x} of each block are outside of this rank's caches")

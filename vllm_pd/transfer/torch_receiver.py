@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiving end of the torch transport: grants, a listening socket, and one thread for each connection.
+
+A thread receives a write in stages into its own two buffers, and copies each stage into the blocks that the sender has
+named, if they belong to a grant that is open at that moment. The copy holds the grant's lock. So when `Grants.close`
+has returned, no byte lands in those blocks any more, whatever is still on its way. The rest of such a write is received
+and dropped, so that the connection can be used again.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+from vllm_pd.errors import PDError, TransferError
+from vllm_pd.transfer.layout import CacheDescription
+from vllm_pd.transfer.plan import plan
+from vllm_pd.transfer.requests import Notice
+from vllm_pd.transfer.torch_blocks import BlockCopier
+from vllm_pd.transfer.torch_link import (
+    Begin,
+    BeginReply,
+    Challenge,
+    ControlConnection,
+    Join,
+    Joined,
+    Landed,
+    LinkContext,
+    PairGroup,
+    StoreKey,
+    make_group,
+    prove,
+)
+from vllm_pd.transfer.transport import PeerMetadata
+
+logger = logging.getLogger("vllm.pd")
+
+KEPT_CLOSED = 4096  # grants that are known to be closed
+MAX_CONNECTIONS = 256
+MAX_NOTICE_BYTES = 64 << 10
+
+
+class _Grant:
+    def __init__(self, block_ids: list[int]) -> None:
+        self.block_ids = frozenset(block_ids)
+        self.lock = threading.Lock()
+        self.open = True
+
+    def apply(self, copy: Callable[[], None]) -> bool:
+        """Run the copy if the grant is open. Returns whether it was."""
+        with self.lock:
+            if self.open:
+                copy()
+            return self.open
+
+
+class Grants:
+    """Which blocks peers may write, by the name of the grant."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open: dict[str, _Grant] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+
+    def open(self, name: str, block_ids: list[int]) -> None:
+        """Peers may write these blocks. Nothing happens if the name was closed before."""
+        with self._changed:
+            if name not in self._closed:
+                self._open[name] = _Grant(block_ids)
+            self._changed.notify_all()
+
+    def close(self, name: str) -> None:
+        """Peers may not write them any more, and when this returns nobody does."""
+        with self._changed:
+            grant = self._open.pop(name, None)
+            self._closed[name] = None
+            if len(self._closed) > KEPT_CLOSED:
+                self._closed.popitem(last=False)
+            self._changed.notify_all()
+        if grant is not None:
+            with grant.lock:
+                grant.open = False
+
+    def close_all(self) -> None:
+        """Close every grant."""
+        for name in list(self._open):
+            self.close(name)
+
+    def find(self, name: str, block_ids: list[int], timeout_s: float) -> _Grant:
+        """The open grant of this name, which must contain these blocks. Waits for it. Raises TransferError."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while name not in self._open and name not in self._closed:
+                if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                    break
+            grant = self._open.get(name)
+        if grant is None:
+            raise TransferError(f"grant {name!r} is closed or unknown")
+        if not grant.block_ids.issuperset(block_ids) or len(set(block_ids)) != len(block_ids):
+            raise TransferError(f"grant {name!r} does not contain these blocks")
+        return grant
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+
+class WriteReceiver:
+    """Receives the writes of all peers into these caches. `token` is what they must know. `notify` is called with each
+    notice in the thread of a connection, after the data. This object owns its socket and threads."""
+
+    def __init__(self, host: str, token: bytes, caches: list[torch.Tensor], cache: CacheDescription,
+                 context: LinkContext, notify: Callable[[Notice], None]) -> None:
+        self.grants = Grants()
+        self._token, self._caches, self._cache, self._context, self._notify = token, caches, cache, context, notify
+        self._closing = False
+        self._lock = threading.Lock()
+        self._connections: set[ControlConnection] = set()
+        self._socket = socket.create_server((host, 0), backlog=128)
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="vllm-pd-accept", daemon=True)
+        self._thread.start()
+
+    def connections(self) -> int:
+        """How many peers are connected."""
+        with self._lock:
+            return len(self._connections)
+
+    def close(self) -> None:
+        """Close all grants and connections. The threads end as soon as they can."""
+        self._closing = True
+        self.grants.close_all()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with self._lock:
+            for control in self._connections:
+                control.abort()
+        self._thread.join(self._context.limits.join_s)
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError as error:
+                if not self._closing:
+                    logger.error("the torch transport can't accept a connection: %s", error)
+                    time.sleep(0.1)
+                continue
+            with self._lock:
+                if self._closing or len(self._connections) >= MAX_CONNECTIONS:
+                    sock.close()
+                    continue
+                control = ControlConnection(sock, self._context.limits.stall_s)
+                self._connections.add(control)
+            threading.Thread(target=self._serve, args=(control, ), name="vllm-pd-receive", daemon=True).start()
+
+    def _serve(self, control: ControlConnection) -> None:
+        """The thread of a connection. Ends with it."""
+        group: PairGroup | None = None
+        try:
+            self._context.enter()
+            peer, copier, group = self._join(control)
+            buffers = [copier.buffer(), copier.buffer()]
+            while True:
+                frame = control.receive(None)
+                if isinstance(frame, Begin):
+                    self._receive(frame, peer, copier, buffers, control, group)
+                elif not isinstance(frame, StoreKey):
+                    raise TransferError(f"unexpected {type(frame).__name__}")
+        except (OSError, TransferError) as error:
+            logger.debug("a connection of the torch transport has ended: %s", error)
+        except Exception:
+            logger.exception("unexpected error in a connection of the torch transport: it is closed")
+        finally:
+            if group is not None:
+                group.close()
+            with self._lock:
+                self._connections.discard(control)
+            control.close()
+
+    def _join(self, control: ControlConnection) -> tuple[str, BlockCopier, PairGroup]:
+        """Meet a sender. Returns its name, what copies its data, and the group."""
+        deadline_s = time.monotonic() + self._context.limits.join_s
+        nonce = os.urandom(32)
+        control.send(Challenge(nonce))
+        join = control.receive(deadline_s)
+        if not isinstance(join, Join) or join.proof != prove(self._token, nonce, b"sender"):
+            raise TransferError("a sender does not know our token")
+        try:
+            peer = PeerMetadata.decode_any(join.metadata)
+            copier = self._copier(peer.cache, join.heads)
+        except PDError as error:
+            control.send(Joined(error=str(error)))
+            raise TransferError(str(error)) from error
+        control.send(Joined(prove(self._token, join.nonce, b"receiver")))
+        group = make_group(control, 1, self._context, deadline_s)
+        control.send(BeginReply())
+        return peer.name, copier, group
+
+    def _copier(self, theirs: CacheDescription, heads: tuple[int, int] | None) -> BlockCopier:
+        """What copies the data of a peer with this cache. The addresses come from our own description."""
+        lanes = plan(theirs, self._cache, None if heads is None else range(*heads))
+        if theirs.head_bytes != self._cache.head_bytes:
+            raise TransferError(f"a head has {theirs.head_bytes} bytes a block there and {self._cache.head_bytes} here")
+        return BlockCopier(self._caches, [(lane.remote, lane.bytes) for lane in lanes], self._cache)
+
+    def _receive(self, begin: Begin, peer: str, copier: BlockCopier, buffers: list[torch.Tensor],
+                 control: ControlConnection, group: PairGroup) -> None:
+        """Receive one write. Raises if the connection can't be used any more."""
+        stages, stall_s = list(copier.stages(begin.block_ids)), self._context.limits.stall_s
+        try:
+            if len(begin.notice) > MAX_NOTICE_BYTES:
+                raise TransferError(f"a notice of {len(begin.notice)} bytes is too long")
+            grant = (self.grants.find(begin.grant, begin.block_ids, self._context.limits.grant_s)
+                     if stages else None)
+        except TransferError as error:
+            control.send(BeginReply(str(error)))
+            return
+        moving = group.receive(copier.filled(buffers[0], stages[0])) if stages else None
+        control.send(BeginReply())
+        landed = True
+        for number, ids in enumerate(stages):
+            moving.wait(stall_s)
+            if number + 1 < len(stages):
+                moving = group.receive(copier.filled(buffers[(number + 1) % 2], stages[number + 1]))
+            part = copier.filled(buffers[number % 2], ids)
+            landed = landed and grant.apply(lambda ids=ids, part=part: copier.scatter(ids, part))
+        if landed and begin.notice:
+            self._notify(Notice(peer, begin.notice))
+        control.send(Landed("" if landed else f"grant {begin.grant!r} was closed"))
