@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other process of the NIXL tests: a rank with a patterned cache that does what its pipe says.
+"""The other process of the transports' tests: a rank with a patterned cache that does what its pipe says.
 
 It is forked from a process that has imported torch, which takes longer than most tests, and nothing of NIXL.
 """
@@ -14,6 +14,8 @@ import torch
 
 from vllm_pd.transfer.layout import describe
 from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.torch_link import LinkLimits
+from vllm_pd.transfer.torch_transport import TorchTransport
 from vllm_pd.transfer.worker import TransferWorker
 
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE = 16, 3, 64
@@ -26,7 +28,8 @@ class Rank:
     """A worker's cache, with a number of its own in every element, and its transport."""
 
     def __init__(self, name: str, *, blocks: int = 40, layers: int = 4, dtype=torch.int32, layout="IPEX", start=0,
-                 progress_thread: bool = True, heads: range = range(KV_HEADS)):
+                 progress_thread: bool = True, heads: range = range(KV_HEADS), transport="nixl", stall_s: float = 10.0,
+                 granted: bool = True):
         shape, backend = (2, blocks, BLOCK_SIZE * len(heads) * HEAD_SIZE), "IPEX"
         if layout in ("NHD", "HND"):
             shape = (2, blocks, BLOCK_SIZE, len(heads), HEAD_SIZE)
@@ -39,7 +42,13 @@ class Rank:
         self.name = name
         self.cache = describe(caches, num_blocks=blocks, block_size=BLOCK_SIZE, kv_heads=len(heads),
                               head_size=HEAD_SIZE, platform="cpu", backend=backend, first_head=heads.start)
-        self.transport = NixlTransport(name, caches, self.cache, progress_thread)
+        if transport == "nixl":
+            self.transport = NixlTransport(name, caches, self.cache, progress_thread)
+        else:
+            self.transport = TorchTransport(name, caches, self.cache, "127.0.0.1",
+                                            limits=LinkLimits(stall_s=stall_s, grant_s=0.2))
+            if granted:  # to a write that names no grant
+                self.transport.open_grant("", list(range(blocks)))
         self.worker = TransferWorker(self.transport)
 
     def blocks(self, ids: list[int]) -> torch.Tensor:
@@ -56,6 +65,13 @@ def serve(pipe: Connection, name: str, options: dict) -> None:
             pipe.send(_poll(rank, *arguments))
         elif command == "memory":
             pipe.send(torch.stack(rank.memory).numpy())
+        elif command == "open":
+            rank.transport.open_grant(*arguments)
+            pipe.send(None)
+        elif command == "close":
+            pipe.send(rank.transport.close_grant(*arguments))
+        elif command == "write":
+            _write(rank, pipe, *arguments)
         elif command == "verify":
             pipe.send(_verify(rank, *arguments))
         elif command == "quit":
@@ -72,6 +88,20 @@ def _poll(rank: Rank, count: int, timeout_s: float) -> list:
         notices += [(notice.peer, notice.payload) for notice in rank.worker.take_progress().notices]
         time.sleep(0.0005)
     return notices
+
+
+def _write(rank: Rank, pipe: Connection, peer: str, metadata: bytes, ids: list[int], grant: str) -> None:
+    """Write these blocks again and again until a write fails or a command comes. Then answer how many there were."""
+    rank.transport.add_peer(peer, metadata)
+    pipe.send(None)
+    ok, number = True, 0
+    while ok and not pipe.poll():
+        number += 1
+        rank.transport.write("k", peer, ids, ids, b"%d" % number, grant)
+        while not (ended := rank.transport.poll().finished):
+            time.sleep(0.0002)
+        ok = ended[0].ok
+    pipe.send((number, ended[0].error))
 
 
 def _verify(rank: Rank, ids: list[int], value: int) -> bool:

@@ -43,13 +43,16 @@ class LinkLimits(NamedTuple):
     grant_s: float = 2.0  # until a write's grant is there, which comes over another path
 
 
+DEFAULT_LIMITS = LinkLimits()
+
+
 class LinkContext(NamedTuple):
     """What a rank makes its connections with. `device` is gloo's, or a CUDA device of torch; `enter` is the first call
     in a thread."""
     device: object
     is_cuda: bool
     enter: Callable[[], None]
-    limits: LinkLimits = LinkLimits()
+    limits: LinkLimits = DEFAULT_LIMITS
 
 
 class LinkFrame(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -31,7 +31,7 @@ from vllm_pd.transfer.layout import CacheDescription, Memory
 from vllm_pd.transfer.plan import pair_blocks, plan
 from vllm_pd.transfer.requests import Finished, Notice
 from vllm_pd.transfer.torch_blocks import BlockCopier
-from vllm_pd.transfer.torch_link import Begin, LinkContext, LinkLimits, gloo_device
+from vllm_pd.transfer.torch_link import DEFAULT_LIMITS, Begin, LinkContext, LinkLimits, gloo_device
 from vllm_pd.transfer.torch_receiver import WriteReceiver
 from vllm_pd.transfer.torch_sender import OutgoingWrite, PeerSender, TorchAddress
 from vllm_pd.transfer.transport import PeerMetadata, TransportProgress
@@ -59,7 +59,7 @@ class TorchTransport:
     listen."""
 
     def __init__(self, name: str, caches: list[torch.Tensor], description: CacheDescription, host: str,
-                 receives: bool = True, limits: LinkLimits = LinkLimits()) -> None:
+                 receives: bool = True, limits: LinkLimits = DEFAULT_LIMITS) -> None:
         self._caches, self._cache = caches, description
         self._context = _context(caches[0], description, host, limits)
         self._notices: deque[Notice] = deque()
@@ -200,6 +200,7 @@ class TorchTransport:
         self._finished += self.poll().finished + [
             Finished(key=key, ok=False, error="closed") for key in self._open]
         self._open.clear()
+        self._leaving.clear()
         return ended
 
     def _check_open(self) -> None:

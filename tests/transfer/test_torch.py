@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the torch transport does beyond the contract: grants (B22, B25), deadlines (B21, B23), restarts (B24), and
+senders that are not to be trusted. Real processes, and sockets of the loopback."""
+import os
+import signal
+import socket
+import threading
+import time
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+from nixl_receiver import receiver
+from writes import connect, finish
+
+from tests.forked import freeze
+from tests.verdict import same_bytes
+from vllm_pd.errors import TransferError
+from vllm_pd.transfer import torch_link
+from vllm_pd.transfer.layout import Memory
+from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, CloseGrant, DropTransferPeer, OpenGrant, Write
+from vllm_pd.transfer.torch_link import ControlConnection, Join, Joined, LinkLimits, prove
+from vllm_pd.transfer.torch_receiver import MAX_CONNECTIONS, Grants
+from vllm_pd.transfer.torch_sender import TorchAddress
+from vllm_pd.transfer.torch_transport import _context
+from vllm_pd.transfer.transport import PeerMetadata
+
+STALL_S = 1.0  # in the tests of stopped processes
+MANY = list(range(1000))  # 100 MB: several stages of each buffer
+
+
+@pytest.fixture
+def rank(rank):
+    return partial(rank, transport="torch")
+
+
+def torch_receiver(name, **options):
+    return receiver(name, transport="torch", **options)
+
+
+def send(rank, peer, key, ids, grant="", notice=b"n"):
+    rank.worker.execute([Write(key, peer.name, ids, ids, [notice], grant=grant)])
+    return finish(rank, [key])[key]
+
+
+def wait_for(condition, timeout_s=30.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_b22_only_blocks_of_an_open_grant_are_written(rank):
+    p = rank("p-grants", start=5)
+    with torch_receiver("d-grants", granted=False) as d:
+        before = torch.from_numpy(d.ask("memory"))
+        p.worker.execute([AddTransferPeer(d.name, d.metadata)])
+        d.ask("open", "one", [1, 2, 3])
+        d.ask("open", "two", [4])
+        refused = {"unknown": [1], "": [1], "one": [1, 4], "two": [1]}
+        for grant, ids in refused.items():
+            end = send(p, d, "k", ids, grant)
+            assert not end.ok and f"grant {grant!r}" in end.error
+        assert d.ask("poll", 1, 0.1) == []
+        same_bytes(torch.equal(torch.from_numpy(d.ask("memory")), before))
+        assert send(p, d, "k", [1, 3], "one").ok
+        assert d.ask("close", "one") is True
+        assert "closed" in send(p, d, "k", [1, 3], "one").error
+        d.ask("open", "one", [1])
+        assert not send(p, d, "k", [1], "one").ok, "a grant that was closed stays closed"
+        assert send(p, d, "k", [4], "two").ok
+        before[:, :, [1, 3, 4]] = p.blocks([1, 3, 4])
+        same_bytes(torch.equal(torch.from_numpy(d.ask("memory")), before))
+
+
+def test_b41_a_write_waits_for_a_grant_that_comes_later(rank):
+    p, d = rank("p-early"), rank("d-early", granted=False)
+    p.worker.execute([AddTransferPeer(d.name, d.transport.metadata()), Write("k", d.name, [1], [1], [b"n"], grant="g")])
+    time.sleep(0.05)
+    d.worker.execute([OpenGrant("g", [1])])
+    assert finish(p, ["k"])["k"].ok
+    same_bytes(torch.equal(p.blocks([1]), d.blocks([1])))
+
+
+def test_b22_b25_nothing_lands_after_the_grant_was_closed(rank):
+    """In the middle of a write, again and again. The same connection carries the next write."""
+    d = rank("d-closes", blocks=len(MANY), layers=2)
+    with torch_receiver("p-closes", blocks=len(MANY), layers=2, start=1 << 28) as p:
+        for number in range(8):
+            for layer in d.memory:
+                layer.zero_()
+            grant = f"grant {number}"
+            d.worker.execute([OpenGrant(grant, MANY)])
+            p.tell("write", d.name, d.transport.metadata(), MANY, grant)
+            p.answer()
+            wait_for(lambda: p.pipe.poll() or int(d.memory[0][0, 0, 0]))
+            assert not p.pipe.poll(), p.answer()
+            time.sleep(0.003 * number)
+            d.worker.execute([CloseGrant(grant)])
+            now = d.blocks(MANY)
+            end, = d.worker.take_progress().finished
+            assert end.key == grant and end.ok
+            time.sleep(0.05)
+            same_bytes(torch.equal(d.blocks(MANY), now))
+            p.answer()
+        d.worker.execute([OpenGrant("last", MANY)])
+        p.tell("write", d.name, d.transport.metadata(), MANY, "last")
+        p.answer()
+        wait_for(lambda: d.worker.take_progress().notices)
+        p.ask("stop")
+        same_bytes(torch.equal(d.blocks(MANY), torch.from_numpy(p.ask("memory"))))
+        assert d.transport._receiver.connections() == 1
+
+
+def test_b21_a_sender_killed_in_the_middle_leaves_its_grant_to_be_closed(rank):
+    d, other = rank("d-orphan", blocks=len(MANY)), rank("p-other")
+    with torch_receiver("p-killed", blocks=len(MANY), start=1 << 28) as p:
+        d.worker.execute([OpenGrant("g", MANY), OpenGrant("other", [5])])
+        other.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+        p.tell("write", d.name, d.transport.metadata(), MANY, "g")
+        p.answer()
+        wait_for(lambda: int(d.memory[0][0, 0, 0]) == 1 << 28)
+        p.kill()
+        wait_for(lambda: d.transport._receiver.connections() == 1)
+        d.worker.execute([CloseGrant("g")])
+        assert send(other, d, "k", [5], "other").ok
+    assert [end.key for end in d.worker.take_progress().finished] == ["g"]
+
+
+def test_b22_a_receiver_stopped_past_the_deadline_costs_one_connection(rank):
+    p = rank("p-waits", blocks=len(MANY), stall_s=STALL_S)
+    with torch_receiver("d-stops", blocks=len(MANY), start=1 << 28, stall_s=STALL_S) as d:
+        connect(p, d)
+        for number in range(3):
+            p.worker.execute([Write("k", d.name, MANY, MANY, [b"late"])])
+            time.sleep(0.01 * number)  # before it, at its beginning, in its middle
+            freeze(d.process.pid)
+            began_s = time.monotonic()
+            end = finish(p, ["k"])["k"]
+            assert end.ok or time.monotonic() - began_s < 10
+            os.kill(d.process.pid, signal.SIGCONT)
+            assert send(p, d, "next", MANY, notice=b"next").ok
+            assert (p.name, b"next") in d.ask("poll", 2, 0.3)
+        same_bytes(torch.equal(torch.from_numpy(d.ask("memory")), torch.stack(p.memory)))
+
+
+def test_b22_a_sender_stopped_past_the_deadline_writes_nothing_later(rank):
+    d = rank("d-moves-on", blocks=len(MANY), stall_s=STALL_S)
+    with torch_receiver("p-sleeps", blocks=len(MANY), start=1 << 28) as p:
+        d.worker.execute([OpenGrant("g", MANY)])
+        p.tell("write", d.name, d.transport.metadata(), MANY, "g")
+        p.answer()
+        wait_for(lambda: int(d.memory[0][0, 0, 0]) == 1 << 28)
+        freeze(p.process.pid)
+        d.worker.execute([CloseGrant("g")])
+        assert d.worker.take_progress().finished[0].ok, "it needs no answer of the sender"
+        for layer in d.memory:
+            layer.zero_()
+        time.sleep(2 * STALL_S)
+        os.kill(p.process.pid, signal.SIGCONT)
+        p.answer()
+        assert not any(layer.any() for layer in d.memory)
+        d.worker.execute([OpenGrant("h", MANY)])
+        p.tell("write", d.name, d.transport.metadata(), MANY, "h")
+        p.answer()
+        wait_for(lambda: d.worker.take_progress().notices)
+        p.ask("stop")
+
+
+def test_b24_a_restart_under_the_same_name_is_another_peer(rank):
+    p = rank("p-stays")
+    with torch_receiver("d-again") as first:
+        connect(p, first)
+        old = first.metadata
+        first.kill()
+    with torch_receiver("d-again", start=1 << 28) as second:
+        assert not send(p, second, "old", [0]).ok
+        p.worker.execute([DropTransferPeer("d-again"), AddTransferPeer("d-again", second.metadata)])
+        assert send(p, second, "new", [0]).ok
+        moved = msgspec.structs.replace(address_of(old), port=address_of(second.metadata).port)
+        p.worker.execute([DropTransferPeer("d-again"), AddTransferPeer("d-again", with_address(second, moved))])
+        assert not send(p, second, "old token", [1]).ok
+        memory = torch.from_numpy(second.ask("memory"))
+        same_bytes(torch.equal(memory[:, :, [0]], p.blocks([0])))
+        assert int(memory[0, 0, 1, 0]) >= 1 << 28
+
+
+def address_of(metadata):
+    return msgspec.msgpack.decode(PeerMetadata.decode_any(metadata).agent, type=TorchAddress)
+
+
+def with_address(peer, address):
+    metadata = PeerMetadata.decode_any(peer.metadata)
+    return msgspec.structs.replace(metadata, agent=msgspec.msgpack.encode(address)).encode()
+
+
+def test_b25_two_attempts_at_once_and_one_of_them_is_aborted(rank):
+    first, second, d = rank("p-1", blocks=200), rank("p-2", blocks=200, start=1 << 20), rank("d-two", blocks=200)
+    one, two = list(range(100)), list(range(100, 200))
+    d.worker.execute([OpenGrant("one", one), OpenGrant("two", two)])
+    for p in (first, second):
+        p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+    first.worker.execute([Write("k", d.name, one, one, [b"1"], grant="one")])
+    second.worker.execute([Write("k", d.name, two, two, [b"2"], grant="two")])
+    d.worker.execute([CloseGrant("one")])
+    before = d.blocks(one)
+    assert finish(second, ["k"])["k"].ok
+    end = finish(first, ["k"])["k"]
+    assert not end.ok and "one" in end.error
+    same_bytes(torch.equal(d.blocks(one), before))
+    same_bytes(torch.equal(d.blocks(two), second.blocks(two)))
+    assert [notice.payload for notice in d.worker.take_progress().notices] == [b"2"]
+
+
+@pytest.mark.parametrize("request_", [CancelTransfer("k2"), DropTransferPeer("d-held")], ids=["cancel", "drop"])
+def test_b25_a_write_that_has_not_begun_ends_without_being_sent(rank, request_):
+    p = rank("p-queue", stall_s=STALL_S)
+    with torch_receiver("d-held") as d:
+        connect(p, d)
+        freeze(d.process.pid)
+        p.worker.execute([Write("k1", d.name, [0], [0], [b"1"]), Write("k2", d.name, [1], [1], [b"2"]), request_])
+        ends = finish(p, ["k1", "k2"])
+        assert not ends["k2"].ok and ends["k2"].error in ("cancelled", "peer dropped")
+        os.kill(d.process.pid, signal.SIGCONT)
+        assert (p.name, b"2") not in d.ask("poll", 2, 0.3)
+
+
+def test_b29_junk_at_the_socket_harms_nobody(rank):
+    p, d = rank("p-good"), rank("d-junk")
+    address = address_of(d.transport.metadata())
+    junk = []
+    for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x00\x00\x00\x05junk!", b"\x00\x00\x00\x00"):
+        junk.append(socket.create_connection((address.host, address.port)))
+        junk[-1].sendall(data)
+    p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+    assert send(p, d, "k", [1]).ok
+    for each in junk:
+        each.close()
+    wait_for(lambda: d.transport._receiver.connections() == 1)
+
+
+def test_b29_no_more_connections_than_the_bound(rank):
+    d = rank("d-many")
+    address = address_of(d.transport.metadata())
+    connections = [socket.create_connection((address.host, address.port)) for _ in range(MAX_CONNECTIONS + 10)]
+    wait_for(lambda: d.transport._receiver.connections() == MAX_CONNECTIONS)
+    assert threading.active_count() < MAX_CONNECTIONS + 20
+    for each in connections:
+        each.close()
+    wait_for(lambda: d.transport._receiver.connections() == 0)
+
+
+@pytest.mark.parametrize("token,larger,problem", [(b"wrong", 1, "closed"), (None, 2, "head"), (None, 1, "")])
+def test_b42_a_sender_is_asked_for_its_token_and_the_size_of_its_heads(rank, token, larger, problem):
+    d = rank("d-asks")
+    address, cache = address_of(d.transport.metadata()), d.cache
+    cache = msgspec.structs.replace(cache, block_bytes=larger * cache.block_bytes,
+                                    block_stride_bytes=larger * cache.block_stride_bytes)
+    control = ControlConnection(socket.create_connection((address.host, address.port)), STALL_S)
+    nonce = control.receive(time.monotonic() + 5).nonce
+    control.send(Join(PeerMetadata("p", b"", cache).encode(), None, b"x" * 32,
+                      prove(token or address.token, nonce, b"sender")))
+    if problem == "closed":
+        with pytest.raises(TransferError, match="closed"):
+            control.receive(time.monotonic() + 5)
+    else:
+        joined = control.receive(time.monotonic() + 5)
+        assert isinstance(joined, Joined) and (problem in joined.error if problem else not joined.error)
+        assert problem or joined.proof == prove(address.token, b"x" * 32, b"receiver")
+    control.close()
+
+
+def test_b42_a_peer_with_another_transport_is_refused(rank):
+    p, nixl = rank("p-torch"), rank("d-nixl", transport="nixl")
+    p.worker.execute([AddTransferPeer(nixl.name, nixl.transport.metadata())])
+    assert "no torch transport" in p.worker.take_progress().refused[0].reason
+
+
+def test_b5_it_does_not_read(rank):
+    p, d = rank("p-reads"), rank("d-read")
+    p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+    with pytest.raises(TransferError, match="can't read"):
+        p.transport.read("k", d.name, [0], [0])
+
+
+def test_b20_the_grants_that_are_remembered_have_a_bound():
+    grants = Grants()
+    for number in range(10_000):
+        grants.open(str(number), [1])
+        grants.close(str(number))
+    assert len(grants) == 0 and len(grants._closed) < 5000
+
+
+@pytest.mark.parametrize("memory,group", [(Memory.DRAM, "GlooGroup"), (Memory.VRAM, "NcclGroup")])
+def test_the_group_is_that_of_the_memory_of_the_cache(rank, monkeypatch, memory, group):
+    for name in ("GlooGroup", "NcclGroup"):
+        monkeypatch.setattr(torch_link, name, lambda *arguments, name=name: name)
+    cache = msgspec.structs.replace(rank("p-device").cache, memory=memory)
+    context = _context(torch.empty(1), cache, "127.0.0.1", LinkLimits())
+    assert torch_link.make_group(None, 0, context, 0.0) == group
