@@ -3,10 +3,11 @@
 """What our transport costs over raw NIXL, and NIXL over a memcpy, on the same bytes between two processes.
 
 The caches have SmolLM2-135M's shape in float32 by default: 45 KiB a token. A case is a block size, a prompt length and
-an order of block ids. In each round the three ways take turns, so that a busy machine hurts all of them:
+an order of block ids. In each round the ways take turns, so that a busy machine hurts all of them:
 
     ours     NixlTransport.write until its Finished: pairs checked and put in order, indices made, posted, released
     raw      NIXL's make, post, check until done, release, with lists and indices made before the clock starts
+    torch    TorchTransport.write until its Finished, over gloo: the receiver has all bytes in its blocks
     memcpy   one contiguous copy of as many bytes inside this process
 
 The notice column is the time from our Finished until the other process, which polls every half millisecond, has it.
@@ -43,6 +44,7 @@ from vllm_pd.transfer.nixl import NixlTransport
 from vllm_pd.transfer.plan import descriptor_indices, descriptor_rows, plan
 from vllm_pd.transfer.requests import Write
 from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
+from vllm_pd.transfer.torch_transport import TorchTransport
 from vllm_pd.transfer.transport import PeerMetadata
 from vllm_pd.transfer.worker import TransferWorker
 
@@ -50,7 +52,8 @@ HEAD_SIZE, ELEMENT_BYTES, POLL_S = 64, 4, 0.0005
 IDLE_S = 5.0
 CHECK_S = 0.0002  # between two looks at an open transfer: looking all the time takes the core that moves the bytes
 ORDERS = ("rising", "falling", "scattered")
-WAYS = ("ours", "raw", "memcpy")
+WAYS = ("ours", "raw", "torch", "memcpy")
+HOST, GRANT = "127.0.0.1", "bench"
 
 
 @dataclass(frozen=True)
@@ -74,23 +77,28 @@ class CacheShape:
 class Meeting(NamedTuple):
     """Our end of two processes that are connected."""
     transport: NixlTransport
+    torch: TorchTransport
     pipe: Connection
     caches: list[torch.Tensor]
     metadata: bytes
-    first_ms: float
+    first_ms: dict[str, float]
 
 
 def receive(pipe: Connection, shape: CacheShape) -> None:
     """The other process: sends its metadata, then the time of each notice, until the pipe closes."""
     torch.set_num_threads(1)
     caches = shape.caches()
-    transport = NixlTransport("receiver", caches, shape.describe(caches))
-    pipe.send(transport.metadata())
+    transports = (NixlTransport("receiver", caches, shape.describe(caches)),
+                  TorchTransport("receiver", caches, shape.describe(caches), HOST))
+    transports[1].open_grant(GRANT, list(range(shape.num_blocks)))
+    pipe.send([transport.metadata() for transport in transports])
     while not pipe.poll():
-        for _ in transport.poll().notices:
-            pipe.send(time.monotonic())
+        for transport in transports:
+            for _ in transport.poll().notices:
+                pipe.send(time.monotonic())
         time.sleep(POLL_S)
-    transport.close()
+    for transport in transports:
+        transport.close()
 
 
 class Raw:
@@ -131,10 +139,10 @@ class Raw:
         self._agent.deregister(self._registered)
 
 
-def ours_s(transport: NixlTransport, local: list[int], remote: list[int]) -> float:
-    """The same by our transport. Seconds until its Finished."""
+def ours_s(transport: NixlTransport | TorchTransport, local: list[int], remote: list[int]) -> float:
+    """The same by one of our transports. Seconds until its Finished."""
     started_s = time.perf_counter()
-    transport.write("bench", "receiver", local, remote, b"ours")
+    transport.write("bench", "receiver", local, remote, b"ours", GRANT)
     ended = transport.poll().finished
     while not ended:
         time.sleep(CHECK_S)
@@ -169,48 +177,55 @@ def sender(shape: CacheShape) -> Iterator[Meeting]:
     theirs.close()
     caches = shape.caches()
     transport = NixlTransport("sender", caches, shape.describe(caches), progress_thread=False)
+    by_torch = TorchTransport("sender", caches, shape.describe(caches), HOST, receives=False)
     metadata = pipe.recv()
-    transport.add_peer("receiver", metadata)
-    first_ms = 1e3 * ours_s(transport, [0], [0])
-    pipe.recv()
-    yield Meeting(transport, pipe, caches, metadata, first_ms)
+    first_ms = {}
+    for name, each, theirs in (("nixl", transport, metadata[0]), ("torch", by_torch, metadata[1])):
+        started_s = time.perf_counter()
+        each.add_peer("receiver", theirs)
+        ours_s(each, [0], [0])
+        first_ms[name] = round(MS * (time.perf_counter() - started_s), 1)
+        pipe.recv()
+    yield Meeting(transport, by_torch, pipe, caches, metadata[0], first_ms)
+    by_torch.close()
     transport.close()
     pipe.send("done")
     process.join(10)
 
 
-def bench(shape: CacheShape, token_counts: list[int], rounds: int) -> tuple[list[dict[str, Any]], float]:
-    """All cases of one block size, and the milliseconds that the first write of all took."""
+def bench(shape: CacheShape, token_counts: list[int], rounds: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """All cases of one block size, and the milliseconds that the first write of all took, by transport."""
     with sender(shape) as meeting:
-        transport, pipe = meeting.transport, meeting.pipe
+        pipe = meeting.pipe
         raw = Raw(meeting.caches, shape.describe(meeting.caches), meeting.metadata)
         raw.write_s([0], [0])
         pipe.recv()
-        rows = [_case(shape, tokens, order, rounds, transport, raw, pipe)
+        rows = [_case(shape, tokens, order, rounds, meeting, raw)
                 for tokens in token_counts for order in ORDERS]
         raw.close()
     return rows, meeting.first_ms
 
 
-def _case(shape: CacheShape, tokens: int, order: str, rounds: int, transport: NixlTransport, raw: Raw,
-          pipe: Connection) -> dict[str, Any]:
+def _case(shape: CacheShape, tokens: int, order: str, rounds: int, meeting: Meeting, raw: Raw) -> dict[str, Any]:
     """One case: medians over the rounds, the best round, which a busy machine spoils least, and the median of the
     rounds' own ratios."""
     count = -(-tokens // shape.block_size)
     numel = 2 * shape.layers * count * shape.block_size * shape.kv_heads * HEAD_SIZE
     source, target = torch.ones(numel), torch.zeros(numel)
-    samples: dict[str, list[float]] = {"ours": [], "raw": [], "memcpy": [], "notice": []}
+    samples: dict[str, list[float]] = {way: [] for way in (*WAYS, "notice", "torch_notice")}
+    transports = {"ours": (meeting.transport, "notice"), "torch": (meeting.torch, "torch_notice")}
     for number in range(rounds):
         local = block_ids(order, count, shape.num_blocks, 2 * number)
         remote = block_ids(order, count, shape.num_blocks, 2 * number + 1)
-        for way in ("ours", "raw") if number % 2 else ("raw", "ours"):
-            if way == "ours":
+        for way in ("ours", "raw", "torch") if number % 2 else ("torch", "raw", "ours"):
+            if way in transports:
+                transport, notice = transports[way]
                 samples[way].append(ours_s(transport, local, remote))
                 ended_s = time.monotonic()
-                samples["notice"].append(max(0.0, pipe.recv() - ended_s))
+                samples[notice].append(max(0.0, meeting.pipe.recv() - ended_s))
             else:
                 samples[way].append(raw.write_s(local, remote))
-                pipe.recv()
+                meeting.pipe.recv()
         samples["memcpy"].append(memcpy_s(source, target))
     ratios = [ours / least for ours, least in zip(samples["ours"], samples["raw"], strict=True)]
     best = {f"{way}_best_ms": round(MS * min(samples[way]), 3) for way in WAYS}
@@ -274,9 +289,9 @@ def report(rows: list[dict[str, Any]]) -> None:
     keys = [f"{way}{best}_ms" for best in ("", "_best") for way in WAYS]
     columns = ["block x tokens, order", "MB", "ours/raw", "notice\nms",
                *(f"{way}\n{figure}" for figure in ("ms", "GB/s", "best GB/s") for way in WAYS)]
-    Console(width=140).print(table(columns, (
+    Console(width=160).print(table(columns, (
         [f"{row['block_size']} x {row['tokens']} {row['order']}", f"{row['bytes'] / 1e6:.0f}",
-         f"{row['ours_over_raw']:.3f}", f"{row['notice_ms']:.2f}", *(f"{row[key]:.2f}" for key in keys[:3]),
+         f"{row['ours_over_raw']:.3f}", f"{row['notice_ms']:.2f}", *(f"{row[key]:.2f}" for key in keys[:len(WAYS)]),
          *(f"{row['bytes'] / row[key] / 1e6:.2f}" for key in keys)] for row in rows)))
 
 
@@ -302,14 +317,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    first_ms: dict[int, float] = {}
+    first_ms: dict[int, dict[str, float]] = {}
     for block_size in options.block_size:
         blocks = 2 * -(-max(options.tokens) // block_size)
         shape = CacheShape(options.layers, options.kv_heads, block_size, blocks)
         found, first_ms[block_size] = bench(shape, options.tokens, options.rounds)
         rows += found
     report(rows)
-    print("first write to a peer, connection included: " + ", ".join(f"{ms:.1f} ms" for ms in first_ms.values()))
+    found_first = [f"{ms} ms ({way})" for found in first_ms.values() for way, ms in found.items()]
+    print("first write to a peer, connection included: " + ", ".join(found_first))
     found_ends: list[dict[str, Any]] = []
     if options.wire_ms is not None:
         shape = CacheShape(options.layers, options.kv_heads, options.block_size[0], 8)

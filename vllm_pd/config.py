@@ -22,6 +22,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.addresses import EXAMPLE_BROKER, parse_endpoint, parse_nats
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
+from vllm_pd.transfer.choice import TransportChoice, TransportKind
 
 AUTO = "auto"  # of max_local_prefill_tokens
 START_LOCAL_PREFILL_TOKENS = 1000  # what `auto` does as long as nothing is measured
@@ -102,6 +103,10 @@ class PDConfig:
         PrefixReads.AUTO.value, "Whether a prefill engine reads the part of a prompt that only the decode engine has "
         "in its prefix cache, instead of computing it: `auto` where that takes less time.",
         choices=tuple(word.value for word in PrefixReads))
+    transport: str = _key(
+        TransportKind.NIXL.value, "What carries the KV: `nixl`, or `torch` (gloo on the CPU, NCCL on GPUs), which "
+        "needs no library but torch, is slower, and reads no prefixes. All engines of a fleet must have the same.",
+        choices=tuple(kind.value for kind in TransportKind))
     lease_s: float = _key(
         30.0, "How long a prefill engine may write after a grant that is not renewed.", least=0.1, most=3600)
     attempt_deadline_s: float = _key(
@@ -177,7 +182,20 @@ class PDConfig:
         """The order in which prefill engines compute their jobs, as far as they have the same settings."""
         return JobOrder(self.prefill_overtaking, self.prefill_step_s, self.attempt_deadline_s / 4)
 
+    @property
+    def is_two_sided(self) -> bool:
+        """Whether this engine itself puts what it receives into its blocks."""
+        return self.transport == TransportKind.TORCH.value
+
+    @property
+    def transport_choice(self) -> TransportChoice:
+        """The transport, which listens where the control socket does."""
+        return TransportChoice(TransportKind(self.transport), self.bind.removeprefix("tcp://").rpartition(":")[0])
+
     def _check_pairs(self) -> None:
+        if self.is_two_sided and self.prefix_reads == PrefixReads.ALWAYS.value:
+            raise ConfigError("prefix_reads", self.prefix_reads, f'the transport "{self.transport}" reads nothing from '
+                              'a peer: write auto or never')
         if self.itl_target_ms is not None and not self.decides_by_time:
             raise ConfigError("itl_target_ms", self.itl_target_ms, "a fixed number of tokens decides, and no time: "
                               f'write "max_local_prefill_tokens": "{AUTO}" too, or leave it out')

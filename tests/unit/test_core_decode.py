@@ -357,3 +357,44 @@ def test_end_of_the_control_thread_ends_every_attempt(side):
     assert [(a.attempt, a.reason) for a in actions if isinstance(a, Fallback)] == [
         (one, FallbackReason.CONTROL), (attempt(2), FallbackReason.CONTROL)]
     assert [a for a in actions if isinstance(a, Released)] == [Released(attempt(2))]
+
+
+@pytest.fixture
+def two_sided():
+    """As `side`, with a two-sided transport."""
+    side = DecodeProtocol(member("d", m.Role.DECODE), b"memory", msgspec.structs.replace(LIMITS, own_fence=True))
+    side.receive(0.0, "p", m.Hello(member("p", m.Role.PREFILL), b""))
+    return side
+
+
+ENDS = {
+    "failed": lambda side, one: side.receive(1.0, "p", m.Failed(one, 7, "why")),
+    "stopped": lambda side, one: side.receive(1.0, "p", m.Stopped(one, 7)),
+    "dead": lambda side, one: side.peer_dead(1.0, "p"),
+    "aborted": lambda side, one: side.abort(1.0, one),
+    "lease": lambda side, one: side.handle_timeout(11.0),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_b22_with_a_two_sided_transport_our_own_ranks_bring_the_fence_down(two_sided, how):
+    side, one = two_sided, granted(two_sided)
+    actions = ENDS[how](side, one)
+    assert how == "aborted" or any(isinstance(action, Fallback) for action in actions)
+    assert [action.message for action in actions if isinstance(action, ToPrefill)] == [m.Cancel(one, 7)]
+    for late in (m.Failed(one, 7, "late"), m.Stopped(one, 7)):
+        actions += side.receive(12.0, "p", late)
+    actions += side.arrived(12.0, one, 0) + side.peer_dead(12.0, "p")
+    assert not any(isinstance(action, Released) for action in actions) and side.fenced() == {one: "p"}
+    assert side.grant_closed(12.5, one) == [Released(one)]
+    assert side.grant_closed(12.5, one) == []
+    assert_empty(side)
+
+
+def test_b22_the_word_of_our_ranks_ends_no_attempt_and_counts_for_nothing_with_one_sided_writes(side, two_sided):
+    one = granted(two_sided)
+    assert two_sided.grant_closed(1.0, one) == []
+    assert isinstance(two_sided.arrived(1.0, one, 0)[0], Prefilled)
+    two = granted(side)
+    side.abort(1.0, two)
+    assert side.grant_closed(1.0, two) == [] and side.fenced() == {two: "p"}

@@ -193,7 +193,7 @@ class Ring:
         self.now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(vllm_pd.v0.engine, "attach_transfer",
-                            lambda node, role: (node.member, node, node.transfer))
+                            lambda node, role, transport: (node.member, node, node.transfer))
         monkeypatch.setattr(vllm_pd.v0.engine, "ControlAgent", lambda config, member, node, **more: node)
         self.nodes: list[Node] = []
         self.queue: list[tuple[Prefill, tuple[str, ...]]] = []

@@ -88,7 +88,7 @@ class PeerProtocol:
         self._lock = threading.RLock()
         self._decode = DecodeProtocol(member, transfer_metadata, DecodeLimits(
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
-            ttl_s=config.ttl_s))
+            ttl_s=config.ttl_s, own_fence=config.is_two_sided))
         self._prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
         self._cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
         self._credits = JobCredits(config.max_prefill_tokens)
@@ -145,6 +145,11 @@ class PeerProtocol:
     def arrived(self, attempt: m.Attempt, rank: int) -> None:
         """The transfer's notice: all of this rank's data is in our blocks."""
         self._do(self._decode.arrived(self._clock(), attempt, rank))
+
+    @_locked
+    def grant_closed(self, attempt: m.Attempt) -> None:
+        """Our own ranks receive nothing for this attempt any more. Only with a two-sided transport."""
+        self._do(self._decode.grant_closed(self._clock(), attempt))
 
     @_locked
     def view(self, avoid: Collection[str] = ()) -> QueueView:

@@ -51,13 +51,14 @@ class AttemptState(Enum):
 
 
 class DecodeLimits(msgspec.Struct, frozen=True):
-    """Durations that bound an attempt, and how many Ps are remembered."""
+    """Durations that bound an attempt, how many Ps are remembered, and whose word brings a fence down."""
     lease_s: float = 30.0
     deadline_s: float = 120.0
     claim_retry_s: float = 2.0
     ttl_s: float = 5.0
     cancel_retry_max_s: float = 10.0
     max_peers: int = 1024
+    own_fence: bool = False  # the transport is two-sided: the fence comes down by our own ranks' word alone
 
 
 class _Record:
@@ -151,13 +152,20 @@ class DecodeProtocol:
         if len(record.arrived) < record.ranks:
             return []
         if record.state.ended:
-            return self._release(record)
+            return self._p_stopped(now, record, FallbackReason.FAILED, "")
         record.state = AttemptState.DONE
         self.counters["done"] += 1
         del self._records[attempt]
         if not record.timings.measured:
             self._remember(record)
         return [Prefilled(attempt, record.timings)]
+
+    def grant_closed(self, now: float, attempt: m.Attempt) -> list[Action]:
+        """With `own_fence`, after the attempt has ended: our ranks receive nothing for it any more, whatever P does."""
+        record = self._records.get(attempt)
+        if record is None or not record.state.ended or not self.limits.own_fence:
+            return self._drop("grant_closed_unknown")
+        return self._release(record)
 
     # Messages of others.
 
@@ -393,7 +401,10 @@ class DecodeProtocol:
     # Moves.
 
     def _p_stopped(self, now: float, record: _Record, reason: FallbackReason, detail: str) -> list[Action]:
-        """P will not write any more, whatever the state of the attempt is."""
+        """P will not write any more, whatever the state of the attempt is. With `own_fence` that is not enough: what it
+        has sent may lie here, and not in the blocks yet. The engine closes the grant of an attempt that ends."""
+        if self.limits.own_fence:
+            return [] if record.state.ended else self._end(now, record, AttemptEnd.FAILED, reason, detail)
         record.fenced = False
         if record.state.ended:
             return self._release(record)

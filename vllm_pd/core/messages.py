@@ -83,6 +83,7 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
     tp: int = 1
     pp: int = 1
     engine: Text = ""  # what else decides the bytes of a block: engines name it as they see fit
+    transport: Text = "nixl"  # one of an older release has no other
 
     def first_difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
         """(key, ours, theirs) of the first field that differs, None where KV can go between both engines. `tp` may

@@ -17,7 +17,7 @@ import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -29,6 +29,7 @@ from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.pace import FallbackPace
 from vllm_pd.core.policy import AskedPlace, Decision, PolicyInput, Reason, decide
 from vllm_pd.handover.progress import ArrivalNotice, Progress
+from vllm_pd.transfer.requests import CloseGrant, Finished, OpenGrant, TransferRequest
 
 if TYPE_CHECKING:
     from vllm_pd.config import PDConfig
@@ -102,6 +103,9 @@ class DecodeHandover(ABC, Generic[R]):
         self._attempts: dict[Attempt, RemoteAttempt] = {}
         self._resuming: list[R] = []  # their KV has come; they have no token yet
         self._pace = FallbackPace(config.max_fallback_share)
+        # Passes requests on to our own ranks, with a two-sided transport; None: peers need nothing of them.
+        self.send_grants: Callable[[list[TransferRequest]], None] | None = None
+        self._closing: dict[str, Attempt] = {}  # by name: grants that our ranks are to close
         self._batch: list[R] = []  # the last ones that were given back to be prefilled here
 
     @property
@@ -176,12 +180,15 @@ class DecodeHandover(ABC, Generic[R]):
         self._attempts[attempt] = RemoteAttempt(remote, len(block_ids) - cached_blocks)
         if request in self._batch:  # it was to be prefilled here, but now there is a peer for it
             self._batch.remove(request)
+        if self.send_grants is not None:
+            self.send_grants([OpenGrant(str(attempt), list(block_ids[cached_blocks:]))])
         self._protocol.submit(attempt, self._prompt(request), list(block_ids), cached_blocks, remote.failed_peers,
                               self._time_left_s(remote), self._priority(request))
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
         self._protocol.abort(attempt)
+        self._close_grant(attempt)
         remote = self._attempts.get(attempt)
         if remote is None:
             return
@@ -199,6 +206,8 @@ class DecodeHandover(ABC, Generic[R]):
 
     def handle(self, event: Event, progress: Progress) -> None:
         """Turn an event of the protocol into progress for the scheduler."""
+        if isinstance(event, Prefilled | Fallback):
+            self._close_grant(event.attempt)
         if isinstance(event, Prefilled):
             remote = self._attempts.pop(event.attempt, None)
             if remote is None:
@@ -228,6 +237,13 @@ class DecodeHandover(ABC, Generic[R]):
                 remote.released = True
             else:
                 self._free(event.attempt, progress)
+
+    def grant_closed(self, end: Finished) -> None:
+        """A transfer has ended. If it is the answer of our ranks to a `CloseGrant`, they receive nothing more for the
+        attempt."""
+        attempt = self._closing.pop(end.key, None)
+        if attempt is not None and end.ok:
+            self._protocol.grant_closed(attempt)
 
     def scheduled(self) -> None:
         """A step was scheduled. Note which requests it resumed whose KV has come."""
@@ -318,6 +334,11 @@ class DecodeHandover(ABC, Generic[R]):
             remote.request.attempts = self._policy.attempts
         elif event.peer:
             remote.request.failed_peers += (event.peer, )
+
+    def _close_grant(self, attempt: Attempt) -> None:
+        if self.send_grants is not None:
+            self._closing[str(attempt)] = attempt
+            self.send_grants([CloseGrant(str(attempt))])
 
     def _give_back(self, attempt: Attempt, progress: Progress) -> None:
         progress.failed_prefills.append(attempt)

@@ -72,6 +72,8 @@ class HandoverEngine(ABC):
         transfers = self.transfer.take_progress()
         for notice in transfers.notices:
             self._guard(self.remote_prefills.notice, notice.payload)
+        for end in transfers.finished:
+            self._guard(self.remote_prefills.grant_closed, end)
         if self.prefill_jobs is not None:
             for end in transfers.finished:
                 self._guard(self.prefill_jobs.ended, end, self._progress)

@@ -89,7 +89,8 @@ class PrefillHandover(ABC):
         self._jobs: dict[Attempt, PeerJob] = {}
         self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
         self._requests: list[transfer.TransferRequest] = []
-        self.prefix_cost = PrefixCost(PrefixReads(config.prefix_reads) if capacity.caching else PrefixReads.NEVER,
+        self.prefix_cost = PrefixCost(PrefixReads(config.prefix_reads)
+                                      if capacity.caching and not config.is_two_sided else PrefixReads.NEVER,
                                       capacity.token_bytes, speed)
         self._block_size = capacity.block_size
         self._vocab_size = capacity.vocab_size
@@ -251,7 +252,8 @@ class PrefillHandover(ABC):
             job.state = JobStage.SENDING
             self._open[str(attempt)] = job
             requests.append(transfer.Write(str(attempt), job.prefill.peer, job.local_block_ids, job.prefill.block_ids,
-                                           [ArrivalNotice(attempt, rank).encode() for rank in range(self._ranks)]))
+                                           [ArrivalNotice(attempt, rank).encode() for rank in range(self._ranks)],
+                                           grant=str(attempt)))
         self._metrics.sending_blocks.set(sum(len(j.local_block_ids) for j in self._jobs.values()))
         return requests
 

@@ -26,6 +26,7 @@ import msgspec
 
 from vllm_pd.errors import ControlError
 from vllm_pd.rpc.codec import UNREADABLE
+from vllm_pd.transfer.choice import NIXL, TransportChoice
 from vllm_pd.transfer.gather import RankListener, connect, encode_progress
 from vllm_pd.transfer.packets import PacketSocket
 from vllm_pd.transfer.requests import TransferProgress, TransferRequest
@@ -44,6 +45,7 @@ class AttachRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """EngineCore's first message to a rank. `receives`: whether peers write into this engine."""
     incarnation: str
     receives: bool
+    transport: TransportChoice = NIXL
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -32,12 +32,21 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     ours = PDConfig.parse(settings["kv_role"], settings["extra"])
     check_model(config)
     check_parallel(config)
+    check_transport(ours, config.parallel_config.tensor_parallel_size)
     check_seats(ours, config.scheduler_config.max_num_seqs)
     check_memory()
     check_bind(ours.bind)
     pin_weights(config)
     sample_cache(config)
-    check_nixl()
+    if not ours.is_two_sided:
+        check_nixl()
+
+
+def check_transport(config: PDConfig, ranks: int) -> None:
+    """The ranks beside the first hear of a grant with a step, which may be too late for a two-sided transport."""
+    if config.is_two_sided and ranks > 1 and config.role.decodes:
+        raise ConfigError("transport", config.transport, f"a decode engine of V0 with {ranks} ranks can't tell them in "
+                          "time which blocks are granted: write nixl, or use V1")
 
 
 def check_seats(config: PDConfig, max_num_seqs: int) -> None:

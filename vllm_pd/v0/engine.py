@@ -56,7 +56,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self.pending_blocks = PendingBlocks(self._scheduler.block_manager)
         self._outputs = engine.scheduler_contexts[0].output_queue  # of the last step, with asynchronous processing
         self._wakeup = LoopWakeup()
-        member, metadata, transfer = attach_transfer(engine, config.role)
+        member, metadata, transfer = attach_transfer(engine, config.role, config.transport_choice)
         agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
         agent.start()
         super().__init__(config, agent, transfer, PDMetrics(engine.model_config.served_model_name))
@@ -67,6 +67,8 @@ class Disaggregation(HandoverEngine, EngineBinding):
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics,
                                             self.speed)
+        if config.is_two_sided:
+            self.remote_prefills.send_grants = transfer.execute
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
         self.transfer.start(self._wakeup.wake, partial(guarded, self._metrics, report_end))
         self._steps = 0

@@ -16,11 +16,11 @@ import msgspec
 
 from vllm_pd.core.messages import Member, Process, Role
 from vllm_pd.liveness.process import local_member, this_process
+from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.device import CudaDevice, HostDevice, OrderedTransfer
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.gather import GatheredTransfer, RankListener, connect
 from vllm_pd.transfer.layout import CacheDescription, describe
-from vllm_pd.transfer.nixl import NixlTransport
 from vllm_pd.transfer.plan import head_range
 from vllm_pd.transfer.rank import RankThread
 from vllm_pd.transfer.ranks import RankedTransport
@@ -44,8 +44,9 @@ class _Report(NamedTuple):
     start_time: int
 
 
-def attach_transfer(engine: LLMEngine, role: Role) -> tuple[Member, bytes, EngineTransfer]:
-    """Register the caches of all workers with NIXL and let each carry out transfer requests.
+def attach_transfer(engine: LLMEngine, role: Role,
+                    transport: TransportChoice) -> tuple[Member, bytes, EngineTransfer]:
+    """Give the caches of all workers a transport and let each carry out transfer requests.
 
     Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and the
     transfers of all ranks, which the caller starts and closes. Raises ConfigError for a cache that can't be
@@ -57,7 +58,7 @@ def attach_transfer(engine: LLMEngine, role: Role) -> tuple[Member, bytes, Engin
     connections: dict[int, socket.socket] = {}
     try:
         reports = sorted(_Report(*answer) for answer in executor.collective_rpc(
-            _attach_rank, args=(member.incarnation, role is not Role.PREFILL, listener.address)))
+            _attach_rank, args=(member.incarnation, role is not Role.PREFILL, listener.address, transport)))
         ranks = {report.pid: report.rank for report in reports[1:]}
         for pid, connection in listener.accept(ranks).items():
             connections[ranks[pid]] = connection
@@ -69,13 +70,15 @@ def attach_transfer(engine: LLMEngine, role: Role) -> tuple[Member, bytes, Engin
     worker.transfer = OrderedTransfer(transfer, worker.transfer.device)
     member = msgspec.structs.replace(
         member,
-        fingerprint=msgspec.structs.replace(member.fingerprint, layout=reports[0].layout),
+        fingerprint=msgspec.structs.replace(member.fingerprint, layout=reports[0].layout,
+                                            transport=transport.kind.value),
         processes=tuple(Process(report.pid, report.start_time) for report in reports))
     metadata = RanksMetadata([report.metadata for report in reports]).encode()
     return member, metadata, transfer
 
 
-def _attach_rank(wrapper: WorkerWrapperBase, incarnation: str, receives: bool, address: bytes) -> tuple:
+def _attach_rank(wrapper: WorkerWrapperBase, incarnation: str, receives: bool, address: bytes,
+                 choice: TransportChoice) -> tuple:
     """Runs in every worker's process. The fields of its `_Report`."""
     import torch
     from vllm.platforms import current_platform
@@ -86,8 +89,7 @@ def _attach_rank(wrapper: WorkerWrapperBase, incarnation: str, receives: bool, a
     kv_heads = worker.model_config.get_total_num_kv_heads()
     caches = list(worker.kv_cache[0])
     description = _describe(worker, caches, head_range(rank, ranks, kv_heads))
-    # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
-    transport = NixlTransport(rank_name(incarnation, rank), caches, description, progress_thread=receives)
+    transport = choice.make(rank_name(incarnation, rank), caches, description, receives)
     ranked = RankedTransport(transport, rank, ranks, kv_heads)
     device = CudaDevice(torch.cuda) if current_platform.device_type == "cuda" else HostDevice()
     transfer = TransferWorker(ranked, device.synchronize, rank=rank)

@@ -76,6 +76,8 @@ class EngineHandover(HandoverEngine):
         self._processed_step = 0
         self._brings_kv = False
         self._look_due = 0.0
+        if config.is_two_sided:
+            self.remote_prefills.send_grants = transfer.execute
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
         transfer.start(access.wake, partial(guarded, metrics, report_end))
         self.end_reports: Callable[[], None] | None = None  # where the load is reported

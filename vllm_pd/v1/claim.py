@@ -142,4 +142,5 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_bind(ours.bind)
     require_free_bind(ours.bind)
     pin_weights(config)
-    check_nixl()
+    if not ours.is_two_sided:
+        check_nixl()

@@ -27,11 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm_pd.core.messages import Member, Process, Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.liveness.process import local_member, this_process
+from vllm_pd.transfer.choice import NIXL, TransportChoice
 from vllm_pd.transfer.device import CudaDevice, Device, HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
 from vllm_pd.transfer.gather import RankTransfers
 from vllm_pd.transfer.layout import CacheDescription, Memory, describe_views
-from vllm_pd.transfer.nixl import NixlTransport
 from vllm_pd.transfer.plan import head_range
 from vllm_pd.transfer.rank import AttachRank, RankServer, connect_ranks
 from vllm_pd.transfer.ranks import RankedTransport
@@ -119,15 +119,13 @@ class RankWorker:
     def _attach(self, order: AttachRank, views: list[torch.Tensor],
                 description: CacheDescription) -> tuple[StepOrderedTransfer, bytes]:
         """Runs in the rank's thread."""
-        # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
-        transport = NixlTransport(rank_name(order.incarnation, self._rank), views, description,
-                                  progress_thread=order.receives)
+        transport = order.transport.make(rank_name(order.incarnation, self._rank), views, description, order.receives)
         ranked = RankedTransport(transport, self._rank, self._ranks, total_kv_heads(self._config))
         return StepOrderedTransfer(TransferWorker(ranked, rank=self._rank), self._steps), transport.metadata()
 
 
-def attach_ranks(vllm_config: VllmConfig, role: Role,
-                 handshakes: Mapping[int, RankHandshake]) -> tuple[Member, bytes, RemoteEngineTransfer]:
+def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[int, RankHandshake],
+                 transport: TransportChoice = NIXL) -> tuple[Member, bytes, RemoteEngineTransfer]:
     """Attach EngineCore to its ranks. `handshakes` by tensor-parallel rank, as `set_xfer_handshake_metadata` gets them.
 
     Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and the
@@ -147,8 +145,9 @@ def attach_ranks(vllm_config: VllmConfig, role: Role,
     if len({rank.engine for rank in ranks}) > 1:
         raise ConfigError("attention backend", sorted({rank.engine for rank in ranks}), "all ranks must have the same")
     cache = msgspec.msgpack.decode(ranks[0].cache, type=CacheDescription)
-    member = local_member(role, fingerprint(vllm_config, cache, ranks[0].engine))
-    order = AttachRank(member.incarnation, role is not Role.PREFILL)
+    member = local_member(role, msgspec.structs.replace(fingerprint(vllm_config, cache, ranks[0].engine),
+                                                        transport=transport.kind.value))
+    order = AttachRank(member.incarnation, role is not Role.PREFILL, transport)
     connections, metadata = connect_ranks({number: (rank.process[0], rank.address)
                                           for number, rank in enumerate(ranks)}, order)
     processes = dict.fromkeys([*member.processes, *(Process(*rank.process) for rank in ranks)])

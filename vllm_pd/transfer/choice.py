@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which transport an engine has, by its setting `transport`."""
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pd.transfer.layout import CacheDescription
+    from vllm_pd.transfer.transport import Transport
+
+
+class TransportKind(StrEnum):
+    """The values of the setting `transport`."""
+    NIXL = "nixl"
+    TORCH = "torch"
+
+
+class TransportChoice(msgspec.Struct, frozen=True, array_like=True):
+    """A transport, and the address at which its sockets listen, where it lets one choose."""
+    kind: TransportKind = TransportKind.NIXL
+    host: str = "127.0.0.1"
+
+    def make(self, name: str, caches: list[torch.Tensor], description: CacheDescription, receives: bool) -> Transport:
+        """The transport called `name` of a rank with these caches. `receives`: whether peers write into them. Raises
+        TransferError."""
+        if self.kind is TransportKind.TORCH:
+            from vllm_pd.transfer.torch_transport import TorchTransport
+            return TorchTransport(name, caches, description, self.host, receives)
+        from vllm_pd.transfer.nixl import NixlTransport
+        # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
+        return NixlTransport(name, caches, description, progress_thread=receives)
+
+
+NIXL = TransportChoice()
