@@ -90,6 +90,7 @@ class FakeProtocol:
     """In the place of `PeerProtocol`: records what the binding asks for, and has the events that the test puts."""
 
     def __init__(self, role: messages.Role) -> None:
+        self.closed: list[Attempt] = []
         self.state = SimpleNamespace(hands_over=role.decodes, role=role, draining=False)
         self.events: collections.deque = collections.deque()
         self.jobs: dict[Attempt, tuple[list[int], list[int], int]] = {}  # token ids, block ids, cached blocks
@@ -112,6 +113,9 @@ class FakeProtocol:
 
     def abort(self, attempt):
         self.aborted.append(attempt)
+
+    def grant_closed(self, attempt):
+        self.closed.append(attempt)
 
     def arrived(self, attempt, rank):
         self.notices.append((attempt, rank))
