@@ -215,15 +215,26 @@ def test_b25_two_attempts_at_once_and_one_of_them_is_aborted(rank):
 
 @pytest.mark.parametrize("request_", [CancelTransfer("k2"), DropTransferPeer("d-held")], ids=["cancel", "drop"])
 def test_b25_a_write_that_has_not_begun_ends_without_being_sent(rank, request_):
-    p = rank("p-queue", stall_s=STALL_S)
+    p = rank("p-queue")
     with torch_receiver("d-held") as d:
         connect(p, d)
         freeze(d.process.pid)
         p.worker.execute([Write("k1", d.name, [0], [0], [b"1"]), Write("k2", d.name, [1], [1], [b"2"]), request_])
+        os.kill(d.process.pid, signal.SIGCONT)
         ends = finish(p, ["k1", "k2"])
         assert not ends["k2"].ok and ends["k2"].error in ("cancelled", "peer dropped")
-        os.kill(d.process.pid, signal.SIGCONT)
         assert (p.name, b"2") not in d.ask("poll", 2, 0.3)
+
+
+def test_b23_a_connection_that_ended_between_two_writes_costs_none(rank):
+    p, d = rank("p-idle-end"), rank("d-idle-end")
+    p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+    for number in range(3):
+        assert send(p, d, "k", [number]).ok
+        for control in list(d.transport._receiver._connections):
+            control.abort()
+        wait_for(lambda: d.transport._receiver.connections() == 0)
+    same_bytes(torch.equal(p.blocks([0, 1, 2]), d.blocks([0, 1, 2])))
 
 
 def test_b29_junk_at_the_socket_harms_nobody(rank):
