@@ -10,7 +10,8 @@ an order of block ids. In each round the ways take turns, so that a busy machine
     torch    TorchTransport.write until its Finished, over gloo: the receiver has all bytes in its blocks
     memcpy   one contiguous copy of as many bytes inside this process
 
-The notice column is the time from our Finished until the other process, which polls every half millisecond, has it.
+The notice column is the time from the Finished of `ours` until the other process, which polls every half millisecond,
+has it.
 
 With `--wire-ms` it then measures a computing engine with a slow wire: passes of matrix products of `--pass-ms`, each
 with a write before it that an emulated wire carries in so long. `late` is the time from the moment at which the wire
@@ -227,11 +228,13 @@ def _case(shape: CacheShape, tokens: int, order: str, rounds: int, meeting: Meet
                 samples[way].append(raw.write_s(local, remote))
                 meeting.pipe.recv()
         samples["memcpy"].append(memcpy_s(source, target))
-    ratios = [ours / least for ours, least in zip(samples["ours"], samples["raw"], strict=True)]
+    ratios = {way: round(statistics.median(ours / other for ours, other in zip(samples[way], samples[beside],
+                                                                                strict=True)), 3)
+              for way, beside in (("ours", "raw"), ("torch", "ours"))}
     best = {f"{way}_best_ms": round(MS * min(samples[way]), 3) for way in WAYS}
     medians = {f"{way}_ms": round(MS * statistics.median(values), 3) for way, values in samples.items()}
     return {"block_size": shape.block_size, "tokens": tokens, "order": order, "bytes": numel * ELEMENT_BYTES, **medians,
-            **best, "ours_over_raw": round(statistics.median(ratios), 3)}
+            **best, "ours_over_raw": ratios["ours"], "torch_over_ours": ratios["torch"]}
 
 
 def ends(shape: CacheShape, wire_s: float, pass_s: float, passes: int, threaded: bool, idle: bool) -> dict[str, Any]:
@@ -287,11 +290,12 @@ def thread_cpu_s() -> float:
 def report(rows: list[dict[str, Any]]) -> None:
     """Prints a line for each case."""
     keys = [f"{way}{best}_ms" for best in ("", "_best") for way in WAYS]
-    columns = ["block x tokens, order", "MB", "ours/raw", "notice\nms",
+    columns = ["block x tokens, order", "MB", "ours/raw", "torch\n/ours", "notice\nms",
                *(f"{way}\n{figure}" for figure in ("ms", "GB/s", "best GB/s") for way in WAYS)]
     Console(width=160).print(table(columns, (
         [f"{row['block_size']} x {row['tokens']} {row['order']}", f"{row['bytes'] / 1e6:.0f}",
-         f"{row['ours_over_raw']:.3f}", f"{row['notice_ms']:.2f}", *(f"{row[key]:.2f}" for key in keys[:len(WAYS)]),
+         f"{row['ours_over_raw']:.3f}", f"{row['torch_over_ours']:.2f}", f"{row['notice_ms']:.2f}",
+         *(f"{row[key]:.2f}" for key in keys[:len(WAYS)]),
          *(f"{row['bytes'] / row[key] / 1e6:.2f}" for key in keys)] for row in rows)))
 
 
