@@ -292,7 +292,7 @@ def report(rows: list[dict[str, Any]]) -> None:
     keys = [f"{way}{best}_ms" for best in ("", "_best") for way in WAYS]
     columns = ["block x tokens, order", "MB", "ours/raw", "torch\n/ours", "notice\nms",
                *(f"{way}\n{figure}" for figure in ("ms", "GB/s", "best GB/s") for way in WAYS)]
-    Console(width=160).print(table(columns, (
+    Console(width=172).print(table(columns, (
         [f"{row['block_size']} x {row['tokens']} {row['order']}", f"{row['bytes'] / 1e6:.0f}",
          f"{row['ours_over_raw']:.3f}", f"{row['torch_over_ours']:.2f}", f"{row['notice_ms']:.2f}",
          *(f"{row[key]:.2f}" for key in keys[:len(WAYS)]),

@@ -324,7 +324,7 @@ def test_numbers_must_grow_so_that_a_reused_request_id_is_another_attempt(side):
 def test_b42_other_fingerprint_is_refused_with_both_values(side):
     for key, theirs in [("protocol", 9), ("model", "other"), ("dtype", "bfloat16"), ("kv_dtype", "fp8"),
                         ("block_size", 32), ("layers", 3), ("kv_heads", 1), ("head_size", 128), ("layout", "nhd"),
-                        ("tp", 2), ("pp", 2)]:
+                        ("tp", 2), ("pp", 2), ("transport", "torch")]:
         fingerprint = m.Fingerprint(**{**{k: getattr(FINGERPRINT, k) for k in FINGERPRINT.__struct_fields__},
                                        key: theirs})
         (refused,) = side.receive(0.0, "x", m.Hello(member("x", m.Role.PREFILL, fingerprint), b""))
@@ -332,7 +332,7 @@ def test_b42_other_fingerprint_is_refused_with_both_values(side):
         assert refused == ToPrefill("x", m.Refused(key, str(ours), str(theirs)))
         assert "x" not in side.peers
         assert key in side.mismatch and repr(ours) in side.mismatch and repr(theirs) in side.mismatch
-    assert side.dropped["hello_refused"] == 11
+    assert side.dropped["hello_refused"] == 12
 
 
 def test_peers_are_bounded_and_those_at_work_are_kept():

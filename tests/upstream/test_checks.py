@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
 from vllm_pd import checks, hooks
+from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.transfer.layout import Layout
@@ -226,3 +227,14 @@ def test_the_sample_has_the_layout_that_the_workers_report(monkeypatch):
         monkeypatch.setattr(v0_checks, "_has_ipex", lambda there=there: there)
         description = v0_checks.sample_cache(config)
         assert (description.layout, description.kv_heads) == (layout, 4)
+
+
+@pytest.mark.parametrize("role, ranks, refused", [("kv_consumer", 2, True), ("kv_both", 2, True),
+                                                  ("kv_producer", 2, False), ("kv_both", 1, False)])
+def test_b80_the_torch_transport_needs_a_decode_engine_of_one_rank(role, ranks, refused):
+    config = PDConfig.parse(role, {"broker": "tcp://127.0.0.1:5700", "transport": "torch"})
+    if refused:
+        with pytest.raises(ConfigError, match="transport='torch'.*2 ranks.*write nixl, or use V1"):
+            v0_checks.check_transport(config, ranks)
+    else:
+        v0_checks.check_transport(config, ranks)

@@ -164,7 +164,7 @@ class DecodeProtocol:
         """With `own_fence`, after the attempt has ended: our ranks receive nothing for it any more, whatever P does."""
         record = self._records.get(attempt)
         if record is None or not record.state.ended or not self.limits.own_fence:
-            return self._drop("grant_closed_unknown")
+            return []
         return self._release(record)
 
     # Messages of others.

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import torch
@@ -45,6 +45,7 @@ logger = logging.getLogger("vllm.pd")
 KEPT_CLOSED = 4096  # grants that are known to be closed
 MAX_CONNECTIONS = 256
 MAX_NOTICE_BYTES = 64 << 10
+MAX_NOTICES = 4096  # that the engine has not taken
 
 
 class _Grant:
@@ -112,13 +113,13 @@ class Grants:
 
 
 class WriteReceiver:
-    """Receives the writes of all peers into these caches. `token` is what they must know. `notify` is called with each
-    notice in the thread of a connection, after the data. This object owns its socket and threads."""
+    """Receives the writes of all peers into these caches. `token` is what they must know. `notices` gets each notice
+    after its data. This object owns its socket and threads."""
 
     def __init__(self, host: str, token: bytes, caches: list[torch.Tensor], cache: CacheDescription,
-                 context: LinkContext, notify: Callable[[Notice], None]) -> None:
+                 context: LinkContext, notices: deque[Notice]) -> None:
         self.grants = Grants()
-        self._token, self._caches, self._cache, self._context, self._notify = token, caches, cache, context, notify
+        self._token, self._caches, self._cache, self._context, self._notices = token, caches, cache, context, notices
         self._closing = False
         self._lock = threading.Lock()
         self._connections: set[ControlConnection] = set()
@@ -153,13 +154,26 @@ class WriteReceiver:
                     logger.error("the torch transport can't accept a connection: %s", error)
                     time.sleep(0.1)
                 continue
-            with self._lock:
-                if self._closing or len(self._connections) >= MAX_CONNECTIONS:
-                    sock.close()
-                    continue
-                control = ControlConnection(sock, self._context.limits.stall_s)
-                self._connections.add(control)
+            try:
+                self._begin(sock)
+            except Exception:
+                logger.exception("the torch transport can't serve a connection: it is closed")
+                sock.close()
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Serve a connection in a thread of its own, unless there are too many."""
+        with self._lock:
+            if self._closing or len(self._connections) >= MAX_CONNECTIONS:
+                sock.close()
+                return
+            control = ControlConnection(sock, self._context.limits.stall_s)
+            self._connections.add(control)
+        try:
             threading.Thread(target=self._serve, args=(control, ), name="vllm-pd-receive", daemon=True).start()
+        except RuntimeError:  # no thread is left
+            with self._lock:
+                self._connections.discard(control)
+            raise
 
     def _serve(self, control: ControlConnection) -> None:
         """The thread of a connection. Ends with it."""
@@ -216,6 +230,8 @@ class WriteReceiver:
         """Receive one write. Raises if the connection can't be used any more."""
         stages, stall_s = list(copier.stages(begin.block_ids)), self._context.limits.stall_s
         try:
+            if len(self._notices) >= MAX_NOTICES:
+                raise TransferError(f"{MAX_NOTICES} notices have not been taken")
             if len(begin.notice) > MAX_NOTICE_BYTES:
                 raise TransferError(f"a notice of {len(begin.notice)} bytes is too long")
             grant = (self.grants.find(begin.grant, begin.block_ids, self._context.limits.grant_s)
@@ -233,5 +249,5 @@ class WriteReceiver:
             part = copier.filled(buffers[number % 2], ids)
             landed = landed and grant.apply(lambda ids=ids, part=part: copier.scatter(ids, part))
         if landed and begin.notice:
-            self._notify(Notice(peer, begin.notice))
+            self._notices.append(Notice(peer, begin.notice))
         control.send(Landed("" if landed else f"grant {begin.grant!r} was closed"))

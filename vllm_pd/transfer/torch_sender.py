@@ -2,7 +2,6 @@
 """The sending end of the torch transport: one thread for each peer, which sends one write after the other."""
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -95,9 +94,13 @@ class PeerSender:
         return not self._thread.is_alive()
 
     def _main(self) -> None:
-        self._context.enter()
-        with contextlib.suppress(OSError, TransferError):  # the first write tries again
+        try:
+            self._context.enter()
             self._connect()
+        except (OSError, TransferError) as error:
+            logger.debug("no connection yet, the first write tries again: %s", error)
+        except Exception:  # the thread must go on, so that every write ends
+            logger.exception("unexpected error in a new connection of the torch transport")
         while True:
             with self._changed:
                 while not (self._queue or self._closing):

@@ -73,7 +73,7 @@ class TorchTransport:
         address = TorchAddress(host, 0, b"")
         if receives:
             token = os.urandom(32)
-            self._receiver = WriteReceiver(host, token, caches, description, self._context, self._notices.append)
+            self._receiver = WriteReceiver(host, token, caches, description, self._context, self._notices)
             address = TorchAddress(host, self._receiver.port, token)
         self._metadata = PeerMetadata(name, msgspec.msgpack.encode(address), description).encode()
         # What goes to the receivers: the token is not for them.
