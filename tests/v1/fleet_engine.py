@@ -2,6 +2,7 @@
 """An engine of the simulated fleets (tests/proof/simulation) with V1's real scheduler, async or not, and the whole real
 binding of both roles, over memory that notices every wrong read.
 """
+import collections
 import contextlib
 import functools
 import types
@@ -80,8 +81,9 @@ class _Transfer(FakeTransfer):
             if isinstance(request, Write | Read):
                 self.open.add(request.key)
                 slow = kernel.happens(kernel.faults.slow_writes)
+                attempt = self._engine.attempt_of(request)
                 kernel.at(kernel.random.uniform(0.001, kernel.faults.slow_write_s if slow else 0.1), None, "write",
-                          self._engine.land, request)
+                          self._engine.land, request, attempt)
 
 
 class V1FleetEngine(FleetEngine):
@@ -100,6 +102,7 @@ class V1FleetEngine(FleetEngine):
         # A step takes no virtual time. So this is what was measured, for max_local_prefill_tokens auto.
         self.simulated.binding.speed.stepped(self.kernel.now, 1000, 0, 10.0)
         self._told: set[str] = set()
+        self.landed: collections.Counter[bool] = collections.Counter()  # writes, by whether they were the last ones
         self.wake()
 
     # The loop.
@@ -134,13 +137,17 @@ class V1FleetEngine(FleetEngine):
 
     # Transfers.
 
-    def land(self, request: Write | Read) -> None:
+    def attempt_of(self, request: Write | Read) -> m.Attempt:
+        """Whose transfer this is, which is under way."""
+        return self.simulated.binding.prefill_jobs._open[request.key].job.prefill.attempt
+
+    def land(self, request: Write | Read, attempt: m.Attempt) -> None:
         """The hardware moves the bytes: it needs no process but must have one, and may wait for it."""
         node, faults = self.node, self.kernel.faults
         if not node.alive:
             return
         if node.stopped and self.kernel.random.random() < 0.5:
-            node.backlog.append(("write", self.land, (request, )))
+            node.backlog.append(("write", self.land, (request, attempt)))
             return
         there = self.engines.get(request.peer)
         broken = there is None or not there.node.alive or self.kernel.happens(faults.write_error)
@@ -148,9 +155,9 @@ class V1FleetEngine(FleetEngine):
             count = 1 if broken else len(request.local_block_ids)
             pairs = list(zip(request.local_block_ids, request.remote_block_ids, strict=True))[:count]
             if isinstance(request, Write):
-                attempt = vllm_pd.handover.progress.ArrivalNotice.decode(request.notices[0]).attempt
                 there.written(attempt, pairs, self.simulated.slots)
-                if not broken and not self.kernel.happens(faults.notice_loss):
+                self.landed[request.notices != [b""]] += 1
+                if request.notices != [b""] and not broken and not self.kernel.happens(faults.notice_loss):
                     for _ in range(2 if self.kernel.happens(faults.notice_twice) else 1):
                         self.kernel.at(self.kernel.random.uniform(0.0, faults.delay_s), there.node, "notice",
                                        there.noticed, Notice(node.name, request.notices[0]))

@@ -86,6 +86,11 @@ def answer(prompt: list[int], tokens: int) -> list[int]:
     return found
 
 
+def is_of(key: str, attempt: Attempt) -> bool:
+    """Whether a write of this key is one of the attempt's."""
+    return key == str(attempt) or (key.startswith("chunk ") and key.endswith(f" of {attempt}"))
+
+
 class FakeProtocol:
     """In the place of `PeerProtocol`: records what the binding asks for, and has the events that the test puts."""
 
@@ -99,6 +104,7 @@ class FakeProtocol:
         self.calls: list[tuple] = []
         self.peers = 2
         self.queued_tokens = 0  # at the broker, with max_local_prefill_tokens auto
+        self.open_writes: dict[str, Write] = {}  # those of the engine's transfer
         self.lease = True
         self.credits = 0
         self._numbers = 0
@@ -136,13 +142,19 @@ class FakeProtocol:
         return self.lease
 
     def sent(self, attempt, timings):
-        self.calls.append(("sent", attempt))
+        self._say("sent", attempt)
 
     def failed(self, attempt, reason):
-        self.calls.append(("failed", attempt))
+        self._say("failed", attempt)
 
     def ended(self, attempt):
-        self.calls.append(("ended", attempt))
+        self._say("ended", attempt)
+
+    def _say(self, word, attempt):
+        """The decode engine may reuse its blocks from now on."""
+        if any(is_of(key, attempt) for key in self.open_writes):
+            raise WrongWrite(f"{word} is said of {attempt}, which is written")
+        self.calls.append((word, attempt))
 
     def poll_event(self):
         return self.events.popleft() if self.events else None
@@ -159,6 +171,7 @@ class FakeTransfer:
 
     def __init__(self) -> None:
         self.requests: list = []
+        self.open_writes: dict[str, Write] = {}
         self.progress = TransferProgress([], [], [])
 
     def start(self, wake, report_end):
@@ -166,6 +179,7 @@ class FakeTransfer:
 
     def execute(self, requests):
         self.requests += requests
+        self.open_writes.update((one.key, one) for one in requests if isinstance(one, Write))
 
     def poll(self):
         """Nothing: notices are put as progress."""
@@ -176,6 +190,7 @@ class FakeTransfer:
 
     def end(self, key: str, ok: bool = True, error: str = "") -> None:
         end = Finished(key, ok, bytes=1 if ok else 0, seconds=0.01, error=error)
+        self.open_writes.pop(key, None)
         self.report_end(end)
         self.progress.finished.append(end)
         self.wake()
@@ -266,6 +281,7 @@ class Engine:
                                                      "max_local_prefill_tokens": threshold, **extra})
         self.protocol = protocol or FakeProtocol(settings.role)
         self.transfer = transfer or FakeTransfer()
+        self.protocol.open_writes = self.transfer.open_writes
         self.access = (access or FakeAccess)(self)
         agent = SimpleNamespace(protocol=self.protocol, error=None, dropped=lambda: {}, close=lambda: None,
                                 end_lifeline=lambda: None)
@@ -357,7 +373,7 @@ class Engine:
         return attempt
 
     def sent(self, attempt: Attempt) -> Write:
-        """The write that was posted for this job."""
+        """The write that was posted for this job: its last one."""
         return next(one for one in self.transfer.requests if isinstance(one, Write) and one.key == str(attempt))
 
     def check_sent(self, attempt: Attempt, prompt: list[int]) -> None:
@@ -366,9 +382,9 @@ class Engine:
 
     def check_sent_write(self, write: Write, prompt: list[int]) -> None:
         """As `check_sent`, for the write itself."""
-        blocks = -(-len(prompt) // self.block_size)
-        first, found = blocks - len(write.local_block_ids), contents(prompt)
-        for position in range(first * self.block_size, len(prompt)):
+        first, found = write.remote_block_ids[0] - 100, contents(prompt)
+        end = min(len(prompt), (first + len(write.local_block_ids)) * self.block_size)
+        for position in range(first * self.block_size, end):
             slot = write.local_block_ids[position // self.block_size - first], position % self.block_size
             if self.slots.get(slot) != found[position]:
                 raise WrongRead(f"position {position} is sent from {slot}, which holds something else")

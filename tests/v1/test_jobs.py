@@ -66,7 +66,8 @@ def test_b1_a_write_is_posted_with_the_output_of_its_last_step_and_reported_with
             for request_id, start, count, block_ids, *_ in work:
                 if request_id == f"pd-{attempt}" and start + count == tokens:
                     last = step.kv_connector_metadata.step
-                    early = Write(str(attempt), "", block_ids[:-(-tokens // BLOCK_SIZE)], [], [])
+                    blocks = -(-tokens // BLOCK_SIZE)
+                    early = Write(str(attempt), "", block_ids[:blocks], list(range(100, 100 + blocks)), [])
                     with pytest.raises(WrongRead):  # the guard sees a write that is posted now
                         engine.check_sent_write(early, one)
         assert len(turns) < 50

@@ -17,6 +17,7 @@ from tests.v1.simulated import BLOCK_SIZE, Engine
 from vllm_pd.core.actions import Cancelled, FallbackReason, Prefilled, Released
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Timings
+from vllm_pd.core.writes import AttemptWrites
 from vllm_pd.transfer.requests import Read, Write
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.fence import BlockFence
@@ -36,11 +37,11 @@ class HandoverMachine(RuleBasedStateMachine):
 
     @initialize(blocks=st.sampled_from([20, 30, 64]), caching=st.booleans(),
                 policy=st.sampled_from(["fcfs", "priority"]), overtaking=st.sampled_from([0, 1000]),
-                threshold=st.sampled_from([BLOCK_SIZE, "auto"]))
-    def begin(self, blocks, caching, policy, overtaking, threshold):
+                threshold=st.sampled_from([BLOCK_SIZE, "auto"]), chunks=st.booleans())
+    def begin(self, blocks, caching, policy, overtaking, threshold, chunks):
         self.engine = Engine(self.folder, self.in_flight, blocks=blocks, batch_tokens=64, caching=caching,
                              policy=policy, max_num_seqs=4, prefix_reads="always", max_prefill_jobs=4,
-                             prefill_overtaking=overtaking, threshold=threshold)
+                             prefill_overtaking=overtaking, threshold=threshold, push_chunks=chunks)
         # With auto: half as fast as a peer, which is better by that unless much is queued there (`queue_changes`).
         self.engine.binding.speed.stepped = lambda *measured: None
         StepSpeed.stepped(self.engine.binding.speed, time.monotonic(), 1000, 0, 1000.0)
@@ -48,7 +49,7 @@ class HandoverMachine(RuleBasedStateMachine):
         self.open = {}  # attempts that have neither ended nor fallen back
         self.fenced = []  # fallen back or aborted, not released
         self.over = []  # attempts whose last word was said
-        self.jobs = {}
+        self.jobs = {}  # prompts by attempt
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -100,7 +101,7 @@ class HandoverMachine(RuleBasedStateMachine):
             prompt = self.jobs[one.key.removeprefix("read ")]
             engine.fill(prompt, ok, one)
         else:
-            engine.check_sent_write(one, self.jobs[one.key])
+            engine.check_sent_write(one, self.jobs[one.key.rpartition(" of ")[2]])
             engine.transfer.end(one.key, ok)
 
     # Rules.
@@ -214,7 +215,9 @@ def test_b34_any_order(model_folder, in_flight):
     search(model_folder, in_flight, EXAMPLES, derandomize="VLLM_PD_V1_EXAMPLES" not in os.environ)
 
 
-@pytest.mark.parametrize("defect", ["no touch", "released at the fallback", "any word resumes", "sources not held"])
+@pytest.mark.parametrize("defect", ["no touch", "released at the fallback", "any word resumes", "sources not held",
+                                    "sent before it is computed", "sources of chunks not held",
+                                    "answered while a chunk is sent"])
 def test_b34_the_search_finds_planted_defects(model_folder, in_flight, defect, monkeypatch):
     if defect == "no touch":
         monkeypatch.setattr(BlockFence, "hold", lambda fence, attempt, block_ids: fence._held.update({attempt: []}))
@@ -224,6 +227,19 @@ def test_b34_the_search_finds_planted_defects(model_folder, in_flight, defect, m
                             lambda prefills, attempt: (prefills._fence.release(attempt), leave(prefills, attempt))[1])
     elif defect == "any word resumes":
         monkeypatch.setattr(HandoverScheduling, "fail_parked", HandoverScheduling.resume_parked)
+    elif defect == "sent before it is computed":
+        step_done = InternalRequests.step_done
+        monkeypatch.setattr(InternalRequests, "step_done", lambda jobs, step: step_done(jobs, step + 1))
+    elif defect == "sources of chunks not held":
+        chunk_computed = InternalRequests.chunk_computed
+
+        def without_hold(jobs, attempt, block_ids):
+            jobs._fence.release(attempt, block_ids)
+            chunk_computed(jobs, attempt, block_ids)
+
+        monkeypatch.setattr(InternalRequests, "chunk_computed", without_hold)
+    elif defect == "answered while a chunk is sent":
+        monkeypatch.setattr(AttemptWrites, "close", lambda writes, error="": setattr(writes, "_closed", True))
     else:
         finished = InternalRequests.finished
 

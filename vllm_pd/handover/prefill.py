@@ -6,6 +6,10 @@ Life of a job: it waits for its turn (QUEUED, see `vllm_pd.core.job_order`) and 
 requests that it takes (SENDING). When it ends, the end is reported to the peer at once, in the thread that saw it, and
 the step loop frees the blocks later. Whatever goes wrong on the way, the peer gets a message and the blocks are freed.
 
+A binding may send the first blocks while the rest is computed: it holds them and calls `chunk_computed` after each step
+(`vllm_pd.core.writes`). Then a job has several writes, one at a time. The next one is posted by the thread that sees the
+end of the one before, for a step may take long. The peer gets its message when the last of them has ended.
+
 Where the peer has more of the prompt in its prefix cache than this engine, and reading that is quicker than computing
 it, the request is parked before it is computed, and the read goes into its pending blocks (READING). When it has ended
 they enter this engine's prefix cache and the request waits again, in front. That is so only if the read succeeded and
@@ -14,12 +18,13 @@ the lease is still valid: of a read that failed, or ended too late, nothing is k
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
@@ -28,6 +33,7 @@ from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.prefix import PrefixCost, PrefixReads
+from vllm_pd.core.writes import AttemptWrites, BlockWrite
 from vllm_pd.handover.progress import ArrivalNotice, Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer import requests as transfer
@@ -49,17 +55,24 @@ _NOT_COMPUTED = (JobStage.QUEUED, JobStage.COMPUTING, JobStage.READING)
 
 @dataclass
 class PeerJob:
-    """One job of a peer, from its `Prefill` to the end of its write."""
+    """One job of a peer, from its `Prefill` to the end of its last write."""
     prefill: Prefill
     request_id: str
     started_at: float
+    writes: AttemptWrites
     state: JobStage = JobStage.QUEUED
     prefill_s: float = 0.0
-    local_block_ids: list[int] = field(default_factory=list)
+    waited_s: float = 0.0  # how long the last write waited for the one before, once the prompt was computed
     cancelled: bool = False
     cached_tokens: int = 0  # when it began: those of its prompt that were cached here, or worth reading from the peer
     read_tokens: int = 0  # how many of the peer's tokens were asked for
     request: Any = None  # the engine's own
+
+
+class OpenTransfer(NamedTuple):
+    """A transfer under way. `write` is None for a read."""
+    job: PeerJob
+    write: BlockWrite | None
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,11 @@ class PrefillHandover(ABC):
         self._order = config.job_order
         self._batch_tokens = capacity.batch_tokens
         self._jobs: dict[Attempt, PeerJob] = {}
-        self._open: dict[str, PeerJob] = {}  # by the key of the transfer under way; other threads look jobs up here
+        self._open: dict[str, OpenTransfer] = {}  # by key, until the step loop has seen the end
+        self._writes_lock = threading.Lock()  # for `PeerJob.writes` and `cancelled`, and between a write and its cancel
+        # Executes transfer requests at once, in any thread. None: they travel with steps, and a job has one write.
+        self.execute: Callable[[list[transfer.TransferRequest]], None] | None = None
+        self.after_step = 0  # the last step whose output was processed, for `transfer.Write`
         self._requests: list[transfer.TransferRequest] = []
         self.prefix_cost = PrefixCost(PrefixReads(config.prefix_reads)
                                       if capacity.caching and not config.is_two_sided else PrefixReads.NEVER,
@@ -164,10 +181,7 @@ class PrefillHandover(ABC):
         """Give up these jobs, which are `queued` or `computing`: their decode engines try another peer."""
         for attempt in attempts:
             logger.info("job %s is given back: %s", attempt, reason)
-            job = self._jobs.pop(attempt)
-            if job.state is not JobStage.QUEUED:
-                self._abort_request(job)
-            self._protocol.failed(attempt, reason)
+            self._drop(self._jobs[attempt], reason)
 
     def set_credits(self) -> None:
         """Tell the protocol how many more jobs this engine takes, and how many tokens those have that it has to
@@ -205,9 +219,9 @@ class PrefillHandover(ABC):
         first, last = cached_tokens // self._block_size, job.prefill.cached_blocks
         job.read_tokens = last * self._block_size - cached_tokens
         job.state = JobStage.READING
-        self._open[_read_key(attempt)] = job
+        self._open[_read_key(attempt)] = OpenTransfer(job, None)
         self._requests.append(transfer.Read(_read_key(attempt), job.prefill.peer, list(block_ids[first:last]),
-                                            job.prefill.cached_block_ids[first:last]))
+                                            job.prefill.cached_block_ids[first:last], self.after_step))
 
     def aborted(self, attempt: Attempt) -> None:
         """The job's request was aborted while it was parked. Its blocks stay until the read has ended."""
@@ -219,9 +233,16 @@ class PrefillHandover(ABC):
     def lost(self, attempt: Attempt, reason: str) -> None:
         """The job's request has ended early, and not by a message of the peer. A read that fills its blocks has been
         cancelled by then, see `aborted`."""
-        if self._jobs[attempt].state is not JobStage.READING:
-            del self._jobs[attempt]
-        self._protocol.failed(attempt, reason)
+        job = self._jobs[attempt]
+        if job.state is JobStage.READING:
+            self._protocol.failed(attempt, reason)
+        else:
+            self._stop_writes(job, reason)
+
+    def chunk_computed(self, attempt: Attempt, block_ids: list[int]) -> None:
+        """The job's next blocks hold their KV for good, and the binding holds them; more follow. They may leave."""
+        with self._writes_lock:
+            self._jobs[attempt].writes.add(block_ids, is_last=False)
 
     def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
         """The prompt is computed, in these blocks of the whole prompt, which the scheduler keeps for us."""
@@ -229,9 +250,10 @@ class PrefillHandover(ABC):
         if job is None:  # it was cancelled
             progress.finished_transfers.append(attempt)
             return
-        first = job.prefill.cached_blocks
-        job.local_block_ids = list(block_ids[first:first + len(job.prefill.block_ids)])
+        cached = job.prefill.cached_blocks
         job.prefill_s = time.monotonic() - job.started_at
+        with self._writes_lock:
+            job.writes.add(block_ids[cached + job.writes.added:cached + len(job.prefill.block_ids)], is_last=True)
         self._metrics.job(len(job.prefill.token_ids))
         job.state = JobStage.COMPUTED
 
@@ -242,50 +264,104 @@ class PrefillHandover(ABC):
     def take_requests(self, progress: Progress) -> list[transfer.TransferRequest]:
         """The transfer requests of the step that is about to run. The lease is checked here, right before the post."""
         requests, self._requests = self._requests, []
-        for attempt, job in list(self._jobs.items()):
-            if job.state is not JobStage.COMPUTED:
+        for job in list(self._jobs.values()):
+            if job.state is JobStage.COMPUTED:
+                job.state = JobStage.SENDING
+            elif job.state is not JobStage.COMPUTING:
                 continue
-            if not self._protocol.may_write(attempt):
-                self._end(attempt, progress)
-                self._protocol.failed(attempt, "the lease ran out before the write")
-                continue
-            job.state = JobStage.SENDING
-            self._open[str(attempt)] = job
-            requests.append(transfer.Write(str(attempt), job.prefill.peer, job.local_block_ids, job.prefill.block_ids,
-                                           [ArrivalNotice(attempt, rank).encode() for rank in range(self._ranks)],
-                                           grant=str(attempt)))
-        self._metrics.sending_blocks.set(sum(len(j.local_block_ids) for j in self._jobs.values()))
+            with self._writes_lock:
+                write = self._next_write(job)
+            if write is not None:
+                requests.append(write)
+            elif job.writes.is_over and not self._has_open(job):
+                self._protocol.failed(job.prefill.attempt, job.writes.error)
+                self._end(job, progress)
+        self._metrics.sending_blocks.set(sum(job.writes.unsent_blocks for job in self._jobs.values()))
         return requests
 
     def report_end(self, end: transfer.Finished) -> None:
-        """Report to the peer that a write, or the read of a job that it cancelled, has ended: no byte of it moves any
-        more. Called in any thread, before `ended`; the step loop may be in a forward pass."""
-        job = self._open.get(end.key)
+        """Go on after the end of a transfer: no byte of it moves any more. Post the job's next write, or report to the
+        peer that the job has ended. Called in any thread, before `ended`; the step loop may be in a forward pass."""
+        job, write = self._open.get(end.key, (None, None))
         if job is None:
             return
         attempt = job.prefill.attempt
-        if job.cancelled:
+        if write is None:
+            if job.cancelled:
+                self._protocol.ended(attempt)
+            return  # otherwise the job goes on
+        with self._writes_lock:
+            job.writes.end(end.ok, end.bytes, f"the transfer failed: {end.error}")
+            following = self._next_write(job)
+            if following is not None:
+                if job.writes.is_complete:
+                    job.waited_s = time.monotonic() - job.started_at - job.prefill_s
+                self.execute([following])
+            cancelled, error, is_over = job.cancelled, job.writes.error, job.writes.is_over
+        if not is_over:
+            return
+        if cancelled:
             self._protocol.ended(attempt)
-        elif job.state is JobStage.READING:
-            return  # the job goes on
-        elif end.ok:
-            self._protocol.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=end.seconds, bytes=end.bytes,
-                                              measured=True))
+        elif error:
+            self._protocol.failed(attempt, error)
         else:
-            self._protocol.failed(attempt, f"the transfer failed: {end.error}")
+            self._protocol.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=job.waited_s + end.seconds,
+                                                 bytes=job.writes.bytes, measured=True))
 
     def ended(self, end: transfer.Finished, progress: Progress) -> None:
         """Free what a write or a read held that has ended."""
-        job = self._open.pop(end.key, None)
+        job, write = self._open.pop(end.key, (None, None))
         if job is None:
             return
-        if job.state is JobStage.READING:
+        if write is None:
             self._read(job, end, progress)
             return
-        self._end(job.prefill.attempt, progress)
+        if not write.is_last:
+            progress.sent_blocks.append((job.prefill.attempt, write.local_block_ids))
         if end.ok and not job.cancelled:
             self._metrics.transfer_bytes(end.bytes)
-            self.prefix_cost.moved(len(job.local_block_ids) * self._block_size, end.seconds)
+            self.prefix_cost.moved(len(write.local_block_ids) * self._block_size, end.seconds)
+        if job.writes.is_over and not self._has_open(job):
+            self._end(job, progress)
+
+    def _next_write(self, job: PeerJob) -> transfer.Write | None:
+        """The job's next write, if one is due. Its lease is checked here, right before the post: without it no write
+        follows. To be called with the lock."""
+        attempt, writes = job.prefill.attempt, job.writes
+        if not writes.is_due:
+            return None
+        # D looks for the notice from the message on that `may_write` sends.
+        if not (self._protocol.may_write if writes.is_complete else self._protocol.lease_stands)(attempt):
+            writes.close("the lease ran out before the write")
+            return None
+        write = writes.begin()
+        key = _write_key(attempt, write)
+        self._open[key] = OpenTransfer(job, write)
+        notices = [ArrivalNotice(attempt, rank).encode() if write.is_last else b"" for rank in range(self._ranks)]
+        return transfer.Write(key, job.prefill.peer, write.local_block_ids, write.remote_block_ids, notices,
+                              self.after_step, grant=str(attempt))
+
+    def _stop_writes(self, job: PeerJob, reason: str) -> None:
+        """Begin no write of this job any more, whose request is gone. The peer gets its message when none is under way:
+        the reason, or, where that is empty, the answer to its cancel."""
+        attempt = job.prefill.attempt
+        with self._writes_lock:
+            write = job.writes.close(reason)
+            job.cancelled = job.cancelled or not reason
+        if write is not None:
+            self._requests.append(transfer.CancelTransfer(_write_key(attempt, write)))
+        elif reason:
+            self._protocol.failed(attempt, reason)
+        else:
+            self._protocol.ended(attempt)
+        if self._has_open(job):
+            job.state = JobStage.SENDING
+        else:
+            del self._jobs[attempt]
+
+    def _has_open(self, job: PeerJob) -> bool:
+        """Whether a transfer of this job is under way, or its end is not processed yet."""
+        return any(one.job is job for one in list(self._open.values()))
 
     def _read(self, job: PeerJob, end: transfer.Finished, progress: Progress) -> None:
         attempt = job.prefill.attempt
@@ -314,7 +390,7 @@ class PrefillHandover(ABC):
     def _take(self, prefill: Prefill) -> None:
         attempt, token_ids = prefill.attempt, prefill.token_ids
         if 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            self._jobs[attempt] = PeerJob(prefill, f"pd-{attempt}", time.monotonic())
+            self._jobs[attempt] = PeerJob(prefill, f"pd-{attempt}", time.monotonic(), AttemptWrites(prefill.block_ids))
         else:
             self._refuse(attempt, f"a token id is outside the vocabulary of {self._vocab_size}")
 
@@ -337,23 +413,26 @@ class PrefillHandover(ABC):
         job = self._jobs.get(attempt)
         if job is None:
             self._protocol.ended(attempt)
-        elif job.state in (JobStage.QUEUED, JobStage.COMPUTING):
-            if job.state is JobStage.COMPUTING:
-                self._abort_request(job)
-            del self._jobs[attempt]
-            self._protocol.ended(attempt)
-        elif job.state is JobStage.COMPUTED:
-            self._end(attempt, progress)
-            self._protocol.ended(attempt)
         elif job.state is JobStage.READING:
             self._abort_request(job)  # which calls `aborted`
         elif not job.cancelled:
-            job.cancelled = True
-            self._requests.append(transfer.CancelTransfer(str(attempt)))
+            if job.state is JobStage.COMPUTED and not self._has_open(job):
+                progress.finished_transfers.append(attempt)
+            self._drop(job, "")
 
-    def _end(self, attempt: Attempt, progress: Progress) -> PeerJob:
-        progress.finished_transfers.append(attempt)
-        return self._jobs.pop(attempt)
+    def _drop(self, job: PeerJob, reason: str) -> None:
+        """Stop the job, and its request if that is being computed. For `reason` see `_stop_writes`."""
+        is_computing = job.state is JobStage.COMPUTING
+        self._stop_writes(job, reason)
+        if is_computing:
+            self._abort_request(job)
+
+    def _end(self, job: PeerJob, progress: Progress) -> None:
+        """The job is over. Its request may still be computed, if a write has failed."""
+        del self._jobs[job.prefill.attempt]
+        progress.finished_transfers.append(job.prefill.attempt)
+        if job.state is JobStage.COMPUTING:
+            self._abort_request(job)
 
     def find(self, attempt: Attempt) -> JobStage | None:
         """The state of a job, for tests."""
@@ -392,3 +471,7 @@ class PrefillHandover(ABC):
 
 def _read_key(attempt: Attempt) -> str:
     return f"read {attempt}"
+
+
+def _write_key(attempt: Attempt, write: BlockWrite) -> str:
+    return str(attempt) if write.is_last else f"chunk {write.number} of {attempt}"

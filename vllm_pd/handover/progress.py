@@ -14,11 +14,12 @@ from vllm_pd.rpc.codec import UNREADABLE
 @dataclass
 class Progress:
     """The keyword arguments of the patched `Scheduler.schedule`, as they gather between two steps; its docstring says
-    what each means."""
+    what each means. `sent_blocks` is V1's alone: blocks of attempts that are still computed, whose write has ended."""
     finished_prefills: list[Attempt] = field(default_factory=list)
     failed_prefills: list[Attempt] = field(default_factory=list)
     finished_transfers: list[Attempt] = field(default_factory=list)
     read_prefixes: dict[Attempt, int] = field(default_factory=dict)
+    sent_blocks: list[tuple[Attempt, list[int]]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -30,7 +31,7 @@ class Progress:
 
     def arguments(self) -> dict[str, Any]:
         """For `schedule(**arguments)`."""
-        return vars(self)
+        return {name: value for name, value in vars(self).items() if name != "sent_blocks"}
 
 
 class ArrivalNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -25,7 +25,6 @@ from vllm_pd.handover.engine import HandoverEngine, guarded, ignore_end
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.handover.progress import Progress
 from vllm_pd.transfer.engine import EngineTransfer
-from vllm_pd.transfer.requests import Read, Write
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.fence import BlockFence
 from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
@@ -72,6 +71,7 @@ class EngineHandover(HandoverEngine):
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol, scheduler, access, capacity, self.fence,
                                                  metrics, self.speed)
+            self.prefill_jobs.execute = transfer.execute
         self._step = 0
         self._processed_step = 0
         self._brings_kv = False
@@ -166,6 +166,7 @@ class EngineHandover(HandoverEngine):
                             and not scheduler.running and scheduler.ec_connector is None
                             and not scheduler.awaits_grammar())
         if self.prefill_jobs is not None:
+            self.prefill_jobs.scheduled(self._step, output.num_scheduled_tokens)
             if not throttled:
                 blocked = not new_ids and self.remote_prefills.waiting_for_peers
                 self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
@@ -179,6 +180,8 @@ class EngineHandover(HandoverEngine):
     def before_update(self, output: SchedulerOutput) -> None:
         """The output of this step is about to be processed: the workers have done it, and all steps before it."""
         self._processed_step = output.kv_connector_metadata.step
+        if self.prefill_jobs is not None:
+            self.prefill_jobs.after_step = self._processed_step
         if self._timer is not None:
             self._timer.ended(time.monotonic(), self._processed_step)
         if output.total_num_scheduled_tokens:
@@ -189,6 +192,8 @@ class EngineHandover(HandoverEngine):
         self.remote_prefills.note_first_tokens()
         self._update_metrics()
         self._metrics_stale = True  # the figures of this step went with its output
+        if self.prefill_jobs is not None and self._guard(self.prefill_jobs.step_done, self._processed_step):
+            self._transmit()
         if self.prefill_jobs is None or not self.prefill_jobs.has_requests_here:
             return
         for client, output in list(outputs.items()):
@@ -286,6 +291,8 @@ class EngineHandover(HandoverEngine):
             request = self._leave(attempt)
             if request is not None:
                 self._scheduler.fail_parked(request)
+        for attempt, block_ids in progress.sent_blocks:
+            self.fence.release(attempt, block_ids)
         for attempt in (*progress.finished_prefills, *progress.finished_transfers):
             self.fence.release(attempt)
         self._transmit()
@@ -302,8 +309,7 @@ class EngineHandover(HandoverEngine):
             return
         requests = self.prefill_jobs.take_requests(self._progress)
         if requests:
-            self.transfer.execute([msgspec.structs.replace(one, after_step=self._processed_step)
-                                    if isinstance(one, Read | Write) else one for one in requests])
+            self.transfer.execute(requests)
         for attempt in self._progress.finished_transfers:  # of writes that were given up before they were posted
             self.fence.release(attempt)
         self._progress.finished_transfers.clear()

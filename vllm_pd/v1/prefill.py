@@ -3,12 +3,17 @@
 
 A job is an internal request of this engine, with an id of its own: it is batched with clients' requests, uses and fills
 the prefix cache, and its output goes to nobody. When it has ended its blocks are fenced and the write is posted at
-once, without a step.
+once, without a step. With `push_chunks` the whole blocks that a step has filled are fenced and leave when the output of
+that step is processed. V1 schedules steps ahead and may preempt the request meanwhile, so what a step will have
+computed is noted when it is scheduled, and forgotten if the request has been preempted since. Blocks that have left by
+then stay right: they hold the same tokens' KV.
 """
 from __future__ import annotations
 
+import collections
 import itertools
 import time
+from collections.abc import Container
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.sampling_params import SamplingParams
@@ -50,6 +55,15 @@ class StepShare(NamedTuple):
     of_each: int
 
 
+class ScheduledChunk(NamedTuple):
+    """A step that computes a job, but not its end: how many tokens are computed after it, unless the request is
+    preempted once more."""
+    step: int
+    attempt: Attempt
+    tokens: int
+    preemptions: int
+
+
 class InternalRequests(PrefillHandover):
     """All jobs that a V1 engine has from peers."""
 
@@ -63,6 +77,8 @@ class InternalRequests(PrefillHandover):
         self._lookups = PrefixLookups()
         self._parked: dict[Attempt, Request] = {}  # while a read fills their blocks
         self._aborting = False
+        self._pushes_chunks = config.push_chunks
+        self._chunks: collections.deque[ScheduledChunk] = collections.deque()  # of steps in flight
         super().__init__(config, protocol, capacity, metrics, speed)
 
     def take_lookups(self) -> PrefixLookups:
@@ -143,6 +159,32 @@ class InternalRequests(PrefillHandover):
             -(-one.num_tokens // size) - one.num_computed_tokens // size for one in prefilling)
         return needed <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
+    def scheduled(self, step: int, request_ids: Container[str]) -> None:
+        """This step was scheduled. It computes these requests."""
+        for attempt, job in self._jobs.items() if self._pushes_chunks else ():
+            request = job.request
+            if (job.state is JobStage.COMPUTING and job.request_id in request_ids
+                    and request.num_computed_tokens < request.num_tokens):
+                self._chunks.append(ScheduledChunk(step, attempt, request.num_computed_tokens,
+                                                   request.num_preemptions))
+
+    def step_done(self, step: int) -> bool:
+        """The output of this step was processed. Returns whether some blocks of jobs hold their KV now, and may
+        leave."""
+        found = False
+        while self._chunks and self._chunks[0].step <= step:
+            chunk = self._chunks.popleft()
+            job = self._jobs.get(chunk.attempt)
+            if job is None or job.state is not JobStage.COMPUTING or job.request.num_preemptions != chunk.preemptions:
+                continue
+            whole = self._scheduler.kv_cache_manager.get_block_ids(job.request_id)[0][:chunk.tokens // self._block_size]
+            block_ids = whole[job.prefill.cached_blocks + job.writes.added:]
+            if block_ids and not job.writes.is_closed:
+                self._fence.hold(chunk.attempt, block_ids)
+                self.chunk_computed(chunk.attempt, block_ids)
+                found = True
+        return found
+
     def finished(self, request: Request, block_ids: list[int], progress: Progress) -> None:
         """One of our requests has ended, and still has its blocks."""
         attempt = self._attempts[request.request_id]
@@ -155,7 +197,7 @@ class InternalRequests(PrefillHandover):
             self.lost(attempt, f"its request ended as {request.status.name}")
             return
         first = job.prefill.cached_blocks
-        self._fence.hold(attempt, block_ids[first:first + len(job.prefill.block_ids)])
+        self._fence.hold(attempt, block_ids[first + job.writes.added:first + len(job.prefill.block_ids)])
         self.computed(attempt, block_ids, progress)
 
     def set_credits(self) -> None:
