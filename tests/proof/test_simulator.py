@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from explorer import broken
+from simulation.engine import LightEngine
 from simulation.fleet import Fleet, Outcome, Plan
 from simulation.kernel import Faults
 from simulation.storms import AUTO, BOTH, SPLIT, counted_decisions, storm
@@ -53,11 +54,23 @@ def test_b34_a_seed_is_a_history(seed: int):
     assert one == two and one.trace != Fleet(seed + 5, storm(seed + 5)).run().trace
 
 
+class SendsEarly(LightEngine):
+    """A prefill engine that sends blocks which it computes with its next step."""
+    sends_early = True
+
+
+class AnswersEarly(LightEngine):
+    """A prefill engine for which a job is over although a write is under way."""
+    writes_type = broken.AnswersTooSoon
+
+
 VARIANTS = {
     "no fence": {"decode_type": broken.NoFence},
     "reuse by time": {"decode_type": broken.ReuseByTime},
     "granted to all": {"decode_type": broken.GrantsToAll},
     "stopped before the writes have ended": {"prefill_type": broken.StopsTooSoon},
+    "a chunk before it is computed": {"engine_type": SendsEarly},
+    "over while a chunk is under way": {"engine_type": AnswersEarly},
 }
 
 

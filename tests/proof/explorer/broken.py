@@ -11,6 +11,7 @@ from explorer.world import Scene
 from vllm_pd.core import messages as m
 from vllm_pd.core.decode import DecodeProtocol
 from vllm_pd.core.prefill import JobState, PrefillProtocol
+from vllm_pd.core.writes import AttemptWrites
 
 NEVER = float("inf")
 
@@ -106,6 +107,29 @@ class MeetsOnce(PrefillProtocol):
         return super()._drop_idle(now, incarnation)
 
 
+class AnswersTooSoon(AttemptWrites):
+    """The attempt is over as soon as no further write begins."""
+
+    @property
+    def is_over(self):
+        return self._closed
+
+
+class ForgetsFailures(AttemptWrites):
+    """What follows a chunk that has failed is sent, with the notice."""
+
+    def end(self, ok, nbytes=0, error=""):
+        super().end(ok or not self._closed, nbytes, error)
+
+
+class NoticeWithEach(AttemptWrites):
+    """Every write has the notice."""
+
+    def begin(self):
+        self.open = super().begin()._replace(is_last=True)
+        return self.open
+
+
 def _without_number(incarnation: str, request_id: str, number: int) -> m.Attempt:
     return m.Attempt(incarnation, request_id, 0)
 
@@ -125,8 +149,11 @@ class Variant:
         shape = self.scene.shape
         return dataclasses.replace(self.scene, shape=Shape(
             ranks=shape.ranks, requests=shape.requests, lives=shape.lives, blocks=shape.blocks,
-            prefill_blocks=shape.prefill_blocks, attempts=shape.attempts))
+            prefill_blocks=shape.prefill_blocks, attempts=shape.attempts, prompt_blocks=shape.prompt_blocks,
+            chunks=shape.chunks))
 
+
+CHUNKS = {"blocks": 4, "prompt_blocks": 2, "chunks": 2}
 
 VARIANTS = [
     Variant("no fence", Scene(aborts=1, shape=Shape(decode_type=NoFence)), 8, "may reuse"),
@@ -147,4 +174,12 @@ VARIANTS = [
     Variant("met once", Scene(losses=1, shape=Shape(requests=2, prefill_type=MeetsOnce)), 11, "not over", heal=True),
     Variant("stopped before the writes have ended", Scene(aborts=1, shape=Shape(prefill_type=StopsTooSoon)), 10,
             "may reuse"),
+    Variant("a chunk before it is computed", Scene(shape=Shape(**CHUNKS, sends_early=True)), 10,
+            "reads KV that is not its own"),
+    Variant("over while a chunk is under way", Scene(aborts=1, shape=Shape(**CHUNKS, writes_type=AnswersTooSoon)), 12,
+            "may reuse"),
+    Variant("a chunk's failure is forgotten", Scene(errors=1, shape=Shape(**CHUNKS, writes_type=ForgetsFailures)), 12,
+            "reads KV that is not its own"),
+    Variant("a notice with each chunk", Scene(shape=Shape(**CHUNKS, writes_type=NoticeWithEach)), 10,
+            "reads KV that is not its own"),
 ]

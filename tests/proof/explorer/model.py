@@ -33,6 +33,7 @@ from vllm_pd.core.actions import (
 )
 from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
 from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
+from vllm_pd.core.writes import AttemptWrites
 
 BLOCK_SIZE = 4
 BROKER = "broker"
@@ -95,10 +96,13 @@ class Shape:
     blocks: int = 3  # of each decode engine
     prompt_blocks: int = 1
     prefill_blocks: int = 2  # of each prefill engine
+    chunks: int = 1  # in which a prompt is computed, and sent
     attempts: int = 2
     decode_type: type[DecodeProtocol] = DecodeProtocol
     prefill_type: type[PrefillProtocol] = PrefillProtocol
+    writes_type: type[AttemptWrites] = AttemptWrites
     frees_at_finish: bool = False
+    sends_early: bool = False  # a chunk, before it is computed
     attempt_of: Callable[[str, str, int], m.Attempt] = m.Attempt
     names_come_again: bool = False
     decode_limits: DecodeLimits = field(default=DECODE_LIMITS)
@@ -342,16 +346,36 @@ class DecodeEngine:
 
 
 class Work:
-    """A job on the prefill engine: where its KV lies here, where it goes, which ranks have still to post."""
+    """A job on the prefill engine: where its KV lies here, where it goes, how much of it is computed, and which ranks
+    have still to post the write that is due."""
 
-    def __init__(self, prefill: Prefill, source: tuple[int, ...], ranks: int):
+    def __init__(self, prefill: Prefill, source: tuple[int, ...], shape: Shape):
         self.peer = prefill.peer
+        self.tag = prefill.token_ids[0]
         self.source = source
         self.target = tuple(prefill.block_ids)
-        self.unsent = frozenset(range(ranks))
+        self.computed = 0  # chunks
+        self.writes = shape.writes_type(self.target)
+        self.unsent = frozenset(range(shape.ranks))
         self.flying: frozenset[int] = frozenset()
         self.broken = False
         self.cancelled = False
+        self.said = False  # the last word
+
+    @property
+    def may_post(self) -> bool:
+        """Whether some rank may still post a write, as far as the protocol allows it."""
+        return not self.broken and not self.cancelled and bool(self.unsent) and (
+            self.writes.open is not None or not self.writes.is_closed)
+
+    def settle(self, ranks: int) -> None:
+        """End the write under way when no rank moves any of it, or will."""
+        if self.flying or (self.unsent and not self.broken and not self.cancelled):
+            return
+        if self.writes.open is not None:
+            self.writes.end(not self.broken, error="a transfer failed")
+        if not self.writes.is_closed:
+            self.unsent = frozenset(range(ranks))
 
 
 class PrefillEngine:
@@ -372,9 +396,13 @@ class PrefillEngine:
         """What the engine may do now."""
         found: list[tuple] = []
         for attempt, work in self.work.items():
-            if not work.broken:
+            if work.said:
+                continue
+            if work.may_post and (work.writes.open is not None or work.writes.is_due):
                 found += [("post", attempt, rank) for rank in work.unsent if self.side.may_write(NOW, attempt)]
-            if not work.flying and (work.cancelled or work.broken or not work.unsent):
+            if work.computed < self.shape.chunks and not work.writes.is_closed:
+                found.append(("compute", attempt))
+            if work.writes.is_over:
                 found.append(("say", attempt))
         return found
 
@@ -387,7 +415,8 @@ class PrefillEngine:
     def post(self, attempt: m.Attempt, rank: int) -> list[Letter]:
         """A rank posts its write, right after the lease was looked at."""
         work = self.work[attempt]
-        actions = self.side.writing(NOW, attempt)
+        write = work.writes.open or work.writes.begin()
+        actions = self.side.writing(NOW, attempt) if write.is_last else []
         work.unsent -= {rank}
         work.flying |= {rank}
         return self._do(actions)
@@ -395,32 +424,54 @@ class PrefillEngine:
     def landed(self, attempt: m.Attempt, rank: int) -> list[Letter]:
         """A write has arrived, and with it whatever its source holds at this moment."""
         work = self.work[attempt]
-        tags = {self.kv.get(block) for block in work.source}
-        work.flying -= {rank}
+        write = work.writes.open
+        tags = {self.kv.get(block) for block in write.local_block_ids}
         tag = tags.pop() if len(tags) == 1 else -1
-        return [(work.peer, "land", (attempt, rank, work.target, tag)), (work.peer, "notice", (attempt, rank))]
+        letters = [(work.peer, "land", (attempt, rank, tuple(write.remote_block_ids), tag))]
+        if write.is_last:
+            letters.append((work.peer, "notice", (attempt, rank)))
+        work.flying -= {rank}
+        work.settle(self.shape.ranks)
+        self._forget_if_said(attempt)
+        return letters
 
     def broke(self, attempt: m.Attempt, rank: int) -> list[Letter]:
         """B27: a write ends in an error; no byte of it moves any more."""
         work = self.work[attempt]
         work.flying -= {rank}
         work.broken = True
+        work.settle(self.shape.ranks)
+        work.broken = bool(work.writes.open)
+        self._forget_if_said(attempt)
         return []
 
-    def give_up(self, attempt: m.Attempt) -> list[Letter]:
-        """The engine can't do it after all."""
-        self.work[attempt].broken = True
+    def compute(self, attempt: m.Attempt) -> list[Letter]:
+        """The next chunk of a prompt is computed: its blocks may leave."""
+        work, each = self.work[attempt], self.shape.prompt_blocks // self.shape.chunks
+        chunk = work.source[work.computed * each:(work.computed + 1) * each]
+        for block in chunk:
+            self.kv[block] = work.tag
+        work.computed += 1
+        if not self.shape.sends_early:
+            work.writes.add(chunk, work.computed == self.shape.chunks)
         return []
 
     def say(self, attempt: m.Attempt) -> list[Letter]:
         """No handle of the job can write any more: its blocks are freed, and D is told."""
-        work = self.work.pop(attempt)
-        self._release(work)
+        work = self.work[attempt]
+        work.said = True
+        self._forget_if_said(attempt)
         if work.cancelled:
             return self._do(self.side.ended(NOW, attempt))
-        if work.broken:
-            return self._do(self.side.failed(NOW, attempt, "a transfer failed"))
+        if work.writes.error:
+            return self._do(self.side.failed(NOW, attempt, work.writes.error))
         return self._do(self.side.sent(NOW, attempt, m.Timings()))
+
+    def _forget_if_said(self, attempt: m.Attempt) -> None:
+        work = self.work[attempt]
+        if work.said and not work.flying:
+            del self.work[attempt]
+            self._release(work)
 
     # Peers, time.
 
@@ -459,7 +510,10 @@ class PrefillEngine:
                 letters += self._prefill(action)
             elif isinstance(action, Cancelled):
                 if action.attempt in self.work:
-                    self.work[action.attempt].cancelled = True
+                    work = self.work[action.attempt]
+                    work.cancelled = True
+                    work.writes.close()
+                    work.settle(self.shape.ranks)
                 else:
                     letters += self._do(self.side.ended(NOW, action.attempt))
             else:
@@ -473,9 +527,10 @@ class PrefillEngine:
             return self._do(self.side.failed(NOW, event.attempt, "no room"))
         source = tuple(sorted(self.free)[:self.shape.prompt_blocks])
         self.free.difference_update(source)
-        for block in source:
-            self.kv[block] = event.token_ids[0]
-        work = self.work[event.attempt] = Work(event, source, self.shape.ranks)
+        work = self.work[event.attempt] = Work(event, source, self.shape)
+        self.compute(event.attempt)
+        if self.shape.sends_early:
+            work.writes.add(source, is_last=True)
         if self.shape.frees_at_finish:
             self._release(work)
         return []
@@ -486,14 +541,15 @@ class PrefillEngine:
     def writable(self) -> list[tuple[m.Attempt, tuple[int, ...]]]:
         """Blocks of peers that a write is on its way to, or may be posted to now."""
         return [(attempt, work.target) for attempt, work in self.work.items()
-                if work.flying or (work.unsent and not work.broken and self.side.may_write(NOW, attempt))]
+                if work.flying or (work.may_post and self.side.may_write(NOW, attempt))]
 
     def check(self) -> None:
         """What holds after each step."""
         held = [block for work in self.work.values() for block in work.source]
         require(self.shape.frees_at_finish
                 or sorted((*held, *self.free)) == list(range(self.shape.prefill_blocks)), "P's references changed")
-        require(set(self.work) <= set(self.side.states()), "a job runs that the protocol knows nothing of")
+        require({attempt for attempt, work in self.work.items() if not work.said} <= set(self.side.states()),
+                "a job runs that the protocol knows nothing of")
 
     def check_at_rest(self) -> None:
         """B20: all is over, nothing is held."""

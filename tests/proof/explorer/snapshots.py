@@ -49,7 +49,8 @@ def clone(value: Any) -> Any:
     if isinstance(value, list):
         return [clone(item) for item in value]
     if isinstance(value, tuple):
-        return tuple(clone(item) for item in value)
+        items = [clone(item) for item in value]
+        return tuple(items) if type(value) is tuple else type(value)(*items)
     return _clone_object(value)
 
 

@@ -22,12 +22,14 @@ from vllm_pd.core.actions import (
     Timed,
 )
 from vllm_pd.core.policy import PolicyConfig, PolicyInput, decide
+from vllm_pd.core.writes import AttemptWrites
 
 from .kernel import Kernel
 from .node import BLOCK_SIZE, Node, Post
 
 STEP_S = 0.02
 JOBS = 4  # that a prefill engine holds at a time
+CHUNK_BLOCKS = 2  # of a step, where prompts leave as they are computed
 FINISH_BOUND_STEPS = 60  # from the KV's arrival to the first token, with seats free
 
 
@@ -42,25 +44,37 @@ def require(condition: object, text: str) -> None:
 
 @dataclass
 class Write:
-    """One write under way: of whose blocks, to whose."""
+    """One write under way: of whose blocks, to whose. The last one of an attempt has the notice."""
     attempt: m.Attempt
     peer: str
     source: list[int]
     target: list[int]
+    is_last: bool
 
 
 @dataclass
 class Job:
-    """A peer's prompt here. `flying` is set while its write is under way."""
+    """A peer's prompt here."""
     prefill: Prefill
+    writes: AttemptWrites
     blocks: list[int] = field(default_factory=list)
-    computed: bool = False
-    flying: bool = False
+    filled: int = 0  # how many of them hold their KV
     cancelled: bool = False
+
+    @property
+    def computed(self) -> bool:
+        """Whether all of them do."""
+        return bool(self.blocks) and self.filled == len(self.blocks)
+
+    @property
+    def flying(self) -> bool:
+        """Whether a write is under way."""
+        return self.writes.open is not None
 
 
 class Engine:
     """The step loop of one engine. `wake` makes it step; it steps on while there is work."""
+    writes_type = AttemptWrites
 
     def __init__(self, node: Node, post: Post):
         self.node = node
@@ -91,13 +105,14 @@ class Engine:
         """Take what the protocol has for this engine."""
         if isinstance(event, Prefill):
             require(event.attempt not in self.jobs, "a job was given twice")
-            self.jobs[event.attempt] = Job(event)
+            self.jobs[event.attempt] = Job(event, self.writes_type(event.block_ids))
         elif isinstance(event, Cancelled):
             job = self.jobs.get(event.attempt)
             if job is None:
                 self.node.ended(event.attempt)
             else:
                 job.cancelled = True
+                job.writes.close()
         elif isinstance(event, AddPeer | DropPeer):
             require(isinstance(event, AddPeer) or not any(j.flying and j.prefill.peer == event.incarnation
                                                           for j in self.jobs.values()), "dropped while written to")
@@ -107,12 +122,12 @@ class Engine:
     # Writes.
 
     def post(self, job: Job) -> None:
-        """Post the write of a computed job, if its lease stands."""
+        """Post the job's next write, if one is due and its lease stands."""
         attempt = job.prefill.attempt
-        if not self.node.may_write(attempt):
+        if not (job.writes.is_due and self.node.may_write(attempt)):
             return
-        job.flying = True
-        write = Write(attempt, job.prefill.peer, list(job.blocks), list(job.prefill.block_ids))
+        part = job.writes.begin()
+        write = Write(attempt, job.prefill.peer, part.local_block_ids, part.remote_block_ids, part.is_last)
         longest_s = self.kernel.faults.slow_write_s if self.kernel.happens(self.kernel.faults.slow_writes) else 0.1
         self.kernel.at(self.kernel.random.uniform(0.001, longest_s), None, "write", self._land, write)
 
@@ -133,26 +148,33 @@ class Engine:
             there.written(write.attempt, write.target[:1], self.read(write.source[:1]))
         else:
             there.written(write.attempt, write.target, self.read(write.source))
-            if not self.kernel.happens(faults.notice_loss):
+            if write.is_last and not self.kernel.happens(faults.notice_loss):
                 for _ in range(2 if self.kernel.happens(faults.notice_twice) else 1):
                     self.kernel.at(self.kernel.random.uniform(0.0, faults.delay_s), there.node, "notice",
                                    there.node.arrived, write.attempt, 0)
         self.kernel.at(0.001, node, "write ended", self._write_ended, write, not broken)
 
     def _write_ended(self, write: Write, ok: bool) -> None:
-        job = self.jobs.pop(write.attempt)
-        self.release_job(job)
-        if job.cancelled:
-            self.node.ended(write.attempt)
-        elif ok:
-            self.node.sent(write.attempt, m.Timings())
+        job = self.jobs.get(write.attempt)
+        if job is None:
+            return  # only where the rules are broken on purpose
+        job.writes.end(ok, error="the transfer failed")
+        if job.writes.is_over:
+            del self.jobs[write.attempt]
+            self.release_job(job)
+            if job.cancelled:
+                self.node.ended(write.attempt)
+            elif job.writes.error:
+                self.node.failed(write.attempt, job.writes.error)
+            else:
+                self.node.sent(write.attempt, m.Timings())
         else:
-            self.node.failed(write.attempt, "the transfer failed")
+            self.post(job)
         self.wake()
 
     def _end_cancelled(self) -> None:
         for attempt, job in list(self.jobs.items()):
-            if job.cancelled and not job.flying:
+            if job.cancelled and job.writes.is_over:
                 del self.jobs[attempt]
                 self.release_job(job)
                 self.node.ended(attempt)
@@ -215,7 +237,9 @@ class _Request:
 
 
 class LightEngine(Engine):
-    """A pool of blocks, a queue, and batches without a limit. The KV of a block is whose prompt lies in it."""
+    """A pool of blocks, a queue, and batches without a limit. The KV of a block is whose prompt lies in it. With
+    `push_chunks` a job is computed some blocks at a step, which leave then."""
+    sends_early = False  # what is to be computed with the next step
 
     def __init__(self, node: Node, post: Post, blocks: int):
         super().__init__(node, post)
@@ -250,7 +274,7 @@ class LightEngine(Engine):
 
     def has_work(self) -> bool:
         return (any(r.stage is Stage.RUNNING for r in self.requests.values())
-                or any(job.computed and not job.flying or not job.computed for job in self.jobs.values())
+                or any(job.writes.is_due or not job.computed for job in self.jobs.values())
                 or any(r.stage is Stage.WAITING and len(self.free) >= self._need(r) for r in self.requests.values()))
 
     @staticmethod
@@ -276,7 +300,7 @@ class LightEngine(Engine):
                 self._admit(request)
 
     def _advance(self, job: Job) -> None:
-        if not job.computed:
+        if not job.blocks:
             need = -(-len(job.prefill.token_ids) // BLOCK_SIZE)
             if len(self.free) < need:
                 if need > self.blocks:
@@ -284,10 +308,14 @@ class LightEngine(Engine):
                     self.node.failed(job.prefill.attempt, "it does not fit")
                 return
             job.blocks = self._take(need)
-            self._fill(job.blocks, job.prefill.token_ids)
-            job.computed = True
-        elif not job.flying:
+        else:
             self.post(job)
+        if not job.computed:
+            whole, first = len(job.blocks), job.filled
+            job.filled = min(whole, first + CHUNK_BLOCKS) if self.node.config.push_chunks else whole
+            self._fill(job.blocks[first:job.filled], job.prefill.token_ids, first)
+            ready = min(whole, job.filled + CHUNK_BLOCKS * self.sends_early)
+            job.writes.add(job.blocks[job.writes.added:ready], is_last=ready == whole)
 
     def _admit(self, request: _Request) -> None:
         view = self.node.view(request.avoid)
@@ -346,8 +374,8 @@ class LightEngine(Engine):
         require(not set(blocks) & set(self.free), "a block was freed twice")
         self.free = blocks + self.free  # soon used again, as is worst
 
-    def _fill(self, blocks: list[int], token_ids: list[int]) -> None:
-        for index, block in enumerate(blocks):
+    def _fill(self, blocks: list[int], token_ids: list[int], first: int = 0) -> None:
+        for index, block in enumerate(blocks, first):
             self.kv[block] = (token_ids[0], index)
 
     def _check(self, request: _Request) -> None:

@@ -31,6 +31,7 @@ class Plan:
     settings: dict[str, Any] = field(default_factory=dict)
     decode_type: type[DecodeProtocol] = DecodeProtocol
     prefill_type: type[PrefillProtocol] = PrefillProtocol
+    engine_type: type[LightEngine] = LightEngine
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self.asked: dict[str, str] = {}  # request id: engine
         self._gone: list[Engine] = []
-        self._build = build or (lambda node, post: LightEngine(node, post, plan.blocks))
+        self._build = build or (lambda node, post: plan.engine_type(node, post, plan.blocks))
         settings = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE,
                     "max_prefill_tokens": 3 * BLOCK_SIZE, "lease_s": 6.0,
                     "attempt_deadline_s": 25.0, "claim_retry_s": 1.0, **plan.settings}

@@ -158,7 +158,8 @@ class ScheduledEngine(Engine):
             return
         first = job.prefill.cached_blocks
         job.blocks = list(block_ids[first:first + len(job.prefill.block_ids)])
-        job.computed = True
+        job.filled = len(job.blocks)
+        job.writes.add(job.blocks, is_last=True)
 
     def release_job(self, job: Job) -> None:
         self.progress.finished_transfers.append(job.prefill.attempt)

@@ -36,7 +36,8 @@ def storm(seed: int, **changes) -> Plan:
     """The plan of a run."""
     draw = random.Random(f"plan {seed}")
     values = {"roles": FLEETS[seed % len(FLEETS)], "faults": faults_of(seed), "blocks": draw.choice((12, 24, 48)),
-              "requests": 60, "load_s": draw.choice((10.0, 30.0)), **changes}
+              "requests": 60, "load_s": draw.choice((10.0, 30.0)), "settings": {"push_chunks": seed % 2 == 1},
+              **changes}
     return Plan(**values)
 
 
