@@ -15,6 +15,9 @@ turns on one core (as bench_step.py does for V0), the waiting engine with a stoc
                         0.05 of a core); stock vLLM with a connector that never delivers
     handover            parked - prefill - transfer of single remote prompts (goals 5 ms p50, 15 ms p99), by stage, and
                         from the engine's wake-up to its step (goal 5 ms)
+    push                what `push_chunks` brings and costs: TTFT without the prefill at P of long remote prompts (goal
+                        10 ms and the transfer of one step's tokens), and the inter-token latency of running chats
+                        while a prompt arrives; not among the parts that are measured without --part
 
 Speeds decide nothing here: the exit status is 1 only where tokens or decisions differ, or the plugin that is off has
 changed the process (B91).
@@ -33,7 +36,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from _bench_v1 import waiting
+from _bench_v1 import pushing, waiting
 from _bench_v1.installations import find_installations
 from _bench_v1.servers import BenchServer, install_probe, start_broker
 from _bench_v1.steps import GOALS, STEPS, StepComparison, untouched
@@ -45,6 +48,7 @@ WAITING_GOAL, WAKE_GOAL_MS = 0.05, 5.0
 CONTROL_GOALS_MS = {"p50": 5.0, "p99": 15.0}
 LEASE_S = 120.0  # a stopped prefill engine stays a peer for so long
 PARTS = (*STEPS, "waiting", "handover")
+PUSH = "push"
 
 
 class V1Bench:
@@ -69,6 +73,29 @@ class V1Bench:
                 yield kind, self.steps(kind)
         if {"waiting", "handover"} & set(self.args.part):
             yield from self.fleet()
+        if PUSH in self.args.part:
+            yield self._push_name(), self.push()
+
+    def push(self) -> dict[str, Any]:
+        """Part `push`: two fleets, with a broker each."""
+        args, fleets = self.args, {}
+        for arm in pushing.ARMS:
+            broker, address = start_broker(self.plugin, self.out / f"broker_{arm}.log")
+            self._stack.callback(broker.close)
+            size = ("--max-model-len", str(args.push_tokens + 2048))
+            fleets[arm] = (self._server(f"d_{arm}", "kv_consumer", 1, broker=address, options=size),
+                           self._server(f"p_{arm}", "kv_producer", 1, broker=address, push_chunks=arm == "chunks",
+                                        options=(*size, "--max-num-batched-tokens", str(args.chunk_tokens))))
+        for server in (one for fleet in fleets.values() for one in fleet):
+            server.wait_ready()
+        for decode, _ in fleets.values():
+            self._await_peer(decode)
+        return {"wire_gb_per_s": args.wire_gb_per_s, "model": Path(args.model).name, "worker_spin_s": args.worker_spin,
+                **pushing.PushComparison(fleets, args.push_tokens, args.chunk_tokens, args.push_rounds).measure()}
+
+    def _push_name(self) -> str:
+        wire = self.args.wire_gb_per_s
+        return f"{PUSH}, {Path(self.args.model).name}" + (f", a wire of {wire:g} GB/s" if wire else "")
 
     def fleet(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Parts `waiting` and `handover`, which share their engines."""
@@ -96,18 +123,20 @@ class V1Bench:
                 shares[f"stock, TP {tp}"] = {"parked": self._parked(server)}
             yield "waiting", {"shares": shares, "window_s": self.args.window}
 
-    def _server(self, name: str, role: str, tp: int) -> BenchServer:
+    def _server(self, name: str, role: str, tp: int, options: tuple[str, ...] = (), **more: Any) -> BenchServer:
         settings = {"broker": self.broker, "max_local_prefill_tokens": 40, "lease_s": LEASE_S,
-                    "attempt_deadline_s": 600.0}
+                    "attempt_deadline_s": 600.0, **more}
         transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": settings}
         probe = install_probe(self.out / "probe")
-        server = BenchServer(self.plugin, self.args.model, transfer, tp, self.out / f"{name}.log", probe,
-                        WAKE_PROBE=str(self._wakes(name)), **self._spin())
+        server = BenchServer(self.plugin, self.args.model, transfer, tp, self.out / f"{name}.log", probe, options,
+                             WAKE_PROBE=str(self._wakes(name)), **self._spin())
         self._stack.callback(server.close)
         return server
 
     def _spin(self) -> dict[str, str]:
-        return {} if self.args.worker_spin is None else {"WORKER_SPIN_S": str(self.args.worker_spin)}
+        spin = {} if self.args.worker_spin is None else {"WORKER_SPIN_S": str(self.args.worker_spin)}
+        wire = {"WIRE_BYTES_PER_S": str(1e9 * self.args.wire_gb_per_s)} if self.args.wire_gb_per_s else {}
+        return spin | wire
 
     def _stock_server(self, tp: int) -> BenchServer:
         transfer = {"kv_connector": "ParkingConnector", "kv_connector_module_path": "parking", "kv_role": "kv_both"}
@@ -169,6 +198,8 @@ def show(found: dict[str, Any]) -> None:
     for part, handover in found.items():
         if part.startswith("handover"):
             show_handover(handover)
+        elif part.startswith(PUSH):
+            show_push(handover)
     for part, one in found.items():
         print(f"{part:10} load average {one['machine'][0]['load']} before, {one['machine'][1]['load']} after, on "
               f"{one['machine'][0]['cores']} cores")
@@ -190,6 +221,16 @@ def show_handover(handover: dict[str, Any]) -> None:
     line("this machine: one hop", handover["hop_ms"])
 
 
+def show_push(push: dict[str, Any]) -> None:
+    """Prints the comparison of prompts that leave whole and in chunks."""
+    print(f"push       {push['tokens']} tokens, {push['chunk_tokens']} at a step, {push['rounds']} rounds; goal "
+          f"{push['goal_ms']:.1f} ms for TTFT - prefill")
+    for name in ("ttft_minus_prefill_ms", "transfer_ms", "prefill_ms", "itl_ms"):
+        for arm, spread in push[name].items():
+            print(f"push       {name.removesuffix('_ms').replace('_', ' '):20} {arm:20} "
+                  + "  ".join(f"{figure} {value:8.2f}" for figure, value in spread.items()) + " ms")
+
+
 def right(found: dict[str, Any]) -> bool:
     """Whether all processes decided the same, and those with the plugin off were left alone."""
     kinds = [found[kind] for kind in STEPS if kind in found]
@@ -200,16 +241,21 @@ def right(found: dict[str, Any]) -> bool:
 def arguments() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this; may be repeated")
+    parser.add_argument("--part", choices=(*PARTS, PUSH), action="append", help="only this; may be repeated")
     parser.add_argument("--model", default=os.environ.get("VLLM_PD_TINY_MODEL"), metavar="DIR",
                         help="the tiny model (default: $VLLM_PD_TINY_MODEL)")
     for name, default, what in (("processes", 2, "sets of processes that time steps"), ("rounds", 60, "rounds of each"),
                                 ("core", max(os.sched_getaffinity(0)), "where they run"),
                                 ("requests", 150, "remote prompts that are measured"),
-                                ("prompt-tokens", 256, "their length")):
+                                ("prompt-tokens", 256, "their length"),
+                                ("push-tokens", 4000, "tokens of a prompt of part push"),
+                                ("chunk-tokens", 512, "how many of them are computed at a step"),
+                                ("push-rounds", 12, "rounds of part push")):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default {default})")
     parser.add_argument("--worker-spin", type=float, metavar="SECONDS", help="how long a worker spins after each step, "
                         "for part handover where there are fewer cores than processes (default: vLLM's 1 s)")
+    parser.add_argument("--wire-gb-per-s", type=float, metavar="GB", help="transfers go over an emulated wire of that "
+                        "speed (default: none)")
     parser.add_argument("--window", type=float, default=30.0, metavar="SECONDS", help="how long CPU use is measured")
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write the figures there; parts that were not measured now stay as they are")

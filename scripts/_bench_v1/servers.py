@@ -62,16 +62,17 @@ def start_broker(plugin: BenchInstallation, log: Path) -> tuple[BenchProcess, st
 
 
 class BenchServer(BenchProcess):
-    """`vllm serve` with the tiny model. `transfer`: its KV transfer configuration."""
+    """`vllm serve` with the tiny model. `transfer`: its KV transfer configuration. The last one of two equal `options`
+    counts."""
 
     def __init__(self, where: BenchInstallation, model: str, transfer: dict[str, Any], tp: int, log: Path,
-                 more: tuple[Path, ...] = (), **settings: str) -> None:
+                 more: tuple[Path, ...] = (), options: tuple[str, ...] = (), **settings: str) -> None:
         self.port = free_port()
         self.url, self.model = f"http://127.0.0.1:{self.port}", model
         command = [where.python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(self.port),
                    "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048",
                    "--max-num-seqs", "8", "--num-gpu-blocks-override", "512", "--tensor-parallel-size", str(tp),
-                   "--kv-transfer-config", json.dumps(transfer)]
+                   "--kv-transfer-config", json.dumps(transfer), *options]
         super().__init__(command, where.environment(*more, **settings), log)
 
     def wait_ready(self) -> "BenchServer":

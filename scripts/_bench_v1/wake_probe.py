@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plugin of vLLM that times how long an engine takes from its wake-up to the step that resumes a request. With
-WORKER_SPIN_S each process of the engine spins for so many seconds after a message, instead of one second.
+WORKER_SPIN_S each process of the engine spins for so many seconds after a message, instead of one second. With
+WIRE_BYTES_PER_S the transfers that a rank makes go over an emulated wire of that speed.
 
 It is found by the metadata that `servers.install_probe` writes. In EngineCore it wraps three of our methods and appends
 the seconds to the file that WAKE_PROBE names.
@@ -16,6 +17,8 @@ def install() -> None:
     if "WORKER_SPIN_S" in os.environ:
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
         SpinCondition.__init__.__defaults__ = (float(os.environ["WORKER_SPIN_S"]), )
+    if "WIRE_BYTES_PER_S" in os.environ:
+        install_wire(float(os.environ["WIRE_BYTES_PER_S"]))
     if "vllm.v1.engine.core" not in sys.modules or "WAKE_PROBE" not in os.environ:
         return
     from vllm_pd.v1.engine_access import EngineAccess
@@ -46,3 +49,23 @@ def install() -> None:
 
     EngineAccess.wake, HandoverScheduling.resume_parked = timed_wake, timed_resume
     HandoverScheduling.schedule = timed_schedule
+
+
+def install_wire(bytes_per_s: float) -> None:
+    """Ranks of this process make their transports behind such a wire."""
+    from vllm_pd.transfer import nixl
+    from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
+
+    if "behind_wire" in vars(nixl):
+        return
+    real = nixl.NixlTransport
+
+    def behind_wire(name, caches, description, progress_thread=True):
+        block_bytes = sum(cache.nbytes for cache in caches) // description.num_blocks
+        return SlowTransport(real(name, caches, description, progress_thread), EmulatedWire(0.0, bytes_per_s),
+                             block_bytes)
+
+    nixl.NixlTransport = nixl.behind_wire = behind_wire
+    worker = sys.modules.get("vllm_pd.v1.worker")
+    if worker is not None:
+        worker.NixlTransport = behind_wire

@@ -39,11 +39,13 @@ CASES = [
     Case("two requests, two Ps", Scene(prefills=2, shape=Shape(requests=2)), 13, 15_000),
     Case("two Ds", Scene(decodes=2, pauses=1, aborts=1), 12, 30_000),
     Case("two Ds, two Ps", Scene(decodes=2, prefills=2), 14, 10_000),
-    Case("two chunks, one write fails", Scene(errors=1, aborts=1, shape=Shape(**CHUNKS)), 25, 1_000),
-    Case("two chunks, time passes, D is believed dead", Scene(pauses=2, aborts=1, losses=1, shape=Shape(**CHUNKS)), 13, 1_000),
-    Case("two chunks, two ranks, one write fails", Scene(errors=1, aborts=1, shape=Shape(ranks=2, **CHUNKS)), 16, 1_000),
+    Case("two chunks, one write fails", Scene(errors=1, aborts=1, shape=Shape(**CHUNKS)), 25, 100_000),
+    Case("two chunks, time passes, their D is believed dead",
+         Scene(pauses=2, aborts=1, losses=1, shape=Shape(**CHUNKS)), 12, 20_000),
+    Case("two chunks, two ranks, one write fails",
+         Scene(errors=1, aborts=1, shape=Shape(ranks=2, **CHUNKS)), 20, 10_000),
     Case("two chunks, P is killed and comes back",
-         Scene(pauses=1, kills=1, reborn_prefills=1, aborts=1, shape=Shape(**CHUNKS)), 12, 1_000),
+         Scene(pauses=1, kills=1, reborn_prefills=1, aborts=1, shape=Shape(**CHUNKS)), 14, 10_000),
 ]
 
 

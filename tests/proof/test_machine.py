@@ -10,7 +10,7 @@ import os
 
 import msgspec
 import pytest
-from explorer.broken import NoFence
+from explorer.broken import CHUNKS, AnswersTooSoon, NoFence
 from explorer.healing import Healer
 from explorer.model import Shape, Violation
 from explorer.snapshots import NOW, clone
@@ -23,6 +23,8 @@ from vllm_pd.core import messages as m
 
 SCENE = Scene(decodes=2, prefills=2, reborn_decodes=2, reborn_prefills=2, pauses=1000, kills=3, errors=4, aborts=8,
               losses=3, refusals=2, outages=4, shape=Shape(ranks=2, requests=2, lives=3, blocks=4, prefill_blocks=2))
+CHUNKED = dataclasses.replace(SCENE, shape=dataclasses.replace(SCENE.shape, **{**CHUNKS, "blocks": 6},
+                                                               prefill_blocks=4))
 RARE = {"kill", "begin", "lost", "break", "broker", "dead", "abort"}
 
 
@@ -69,7 +71,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def engines_go_on(self, data):
-        self.draw(data, {"post", "land", "say", "tick", "submit"})
+        self.draw(data, {"post", "land", "compute", "say", "tick", "submit"})
 
     @rule(data=st.data())
     def something_rare(self, data):
@@ -139,15 +141,32 @@ TestWalk.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large])
 
 
+class ChunkedWalk(Walk):
+    """The same, where prompts leave in two chunks (B100)."""
+
+    scene = CHUNKED
+
+
+TestChunkedWalk = ChunkedWalk.TestCase
+TestChunkedWalk.settings = settings(TestWalk.settings, max_examples=TestWalk.settings.max_examples // 2)
+
+
 class WalkWithoutFence(Walk):
     """The same, in a world where blocks are free with the end of their attempt."""
 
     scene = dataclasses.replace(SCENE, shape=dataclasses.replace(SCENE.shape, decode_type=NoFence))
 
 
-def test_b34_the_walk_can_fail():
+class WalkOverTooSoon(Walk):
+    """The same, where a job is over although a chunk of it is under way."""
+
+    scene = dataclasses.replace(CHUNKED, shape=dataclasses.replace(CHUNKED.shape, writes_type=AnswersTooSoon))
+
+
+@pytest.mark.parametrize("walk", [WalkWithoutFence, WalkOverTooSoon])
+def test_b34_the_walk_can_fail(walk):
     """B34: a missing fence does not stay hidden from it."""
     with pytest.raises(Violation, match="may reuse|outside its fence"):
-        run_state_machine_as_test(WalkWithoutFence, settings=settings(
+        run_state_machine_as_test(walk, settings=settings(
             TestWalk.settings, max_examples=500, database=None, derandomize=True, report_multiple_bugs=False,
             phases=[Phase.generate]))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """B100: KV leaves a V1 prefill engine while it computes, on the real scheduler. No write is posted before the step that
-fills its blocks was processed, one write is under way at a time, the last one has the notice, and nothing is said to the
-peer while one is."""
+fills its blocks was processed, one write is under way at a time, the last one has the notice, and nothing is said to
+the peer while one is."""
 import pytest
 from vllm.v1.request import RequestStatus
 
@@ -195,7 +195,8 @@ def test_b100_b96_a_job_that_is_given_up_here_says_so_when_its_chunk_has_ended(s
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("posted, ended, at_once", [(0, False, True), (1, False, True), (1, True, False), (2, False, False)])
+@pytest.mark.parametrize("posted, ended, at_once",
+                         [(0, False, True), (1, False, True), (1, True, False), (2, False, False)])
 def test_b100_a_job_that_is_preempted_goes_on_where_its_writes_were(model_folder, in_flight, caching, posted, ended,
                                                                     at_once):
     """With steps in flight, whose blocks it has lost. What has left is not sent again. `at_once`: V1 computes it anew

@@ -7,8 +7,8 @@ requests that it takes (SENDING). When it ends, the end is reported to the peer 
 the step loop frees the blocks later. Whatever goes wrong on the way, the peer gets a message and the blocks are freed.
 
 A binding may send the first blocks while the rest is computed: it holds them and calls `chunk_computed` after each step
-(`vllm_pd.core.writes`). Then a job has several writes, one at a time. The next one is posted by the thread that sees the
-end of the one before, for a step may take long. The peer gets its message when the last of them has ended.
+(`vllm_pd.core.writes`). Then a job has several writes, one at a time. The next one is posted by the thread that sees
+the end of the one before, for a step may take long. The peer gets its message when the last of them has ended.
 
 Where the peer has more of the prompt in its prefix cache than this engine, and reading that is quicker than computing
 it, the request is parked before it is computed, and the read goes into its pending blocks (READING). When it has ended
