@@ -50,6 +50,17 @@ class Sender:
         self.engine.check_sent_write(write, self.prompt)
         self.engine.transfer.end(write.key, ok, "" if ok else "broken")
 
+    def send_all(self) -> None:
+        """Turn, and end each write as soon as it was posted, until the job is sent."""
+        for _ in range(100):
+            if self.engine.has_work():
+                self.engine.turn()
+            if self.engine.transfer.open_writes:
+                self.end_write()
+            if ("sent", self.attempt) in self.engine.protocol.calls:
+                return
+        raise AssertionError("it is never sent")
+
     def preempt(self, at_once: bool = False):
         """V1 takes the job's blocks."""
         scheduler = self.engine.scheduler
@@ -74,11 +85,7 @@ def sender(model_folder, in_flight):
 @pytest.mark.parametrize("tokens, cached", [(300, 0), (300, 3), (256, 0), (257, 1), (65, 0), (128, 7)])
 def test_b100_blocks_leave_after_each_step(model_folder, in_flight, tokens, cached):
     sender = Sender(model_folder, in_flight, tokens, cached)
-    engine = sender.engine
-    while ("sent", sender.attempt) not in engine.protocol.calls:
-        engine.turn()
-        if engine.transfer.open_writes:
-            sender.end_write()
+    sender.send_all()
     writes, blocks = sender.posted, -(-tokens // BLOCK_SIZE)
     assert [block for write in writes for block in write.remote_block_ids] == list(range(100 + cached, 100 + blocks))
     assert len(writes) == -(-tokens // CHUNK) - cached * BLOCK_SIZE // CHUNK
@@ -172,10 +179,7 @@ def test_b100_only_the_last_write_is_announced(sender):
     """D looks for a notice from then on."""
     announced, may_write = [], sender.engine.protocol.may_write
     sender.engine.protocol.may_write = lambda attempt: announced.append(len(sender.posted)) or may_write(attempt)
-    while ("sent", sender.attempt) not in sender.engine.protocol.calls:
-        sender.engine.turn()
-        if sender.engine.transfer.open_writes:
-            sender.end_write()
+    sender.send_all()
     assert announced == [len(sender.posted) - 1]
     sender.finish("sent")
 
@@ -212,10 +216,7 @@ def test_b100_a_job_that_is_preempted_goes_on_where_its_writes_were(model_folder
         engine.schedule()
     sender.preempt(at_once)
     engine.add("a", prompt(100))  # takes what is free
-    while ("sent", sender.attempt) not in engine.protocol.calls:
-        engine.turn()
-        if engine.transfer.open_writes:
-            sender.end_write()
+    sender.send_all()
     assert [block for write in sender.posted for block in write.remote_block_ids] == list(range(100, 119))
     sender.finish("sent")
 
@@ -231,9 +232,7 @@ def test_b100_b31_blocks_come_free_with_the_end_of_their_chunk(model_folder, in_
     request = sender.preempt()
     engine.run()
     assert request.status is RequestStatus.PREEMPTED or len(sender.posted) > 1
-    while ("sent", sender.attempt) not in engine.protocol.calls:
-        assert engine.transfer.open_writes or engine.has_work(), "it sleeps for ever"
-        engine.turn() if engine.has_work() else sender.end_write()
+    sender.send_all()
     sender.finish("sent")
 
 

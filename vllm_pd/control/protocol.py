@@ -187,8 +187,8 @@ class PeerProtocol:
 
     @_locked
     def may_write(self, attempt: m.Attempt) -> bool:
-        """Whether the lease stands. To be asked right before each post of a write; D then gets a message that it
-        comes."""
+        """Whether the lease stands. To be asked right before the last write of an attempt is posted; D then gets a
+        message that the notice comes. Before another write: `lease_stands`."""
         now = self._clock()
         allowed = self._prefill.may_write(now, attempt)
         if allowed:
@@ -197,7 +197,8 @@ class PeerProtocol:
 
     @_locked
     def lease_stands(self, attempt: m.Attempt) -> bool:
-        """Whether the job is still wanted. D keeps what it granted either way."""
+        """Whether the job is still wanted, and a write that is not its last may be posted. D keeps what it granted
+        either way."""
         return self._prefill.may_write(self._clock(), attempt)
 
     @_locked

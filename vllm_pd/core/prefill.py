@@ -86,7 +86,7 @@ class PrefillProtocol:
         return job is not None and job.state is JobState.RUNNING and now < job.lease_until
 
     def writing(self, now: float, attempt: m.Attempt) -> list[Action]:
-        """Writes of this attempt, for which `may_write` was true, are about to be posted."""
+        """The last write of this attempt, for which `may_write` was true, is about to be posted."""
         job = self._jobs.get(attempt)
         if job is None or job.sent_writing:
             return []

@@ -24,7 +24,8 @@ class DropTransferPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Copy our blocks to the peer's, pairwise. Then deliver a notice there: rank `i` sends `notices[i]`.
+    """Copy our blocks to the peer's, pairwise. Then deliver a notice there: rank `i` sends `notices[i]`, unless that is
+    empty.
 
     `after_step`: only for requests that do not travel with a step. The number of the last step that used the local
     blocks; its output has been processed. 0: not known, so the rank waits for all that its device was given to compute.
