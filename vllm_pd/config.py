@@ -104,7 +104,7 @@ class PDConfig:
         "in its prefix cache, instead of computing it: `auto` where that takes less time.",
         choices=tuple(word.value for word in PrefixReads))
     push_chunks: bool = _key(
-        False, "Whether a prefill engine sends the blocks of a prompt that are computed while it computes the rest, "
+        True, "Whether a prefill engine sends the blocks of a prompt that are computed while it computes the rest, "
         "after each step, instead of all at the end. On V1; no effect on V0.")
     transport: str = _key(
         TransportKind.NIXL.value, "What carries the KV: `nixl`, or `torch` (gloo on the CPU, NCCL on GPUs), which "

@@ -278,7 +278,8 @@ class Engine:
         self.pool = self.manager.block_pool
         self.free_at_start = self.pool.get_num_free_blocks()
         settings = settings or PDConfig.parse(role, {"broker": "tcp://127.0.0.1:5700", "max_parked_fraction": 1.0,
-                                                     "max_local_prefill_tokens": threshold, **extra})
+                                                     "max_local_prefill_tokens": threshold, "push_chunks": False,
+                                                     **extra})
         self.protocol = protocol or FakeProtocol(settings.role)
         self.transfer = transfer or FakeTransfer()
         self.protocol.open_writes = self.transfer.open_writes

@@ -225,8 +225,8 @@ class PrefillHandover(ABC):
 
     def aborted(self, attempt: Attempt) -> None:
         """The job's request was aborted while it was parked. Its blocks stay until the read has ended."""
-        job = self._jobs[attempt]
-        if job.state is JobStage.READING and not job.cancelled:
+        job = self._jobs.get(attempt)
+        if job is not None and job.state is JobStage.READING and not job.cancelled:
             job.cancelled = True
             self._requests.append(transfer.CancelTransfer(_read_key(attempt)))
 
