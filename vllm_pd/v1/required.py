@@ -87,7 +87,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "an engine does not sleep while this holds"),
         Required("Request.block_hashes", "equal prompts that are parked together"),
         Required("Request.skip_reading_prefix_cache", "such a request is computed whole: it stays local"),
-        Required("Request.num_preemptions", "a preempted request stays local"),
+        Required("Request.num_preemptions", "a preempted request stays local, and the steps before do not count"),
         Required("Request.num_in_flight_tokens", "what a step in flight computes is not offered to a peer"),
         Required("Request.kv_transfer_params", "a client's are dropped"),
         Required("Request.prefill_stats", "what a client's usage says about cached tokens"),
@@ -105,6 +105,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "v1/core/kv_cache_manager.py": (
         Required("KVCacheManager.block_pool", "the pool that fences hold blocks of"),
+        Required("KVCacheManager.get_block_ids", "the blocks of a request that is computed", takes=("request_id", )),
         Required("KVCacheBlocks.get_block_ids", "the blocks that a request was given", takes=()),
     ),
     "v1/engine/core.py": (
