@@ -129,8 +129,8 @@ class V1EngineUnderTest:
         while True:
             await asyncio.sleep(GAUGES_S)
             now, counters = time.monotonic(), counters_of(None)
-            gauges = {name: int(counters.get(f"{name}_blocks:0", 0)) for name in ("parked", "quarantined", "sending")}
-            usage = counters_of(None, "vllm:kv_cache_usage_perc").get("vllm:kv_cache_usage_perc:0", 0.0)
+            gauges = {name: int(counters.get(f"{name}_blocks", 0)) for name in ("parked", "quarantined", "sending")}
+            usage = counters_of(None, "vllm:kv_cache_usage_perc").get("vllm:kv_cache_usage_perc", 0.0)
             total = self.engine.vllm_config.cache_config.num_gpu_blocks
             self._send({"gauges": {"time": now, "in_flight": len(self._streams), **gauges,
                                    "free": round((1 - usage) * (total - 1))}})

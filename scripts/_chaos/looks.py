@@ -66,13 +66,14 @@ def open_counts(engine) -> dict[str, int]:
 
 
 def counters_of(disagg, prefix: str = "vllm:pd_") -> dict[str, float]:
-    """The metrics of this process that begin with `prefix`, by name and labels, and the counts of the control thread,
-    if `disagg` is not None."""
+    """The metrics of this process that begin with `prefix`, by name and labels without that of V1's `engine` (there is
+    one), and the counts of the control thread, if `disagg` is not None."""
     from prometheus_client import REGISTRY
     counters: dict[str, float] = {}
     for family in REGISTRY.collect():
         for sample in family.samples if family.name.startswith(prefix) else ():
-            labels = ",".join(v for key, v in sorted(sample.labels.items()) if key not in ("model_name", "le"))
+            labels = ",".join(v for key, v in sorted(sample.labels.items())
+                              if key not in ("model_name", "engine", "le"))
             if not sample.name.endswith(("_created", "_bucket")):
                 counters[":".join(filter(None, [sample.name.removeprefix("vllm:pd_"), labels]))] = sample.value
     if disagg is not None:
