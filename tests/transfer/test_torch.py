@@ -17,7 +17,7 @@ from writes import connect, finish
 from tests.forked import freeze
 from tests.verdict import same_bytes
 from vllm_pd.errors import TransferError
-from vllm_pd.transfer import torch_link
+from vllm_pd.transfer import torch_group
 from vllm_pd.transfer.layout import Memory
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, CloseGrant, DropTransferPeer, OpenGrant, Write
 from vllm_pd.transfer.torch_link import ControlConnection, Join, Joined, LinkLimits, prove
@@ -306,7 +306,7 @@ def test_b20_the_grants_that_are_remembered_have_a_bound():
 @pytest.mark.parametrize("memory,group", [(Memory.DRAM, "GlooGroup"), (Memory.VRAM, "NcclGroup")])
 def test_the_group_is_that_of_the_memory_of_the_cache(rank, monkeypatch, memory, group):
     for name in ("GlooGroup", "NcclGroup"):
-        monkeypatch.setattr(torch_link, name, lambda *arguments, name=name: name)
+        monkeypatch.setattr(torch_group, name, lambda *arguments, name=name: name)
     cache = msgspec.structs.replace(rank("p-device").cache, memory=memory)
     context = _context(torch.empty(1), cache, "127.0.0.1", LinkLimits())
-    assert torch_link.make_group(None, 0, context, 0.0) == group
+    assert torch_group.make_group(None, 0, context, 0.0) == group

@@ -24,6 +24,7 @@ from vllm_pd.transfer.layout import CacheDescription
 from vllm_pd.transfer.plan import plan
 from vllm_pd.transfer.requests import Notice
 from vllm_pd.transfer.torch_blocks import BlockCopier
+from vllm_pd.transfer.torch_group import PairGroup, make_group
 from vllm_pd.transfer.torch_link import (
     Begin,
     BeginReply,
@@ -33,9 +34,7 @@ from vllm_pd.transfer.torch_link import (
     Joined,
     Landed,
     LinkContext,
-    PairGroup,
     StoreKey,
-    make_group,
     prove,
 )
 from vllm_pd.transfer.transport import PeerMetadata
@@ -44,6 +43,7 @@ logger = logging.getLogger("vllm.pd")
 
 KEPT_CLOSED = 4096  # grants that are known to be closed
 MAX_CONNECTIONS = 256
+CLOSE_S = 1.0
 MAX_NOTICE_BYTES = 64 << 10
 MAX_NOTICES = 4096  # that the engine has not taken
 
@@ -123,6 +123,7 @@ class WriteReceiver:
         self._closing = False
         self._lock = threading.Lock()
         self._connections: set[ControlConnection] = set()
+        self._threads: list[threading.Thread] = []  # of connections; a few of them may have ended
         self._socket = socket.create_server((host, 0), backlog=128)
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="vllm-pd-accept", daemon=True)
@@ -134,7 +135,8 @@ class WriteReceiver:
             return len(self._connections)
 
     def close(self) -> None:
-        """Close all grants and connections. The threads end as soon as they can."""
+        """Close all grants and connections. Waits up to CLOSE_S for the threads: one that ends while the interpreter
+        does may abort the process."""
         self._closing = True
         self.grants.close_all()
         with contextlib.suppress(OSError):
@@ -143,7 +145,9 @@ class WriteReceiver:
         with self._lock:
             for control in self._connections:
                 control.abort()
-        self._thread.join(self._context.limits.join_s)
+        deadline_s = time.monotonic() + CLOSE_S
+        for thread in (self._thread, *self._threads):
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _accept(self) -> None:
         while not self._closing:
@@ -167,13 +171,10 @@ class WriteReceiver:
                 sock.close()
                 return
             control = ControlConnection(sock, self._context.limits.stall_s)
+            thread = threading.Thread(target=self._serve, args=(control, ), name="vllm-pd-receive", daemon=True)
+            thread.start()
             self._connections.add(control)
-        try:
-            threading.Thread(target=self._serve, args=(control, ), name="vllm-pd-receive", daemon=True).start()
-        except RuntimeError:  # no thread is left
-            with self._lock:
-                self._connections.discard(control)
-            raise
+            self._threads = [one for one in self._threads if one.is_alive()] + [thread]
 
     def _serve(self, control: ControlConnection) -> None:
         """The thread of a connection. Ends with it."""
@@ -195,9 +196,9 @@ class WriteReceiver:
         finally:
             if group is not None:
                 group.close()
+            control.close()
             with self._lock:
                 self._connections.discard(control)
-            control.close()
 
     def _join(self, control: ControlConnection) -> tuple[str, BlockCopier, PairGroup]:
         """Meet a sender. Returns its name, what copies its data, and the group."""

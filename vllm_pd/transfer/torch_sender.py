@@ -15,6 +15,7 @@ import torch
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.torch_blocks import BlockCopier
+from vllm_pd.transfer.torch_group import PairGroup, make_group
 from vllm_pd.transfer.torch_link import (
     Begin,
     BeginReply,
@@ -24,9 +25,7 @@ from vllm_pd.transfer.torch_link import (
     Joined,
     Landed,
     LinkContext,
-    PairGroup,
     StoreKey,
-    make_group,
     prove,
 )
 

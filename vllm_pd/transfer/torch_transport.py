@@ -31,7 +31,8 @@ from vllm_pd.transfer.layout import CacheDescription, Memory
 from vllm_pd.transfer.plan import pair_blocks, plan
 from vllm_pd.transfer.requests import Finished, Notice
 from vllm_pd.transfer.torch_blocks import BlockCopier
-from vllm_pd.transfer.torch_link import DEFAULT_LIMITS, Begin, LinkContext, LinkLimits, gloo_device
+from vllm_pd.transfer.torch_group import gloo_device
+from vllm_pd.transfer.torch_link import DEFAULT_LIMITS, Begin, LinkContext, LinkLimits
 from vllm_pd.transfer.torch_receiver import WriteReceiver
 from vllm_pd.transfer.torch_sender import OutgoingWrite, PeerSender, TorchAddress
 from vllm_pd.transfer.transport import PeerMetadata, TransportProgress
