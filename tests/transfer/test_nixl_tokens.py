@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from nixl_receiver import Rank, receiver
-from test_nixl import connect, finish, send
+from writes import connect, finish, send
 
 from tests.verdict import same_bytes
 from vllm_pd.errors import TransferError

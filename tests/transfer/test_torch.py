@@ -16,6 +16,7 @@ from writes import connect, finish
 
 from tests.forked import freeze
 from tests.verdict import same_bytes
+from tests.waiting import wait_for
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer import torch_group
 from vllm_pd.transfer.layout import Memory
@@ -42,13 +43,6 @@ def torch_receiver(name, **options):
 def send(rank, peer, key, ids, grant="", notice=b"n"):
     rank.worker.execute([Write(key, peer.name, ids, ids, [notice], grant=grant)])
     return finish(rank, [key])[key]
-
-
-def wait_for(condition, timeout_s=30.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def test_b22_only_blocks_of_an_open_grant_are_written(rank):
@@ -110,7 +104,7 @@ def test_b22_b25_nothing_lands_after_the_grant_was_closed(rank):
         wait_for(lambda: d.worker.take_progress().notices)
         p.ask("stop")
         same_bytes(torch.equal(d.blocks(MANY), torch.from_numpy(p.ask("memory"))))
-        assert d.transport._receiver.connections() == 1
+        assert d.transport.debug_state()["connections"] == 1
 
 
 def test_b21_a_sender_killed_in_the_middle_leaves_its_grant_to_be_closed(rank):
@@ -122,7 +116,7 @@ def test_b21_a_sender_killed_in_the_middle_leaves_its_grant_to_be_closed(rank):
         p.answer()
         wait_for(lambda: int(d.memory[0][0, 0, 0]) == 1 << 28)
         p.kill()
-        wait_for(lambda: d.transport._receiver.connections() == 1)
+        wait_for(lambda: d.transport.debug_state()["connections"] == 1)
         d.worker.execute([CloseGrant("g")])
         assert send(other, d, "k", [5], "other").ok
     assert [end.key for end in d.worker.take_progress().finished] == ["g"]
@@ -233,7 +227,7 @@ def test_b23_a_connection_that_ended_between_two_writes_costs_none(rank):
         assert send(p, d, "k", [number]).ok
         for control in list(d.transport._receiver._connections):
             control.abort()
-        wait_for(lambda: d.transport._receiver.connections() == 0)
+        wait_for(lambda: d.transport.debug_state()["connections"] == 0)
     same_bytes(torch.equal(p.blocks([0, 1, 2]), d.blocks([0, 1, 2])))
 
 
@@ -248,18 +242,18 @@ def test_b29_junk_at_the_socket_harms_nobody(rank):
     assert send(p, d, "k", [1]).ok
     for each in junk:
         each.close()
-    wait_for(lambda: d.transport._receiver.connections() == 1)
+    wait_for(lambda: d.transport.debug_state()["connections"] == 1)
 
 
 def test_b29_no_more_connections_than_the_bound(rank):
     d = rank("d-many")
     address = address_of(d.transport.metadata())
     connections = [socket.create_connection((address.host, address.port)) for _ in range(MAX_CONNECTIONS + 10)]
-    wait_for(lambda: d.transport._receiver.connections() == MAX_CONNECTIONS)
+    wait_for(lambda: d.transport.debug_state()["connections"] == MAX_CONNECTIONS)
     assert threading.active_count() < MAX_CONNECTIONS + 20
     for each in connections:
         each.close()
-    wait_for(lambda: d.transport._receiver.connections() == 0)
+    wait_for(lambda: d.transport.debug_state()["connections"] == 0)
 
 
 @pytest.mark.parametrize("token,larger,problem", [(b"wrong", 1, "closed"), (None, 2, "head"), (None, 1, "")])

@@ -212,7 +212,7 @@ def test_b100_a_job_that_is_preempted_goes_on_where_its_writes_were(model_folder
         if ended or number + 1 < posted:
             sender.end_write()
     engine.scheduler.has_requests()
-    while len(engine._flying) < in_flight:
+    while len(engine.begun_steps) < in_flight:
         engine.schedule()
     sender.preempt(at_once)
     engine.add("a", prompt(100))  # takes what is free

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.v1.real_engines import RealEngine, wait_for
+from tests.v1.real_engines import RealEngine
 from tests.v1.test_real_engines import (  # noqa: F401  a fixture
     broker,
     done,
@@ -12,6 +12,7 @@ from tests.v1.test_real_engines import (  # noqa: F401  a fixture
     test_b1_b2_tokens_are_those_of_one_stock_engine,
     test_b21_p_is_killed_and_d_answers_by_itself,
 )
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 QUARANTINED = "vllm:pd_quarantined_blocks:"

@@ -179,6 +179,10 @@ class TorchTransport:
         """See Transport."""
         return len(self._open)
 
+    def debug_state(self) -> dict[str, int]:
+        """For tests alone: how many senders are connected to this transport."""
+        return {"connections": 0 if self._receiver is None else self._receiver.connections()}
+
     def close(self, timeout_s: float = 1.0) -> bool:
         """Wait up to `timeout_s` for the writes under way, then release everything. A second call changes nothing.
 
