@@ -207,7 +207,8 @@ def test_a_decode_engine_hears_how_busy_the_prefill_engines_are(pair, speaker):
     other = speaker(m.Role.PREFILL, OTHER)
     other.register(load=m.Load(job_tokens=5))
     d.expect_peers(d, p, other)
-    p.register(load=m.Load(job_tokens=70, tokens_per_s=12.5))
+    p.member = msgspec.structs.replace(p.member, load=m.Load(job_tokens=70, tokens_per_s=12.5))
+    p.say(m.Register(p.member))  # no new list of members need follow
     wanted = (m.PrefillLoad(p.name, 70, 12.5), )
     d.expect(m.Heard, lambda heard: heard.loads == wanted)
     assert d.put(1).refusal is None
