@@ -59,3 +59,10 @@ def test_the_first_reason_stays(writes):
     assert writes.close("a") is None and writes.is_over
     writes.close("b")
     assert writes.error == "a"
+
+
+@pytest.mark.parametrize("blocks, is_last", [([3, 4, 5, 6], True), ([], True), ([3, 4, 5, 6, 7, 8], False),
+                                             ([3, 4, 5, 6, 7, 8], True)])
+def test_b100_no_notice_without_a_block_for_each_granted_one(writes, blocks, is_last):
+    writes.add(blocks, is_last)
+    assert not writes.is_due and writes.is_over and "granted" in writes.error

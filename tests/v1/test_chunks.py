@@ -7,6 +7,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, Engine, is_of
 from tests.v1.test_hazards import prompt
+from vllm_pd.core import job_order
 from vllm_pd.core.actions import Cancelled
 from vllm_pd.handover.progress import ArrivalNotice
 from vllm_pd.transfer.requests import CancelTransfer, Write
@@ -18,8 +19,8 @@ class Sender:
     """A prefill engine with a job of this prompt, whose writes are looked at when they are posted."""
 
     def __init__(self, folder, in_flight: int, tokens: int = 300, cached: int = 0, **settings) -> None:
-        self.engine = Engine(folder, in_flight, role="kv_producer", batch_tokens=CHUNK, prefix_reads="never",
-                             **{"push_chunks": True, **settings})
+        self.engine = Engine(folder, in_flight, role="kv_producer", batch_tokens=CHUNK,
+                             **{"push_chunks": True, "prefix_reads": "never", **settings})
         self.prompt = prompt(tokens)
         self.posted: list[Write] = []
         execute = self.engine.transfer.execute
@@ -234,6 +235,37 @@ def test_b100_b31_blocks_come_free_with_the_end_of_their_chunk(model_folder, in_
     assert request.status is RequestStatus.PREEMPTED or len(sender.posted) > 1
     sender.send_all()
     sender.finish("sent")
+
+
+def test_b100_a_job_whose_blocks_leave_reads_no_prefix_any_more(model_folder, in_flight):
+    """It is preempted when the peer's prefix, which it had found here, is evicted. A read would begin with its next
+    admission, and the end of that would free the blocks of the write under way."""
+    sender = Sender(model_folder, in_flight, cached=2, prefix_reads="always")
+    jobs = sender.engine.binding.prefill_jobs
+    assert jobs.prefix_cost.worth_reading(2 * BLOCK_SIZE)
+    jobs.wants_prefix, wants_prefix = (lambda attempt, cached_tokens: False), jobs.wants_prefix
+    sender.until_posted(1)
+    jobs.wants_prefix = wants_prefix
+    sender.preempt()
+    assert not jobs.wants_prefix(sender.attempt, 0)
+    sender.send_all()
+    assert [block for write in sender.posted for block in write.remote_block_ids] == list(range(102, 119))
+    sender.finish("sent")
+
+
+@pytest.mark.parametrize("jobs", [2, 3])
+def test_b100_b22_several_jobs_lose_their_lease_in_one_step(model_folder, in_flight, jobs, monkeypatch):
+    monkeypatch.setattr(job_order, "may_begin", lambda turn, begun, step_tokens: True)  # all at once
+    engine = Engine(model_folder, in_flight, role="kv_producer", prefix_reads="never", push_chunks=True)
+    engine.binding.prefill_jobs.arrange = lambda: None
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = 32  # each has some tokens in each step
+    engine.protocol.lease = False
+    attempts = [engine.job(prompt(200), number=number) for number in range(jobs)]
+    engine.run()
+    assert set(engine.protocol.calls) == {("failed", attempt) for attempt in attempts}
+    assert engine.tokens_computed <= jobs * 32 * (in_flight + 1), "they are computed no further"
+    assert not engine.transfer.open_writes and not engine.scheduler.requests
+    engine.check_at_rest()
 
 
 def test_keys_name_their_attempt(sender):

@@ -39,11 +39,14 @@ class AttemptWrites:
 
     def add(self, local_block_ids: Sequence[int], is_last: bool) -> None:
         """The next blocks in order hold their KV for good. `is_last`: there are no more. No effect once no write
-        begins any more."""
-        if not self._closed:
-            self._ready += local_block_ids
-            self.added += len(local_block_ids)
-            self._is_complete = is_last
+        begins any more. Without a block for each of the peer's the last write, and so the notice, does not begin."""
+        if self._closed:
+            return
+        self._ready += local_block_ids
+        self.added += len(local_block_ids)
+        self._is_complete = is_last
+        if self.added > len(self._remote) or is_last and self.added < len(self._remote):
+            self.close(f"{self.added} blocks were computed, and {len(self._remote)} granted")
 
     @property
     def is_due(self) -> bool:

@@ -207,9 +207,11 @@ class PrefillHandover(ABC):
 
     def wants_prefix(self, attempt: Attempt, cached_tokens: int) -> bool:
         """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, is to be read
-        from the peer first. At most once a job: a read that failed is not repeated."""
+        from the peer first. At most once a job: a read that failed is not repeated. Not once some of its blocks leave:
+        a job that V1 has preempted would read and write at the same time, and the first end would free the blocks of
+        the other."""
         job = self._jobs.get(attempt)
-        if job is None or job.read_tokens:
+        if job is None or job.read_tokens or job.writes.added:
             return False
         return self.prefix_cost.worth_reading(job.prefill.cached_blocks * self._block_size - cached_tokens)
 
@@ -264,6 +266,7 @@ class PrefillHandover(ABC):
     def take_requests(self, progress: Progress) -> list[transfer.TransferRequest]:
         """The transfer requests of the step that is about to run. The lease is checked here, right before the post."""
         requests, self._requests = self._requests, []
+        over: list[PeerJob] = []
         for job in list(self._jobs.values()):
             if job.state is JobStage.COMPUTED:
                 job.state = JobStage.SENDING
@@ -273,10 +276,15 @@ class PrefillHandover(ABC):
                 write = self._next_write(job)
             if write is not None:
                 requests.append(write)
-            elif job.writes.is_over and not self._has_open(job):
-                self._protocol.failed(job.prefill.attempt, job.writes.error)
+            elif job.writes.is_over:
+                over.append(job)
+        for job in over:
+            self._protocol.failed(job.prefill.attempt, job.writes.error)
+            # Its request may end here, and with it this is called again, for the others.
+            if self._jobs.get(job.prefill.attempt) is job and not self._has_open(job):
                 self._end(job, progress)
-        self._metrics.sending_blocks.set(sum(job.writes.unsent_blocks for job in self._jobs.values()))
+        with self._writes_lock:
+            self._metrics.sending_blocks.set(sum(job.writes.unsent_blocks for job in self._jobs.values()))
         return requests
 
     def report_end(self, end: transfer.Finished) -> None:
