@@ -162,7 +162,7 @@ class DecodeHandover(ABC, Generic[R]):
             self.measures.decided(time.monotonic(), decision.remote, tokens)
         if not decision.remote:
             self._stay(request)
-            if self.measures is not None:
+            if self.measures is not None and decision.reason is not Reason.ROLE:
                 self._local.append((request, tokens))
             return None
         remote = self._request(request)
@@ -336,7 +336,7 @@ class DecodeHandover(ABC, Generic[R]):
             remote.request.failed_peers += (event.peer, )
 
     def _close_grant(self, attempt: Attempt) -> None:
-        if self.send_grants is not None:
+        if self.send_grants is not None and str(attempt) not in self._closing:
             self._closing[str(attempt)] = attempt
             self.send_grants([CloseGrant(str(attempt))])
 
