@@ -107,8 +107,8 @@ class PDConfig:
         True, "Whether a prefill engine sends the blocks of a prompt that are computed while it computes the rest, "
         "after each step, instead of all at the end. On V1; no effect on V0.")
     transport: str = _key(
-        TransportKind.NIXL.value, "What carries the KV: `nixl`, or `torch` (gloo on the CPU, NCCL on GPUs), which "
-        "needs no library but torch, is slower, and reads no prefixes. All engines of a fleet must have the same.",
+        TransportKind.NIXL.value, "What carries the KV: `nixl`, or `torch` (gloo, on the CPU only), which needs no "
+        "library but torch, is slower, and reads no prefixes. All engines of a fleet must have the same.",
         choices=tuple(kind.value for kind in TransportKind))
     lease_s: float = _key(
         30.0, "How long a prefill engine may write after a grant that is not renewed.", least=0.1, most=3600)

@@ -17,14 +17,14 @@ from writes import connect, finish
 from tests.forked import freeze
 from tests.verdict import same_bytes
 from tests.waiting import wait_for
-from vllm_pd.errors import TransferError
-from vllm_pd.transfer import torch_group
+from vllm_pd.errors import ConfigError, TransferError
+from vllm_pd.transfer.choice import TransportChoice, TransportKind
 from vllm_pd.transfer.layout import Memory
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, CloseGrant, DropTransferPeer, OpenGrant, Write
-from vllm_pd.transfer.torch_link import ControlConnection, Join, Joined, LinkLimits, prove
+from vllm_pd.transfer.torch_link import ControlConnection, Join, Joined, prove
 from vllm_pd.transfer.torch_receiver import MAX_CONNECTIONS, Grants
 from vllm_pd.transfer.torch_sender import TorchAddress
-from vllm_pd.transfer.torch_transport import _context
+from vllm_pd.transfer.torch_transport import TorchTransport
 from vllm_pd.transfer.transport import PeerMetadata
 
 STALL_S = 1.0  # in the tests of stopped processes
@@ -297,10 +297,14 @@ def test_b20_the_grants_that_are_remembered_have_a_bound():
     assert len(grants) == 0 and len(grants._closed) < 5000
 
 
-@pytest.mark.parametrize("memory,group", [(Memory.DRAM, "GlooGroup"), (Memory.VRAM, "NcclGroup")])
-def test_the_group_is_that_of_the_memory_of_the_cache(rank, monkeypatch, memory, group):
-    for name in ("GlooGroup", "NcclGroup"):
-        monkeypatch.setattr(torch_group, name, lambda *arguments, name=name: name)
-    cache = msgspec.structs.replace(rank("p-device").cache, memory=memory)
-    context = _context(torch.empty(1), cache, "127.0.0.1", LinkLimits())
-    assert torch_group.make_group(None, 0, context, 0.0) == group
+def test_a_cache_on_a_gpu_is_refused(rank):
+    p = rank("p-device")
+    with pytest.raises(TransferError, match="can't carry a cache in VRAM"):
+        TorchTransport("gpu", p.memory, msgspec.structs.replace(p.cache, memory=Memory.VRAM), "127.0.0.1")
+
+
+def test_b80_the_setting_is_refused_on_a_gpu():
+    TransportChoice(TransportKind.TORCH).check_device("cpu")
+    TransportChoice(TransportKind.NIXL).check_device("cuda")
+    with pytest.raises(ConfigError, match="transport='torch'.* a cache on cuda, .*write nixl"):
+        TransportChoice(TransportKind.TORCH).check_device("cuda")

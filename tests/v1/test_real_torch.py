@@ -24,8 +24,8 @@ del test_b1_b2_tokens_are_those_of_one_stock_engine, test_b21_p_is_killed_and_d_
 @pytest.fixture(scope="module")
 def pair(logs, mono, broker):  # noqa: F811
     settings = {"attempt_deadline_s": 200.0, "lease_s": 3.0, "heartbeat_s": 1.0, "transport": "torch"}
-    p = RealEngine("kv_producer", logs / "p.log", broker.address, settings).ready()
-    d = RealEngine("kv_consumer", logs / "d.log", broker.address, settings).ready()
+    p = RealEngine("kv_producer", logs / "p.log", broker.url, settings).ready()
+    d = RealEngine("kv_consumer", logs / "d.log", broker.url, settings).ready()
     wait_for(lambda: d.generate(prompts(0, (300, ))) and done(d), "nothing goes remote")
     yield p, d
     d.stop()

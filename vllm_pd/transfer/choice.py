@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_pd.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,6 +26,12 @@ class TransportChoice(msgspec.Struct, frozen=True, array_like=True):
     """A transport, and the address at which its sockets listen, where it lets one choose."""
     kind: TransportKind = TransportKind.NIXL
     host: str = "127.0.0.1"
+
+    def check_device(self, device_type: str) -> None:
+        """Raises ConfigError if this transport does not carry a cache on devices of this type of torch."""
+        if self.kind is TransportKind.TORCH and device_type != "cpu":
+            raise ConfigError("transport", self.kind.value, f"it does not carry a cache on {device_type}, because a "
+                              "peer that stops would end this engine: write nixl")
 
     def make(self, name: str, caches: list[torch.Tensor], description: CacheDescription, receives: bool) -> Transport:
         """The transport called `name` of a rank with these caches. `receives`: whether peers write into them. Raises

@@ -17,7 +17,6 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -41,11 +40,8 @@ DEFAULT_LIMITS = LinkLimits()
 
 
 class LinkContext(NamedTuple):
-    """What a rank makes its connections with. `device` is gloo's, or a CUDA device of torch; `enter` is the first call
-    in a thread."""
-    device: object
-    is_cuda: bool
-    enter: Callable[[], None]
+    """What a rank makes its connections with: the address at which its sockets listen, and its deadlines."""
+    host: str
     limits: LinkLimits = DEFAULT_LIMITS
 
 
@@ -157,7 +153,10 @@ class ControlConnection:
             if deadline_s is None:
                 self._socket.settimeout(None)
             else:
-                self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:  # however slowly bytes may come
+                    raise TimeoutError("the message did not come in time")
+                self._socket.settimeout(left_s)
             part = self._socket.recv(min(count - len(read), 1 << 20))
             if not part:
                 raise TransferError("the peer has closed the connection")

@@ -180,7 +180,6 @@ class WriteReceiver:
         """The thread of a connection. Ends with it."""
         group: PairGroup | None = None
         try:
-            self._context.enter()
             peer, copier, group = self._join(control)
             buffers = [copier.buffer(), copier.buffer()]
             while True:

@@ -94,7 +94,6 @@ class PeerSender:
 
     def _main(self) -> None:
         try:
-            self._context.enter()
             self._connect()
         except (OSError, TransferError) as error:
             logger.debug("no connection yet, the first write tries again: %s", error)

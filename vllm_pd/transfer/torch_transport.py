@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch transport: point to point over `torch.distributed`, gloo for memory of the host, NCCL for a CUDA device.
+"""The torch transport: point to point over gloo of `torch.distributed`, for caches in the memory of the host.
 
 1. Two ranks that exchange KV have a connection of their own: a control socket and a process group of the two, made when
    the sender adds the peer. The rendezvous goes over the control socket. A restarted engine has another name, address
@@ -12,8 +12,9 @@
 6. The end of a write that failed proves nothing: a stopped receiver may hold a part of it. What counts is the
    receiver's own word, `close_grant`: it drops the rest, so it needs nobody's help to have its blocks back.
 7. Reads are not possible: the peer would have to take part.
-8. Sender and receiver prove to each other that they know the token in the receiver's metadata. gloo and NCCL have no
+8. Sender and receiver prove to each other that they know the token in the receiver's metadata. gloo has no
    authentication, and nothing is encrypted.
+9. NCCL is not used for caches of a GPU: its watchdog ends the process when a peer stops or dies in the middle.
 """
 from __future__ import annotations
 
@@ -31,7 +32,6 @@ from vllm_pd.transfer.layout import CacheDescription, Memory
 from vllm_pd.transfer.plan import pair_blocks, plan
 from vllm_pd.transfer.requests import Finished, Notice
 from vllm_pd.transfer.torch_blocks import BlockCopier
-from vllm_pd.transfer.torch_group import gloo_device
 from vllm_pd.transfer.torch_link import DEFAULT_LIMITS, Begin, LinkContext, LinkLimits
 from vllm_pd.transfer.torch_receiver import WriteReceiver
 from vllm_pd.transfer.torch_sender import OutgoingWrite, PeerSender, TorchAddress
@@ -56,13 +56,15 @@ class _OpenWrite(NamedTuple):
 class TorchTransport:
     """Transport over torch.distributed. `name` must differ from the names of all other transports, past ones included.
     `caches` are the cache tensors, which this object keeps alive; `description` describes them. Its sockets listen at
-    the address `host`. With `receives` peers may write into the caches. Raises TransferError or OSError if it can't
-    listen."""
+    the address `host`. With `receives` peers may write into the caches. Raises TransferError for a cache that is not in
+    the host's memory, and OSError if it can't listen."""
 
     def __init__(self, name: str, caches: list[torch.Tensor], description: CacheDescription, host: str,
                  receives: bool = True, limits: LinkLimits = DEFAULT_LIMITS) -> None:
+        if description.memory is not Memory.DRAM:
+            raise TransferError(f"the torch transport can't carry a cache in {description.memory.name}")
         self._caches, self._cache = caches, description
-        self._context = _context(caches[0], description, host, limits)
+        self._context = LinkContext(host, limits)
         self._notices: deque[Notice] = deque()
         self._ended: deque[tuple[OutgoingWrite, str]] = deque()
         self._finished: list[Finished] = []
@@ -166,7 +168,9 @@ class TorchTransport:
         finished, self._finished = self._finished, []
         while self._ended:
             write, error = self._ended.popleft()
-            opened = self._open.pop(write.key)
+            opened = self._open.pop(write.key, None)
+            if opened is None:  # ended by `close`
+                continue
             error = write.error or error
             finished.append(Finished(key=write.key, ok=not error, bytes=0 if error else opened.bytes,
                                      seconds=time.monotonic() - write.started_s, error=error))
@@ -215,11 +219,3 @@ class TorchTransport:
     def _write_ended(self, write: OutgoingWrite, error: str) -> None:
         """Called in the thread of a sender."""
         self._ended.append((write, error))
-
-
-def _context(cache: torch.Tensor, description: CacheDescription, host: str, limits: LinkLimits) -> LinkContext:
-    """With what connections are made for this cache."""
-    if description.memory is Memory.VRAM:
-        device = cache.device
-        return LinkContext(device, True, lambda: torch.cuda.set_device(device), limits)
-    return LinkContext(gloo_device(host), False, lambda: None, limits)

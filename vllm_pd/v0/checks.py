@@ -33,6 +33,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     check_model(config)
     check_parallel(config)
     check_transport(ours, config.parallel_config.tensor_parallel_size)
+    ours.transport_choice.check_device(config.device_config.device_type)
     check_seats(ours, config.scheduler_config.max_num_seqs)
     check_memory()
     check_bind(ours.bind)

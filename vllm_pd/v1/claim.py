@@ -142,5 +142,6 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_bind(ours.bind)
     require_free_bind(ours.bind)
     pin_weights(config)
+    ours.transport_choice.check_device(config.device_config.device_type)
     if not ours.is_two_sided:
         check_nixl()
