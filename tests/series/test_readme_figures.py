@@ -4,6 +4,7 @@
 Each row of the two tables of gain and cost is named here: with its files, or among those that no file was kept of.
 """
 import json
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,18 @@ def routers() -> Iterator[str]:
     yield " / ".join(f"{one:.2f}" for one in added) + " ms"
 
 
+def control_plane() -> Iterator[str]:
+    """The time parked beyond prefill and transfer."""
+    found = read("handover_v0.json")["control_plane_ms"]
+    yield f"{found['p50']:.1f} ms (p99 {found['p99']:.1f} ms)"
+
+
+def transfers() -> Iterator[str]:
+    """Our transport beside raw NIXL: median and range of all shapes."""
+    ratios = [row["ours_over_raw"] for row in read("transfer.json")["rows"]]
+    yield f"{statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 FILED: dict[str, Callable[[], Iterator[str]]] = {
     "ITL of running answers while long prompts arrive": lambda: itl("serve_v1.json"),
     "the same on V0, ITL": lambda: itl("serve_v0.json"),
@@ -110,8 +123,10 @@ FILED: dict[str, Callable[[], Iterator[str]]] = {
     "the same on V0, TTFT": lambda: ttft("serve_v0.json"),
     "TTFT of a remote prompt": demo,
     "router, added": routers,
+    "control plane:": control_plane,
+    "transfer, beside": transfers,
 }
-NOT_FILED = ("control plane:", "transfer, beside", "a step without")
+NOT_FILED = ("a step without", )
 
 
 def rows() -> list[str]:
