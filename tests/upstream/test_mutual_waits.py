@@ -380,7 +380,7 @@ def with_a_write_that_hangs(monkeypatch) -> Node:
     monkeypatch.setattr(ring, "find", lambda name: peer)
     monkeypatch.setattr(ring, "write", lambda source, write: None)
     monkeypatch.setattr(time, "monotonic", CLOCK)
-    monkeypatch.setattr("vllm_pd.core.mutual.BLOCKED_S", 0.5)
+    monkeypatch.setattr("vllm_pd.core.mutual.BLOCKED_S", 2.0)
     parked(node, "stays")
     node.events.append(job(1, 2))
     assert node.step() == [f"pd-{job(1, 2).attempt}"]
