@@ -268,6 +268,21 @@ def test_b100_b22_several_jobs_lose_their_lease_in_one_step(model_folder, in_fli
     engine.check_at_rest()
 
 
+def test_b100_writes_that_end_before_the_step_loop_looks_are_no_failure(sender):
+    """The transfer thread posts the last write, and sees its end, between the prompt's end and the next look."""
+    jobs = sender.engine.binding.prefill_jobs
+    sender.until_posted(1)
+    computed = jobs.computed
+
+    def then_all_writes_end(*arguments) -> None:
+        computed(*arguments)
+        while sender.engine.transfer.open_writes:
+            sender.end_write()
+
+    jobs.computed = then_all_writes_end
+    sender.finish("sent")
+
+
 def test_keys_name_their_attempt(sender):
     sender.until_posted(1)
     assert is_of(sender.posted[0].key, sender.attempt) and not is_of(sender.posted[0].key, "other")

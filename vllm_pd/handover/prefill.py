@@ -247,7 +247,7 @@ class PrefillHandover(ABC):
             self._jobs[attempt].writes.add(block_ids, is_last=False)
 
     def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
-        """The prompt is computed, in these blocks of the whole prompt, which the scheduler keeps for us."""
+        """The prompt is computed, in these blocks of the whole prompt, which the scheduler or the binding keeps."""
         job = self._jobs.get(attempt)
         if job is None:  # it was cancelled
             progress.finished_transfers.append(attempt)
@@ -264,7 +264,8 @@ class PrefillHandover(ABC):
         self._requests[:0] = requests
 
     def take_requests(self, progress: Progress) -> list[transfer.TransferRequest]:
-        """The transfer requests of the step that is about to run. The lease is checked here, right before the post."""
+        """The transfer requests that are due, for the step that is about to run (V0) or for now (V1). The lease is
+        checked here, right before the post."""
         requests, self._requests = self._requests, []
         over: list[PeerJob] = []
         for job in list(self._jobs.values()):
@@ -274,9 +275,10 @@ class PrefillHandover(ABC):
                 continue
             with self._writes_lock:
                 write = self._next_write(job)
+                has_failed = job.writes.is_over and bool(job.writes.error)  # else `report_end` says that all was sent
             if write is not None:
                 requests.append(write)
-            elif job.writes.is_over:
+            elif has_failed:
                 over.append(job)
         for job in over:
             self._protocol.failed(job.prefill.attempt, job.writes.error)
