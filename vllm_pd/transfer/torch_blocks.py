@@ -24,7 +24,6 @@ class BlockCopier:
     the caches."""
 
     def __init__(self, caches: list[torch.Tensor], lanes: list[tuple[int, int]], cache: CacheDescription) -> None:
-        self._device = caches[0].device
         self.block_bytes = sum(nbytes for _, nbytes in lanes)
         word = math.gcd(8, cache.block_stride_bytes, *(part for lane in lanes for part in lane))
         self._views = [_view(caches, address, nbytes, cache, word) for address, nbytes in lanes]
@@ -32,12 +31,12 @@ class BlockCopier:
 
     def buffer(self) -> torch.Tensor:
         """A staging buffer: uint8 [bytes]."""
-        return torch.empty(self.blocks_per_stage * self.block_bytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(self.blocks_per_stage * self.block_bytes, dtype=torch.uint8)
 
     def stages(self, block_ids: list[int]) -> Iterator[torch.Tensor]:
         """The block ids, int64, in parts that fit a staging buffer."""
         if block_ids and self._views:
-            yield from torch.tensor(block_ids, device=self._device).split(self.blocks_per_stage)
+            yield from torch.tensor(block_ids).split(self.blocks_per_stage)
 
     def filled(self, buffer: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """The part of the staging buffer that these blocks take."""
@@ -52,8 +51,6 @@ class BlockCopier:
         """Copy the buffer into these blocks. They hold it when this returns."""
         for view, ids, part in self._pieces(block_ids, buffer):
             view.index_copy_(0, ids, part)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
 
     def _pieces(self, block_ids: torch.Tensor,
                 buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -76,7 +73,7 @@ def _view(caches: list[torch.Tensor], address: int, nbytes: int, cache: CacheDes
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start <= address and end <= start + storage.nbytes() and not (address - start) % word:
-            return torch.empty(0, dtype=_WORDS[word], device=tensor.device).set_(
+            return torch.empty(0, dtype=_WORDS[word]).set_(
                 storage, (address - start) // word, (cache.num_blocks, nbytes // word),
                 (cache.block_stride_bytes // word, 1))
     raise TransferError(f"{nbytes} bytes at {address:#x} of each block are outside of this rank's caches")
