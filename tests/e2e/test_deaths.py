@@ -189,7 +189,7 @@ def test_b22_a_write_that_comes_after_all_is_over(stage):
     stage.fail_next(Fault.STAND_STILL)
     before = stage.d.counters()
     stage.d.add(tokens, "x")
-    wait_for(lambda: stands_still(stage.p), "P stands still")
+    wait_for(lambda: stands_still(stage.p), "P has not stopped")
     stage.d.bring_forward("lease_until")
     [x] = stage.d.wait(["x"])
     assert x["outputs"][0]["token_ids"] == expected

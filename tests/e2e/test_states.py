@@ -317,7 +317,7 @@ def test_b42_a_peer_that_differs(key, value, ours, pair, mono, stranger):
     before = pair.d.counters()
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     assert pair.d.counters().since(before)["decisions_total:local,peer"] == 1
-    wait_for(lambda: agent.protocol.view().mismatch is not None, "the stranger is told, too")
+    wait_for(lambda: agent.protocol.view().mismatch is not None, "the stranger does not hear it")
     assert key in agent.protocol.view().mismatch and str(value) in agent.protocol.view().mismatch
     assert agent.protocol.poll_event() is None
     assert agent.error is None

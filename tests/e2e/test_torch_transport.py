@@ -32,7 +32,7 @@ def test_b1_with_torch(pair, mono):
 
 
 def test_b22_a_stopped_p_keeps_no_block_of_d(pair, mono):
-    """D's own rank brings the fence down, while P stands still."""
+    """D's own rank brings the fence down while P is stopped."""
     tokens = prompt(90, 2200)
     before = pair.d.counters()
     granted(pair, "x", tokens)

@@ -2,7 +2,7 @@
 """Engines without a model, each in a process of its own: real control agents, real NIXL transports, real memory.
 
 A prefill "computes" by filling blocks with a number that follows from the prompt; a decode engine looks whether that
-number is in all blocks that it is told are ready. `Nursery` forks them from a server that has imported everything, so
+number is in all blocks that were reported ready. `Nursery` forks them from a server that has imported everything, so
 that a life costs a fraction of a second.
 """
 from __future__ import annotations

@@ -25,7 +25,7 @@ from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.subscriptions import load_of
 from vllm_pd.rpc.keys import Keys
 
-PATIENCE_S = 60.0  # B61 says one second; the machine may be doing other things
+PATIENCE_S = 60.0  # B61 says one second; other work may run beside it
 
 
 class Front:

@@ -256,7 +256,7 @@ def test_a_fault_of_ours_ends_one_connection_only(speaker, monkeypatch):
              meanwhile=lambda: live(0.05, d, p))
     live(1.0, d, p)
     assert d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"] == 1
-    wait_for(lambda: d.put(1).refusal is None, "who has stumbled begins with a heartbeat",
+    wait_for(lambda: d.put(1).refusal is None, "after an unexpected error a heartbeat comes first",
              meanwhile=lambda: live(0.05, d, p))
     p.take(1)
     assert p.offer() == 1
@@ -406,7 +406,7 @@ def test_b82_an_nkey_opens_the_server_and_nothing_else_does(tmp_path, monkeypatc
         strangers = [Speaker(Settings(server.url, "x", nats_credentials=file), m.Role.DECODE) for file in (bad, None)]
         d.register()
         for stranger in strangers:
-            wait_for(lambda stranger=stranger: stranger.line._problem, "it is told why")
+            wait_for(lambda stranger=stranger: stranger.line._problem, "it does not hear why")
             assert stranger.line.send(m.Register(stranger.member)) is SendResult.UNREACHABLE
             stranger.close()
         census = list_members(server.url, timeout_s=60.0, access=Access(nats_credentials=good, nats_prefix="x"))

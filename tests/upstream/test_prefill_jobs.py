@@ -349,7 +349,7 @@ def test_jobs_whose_beginning_is_cached_begin_together(agent, engine):
         attempt = Attempt("decode-incarnation", f"request {number}", number)
         jobs.handle(Prefill(attempt, [5] * 99, [21, 22], 0, [], "decode-incarnation"), Progress())
     assert len(engine.scheduler[0].waiting) == 4 and len(jobs.queued) == 2
-    assert jobs.job_tokens == 6 * 99, "what a decode engine and the broker are told"
+    assert jobs.job_tokens == 6 * 99, "as reported to the broker and the decode engines"
 
 
 def test_what_is_cached_is_asked_for_without_a_trace():

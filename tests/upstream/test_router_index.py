@@ -26,7 +26,7 @@ from vllm_pd.router.index import PrefixIndex
 
 ENGINES = 3
 POOL_BLOCKS = 60
-PATIENCE_S = 80.0  # B61 says one second; the machine may be doing other things
+PATIENCE_S = 80.0  # B61 says one second; other work may run beside it
 FAULTS = (0.1, 0.1, 0.1)  # shares of batches that are lost, swapped, sent twice
 EXTRAS = (None, None, 7)  # what besides the tokens goes into the hashes
 

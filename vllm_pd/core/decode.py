@@ -51,14 +51,14 @@ class AttemptState(Enum):
 
 
 class DecodeLimits(msgspec.Struct, frozen=True):
-    """Durations that bound an attempt, how many Ps are remembered, and whose word brings a fence down."""
+    """Durations that bound an attempt, how many Ps are remembered, and which side brings a fence down."""
     lease_s: float = 30.0
     deadline_s: float = 120.0
     claim_retry_s: float = 2.0
     ttl_s: float = 5.0
     cancel_retry_max_s: float = 10.0
     max_peers: int = 1024
-    own_fence: bool = False  # the transport is two-sided: the fence comes down by our own ranks' word alone
+    own_fence: bool = False  # the transport is two-sided: our own ranks bring the fence down, and P does not
 
 
 class _Record:

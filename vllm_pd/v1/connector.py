@@ -142,7 +142,8 @@ class PDConnector(KVConnectorBase_V1):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The order of the cache's axes that we ask for: heads before tokens, in which a range of heads is one run of a
         block (`vllm_pd.transfer.layout`). vLLM takes another one where the attention backend has none of that name, or
-        VLLM_KV_CACHE_LAYOUT says so; other ranks then cost a descriptor for each token. With MLA there is one head."""
+        VLLM_KV_CACHE_LAYOUT says so. A transfer between engines of different tensor-parallel sizes then needs a
+        descriptor for each token. With MLA there is one head."""
         return None if vllm_config.model_config.use_mla else "LBHNC"
 
     # Either role.
