@@ -11,7 +11,7 @@ from _chaos.zygote import Zygote
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import PATIENT, BrokerProcess, EngineProcess, Pair, lend, start_zygote
+from harness import EngineProcess, Pair, lend, start_pair, start_zygote
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,13 +42,7 @@ def mono_process(starting, zygote) -> EngineProcess:
 
 @pytest.fixture(scope="session")
 def pair_processes(starting, zygote) -> Pair:
-    broker = BrokerProcess()
-    starting.callback(broker.stop)
-    p = EngineProcess(zygote, "kv_producer", 0, broker.url, PATIENT)
-    starting.callback(p.stop)
-    d = EngineProcess(zygote, "kv_consumer", 1, broker.url, {**PATIENT, "max_local_prefill_tokens": 0})
-    starting.callback(d.stop)
-    return Pair(broker, p, d)
+    return start_pair(zygote, starting)
 
 
 @pytest.fixture

@@ -276,6 +276,18 @@ class Pair:
             engine.hear_last_words()
 
 
+def start_pair(zygote: Zygote, stack: contextlib.ExitStack, settings: dict = PATIENT, p_options: dict | None = None,
+               **options) -> Pair:
+    """A broker, a P, and a D that sends everything away; `stack` stops them. `options` are those of both engines."""
+    broker = BrokerProcess()
+    stack.callback(broker.stop)
+    p = EngineProcess(zygote, "kv_producer", 0, broker.url, settings, **options, **(p_options or {}))
+    stack.callback(p.stop)
+    d = EngineProcess(zygote, "kv_consumer", 1, broker.url, {**settings, "max_local_prefill_tokens": 0}, **options)
+    stack.callback(d.stop)
+    return Pair(broker, p, d)
+
+
 def lend(pair: Pair) -> Iterator[Pair]:
     """The pair for one test. Whatever a failed test left behind is cleared, and the next one starts from rest."""
     engines = (pair.d, pair.p)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous output processing, CUDA's default: an engine processes the output of a step during the next one."""
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
-from harness import PATIENT, BrokerProcess, EngineProcess, Pair, lend, prompt
+from harness import Pair, lend, prompt, start_pair
 from test_states import GRANTED, TestAbort, granted
 from test_tokens import test_b1_greedy_tokens_equal_those_of_one_engine as greedy
 
@@ -13,15 +14,9 @@ LOOP = "while disagg.has_work():\n    driver.step()"  # as that of MQLLMEngine, 
 
 
 @pytest.fixture(scope="module")
-def processes(zygote, starting) -> Iterator[Pair]:
-    broker = BrokerProcess()
-    starting.callback(broker.stop)
-    p = EngineProcess(zygote, "kv_producer", 0, broker.url, PATIENT, async_output=True, max_num_batched_tokens=1024)
-    d = EngineProcess(zygote, "kv_consumer", 1, broker.url, {**PATIENT, "max_local_prefill_tokens": 0},
-                      async_output=True)
-    yield Pair(broker, p, d)
-    for process in (d, p, broker):
-        process.stop()
+def processes(zygote) -> Iterator[Pair]:
+    with contextlib.ExitStack() as stack:
+        yield start_pair(zygote, stack, p_options={"max_num_batched_tokens": 1024}, async_output=True)
 
 
 @pytest.fixture

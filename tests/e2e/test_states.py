@@ -5,7 +5,7 @@ import time
 
 import msgspec
 import pytest
-from harness import GREEDY, PATIENT, ChildError, prompt
+from harness import GREEDY, PATIENT, ChildError, Counters, prompt
 
 from tests.waiting import wait_for
 from vllm_pd.config import PDConfig
@@ -120,8 +120,9 @@ class TestAbort:
         assert [r["outputs"][0]["token_ids"] for r in results] == mono.tokens(prompts[1::2])
 
 
-def test_b22_p_stands_still_longer_than_its_lease(pair, mono):
-    """B22: D goes on by itself, in other blocks; those that P might write stay aside until P has spoken."""
+def answered_past_the_lease(pair, mono) -> Counters:
+    """P is stopped in the middle of a job until its lease is over, and stays so; D answers by itself. Returns what D
+    has counted."""
     tokens = prompt(90, 2200)
     before = pair.d.counters()
     granted(pair, "x", tokens)
@@ -131,6 +132,12 @@ def test_b22_p_stands_still_longer_than_its_lease(pair, mono):
     assert result["outputs"][0]["token_ids"] == mono.tokens([tokens])[0]
     counted = pair.d.counters().since(before)
     assert counted["attempts_total:expired"] == 1
+    return counted
+
+
+def test_b22_p_stands_still_longer_than_its_lease(pair, mono):
+    """B22: D goes on by itself, in other blocks; those that P might write stay aside until P has spoken."""
+    counted = answered_past_the_lease(pair, mono)
     assert counted["decisions_total:local,peer"] == 1, "there is no other"
     assert pair.d.stats()["quarantined"] == 1
     pair.p.thaw()
