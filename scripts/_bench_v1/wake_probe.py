@@ -66,6 +66,3 @@ def install_wire(bytes_per_s: float) -> None:
                              block_bytes)
 
     nixl.NixlTransport = nixl.behind_wire = behind_wire
-    worker = sys.modules.get("vllm_pd.v1.worker")
-    if worker is not None:
-        worker.NixlTransport = behind_wire
