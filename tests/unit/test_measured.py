@@ -10,6 +10,7 @@ from vllm_pd.core.expected import expect
 from vllm_pd.core.measured import (
     HALF_LIFE_S,
     LAST_PROMPTS,
+    START_MOVED_PER_S,
     START_OVERHEAD_S,
     ArrivalRate,
     DecodeMeasures,
@@ -127,6 +128,15 @@ def test_parts_that_overlap_leave_no_negative_overhead(measures):
     for _ in range(50):
         measures.handed_over(0.0, 1000, total_s=1.0, known_s=1.2, transfer_s=0.5)
     assert 0.0 <= measures.there(0.0, 500, 0, [(0, 1.0)]).overhead_s < 1e-4
+
+
+@pytest.mark.parametrize("tokens, seconds", [(256, 0.05), (512, 0.1), (4000, 0.1), (8000, 0.1), (16000, 0.2)])
+def test_b100_where_blocks_leave_early_a_short_prompt_still_takes_the_time_of_its_only_write(measures, tokens, seconds):
+    """All hand-overs were of 8,000 tokens, of which 512 were left when they were computed."""
+    for _ in range(200):
+        measures.handed_over(0.0, 8000, total_s=2.1, known_s=2.0, transfer_s=0.1, last_tokens=512)
+    assert measures.there(0.0, tokens, 0, [(0, 1.0)]).transfer_s == pytest.approx(seconds, rel=0.01)
+    assert measures.there(LONG_AGO_S, tokens, 0, [(0, 1.0)]).transfer_s == pytest.approx(tokens / START_MOVED_PER_S)
 
 
 def test_how_many_come():

@@ -158,13 +158,16 @@ def test_prompts_before_it_are_waited_for(measured):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_hand_overs_are_measured(measured, clock, late):
-    """Timings come with the arrival or after it."""
+@pytest.mark.parametrize("last_bytes, half_s", [(0, 0.25), (1 << 20, 0.25), (1 << 18, 0.5)])
+def test_b100_hand_overs_are_measured(measured, clock, late, last_bytes, half_s):
+    """Timings come with the arrival or after it. Of prompts whose last write had a quarter of their bytes, half a
+    prompt takes as long as a whole one."""
     measured.protocol.prefill_loads = lambda avoid: PrefillLoads(0, ((0, 1.0), ))
     speed, measured.binding.speed.stepped = measured.binding.speed, lambda *step: None
     for _ in range(300):  # so slow that all goes to the peer
         StepSpeed.stepped(speed, clock.now, 100, 0, 1000.0)
-    timings = Timings(queue_s=1.0, claim_s=0.25, prefill_s=2.0, transfer_s=0.5, bytes=1 << 20, measured=True)
+    timings = Timings(queue_s=1.0, claim_s=0.25, prefill_s=2.0, transfer_s=0.5, bytes=1 << 20, measured=True,
+                      last_bytes=last_bytes)
     measures = measured.binding.remote_prefills.measures
     for number in range(30):
         measured.add(f"r{number}", prompt(160))
@@ -180,6 +183,7 @@ def test_hand_overs_are_measured(measured, clock, late):
     found = measures.there(clock.now, 160, 0, [(0, 1.0)])
     assert found.overhead_s == pytest.approx(4.0 - 1.0 - 2.0 - 0.5, rel=0.15)
     assert found.transfer_s == pytest.approx(0.5, rel=0.15)
+    assert measures.there(clock.now, 80, 0, [(0, 1.0)]).transfer_s == pytest.approx(half_s, rel=0.15)
     assert not measured.binding.remote_prefills._unmeasured
 
 

@@ -111,6 +111,16 @@ def test_b100_steps_do_not_wait_for_a_write_and_the_next_one_takes_all_that_came
     sender.finish("sent")
 
 
+def test_b100_the_timings_say_how_much_the_last_write_had(sender):
+    """It alone follows the computation, unless it had to wait for the one before."""
+    said, sent = [], sender.engine.protocol.sent
+    sender.engine.protocol.sent = lambda attempt, timings: said.append(timings) or sent(attempt, timings)
+    sender.send_all()
+    (timings, ) = said
+    assert (timings.bytes, timings.last_bytes) == (len(sender.posted), 1), "the fake transport counts writes"
+    sender.finish("sent")
+
+
 def test_b100_off_a_prompt_leaves_whole(model_folder, in_flight):
     sender = Sender(model_folder, in_flight, push_chunks=False)
     assert len(sender.until_posted(1).remote_block_ids) == 19 and not sender.engine.scheduler.requests

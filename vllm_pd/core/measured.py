@@ -6,7 +6,8 @@ How each estimate starts, stays fresh and ages:
     step_s          0. Each step of running decodes renews it
     speed here      each step with at least MIN_TOKENS prompt tokens renews it. Never measured: that of the peers
     speed of a P    with each of its reports, as it measured it. Never measured: that of here
-    transfer        START_MOVED_PER_S; each hand-over renews it
+    transfer        START_MOVED_PER_S; each hand-over renews it. It is what follows the computation. Where prefill
+                    engines send while they compute that is the last write, and of a shorter prompt the only one
     overhead        START_OVERHEAD_S; the least of the last hand-overs, because what is more was waiting for a long
                     step of an engine, which this engine may have caused by its own decision
 
@@ -146,7 +147,9 @@ class DecodeMeasures:
         self._later_tokens: collections.deque[int] = collections.deque(maxlen=LAST_PROMPTS)
         self._batch_tokens = batch_tokens
         self._speed = speed
-        self._moved = MeasuredRate(START_MOVED_PER_S)
+        self._moved = MeasuredRate(START_MOVED_PER_S)  # tokens of a prompt, in the time that its writing took afterwards
+        self._sent_last = MeasuredRate(START_MOVED_PER_S)  # tokens of its last write, in that time
+        self._last_tokens = 0.0  # of such a write
         self._overheads_s: collections.deque[float] = collections.deque(maxlen=LAST_HAND_OVERS)
         self._handed_over_at: float | None = None  # or when it was first asked for
         self._prompts = ArrivalRate()
@@ -159,11 +162,16 @@ class DecodeMeasures:
             self._handed_over.came(now)
             self._later_tokens.append(tokens)
 
-    def handed_over(self, now: float, tokens: int, total_s: float, known_s: float, transfer_s: float) -> None:
+    def handed_over(self, now: float, tokens: int, total_s: float, known_s: float, transfer_s: float,
+                    last_tokens: float | None = None) -> None:
         """A prefill engine has computed and written so many tokens. It took `total_s` from the submission to the notice
-        of arrival, of which `known_s` are waiting and computing there, and `transfer_s` the write."""
+        of arrival, of which `known_s` are waiting and computing there, and `transfer_s` what was left of the writing
+        then: the last write, of `last_tokens`; None: of all."""
         if tokens >= MIN_TOKENS and transfer_s > 0:
+            last_tokens = tokens if last_tokens is None else last_tokens
             self._moved.observe(tokens, transfer_s)
+            self._sent_last.observe(last_tokens, transfer_s)
+            self._last_tokens = KEPT * (self._last_tokens or last_tokens) + (1 - KEPT) * last_tokens
         if self._hand_over_age_s(now) > HALF_LIFE_S:
             self._overheads_s.clear()
         self._overheads_s.append(max(0.0, total_s - known_s - transfer_s))
@@ -183,9 +191,10 @@ class DecodeMeasures:
         own, mean = self._speeds(rate for _, rate in engines)
         age_s = self._hand_over_age_s(now)
         found = tuple((taken, aged_rate(rate, mean, age_s) if rate else own or mean) for taken, rate in engines)
-        moved_per_s = aged_rate(self._moved.per_s, START_MOVED_PER_S, age_s)
+        transfer_s = max(tokens / aged_rate(self._moved.per_s, START_MOVED_PER_S, age_s),
+                         min(tokens, self._last_tokens) / aged_rate(self._sent_last.per_s, START_MOVED_PER_S, age_s))
         overhead_s = aged(min(self._overheads_s, default=START_OVERHEAD_S), START_OVERHEAD_S, age_s)
-        return There(queued_tokens, found, tokens / moved_per_s, overhead_s, self._handed_over.per_s(now), self._order,
+        return There(queued_tokens, found, transfer_s, overhead_s, self._handed_over.per_s(now), self._order,
                      ours, tuple(self._later_tokens))
 
     def _hand_over_age_s(self, now: float) -> float:

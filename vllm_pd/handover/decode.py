@@ -396,8 +396,9 @@ class DecodeHandover(ABC, Generic[R]):
     def _count_timings(self, attempt: Attempt, timings: Timings) -> None:
         if timings.measured and attempt in self._unmeasured:
             tokens, total_s = self._unmeasured.pop(attempt)
+            last_tokens = tokens * timings.last_bytes / timings.bytes if timings.bytes and timings.last_bytes else None
             self.measures.handed_over(time.monotonic(), tokens, total_s, timings.queue_s + timings.prefill_s,
-                                      timings.transfer_s)
+                                      timings.transfer_s, last_tokens)
         if timings.measured:
             self._metrics.transfer_bytes(timings.bytes)
             for stage, seconds in (("queue", timings.queue_s), ("claim", timings.claim_s),

@@ -316,7 +316,7 @@ class PrefillHandover(ABC):
             self._protocol.failed(attempt, error)
         else:
             self._protocol.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=job.waited_s + end.seconds,
-                                                 bytes=job.writes.bytes, measured=True))
+                                                 bytes=job.writes.bytes, measured=True, last_bytes=end.bytes))
 
     def ended(self, end: transfer.Finished, progress: Progress) -> None:
         """Free what a write or a read held that has ended."""
