@@ -138,3 +138,18 @@ def test_b20_what_waits_is_never_posted_after_the_close(rank):
     rank.device.events[0].done = True
     rank.transfer.take_progress()
     assert rank.worker.requests == []
+
+
+def test_b82_a_request_that_raises_does_not_hold_up_those_behind_it(rank):
+    execute = rank.worker.execute
+
+    def refuses_cancels(requests: list) -> None:
+        if isinstance(requests[0], CancelTransfer):
+            raise RuntimeError("planted")
+        execute(requests)
+
+    rank.worker.execute = refuses_cancels
+    with pytest.raises(RuntimeError, match="planted"):
+        rank.transfer.execute([CancelTransfer("k"), write(0)])
+    rank.transfer.take_progress()
+    assert rank.worker.requests == [write(0)] and not rank.transfer.moving

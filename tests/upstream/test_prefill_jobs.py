@@ -183,7 +183,8 @@ def test_b25_cancelled_while_it_computes(jobs, agent, engine):
     jobs.handle(prefill(), progress)
     jobs.handle(Cancelled(ATTEMPT), progress)
     assert len(engine.aborted) == 1
-    assert agent.names() == ["ended"]
+    assert agent.names() == ["ended"] and progress.finished_transfers == [ATTEMPT], "whatever is held for it"
+    progress = Progress()
     jobs.computed(ATTEMPT, [5, 6, 7], progress)  # it had just finished all the same: give the blocks back
     assert progress.finished_transfers == [ATTEMPT]
     assert jobs.take_requests(Progress()) == []
@@ -315,7 +316,7 @@ def test_b30_jobs_that_have_not_begun_can_be_given_back(jobs, agent, engine):
     engine.scheduler[0].waiting[0].first_seq.status = SequenceStatus.RUNNING
     jobs.computed(attempts[1], [5, 6, 7], progress)
     assert jobs.waiting == [attempts[2]]
-    jobs.give_back(jobs.waiting, "no room")
+    jobs.give_back(jobs.waiting, "no room", progress)
     assert not jobs.waiting and [jobs.find(attempt) for attempt in attempts] == [JobStage.COMPUTING,
                                                                                   JobStage.COMPUTED, None]
     assert engine.aborted == [f"pd-{attempts[2]}"]

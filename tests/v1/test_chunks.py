@@ -70,12 +70,26 @@ class Sender:
         scheduler._preempt_request(request, 0.0, drop_stale_output=at_once)
         return request
 
-    def finish(self, *calls: str) -> None:
-        """All is over, and these were said."""
+    def finish(self, *calls: str, stumbles: int = 0) -> None:
+        """All is over, and these were said. So many unexpected errors were counted."""
         self.engine.run()
         assert self.engine.protocol.calls == [(call, self.attempt) for call in calls]
         self.engine.check_answers()
-        self.engine.check_at_rest()
+        self.engine.check_at_rest(stumbles)
+
+
+def raises_once(method, after: bool = False):
+    """`method`, which raises the first time that it is called: before or after it has done its work."""
+    calls = []
+
+    def raising(*arguments):
+        calls.append(arguments)
+        if len(calls) > 1 or after:
+            method(*arguments)
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+
+    return raising
 
 
 @pytest.fixture
@@ -201,7 +215,8 @@ def test_b100_b96_a_job_that_is_given_up_here_says_so_when_its_chunk_has_ended(s
     if how == "abort":
         sender.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     else:
-        sender.engine.binding.prefill_jobs.give_back([sender.attempt], "this engine is paused")
+        sender.engine.binding.prefill_jobs.give_back([sender.attempt], "this engine is paused",
+                                                     sender.engine.binding._progress)
     assert not sender.engine.protocol.calls
     sender.engine.run()
     assert CancelTransfer(write.key) in sender.engine.transfer.requests and not sender.engine.scheduler.requests
@@ -291,6 +306,73 @@ def test_b100_writes_that_end_before_the_step_loop_looks_are_no_failure(sender):
 
     jobs.computed = then_all_writes_end
     sender.finish("sent")
+
+
+@pytest.mark.parametrize("how", ["cancel", "abort", "pause"])
+def test_b100_b20_b82_blocks_that_are_in_no_write_yet_come_free_with_the_job(sender, how):
+    """After an unexpected error between the end of a step and the post of its write, the job is given up."""
+    engine, jobs = sender.engine, sender.engine.binding.prefill_jobs
+    sender.until_posted(1)
+    sender.end_write()
+    jobs.chunk_computed = raises_once(jobs.chunk_computed, after=True)
+    while not jobs._jobs[sender.attempt].writes.unsent_blocks:
+        engine.turn()
+    if how == "cancel":
+        engine.tell(Cancelled(sender.attempt))
+    elif how == "abort":
+        engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    else:
+        jobs.give_back([sender.attempt], "this engine is paused", engine.binding._progress)
+        engine.access.wake()
+    sender.finish("ended" if how == "cancel" else "failed", stumbles=1)
+    assert len(sender.posted) == 1
+
+
+@pytest.mark.parametrize("posted", [1, 2])
+def test_b100_b20_b82_a_write_that_cannot_be_posted_has_failed(sender, posted):
+    """By the thread that saw the end of the one before: no end of it would ever come."""
+    for number in range(posted - 1):
+        sender.until_posted(number + 1)
+        sender.end_write()
+    sender.until_posted(posted)
+    sender.engine.run()
+    jobs = sender.engine.binding.prefill_jobs
+    jobs.execute = raises_once(jobs.execute)
+    sender.end_write()
+    assert sender.engine.protocol.calls == [("failed", sender.attempt)], "at once, without a step"
+    sender.finish("failed")
+
+
+def test_b100_b20_b82_an_error_while_an_end_is_counted_keeps_nothing(sender):
+    sender.until_posted(1)
+    sender.engine.run()
+    sender.end_write()
+    metrics = sender.engine.binding._metrics
+    metrics.transfer_bytes = raises_once(metrics.transfer_bytes)
+    sender.end_write()
+    sender.finish("sent", stumbles=1)
+
+
+@pytest.mark.parametrize("chunks", [0, 1], ids=["the first chunk", "the second chunk"])
+def test_b100_b20_b82_blocks_that_could_not_be_held_leave_with_the_next_ones(sender, chunks):
+    for number in range(chunks):
+        sender.until_posted(number + 1)
+        sender.end_write()
+    fence = sender.engine.binding.fence
+    fence.hold = raises_once(fence.hold)
+    sender.send_all()
+    assert [block for write in sender.posted for block in write.remote_block_ids] == list(range(100, 119))
+    sender.finish("sent", stumbles=1)
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_b100_b20_b82_a_prompt_whose_blocks_cannot_be_held_has_failed(model_folder, in_flight, push):
+    """No step of its request comes any more that would send them."""
+    sender = Sender(model_folder, in_flight, tokens=40, push_chunks=push)
+    fence = sender.engine.binding.fence
+    fence.hold = raises_once(fence.hold)
+    sender.finish("failed", stumbles=1)
+    assert not sender.posted
 
 
 def test_keys_name_their_attempt(sender):

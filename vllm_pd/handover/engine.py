@@ -113,7 +113,8 @@ class HandoverEngine(ABC):
         over = self._patience.take_over(time.monotonic(), moving, self.prefill_jobs.waiting)
         if over:
             self.stalled = False  # those behind them may fit
-            self.prefill_jobs.give_back(over, "there is no room for it beside requests that wait for peers in turn")
+            self.prefill_jobs.give_back(over, "there is no room for it beside requests that wait for peers in turn",
+                                        self._progress)
 
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
         if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:

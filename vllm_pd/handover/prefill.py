@@ -177,11 +177,11 @@ class PrefillHandover(ABC):
         return sum(job.prefill.new_tokens(self._block_size) for job in self._jobs.values()
                    if job.state in _NOT_COMPUTED)
 
-    def give_back(self, attempts: Iterable[Attempt], reason: str) -> None:
+    def give_back(self, attempts: Iterable[Attempt], reason: str, progress: Progress) -> None:
         """Give up these jobs, which are `queued` or `computing`: their decode engines try another peer."""
         for attempt in attempts:
             logger.info("job %s is given back: %s", attempt, reason)
-            self._drop(self._jobs[attempt], reason)
+            self._drop(self._jobs[attempt], reason, progress)
 
     def set_credits(self) -> None:
         """Tell the protocol how many more jobs this engine takes, and how many tokens those have that it has to
@@ -232,14 +232,14 @@ class PrefillHandover(ABC):
             job.cancelled = True
             self._requests.append(transfer.CancelTransfer(_read_key(attempt)))
 
-    def lost(self, attempt: Attempt, reason: str) -> None:
+    def lost(self, attempt: Attempt, reason: str, progress: Progress) -> None:
         """The job's request has ended early, and not by a message of the peer. A read that fills its blocks has been
         cancelled by then, see `aborted`."""
         job = self._jobs[attempt]
         if job.state is JobStage.READING:
             self._protocol.failed(attempt, reason)
         else:
-            self._stop_writes(job, reason)
+            self._stop_writes(job, reason, progress)
 
     def chunk_computed(self, attempt: Attempt, block_ids: list[int]) -> None:
         """The job's next blocks hold their KV for good, and the binding holds them; more follow. They may leave."""
@@ -306,7 +306,7 @@ class PrefillHandover(ABC):
             if following is not None:
                 if job.writes.is_complete:
                     job.waited_s = time.monotonic() - job.started_at - job.prefill_s
-                self.execute([following])
+                self._post(job, following)
             cancelled, error, is_over = job.cancelled, job.writes.error, job.writes.is_over
         if not is_over:
             return
@@ -328,11 +328,11 @@ class PrefillHandover(ABC):
             return
         if not write.is_last:
             progress.sent_blocks.append((job.prefill.attempt, write.local_block_ids))
+        if job.writes.is_over and not self._has_open(job):
+            self._end(job, progress)
         if end.ok and not job.cancelled:
             self._metrics.transfer_bytes(end.bytes)
             self.prefix_cost.moved(len(write.local_block_ids) * self._block_size, end.seconds)
-        if job.writes.is_over and not self._has_open(job):
-            self._end(job, progress)
 
     def _next_write(self, job: PeerJob) -> transfer.Write | None:
         """The job's next write, if one is due. Its lease is checked here, right before the post: without it no write
@@ -351,9 +351,20 @@ class PrefillHandover(ABC):
         return transfer.Write(key, job.prefill.peer, write.local_block_ids, write.remote_block_ids, notices,
                               self.after_step, grant=str(attempt))
 
-    def _stop_writes(self, job: PeerJob, reason: str) -> None:
+    def _post(self, job: PeerJob, write: transfer.Write) -> None:
+        """Post a write that has begun. One that can't be posted has failed, for its end would never come. To be called
+        with the lock."""
+        try:
+            self.execute([write])
+        except Exception as error:
+            logger.exception("unexpected error: a write of job %s can't be posted", job.prefill.attempt)
+            del self._open[write.key]
+            job.writes.end(False, error=f"the write can't be posted: {error!r}")
+
+    def _stop_writes(self, job: PeerJob, reason: str, progress: Progress) -> None:
         """Begin no write of this job any more, whose request is gone. The peer gets its message when none is under way:
-        the reason, or, where that is empty, the answer to its cancel."""
+        the reason, or, where that is empty, the answer to its cancel. What is held for the job comes free then, which
+        may be blocks that are in no write yet."""
         attempt = job.prefill.attempt
         with self._writes_lock:
             write = job.writes.close(reason)
@@ -368,6 +379,7 @@ class PrefillHandover(ABC):
             job.state = JobStage.SENDING
         else:
             del self._jobs[attempt]
+            progress.finished_transfers.append(attempt)
 
     def _has_open(self, job: PeerJob) -> bool:
         """Whether a transfer of this job is under way, or its end is not processed yet."""
@@ -426,14 +438,12 @@ class PrefillHandover(ABC):
         elif job.state is JobStage.READING:
             self._abort_request(job)  # which calls `aborted`
         elif not job.cancelled:
-            if job.state is JobStage.COMPUTED and not self._has_open(job):
-                progress.finished_transfers.append(attempt)
-            self._drop(job, "")
+            self._drop(job, "", progress)
 
-    def _drop(self, job: PeerJob, reason: str) -> None:
+    def _drop(self, job: PeerJob, reason: str, progress: Progress) -> None:
         """Stop the job, and its request if that is being computed. For `reason` see `_stop_writes`."""
         is_computing = job.state is JobStage.COMPUTING
-        self._stop_writes(job, reason)
+        self._stop_writes(job, reason, progress)
         if is_computing:
             self._abort_request(job)
 

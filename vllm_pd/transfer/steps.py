@@ -117,15 +117,17 @@ class StepOrderedTransfer:
     def _advance(self) -> None:
         while self._waiting:
             request, deadline_s = self._waiting[0]
-            if isinstance(request, Write | Read) and not self._steps.reached(request.after_step):
+            waits = isinstance(request, Write | Read) and not self._steps.reached(request.after_step)
+            if waits:
                 if not self._has_waited:
                     self._has_waited = True
                     logger.info("the device had not finished step %d when its output was processed: a transfer waits "
                                 "for it", request.after_step)
                 if self._clock() < deadline_s:
                     return
+            self._waiting.popleft()
+            if waits:
                 self._failed.append(Finished(request.key, ok=False, error=f"step {request.after_step} is not done "
                                              f"within {STEP_S:g} s"))
             else:
                 self._transfer.execute([request])
-            self._waiting.popleft()

@@ -240,7 +240,8 @@ class EngineHandover(HandoverEngine):
         self.changed()
         if self.prefill_jobs is not None and state is not PauseState.UNPAUSED:
             begun = self.prefill_jobs.waiting if state is PauseState.PAUSED_NEW else self.prefill_jobs.computing
-            self._guard(self.prefill_jobs.give_back, [*begun, *self.prefill_jobs.queued], "this engine is paused")
+            self._guard(self.prefill_jobs.give_back, [*begun, *self.prefill_jobs.queued], "this engine is paused",
+                        self._progress)
             self._guard(self.prefill_jobs.set_credits)
 
     def finish_steps(self) -> None:

@@ -32,8 +32,8 @@ class BlockFence:
         held = self._held.get(attempt, [])
         if not set(held).isdisjoint(more):
             raise ValueError(f"{attempt} holds some of these blocks already")
-        self._held[attempt] = held + more
         self._pool.touch([self._pool.blocks[block_id] for block_id in more])
+        self._held[attempt] = held + more
 
     def release(self, attempt: Attempt, block_ids: Iterable[int] | None = None) -> bool:
         """Give the references of this attempt back, or only those on these blocks; the pool frees what nobody else

@@ -194,10 +194,14 @@ class InternalRequests(PrefillHandover):
         if job is None or self._aborting:
             return
         if request.status is not RequestStatus.FINISHED_LENGTH_CAPPED:
-            self.lost(attempt, f"its request ended as {request.status.name}")
+            self.lost(attempt, f"its request ended as {request.status.name}", progress)
             return
         first = job.prefill.cached_blocks
-        self._fence.hold(attempt, block_ids[first + job.writes.added:first + len(job.prefill.block_ids)])
+        try:
+            self._fence.hold(attempt, block_ids[first + job.writes.added:first + len(job.prefill.block_ids)])
+        except Exception as error:
+            self.lost(attempt, f"its blocks can't be held: {error}", progress)
+            raise
         self.computed(attempt, block_ids, progress)
 
     def set_credits(self) -> None:
