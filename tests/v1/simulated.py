@@ -278,8 +278,7 @@ class Engine:
         self.pool = self.manager.block_pool
         self.free_at_start = self.pool.get_num_free_blocks()
         settings = settings or PDConfig.parse(role, {"broker": "tcp://127.0.0.1:5700", "max_parked_fraction": 1.0,
-                                                     "max_local_prefill_tokens": threshold, "push_chunks": False,
-                                                     **extra})
+                                                     "max_local_prefill_tokens": threshold, **extra})
         self.protocol = protocol or FakeProtocol(settings.role)
         self.transfer = transfer or FakeTransfer()
         self.protocol.open_writes = self.transfer.open_writes
@@ -298,6 +297,8 @@ class Engine:
         self.cached: dict[str, int] = {}  # tokens, as the client's usage says
         self.figures: list[dict] = []  # as they reach the front end
         self.released: set[Attempt] = set()
+        self.ends_chunks = transfer is None  # all writes but the last of a job, after each turn
+        self._jobs: dict[str, list[int]] = {}  # the prompts of peers, by the name of their attempt
         self.steps = 0
         self.tokens_computed = 0
         self._known: dict[str, list[int]] = {}  # as the model runner has them: prompt and sampled tokens
@@ -349,6 +350,8 @@ class Engine:
         for event in events:
             if isinstance(event, Released | Prefilled):
                 self.released.add(event.attempt)
+            if isinstance(event, actions.Prefill):
+                self._jobs[str(event.attempt)] = event.token_ids
             self.protocol.events.append(event)
         self.access.wake()
 
@@ -373,9 +376,23 @@ class Engine:
                                   list(range(100, 100 + cached_blocks)), PEER))
         return attempt
 
+    def writes(self, attempt: Attempt) -> list[Write]:
+        """All writes that were posted for this job, in order."""
+        return [one for one in self.transfer.requests if isinstance(one, Write) and one.grant == str(attempt)]
+
+    def last_writes(self) -> list[Write]:
+        """The last write of each job that has posted it, in order."""
+        return [one for one in self.transfer.requests if isinstance(one, Write) and one.key == one.grant]
+
     def sent(self, attempt: Attempt) -> Write:
-        """The write that was posted for this job: its last one."""
-        return next(one for one in self.transfer.requests if isinstance(one, Write) and one.key == str(attempt))
+        """The last write of this job, which was posted."""
+        return next(one for one in self.last_writes() if one.key == str(attempt))
+
+    def end_chunks(self) -> None:
+        """End all writes but the last ones of jobs. They have carried what is right, up to this moment."""
+        for write in [one for one in self.transfer.open_writes.values() if one.key != one.grant]:
+            self.check_sent_write(write, self._jobs[write.grant])
+            self.transfer.end(write.key)
 
     def check_sent(self, attempt: Attempt, prompt: list[int]) -> None:
         """The blocks that are being written to the peer hold the prompt's KV, at this moment."""
@@ -408,6 +425,11 @@ class Engine:
 
     def turn(self) -> None:
         """One turn of the engine's loop: schedule unless the pipeline is full, then process the oldest output."""
+        self._turn()
+        if self.ends_chunks:
+            self.end_chunks()
+
+    def _turn(self) -> None:
         if self.scheduler.has_requests():
             self.schedule()
             if len(self.begun_steps) < self.in_flight and self.begun_steps[-1][0].total_num_scheduled_tokens:

@@ -20,7 +20,8 @@ class Sender:
 
     def __init__(self, folder, in_flight: int, tokens: int = 300, cached: int = 0, **settings) -> None:
         self.engine = Engine(folder, in_flight, role="kv_producer", batch_tokens=CHUNK,
-                             **{"push_chunks": True, "prefix_reads": "never", **settings})
+                             **{"prefix_reads": "never", **settings})
+        self.engine.ends_chunks = False
         self.prompt = prompt(tokens)
         self.posted: list[Write] = []
         execute = self.engine.transfer.execute
@@ -281,7 +282,7 @@ def test_b100_a_job_whose_blocks_leave_reads_no_prefix_any_more(model_folder, in
 @pytest.mark.parametrize("jobs", [2, 3])
 def test_b100_b22_several_jobs_lose_their_lease_in_one_step(model_folder, in_flight, jobs, monkeypatch):
     monkeypatch.setattr(job_order, "may_begin", lambda turn, begun, step_tokens: True)  # all at once
-    engine = Engine(model_folder, in_flight, role="kv_producer", prefix_reads="never", push_chunks=True)
+    engine = Engine(model_folder, in_flight, role="kv_producer", prefix_reads="never")
     engine.binding.prefill_jobs.arrange = lambda: None
     engine.scheduler.scheduler_config.long_prefill_token_threshold = 32  # each has some tokens in each step
     engine.protocol.lease = False

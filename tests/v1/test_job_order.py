@@ -10,7 +10,6 @@ from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import prompt
 from vllm_pd.core.actions import Cancelled, Prefill
 from vllm_pd.core.messages import Attempt
-from vllm_pd.transfer.requests import Write
 
 STEP = 64  # tokens: the least that a step of jobs has, whatever the speed
 
@@ -44,7 +43,7 @@ def sizes(engine: Engine) -> list[dict[str, int]]:
 def finish(engine: Engine, order: list[Attempt]) -> None:
     """Let all jobs be computed; they are sent in this order."""
     engine.run()
-    written = [one for one in engine.transfer.requests if isinstance(one, Write)]
+    written = engine.last_writes()
     assert [one.key for one in written] == list(map(str, order))
     for one in written:
         engine.transfer.end(one.key)

@@ -42,6 +42,7 @@ class HandoverMachine(RuleBasedStateMachine):
         self.engine = Engine(self.folder, self.in_flight, blocks=blocks, batch_tokens=64, caching=caching,
                              policy=policy, max_num_seqs=4, prefix_reads="always", max_prefill_jobs=4,
                              prefill_overtaking=overtaking, threshold=threshold, push_chunks=chunks)
+        self.engine.ends_chunks = False
         # With auto: half as fast as a peer, which is better by that unless much is queued there (`queue_changes`).
         self.engine.binding.speed.stepped = lambda *measured: None
         StepSpeed.stepped(self.engine.binding.speed, time.monotonic(), 1000, 0, 1000.0)
