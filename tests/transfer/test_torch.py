@@ -256,6 +256,41 @@ def test_b29_no_more_connections_than_the_bound(rank):
     wait_for(lambda: d.transport.debug_state()["connections"] == 0)
 
 
+def test_b29_strangers_that_hold_all_connections_keep_no_peer_out(rank):
+    p, d = rank("p-late"), rank("d-crowded")
+    address = address_of(d.transport.metadata())
+    strangers = [socket.create_connection((address.host, address.port)) for _ in range(MAX_CONNECTIONS)]
+    wait_for(lambda: d.transport.debug_state()["connections"] == MAX_CONNECTIONS)
+    p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+    assert send(p, d, "k", [1]).ok
+    more = [socket.create_connection((address.host, address.port)) for _ in range(2 * MAX_CONNECTIONS)]
+    assert send(p, d, "l", [2]).ok, "one that is proved never gives way"
+    assert d.transport.debug_state()["connections"] <= MAX_CONNECTIONS
+    for each in strangers + more:
+        each.close()
+    wait_for(lambda: d.transport.debug_state()["connections"] == 1)
+    assert not d.transport._receiver._unproved
+
+
+def test_b25_a_write_that_is_cancelled_ends_with_the_stage_under_way(rank):
+    p, d = rank("p-cancels", blocks=len(MANY)), rank("d-cancels", blocks=len(MANY))
+    p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+    copier, stages = p.transport._peers[d.name].sender._copier, []
+    gather = copier.gather
+
+    def cancelling_gather(block_ids, buffer):
+        gather(block_ids, buffer)
+        stages.append(len(block_ids))
+        if len(stages) == 2:
+            p.transport.cancel("k")
+
+    copier.gather = cancelling_gather
+    end = send(p, d, "k", MANY)
+    assert not end.ok and "cancelled" in end.error and len(stages) == 2
+    assert d.worker.take_progress().notices == []
+    assert send(p, d, "l", [1]).ok, "over another connection"
+
+
 @pytest.mark.parametrize("token,larger,problem", [(b"wrong", 1, "closed"), (None, 2, "head"), (None, 1, "")])
 def test_b42_a_sender_is_asked_for_its_token_and_the_size_of_its_heads(rank, token, larger, problem):
     d = rank("d-asks")

@@ -123,6 +123,7 @@ class WriteReceiver:
         self._closing = False
         self._lock = threading.Lock()
         self._connections: set[ControlConnection] = set()
+        self._unproved: dict[ControlConnection, None] = {}  # of those: they have not proved that they know the token
         self._threads: list[threading.Thread] = []  # of connections; a few of them may have ended
         self._socket = socket.create_server((host, 0), backlog=128)
         self.port: int = self._socket.getsockname()[1]
@@ -165,8 +166,13 @@ class WriteReceiver:
                 sock.close()
 
     def _begin(self, sock: socket.socket) -> None:
-        """Serve a connection in a thread of its own, unless there are too many."""
+        """Serve a connection in a thread of its own. Where there are too many, the oldest one that has proved nothing
+        gives way: a peer needs one round trip for that, so strangers can't keep it out by holding connections."""
         with self._lock:
+            if not self._closing and len(self._connections) >= MAX_CONNECTIONS and self._unproved:
+                oldest = next(iter(self._unproved))
+                oldest.abort()
+                self._forget(oldest)
             if self._closing or len(self._connections) >= MAX_CONNECTIONS:
                 sock.close()
                 return
@@ -174,6 +180,7 @@ class WriteReceiver:
             thread = threading.Thread(target=self._serve, args=(control, ), name="vllm-pd-receive", daemon=True)
             thread.start()
             self._connections.add(control)
+            self._unproved[control] = None
             self._threads = [one for one in self._threads if one.is_alive()] + [thread]
 
     def _serve(self, control: ControlConnection) -> None:
@@ -197,7 +204,11 @@ class WriteReceiver:
                 group.close()
             control.close()
             with self._lock:
-                self._connections.discard(control)
+                self._forget(control)
+
+    def _forget(self, control: ControlConnection) -> None:
+        self._connections.discard(control)
+        self._unproved.pop(control, None)
 
     def _join(self, control: ControlConnection) -> tuple[str, BlockCopier, PairGroup]:
         """Meet a sender. Returns its name, what copies its data, and the group."""
@@ -207,6 +218,8 @@ class WriteReceiver:
         join = control.receive(deadline_s)
         if not isinstance(join, Join) or join.proof != prove(self._token, nonce, b"sender"):
             raise TransferError("a sender does not know our token")
+        with self._lock:
+            self._unproved.pop(control, None)
         try:
             peer = PeerMetadata.decode_any(join.metadata)
             copier = self._copier(peer.cache, join.heads)

@@ -136,6 +136,8 @@ class PeerSender:
             self._copier.gather(ids, part)
             if moving is not None:
                 moving.wait(stall_s)
+            if write.error:  # the rest is not sent, and the connection ends: the receiver still awaits it
+                raise TransferError(write.error)
             moving = group.send(part)
         if moving is not None:
             moving.wait(stall_s)

@@ -8,7 +8,8 @@
    receiver answers whether it has granted these blocks, and posts its receives. Addresses come from its own caches.
 3. Data go through two staging buffers on each side. So a write needs a copy there and a copy here.
 4. A write has ended when the receiver says that all is in its blocks; its notice is seen after that.
-5. Nothing is cancelled once it has begun, but no wait is endless (`LinkLimits`).
+5. A write that is cancelled ends with the stage under way, and its connection with it. No wait is endless
+   (`LinkLimits`).
 6. The end of a write that failed proves nothing: a stopped receiver may hold a part of it. What counts is the
    receiver's own word, `close_grant`: it drops the rest, so it needs nobody's help to have its blocks back.
 7. Reads are not possible: the peer would have to take part.
