@@ -71,7 +71,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def engines_go_on(self, data):
-        self.draw(data, {"post", "land", "compute", "say", "tick", "submit"})
+        self.draw(data, {"post", "land", "compute", "unleased", "say", "tick", "submit"})
 
     @rule(data=st.data())
     def something_rare(self, data):
@@ -163,10 +163,18 @@ class WalkOverTooSoon(Walk):
     scene = dataclasses.replace(CHUNKED, shape=dataclasses.replace(CHUNKED.shape, writes_type=AnswersTooSoon))
 
 
-@pytest.mark.parametrize("walk", [WalkWithoutFence, WalkOverTooSoon])
-def test_b34_the_walk_can_fail(walk):
-    """B34: a missing fence does not stay hidden from it."""
-    with pytest.raises(Violation, match="may reuse|outside its fence|while it was written to"):
+class WalkThatAsksOnce(Walk):
+    """The same, where the lease is asked for before the first chunk alone."""
+
+    scene = dataclasses.replace(CHUNKED, shape=dataclasses.replace(CHUNKED.shape, asks_once=True))
+
+
+@pytest.mark.parametrize("walk, says", [
+    (WalkWithoutFence, "may reuse|outside its fence"), (WalkOverTooSoon, "may reuse|while it was written to"),
+    (WalkThatAsksOnce, "saw its lease end")])
+def test_b34_the_walk_can_fail(walk, says):
+    """B34: a missing fence does not stay hidden from it, nor a lease that ends between two chunks (B22)."""
+    with pytest.raises(Violation, match=says):
         run_state_machine_as_test(walk, settings=settings(
             TestWalk.settings, max_examples=500, database=None, derandomize=True, report_multiple_bugs=False,
             phases=[Phase.generate]))

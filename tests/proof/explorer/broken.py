@@ -178,6 +178,8 @@ VARIANTS = [
             "reads KV that is not its own"),
     Variant("over while a chunk is under way", Scene(aborts=1, shape=Shape(**CHUNKS, writes_type=AnswersTooSoon)), 12,
             "may reuse"),
+    Variant("the lease asked for before the first chunk alone", Scene(pauses=3, shape=Shape(**CHUNKS, asks_once=True)),
+            14, "saw its lease end"),
     Variant("a chunk's failure is forgotten", Scene(errors=1, shape=Shape(**CHUNKS, writes_type=ForgetsFailures)), 12,
             "reads KV that is not its own"),
     Variant("a notice with each chunk", Scene(shape=Shape(**CHUNKS, writes_type=NoticeWithEach)), 10,

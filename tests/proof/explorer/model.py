@@ -103,6 +103,7 @@ class Shape:
     writes_type: type[AttemptWrites] = AttemptWrites
     frees_at_finish: bool = False
     sends_early: bool = False  # a chunk, before it is computed
+    asks_once: bool = False  # for the lease, before the first chunk
     attempt_of: Callable[[str, str, int], m.Attempt] = m.Attempt
     names_come_again: bool = False
     decode_limits: DecodeLimits = field(default=DECODE_LIMITS)
@@ -399,7 +400,9 @@ class PrefillEngine:
             if work.said:
                 continue
             if work.may_post and (work.writes.open is not None or work.writes.is_due):
-                found += [("post", attempt, rank) for rank in work.unsent if self.side.may_write(NOW, attempt)]
+                found += [("post", attempt, rank) for rank in work.unsent if self.may_write(attempt)]
+            if work.writes.is_due and not self.may_write(attempt):
+                found.append(("unleased", attempt))
             if work.computed < self.shape.chunks and not work.writes.is_closed:
                 found.append(("compute", attempt))
             if work.writes.is_over:
@@ -420,6 +423,17 @@ class PrefillEngine:
         work.unsent -= {rank}
         work.flying |= {rank}
         return self._do(actions)
+
+    def may_write(self, attempt: m.Attempt) -> bool:
+        """What is asked right before a write is posted."""
+        work = self.work.get(attempt)
+        return self.side.may_write(NOW, attempt) or (self.shape.asks_once and work is not None and work.may_post
+                                                     and work.writes._number > 0)
+
+    def unleased(self, attempt: m.Attempt) -> list[Letter]:
+        """B22: the lease was found to be over when a write was due, before the protocol's timer says so."""
+        self.work[attempt].writes.close("the lease ran out before the write")
+        return []
 
     def landed(self, attempt: m.Attempt, rank: int) -> list[Letter]:
         """A write has arrived, and with it whatever its source holds at this moment."""
@@ -541,7 +555,7 @@ class PrefillEngine:
     def writable(self) -> list[tuple[m.Attempt, tuple[int, ...]]]:
         """Blocks of peers that a write is on its way to, or may be posted to now."""
         return [(attempt, work.target) for attempt, work in self.work.items()
-                if work.flying or (work.may_post and self.side.may_write(NOW, attempt))]
+                if work.flying or (work.may_post and self.may_write(attempt))]
 
     def check(self) -> None:
         """What holds after each step."""
@@ -565,5 +579,5 @@ def check_pair(d: DecodeEngine, p: PrefillEngine) -> None:
             require(table is not None and set(target) <= set(table),
                     f"{p.name} may write blocks of {attempt} that {d.name} may reuse")
     for attempt in p.side.states():
-        if attempt.incarnation == d.name and p.side.may_write(NOW, attempt):
+        if attempt.incarnation == d.name and p.may_write(attempt):
             require(attempt not in d.expired_by_lease, f"{p.name} may write {attempt} after {d.name} saw its lease end")
