@@ -348,6 +348,7 @@ def test_b100_b20_b82_an_error_while_an_end_is_counted_keeps_nothing(sender):
     sender.until_posted(1)
     sender.engine.run()
     sender.end_write()
+    sender.engine.run()
     metrics = sender.engine.binding._metrics
     metrics.transfer_bytes = raises_once(metrics.transfer_bytes)
     sender.end_write()

@@ -147,7 +147,7 @@ class DecodeMeasures:
         self._later_tokens: collections.deque[int] = collections.deque(maxlen=LAST_PROMPTS)
         self._batch_tokens = batch_tokens
         self._speed = speed
-        self._moved = MeasuredRate(START_MOVED_PER_S)  # tokens of a prompt, in the time that its writing took afterwards
+        self._moved = MeasuredRate(START_MOVED_PER_S)  # tokens of a prompt, in the time of its writing afterwards
         self._sent_last = MeasuredRate(START_MOVED_PER_S)  # tokens of its last write, in that time
         self._last_tokens = 0.0  # of such a write
         self._overheads_s: collections.deque[float] = collections.deque(maxlen=LAST_HAND_OVERS)
