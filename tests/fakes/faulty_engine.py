@@ -10,9 +10,10 @@ import aiohttp
 
 from vllm_pd.ports import take_free
 from vllm_pd.router.app import RouterApp
-from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.options import RequestOrder, RouterOptions
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 from vllm_pd.router.server import RouterServer
+from vllm_pd.router.workers import WorkerState
 
 QUICK = {"probe_interval_s": 30.0, "probe_timeout_s": 0.4, "probe_backoff_s": (0.05, 0.2), "connect_timeout_s": 0.5,
          "tokenizer": "none", "unready_s": 0.0, "grace_s": 1.0}
@@ -51,6 +52,7 @@ class FaultyEngine:
         self.cards: list[dict] = []  # of /v1/models; else one of `model`
         self.strict = False  # whether other models than its own get a 404
         self.raw: tuple[bytes, bool] | None = None  # the answer to a request, and whether the connection then goes on
+        self.params: object = None  # `kv_transfer_params` of its whole answers, if it is a prefill engine
         self.refuses = Fault.NONE  # what a request with "refuse me" in it gets
         self.notices: list[tuple[int, dict]] = []  # answers to GET /pd/events, the last for ever; else 404
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
@@ -153,7 +155,8 @@ class FaultyEngine:
         if self.gap_s and asked.get("prompt") and await gone(reader, self.gap_s):  # no probe
             self.cancelled += 1
             return False
-        return whole(writer, 200, {"id": "x", "from": self.port, "choices": [{"index": 0, "text": "all"}]})
+        handed = {} if self.params is None else {"kv_transfer_params": self.params}
+        return whole(writer, 200, {"id": "x", "from": self.port, "choices": [{"index": 0, "text": "all"}], **handed})
 
     async def _stream(self, fault: Fault, reader, writer) -> bool:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-from: " +
@@ -251,15 +254,18 @@ class Answered:
 
 @contextlib.asynccontextmanager
 async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = True,
-                  events: tuple[str | list[str], ...] = (),
+                  events: tuple[str | list[str], ...] = (), prefills: int = 0,
                   **options) -> AsyncIterator[tuple[Served, list[FaultyEngine]]]:
     """A router over so many engines, all up unless told otherwise, the first of them with `events` at these endpoints,
-    several for several ranks; leak-checked in the end (B20)."""
-    engines = [FaultyEngine() for _ in range(count)]
+    several for several ranks, and in the order prefill-first `prefills` more as prefill engines, the last ones;
+    leak-checked in the end (B20)."""
+    engines = [FaultyEngine() for _ in range(count + prefills)]
     for engine in engines:
         await engine.start()
     port = take_free("127.0.0.1")
-    settings = {**QUICK, "workers": tuple(engine.url for engine in engines),
+    if prefills:
+        options |= {"order": RequestOrder.PREFILL_FIRST, "prefill_workers": tuple(one.url for one in engines[count:])}
+    settings = {**QUICK, "workers": tuple(engine.url for engine in engines[:count]),
                 "events": tuple(f"{engine.url}={at}" for engine, told in zip(engines, events, strict=False)
                                  for at in ([told] if isinstance(told, str) else told)), **options}
     router = RouterApp(RouterOptions(port=port, **settings), RoutingPolicyConfig(policy=policy))
@@ -271,7 +277,8 @@ async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = Tr
         try:
             await served.until(lambda: server.started)
             if up:
-                await served.until(lambda: router.workers.counts().get("up", 0) == len(settings["workers"]))
+                ups = len(settings["workers"]) + prefills
+                await served.until(lambda: sum(one.state is WorkerState.UP for one in router.workers) == ups)
             yield served, engines
             await served.until(lambda: not any(worker.in_flight for worker in router.workers))
         finally:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.router.holding import index_of
+from tests.router.holding import index_of, with_index
 from tests.router.test_placing import BLOCK, Words, placing
 from vllm_pd.router import deferred, tokens
 from vllm_pd.router.deferred import DeferredPrompt
@@ -108,6 +108,20 @@ async def test_the_rest_counts_where_the_request_went_last():
         assert (plan.request.prompt_tokens, plan.request.prompt_blocks) == (len(LONG), len(LONG) // BLOCK)
         assert placer.place(plan, [first])[1].overlap_blocks == len(LONG) // BLOCK
         assert metrics.registry.get_sample_value("vllm:pd_router_rests_total", {"outcome": "done"}) == 1
+
+
+async def test_b102_the_rest_counts_at_the_prefill_engine_and_at_the_decode_engine():
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, known, _, _):
+        for url in ("http://p:1", "http://q:1"):
+            known.add(url, WorkerSource.STATIC, prefills=True).probe_passed()
+        with_index(placer, BLOCK)
+        plan = await placer.plan([], body(LONG), True)
+        p, (d, _) = placer.place_prefill(plan), placer.place(plan, ())
+        assert p.prefills and not d.prefills
+        assert held(placer, LONG) == {p.url: PARTIAL_BLOCKS, d.url: PARTIAL_BLOCKS}
+        again = await placer.plan([], body(LONG), True)
+        assert held(placer, LONG) == {p.url: len(LONG) // BLOCK, d.url: len(LONG) // BLOCK}
+        assert placer.place_prefill(again) is p and placer.place(again, ())[0] is d
 
 
 @pytest.mark.parametrize("happens", ["left", "dropped", "cleared", "evicted"])

@@ -13,9 +13,7 @@ from typing import Any
 
 from vllm_pd.bench.connection import LoadConnection
 from vllm_pd.bench.load import GenerationRequest
-
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
-                 "remote_block_ids": None, "remote_host": None, "remote_port": None}
+from vllm_pd.router.prefill_form import REMOTE_DECODE
 
 
 @dataclass(frozen=True)

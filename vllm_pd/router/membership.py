@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engines are behind the router: from the command line, from an operator, from a broker's registry.
 
-An engine in the registry joins if it decodes, has an HTTP address and does not drain. It leaves at once when it drains
-or becomes a prefill engine. One that is missing from the registry stays while its probes succeed, and leaves after
-`registry_patience_s` if they don't: a broker that has just started knows no engines yet, and a broker may have lost its
-connection to one. While the broker does not answer, all workers stay.
+An engine in the registry joins if it decodes, has an HTTP address and does not drain. In the order prefill-first those
+that only prefill join too, as prefill engines. An engine leaves at once when it drains or changes between the two. One
+that is missing from the registry stays while its probes succeed, and leaves after `registry_patience_s` if they don't:
+a broker that has just started knows no engines yet, and a broker may have lost its connection to one. While the broker
+does not answer, all workers stay.
 """
 import asyncio
 import logging
@@ -13,7 +14,7 @@ from vllm_pd.admin.members import list_members
 from vllm_pd.core.messages import Member
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.metrics import RouterMetrics
-from vllm_pd.router.options import RouterOptions, parse_worker
+from vllm_pd.router.options import RequestOrder, RouterOptions, parse_worker
 from vllm_pd.router.workers import RouterWorker, Workers, WorkerSource, WorkerState
 
 logger = logging.getLogger("vllm.pd.router")
@@ -36,6 +37,8 @@ class Membership:
         """Add the static workers, and begin to follow the registry."""
         for url in self._options.workers:
             self._workers.add(url, WorkerSource.STATIC)
+        for url in self._options.prefill_workers:
+            self._workers.add(url, WorkerSource.STATIC, prefills=True)
         if self._options.broker is not None:
             self._task = asyncio.get_running_loop().create_task(self._follow(), name="registry")
             self._task.add_done_callback(_ended)
@@ -68,7 +71,7 @@ class Membership:
         """Add and remove workers so that they fit the registry's present `members`."""
         wanted: dict[str, Member] = {}
         for member in members:
-            if member.http and member.role.decodes and not member.draining:
+            if member.http and self._has_use_for(member) and not member.draining:
                 try:
                     wanted[parse_worker("http", member.http)] = member
                 except ConfigError as error:
@@ -79,9 +82,10 @@ class Membership:
         for url, member in wanted.items():
             self._join(url, member)
         for worker in self._workers:
-            if worker.source is not WorkerSource.REGISTRY or worker.url in wanted:
+            if worker.source is not WorkerSource.REGISTRY or self._fits(worker, wanted.get(worker.url)):
                 self._missing_since.pop(worker.url, None)
-            elif worker.incarnation in present or worker.url in taken or self._is_missing_too_long(worker, now_s):
+            elif (worker.url in wanted or worker.incarnation in present or worker.url in taken
+                  or self._is_missing_too_long(worker, now_s)):
                 logger.info("worker %s has left", worker.url)
                 self._missing_since.pop(worker.url, None)
                 self._workers.remove(worker.url)
@@ -92,9 +96,17 @@ class Membership:
         worker = self._workers.get(url)
         if worker is None:
             logger.info("worker %s has joined", url)
-            self._workers.add(url, WorkerSource.REGISTRY, member.incarnation)
+            self._workers.add(url, WorkerSource.REGISTRY, member.incarnation, prefills=not member.role.decodes)
         else:
             worker.incarnation = member.incarnation
+
+    def _has_use_for(self, member: Member) -> bool:
+        return member.role.decodes or self._options.order is RequestOrder.PREFILL_FIRST
+
+    @staticmethod
+    def _fits(worker: RouterWorker, member: Member | None) -> bool:
+        """Whether the registry has the worker's engine, for what it is used here."""
+        return member is not None and worker.prefills is not member.role.decodes
 
     def _is_missing_too_long(self, worker: RouterWorker, now_s: float) -> bool:
         since_s = self._missing_since.setdefault(worker.url, now_s)

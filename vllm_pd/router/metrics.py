@@ -50,6 +50,10 @@ class RouterMetrics:
         self.route_s = histogram("vllm:pd_router_route_seconds", "From a whole request to its worker being chosen.")
         self.first_byte_s = histogram("vllm:pd_router_first_byte_seconds", "From a whole request to the first byte of "
                                       "its answer.")
+        self.prefill_first = counter("vllm:pd_router_prefill_first_total", "Requests that came in the order "
+                                     "prefill-first by what became of their prefill.", ["outcome"])
+        self.prefill_s = histogram("vllm:pd_router_prefill_seconds", "From the choice of a prefill engine to its "
+                                   "answer that says where the KV is.")
         self.clients_cut = counter("vllm:pd_router_clients_cut_total", "Connections of clients that were ended by a "
                                    "limit.", ["reason"])
         self.connections = gauge("vllm:pd_router_connections", "Connections of clients.")

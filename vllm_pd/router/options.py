@@ -7,6 +7,7 @@ import os
 import re
 import urllib.parse
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated
 
 from vllm_pd.admin.members import Access
@@ -21,8 +22,15 @@ MAX_TRIES = 3
 _EXAMPLE_WORKER = "http://127.0.0.1:8001"
 _ENDPOINT = re.compile(r"tcp://[^,/]+:0*[1-9]\d*|ipc://[^,]+")
 _POSITIVE = ("probe_interval_s", "probe_timeout_s", "connect_timeout_s", "tokenize_timeout_s", "registry_period_s",
-             "expected_s", "retry_after_s", "header_timeout_s", "body_timeout_s", "write_timeout_s", "idle_timeout_s")
+             "expected_s", "retry_after_s", "header_timeout_s", "body_timeout_s", "write_timeout_s", "idle_timeout_s",
+             "prefill_timeout_s")
 _COUNTS = {"max_in_flight": 1, "max_body_bytes": 1, "tokenize_threads": 1, "max_connections": 1, "max_bodies_bytes": 1}
+
+
+class RequestOrder(StrEnum):
+    """Which engine gets a request first."""
+    DECODE_FIRST = "decode-first"  # it asks a prefill engine itself, or does not
+    PREFILL_FIRST = "prefill-first"  # its answer says where the KV is, which the decode engine gets with the request
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,12 @@ class RouterOptions:
     events: Annotated[tuple[str, ...], Option(
         "Where the KV events of that engine are, if it has no /pd/events to ask, like a stock vLLM; may be repeated, "
         "also for each data-parallel rank.", flag="--worker-events", metavar="URL=EVENTS[,REPLAY]")] = ()
+    order: Annotated[RequestOrder, Option(
+        "decode-first, or prefill-first: a prefill engine computes each prompt before a decode engine gets the "
+        "request.", parse=lambda text: text.replace("_", "-"))] = RequestOrder.DECODE_FIRST
+    prefill_workers: Annotated[tuple[str, ...], Option(
+        "The base URL of a prefill engine, for --order prefill-first; may be repeated.",
+        flag="--prefill-worker")] = ()
     block_size: Annotated[int | None, Option(
         "The tokens in a KV block of --worker-events; default: as the events say.")] = None
     broker: Annotated[str | None, Option("Also use the decode engines that are registered at this broker.")] = None
@@ -63,6 +77,8 @@ class RouterOptions:
         "How long an engine may take to the first byte of an answer; 0 for no limit.")] = 600.0
     stream_timeout_s: Annotated[float, Option(
         "How long an engine may send nothing in the middle of an answer; 0 for no limit.")] = 300.0
+    prefill_timeout_s: Annotated[float, Option(
+        "How long a prefill engine may take to compute a prompt, with --order prefill-first.")] = 120.0
     connect_timeout_s: float = 3.0
     probe_interval_s: Annotated[float, Option("Probe an engine that has sent nothing for this long.")] = 5.0
     probe_timeout_s: Annotated[float, Option("How long an engine may take to generate the token of a probe.")] = 15.0
@@ -96,17 +112,17 @@ class RouterOptions:
         for name, least in _COUNTS.items():
             if getattr(self, name) < least:
                 raise ConfigError(_flag(name), getattr(self, name), f"write {least} or more")
-        workers = tuple(parse_worker("--worker", url) for url in self.workers)
-        for number, url in enumerate(workers):
-            if url in workers[:number]:
-                raise ConfigError("--worker", url, "it is given twice: write each worker once")
+        workers = _parse_workers("--worker", self.workers)
+        prefill_workers = _parse_workers("--prefill-worker", self.prefill_workers, workers)
         if self.block_size is not None and self.block_size < 1:
             raise ConfigError("--block-size", self.block_size, "write the workers' own block size")
         if self.broker is not None:
             _check_broker(self.broker, self.access)
         for value in self.events:
             parse_events("--worker-events", value)
-        return dataclasses.replace(self, host=host, workers=workers, api_key=api_key)
+        order = _parse_order(self.order, prefill_workers, self.broker)
+        return dataclasses.replace(self, host=host, workers=workers, prefill_workers=prefill_workers, order=order,
+                                   api_key=api_key)
 
     @property
     def key_for_workers(self) -> str | None:
@@ -138,6 +154,26 @@ def parse_events(key: str, value: str) -> tuple[str, str, str | None]:
         raise ConfigError(key, value, f"write it like {_EXAMPLE_WORKER}=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 "
                           "(the endpoint of its events, and that of their replay, if it has one)")
     return parse_worker(key, url), events, replay or None
+
+
+def _parse_workers(key: str, urls: tuple[str, ...], others: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The normalised URLs of option `key`, none of which is among `others`. Raises ConfigError."""
+    parsed = tuple(parse_worker(key, url) for url in urls)
+    for number, url in enumerate(parsed):
+        if url in (*others, *parsed[:number]):
+            raise ConfigError(key, url, "it is given twice: write each worker once")
+    return parsed
+
+
+def _parse_order(order: str, prefill_workers: tuple[str, ...], broker: str | None) -> RequestOrder:
+    if order not in set(RequestOrder):
+        raise ConfigError("--order", order, f"write one of {', '.join(RequestOrder)}")
+    if order == RequestOrder.DECODE_FIRST and prefill_workers:
+        raise ConfigError("--prefill-worker", prefill_workers[0], "decode engines ask for prefills themselves: add "
+                          f"--order {RequestOrder.PREFILL_FIRST.value}, or leave it out")
+    if order == RequestOrder.PREFILL_FIRST and not prefill_workers and broker is None:
+        raise ConfigError("--order", order, "no prefill engine is known: add --broker, or --prefill-worker for each")
+    return RequestOrder(order)
 
 
 def _check_broker(broker: str, access: Access) -> None:

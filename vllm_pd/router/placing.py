@@ -39,13 +39,16 @@ Overlaps = dict[int, dict[str, int]]  # block size -> worker -> how many of the 
 class PlacementPlan(msgspec.Struct):
     """What is needed to place a request; made once, used for each try. `hashes` has the prompt's blocks for the indexes
     of its `family`. With `deferred` set, it has only the first blocks, and the numbers in `request` are estimates.
-    `worker` is where the request was sent last."""
+    `worker` is the decode engine that it was sent to last, `prefill_worker` the prefill engine before that. With
+    `prefilled`, no decode engine has to compute the prompt."""
     request: PlacementRequest = PlacementRequest()
     model: str | None = None
     hashes: Hashes | None = None
     family: Family | None = None
     deferred: DeferredPrompt | None = None
     worker: RouterWorker | None = None
+    prefill_worker: RouterWorker | None = None
+    prefilled: bool = False
 
 
 class RecentlySent:
@@ -102,7 +105,7 @@ class Placer:
         model = prompt.model if prompt is not None and isinstance(prompt.model, str) else None
         if policy is Policy.CONSISTENT_HASH:
             return PlacementPlan(PlacementRequest(key=_key(headers, prompt), turn=self._turn), model)
-        if policy is not Policy.KV or not generates or len(self._workers) < 2:
+        if policy is not Policy.KV or not generates or not self._workers.has_choice:
             return PlacementPlan(PlacementRequest(turn=self._turn), model)
         family = self.families.of_model(model, self._workers)
         if family is None or not family.indexes:
@@ -140,7 +143,23 @@ class Placer:
     def place(self, plan: PlacementPlan, tried: Collection[RouterWorker]) -> tuple[RouterWorker, Choice] | None:
         """The next worker for a request, and why; None where no worker may get it. `tried` are left out. From now on
         the prompt counts as load on that worker, and its blocks as held there."""
-        able = self._workers.candidates(plan.model, tried)
+        placed = self._place(plan, self._workers.candidates(plan.model, tried))
+        if placed is not None:
+            plan.worker, choice = placed
+            self._metrics.decisions.labels(choice.policy.value, choice.reason.value).inc()
+            self._metrics.prompt_blocks.inc(choice.prompt_blocks)
+            self._metrics.overlap_blocks.inc(choice.overlap_blocks)
+        return placed
+
+    def place_prefill(self, plan: PlacementPlan) -> RouterWorker | None:
+        """The prefill engine for a request, chosen as `place` chooses a decode engine; None where none may get it. It
+        is not counted as a decision: the request goes to a decode engine, too."""
+        placed = self._place(plan, self._workers.candidates(plan.model, prefills=True))
+        if placed is not None:
+            plan.prefill_worker, _ = placed
+        return plan.prefill_worker
+
+    def _place(self, plan: PlacementPlan, able: list[RouterWorker]) -> tuple[RouterWorker, Choice] | None:
         now_s = self._now()
         overlaps = self._overlaps(plan, now_s)
         candidates = [self._candidate(worker, overlaps, plan) for worker in self._sampled(able, overlaps)]
@@ -148,17 +167,13 @@ class Placer:
         if choice is None:
             return None
         worker = self._workers.get(choice.worker)
-        if self.config.policy in (Policy.KV, Policy.LEAST_LOAD):
+        if self.config.policy in (Policy.KV, Policy.LEAST_LOAD) and not plan.prefilled:
             _, block_size = _largest_overlap(overlaps, worker.url)
             new_tokens = plan.request.prompt_tokens - choice.overlap_blocks * block_size
             self._recent[worker.url].add(now_s, max(0, new_tokens))
         self._expect(worker, plan, now_s + self._options.expected_s)
         if plan.deferred is not None:
             self.deferred.add(plan.deferred, now_s + self._options.expected_s)
-        plan.worker = worker
-        self._metrics.decisions.labels(choice.policy.value, choice.reason.value).inc()
-        self._metrics.prompt_blocks.inc(choice.prompt_blocks)
-        self._metrics.overlap_blocks.inc(choice.overlap_blocks)
         return worker, choice
 
     def _overlaps(self, plan: PlacementPlan, now_s: float) -> Overlaps:
@@ -196,8 +211,8 @@ class Placer:
 
     async def _finish_deferred(self, plan: PlacementPlan, body: bytes,
                                finish: Callable[[Sequence[int]], Hashes]) -> None:
-        """Tokenise all of a deferred prompt. If its first blocks still count as held by its worker, all of them do from
-        now on."""
+        """Tokenise all of a deferred prompt. If its first blocks still count as held by its workers, all of them do
+        from now on."""
         first, deferred = plan.hashes, plan.deferred
         result = await self.pool.tokenize_deferred(body, finish, plan.family.name)
         self._metrics.deferred.labels(result.outcome.value).inc()
@@ -205,10 +220,11 @@ class Placer:
         if not result.made:
             return
         plan.hashes, plan.request = result.made, self._request(plan.family, result)
-        held = [size for size, hashes in first.items()
-                if plan.family.index(size).matches(hashes, self._now()).get(plan.worker.url) == len(hashes)]
-        if held:
-            self._expect(plan.worker, plan, deferred.until_s)
+        matches = [(plan.family.index(size).matches(hashes, self._now()), len(hashes))
+                   for size, hashes in first.items()]
+        for worker in (plan.prefill_worker, plan.worker):
+            if worker is not None and any(held.get(worker.url) == count for held, count in matches):
+                self._expect(worker, plan, deferred.until_s)
 
     def _candidate(self, worker: RouterWorker, overlaps: Overlaps, plan: PlacementPlan) -> Candidate:
         if self.config.policy in (Policy.ROUND_ROBIN, Policy.CONSISTENT_HASH):

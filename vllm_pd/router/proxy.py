@@ -29,9 +29,10 @@ from vllm_pd.router.client_connection import (
 )
 from vllm_pd.router.fatal_requests import FatalRequests
 from vllm_pd.router.metrics import RouterMetrics
-from vllm_pd.router.options import MAX_TRIES, RouterOptions
+from vllm_pd.router.options import MAX_TRIES, RequestOrder, RouterOptions
 from vllm_pd.router.placing import PlacementPlan, Placer
 from vllm_pd.router.policy import Choice
+from vllm_pd.router.prefill_leg import PrefillLeg, PrefillSender
 from vllm_pd.router.responses import Headers, RouterResponse
 from vllm_pd.router.worker_client import TryFailed, WorkerClient, WorkerResponse, WorkerResponseBroken
 from vllm_pd.router.workers import InFlightTry, Interruption, RouterWorker, WorkerFailure, Workers
@@ -41,14 +42,12 @@ GENERATING = COMPLETING | {
     "/v1/embeddings", "/v1/responses", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
     "/v2/rerank"}
 MAX_WHOLE_BYTES = 1 << 20
-MAX_PAUSE_S = 60.0  # for a worker's Retry-After
 _DONE = re.compile(rb"data: ?\[DONE\]")
 _TAIL_BYTES = 256
 ENDING = "the router is shutting down"
 _LOST = "the worker was lost after the answer had begun"
 _ERROR_EVENT = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
 _CLIENT_ERROR = re.compile(rb'"code":\s*4\d\d\b')
-_BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _FATAL = "engines were lost while they had this request, so it is not sent to another one"
 
 
@@ -63,7 +62,8 @@ class TryOutcome(Enum):
 
 @dataclass
 class RouterRequest:
-    """A client's request. `target` is path and query as received. `generates`: its answer takes a step of an engine."""
+    """A client's request. `target` is path and query as received. `generates`: its answer takes a step of an engine.
+    `prefill_leg`: what came of it in the order prefill-first, None in the order decode-first."""
     method: bytes
     path: str
     target: bytes
@@ -73,6 +73,7 @@ class RouterRequest:
     generates: bool
     explain: bool = False
     tries: list[dict[str, str]] = field(default_factory=list)
+    prefill_leg: PrefillLeg | None = None
     resent: int = 0  # tries on an idle connection that the worker had closed
     suspects: "list[_Suspect]" = field(default_factory=list)
     refusals: list[tuple[RouterWorker, float]] = field(default_factory=list)  # workers that refused it, pause in s
@@ -108,6 +109,8 @@ class RouterProxy:
         self._metrics = metrics
         self._authorization = (None if options.worker_api_key is None
                                else f"Bearer {options.worker_api_key}".encode())
+        self._prefills = (PrefillSender(options, workers, placer, worker_client, metrics)
+                          if options.order is RequestOrder.PREFILL_FIRST else None)
         self.fatal = FatalRequests()
         self._now = asyncio.get_running_loop().time
         self.ending = False  # the router is shutting down: a cancelled request tells its client so
@@ -116,7 +119,7 @@ class RouterProxy:
         """Answer a request. Returns the status that was sent. Raises ClientGone, ClientResponseBroken."""
         if request.generates and self.fatal.is_known(request.path, request.body):
             self._metrics.refused.labels("fatal").inc()
-            await respond(send, responses.error_response(HTTPStatus.BAD_GATEWAY, _FATAL))
+            await respond(send, _fatal_answer())
             return HTTPStatus.BAD_GATEWAY
         authorization = self._authorization
         if authorization and request.method == b"OPTIONS":  # the router asks for no key there, so it lends none
@@ -125,6 +128,9 @@ class RouterProxy:
         client = ClientConnection(receive, send)
         try:
             plan = await self._placer.plan(request.headers, request.body, request.path in COMPLETING)
+            if (self._prefills is not None and request.generates and request.path in COMPLETING
+                    and await self._is_fatal_at_prefill(request, plan, headers, client)):
+                return await self._give_up(request, plan.model, True, _fatal_answer(), client)
             return await self._try_all(request, plan, headers, client)
         except asyncio.CancelledError:
             if not self.ending:
@@ -147,6 +153,13 @@ class RouterProxy:
         await client.end()
         return HTTPStatus.OK
 
+    async def _is_fatal_at_prefill(self, request: RouterRequest, plan: PlacementPlan, headers: Headers,
+                                   client: ClientConnection) -> bool:
+        """Have a P compute the prompt, before a D gets the request. Returns whether the request may be what has crashed
+        that P and another engine. Raises ClientGone."""
+        leg = request.prefill_leg = await self._prefills.run(request, plan, headers, client)
+        return leg.outcome is WorkerFailure.BROKEN and await self._is_fatal(leg.worker, request)
+
     async def _try_all(self, request: RouterRequest, plan: PlacementPlan, headers: Headers,
                        client: ClientConnection) -> int:
         tried: list[RouterWorker] = []
@@ -157,17 +170,19 @@ class RouterProxy:
                 break
             worker, choice = placed
             if not tried:
-                self._metrics.route_s.observe(self._now() - request.began_s)
+                at_prefill_s = request.prefill_leg.took_s if request.prefill_leg is not None else 0.0
+                self._metrics.route_s.observe(self._now() - request.began_s - at_prefill_s)
             tried.append(worker)
             try:
                 return await self._try(worker, choice, request, headers, client)
             except TryFailed as failure:
+                plan.prefilled = False
                 request.tries.append({"worker": worker.url, "failed": failure.kind.value})
                 if failure.kind is WorkerFailure.ROUTER:
                     return await self._give_up(request, plan.model, True, None, client, short=True)
                 last = failure.answer if failure.answer is not None else last
                 if failure.kind is WorkerFailure.BROKEN and await self._is_fatal(worker, request):
-                    last = responses.error_response(HTTPStatus.BAD_GATEWAY, _FATAL)
+                    last = _fatal_answer()
                     break
                 if failure.final:
                     break
@@ -295,11 +310,13 @@ class RouterProxy:
     async def _send(self, worker: RouterWorker, request: RouterRequest, headers: Headers) -> WorkerResponse:
         """Send the request and wait for the head of the answer. If the worker had closed an idle connection, that is no
         failure of the worker, but it counts as a try, because the request may have arrived; it is sent again on a new
-        connection. The last try takes a new connection anyway. Raises TryFailed."""
+        connection. The last try takes a new connection anyway. P's parameters go with the first try only. Raises
+        TryFailed."""
+        body = request.prefill_leg.take_body() if request.prefill_leg is not None else None
         if len(request.tries) + request.resent < MAX_TRIES - 1:
             try:
                 return await self._worker_client.send(request.method, worker.url, request.target, headers,
-                                                      request.body)
+                                                      body or request.body)
             except TryFailed as failure:
                 if not failure.stale:
                     raise
@@ -312,7 +329,7 @@ class RouterProxy:
         """(headers for the client, whether the bytes are the whole body, the first bytes of the body). Raises TryFailed
         for an answer that must not go to the client."""
         headers = responses.response_headers(reply.headers)
-        if reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR or reply.status in _BUSY:
+        if reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR or reply.status in responses.BUSY:
             await self._fail_refused(reply, headers)
         if reply.status == HTTPStatus.NOT_FOUND and generates:
             await self._fail_refused(reply, headers)
@@ -364,7 +381,7 @@ class RouterProxy:
             while len(body) < MAX_WHOLE_BYTES and (chunk := await reply.chunk()):
                 body += chunk
         kept = [(name, value) for name, value in headers if name != b"content-length"]
-        busy = reply.status in _BUSY
+        busy = reply.status in responses.BUSY
         if busy and responses.find(kept, b"retry-after") is None:
             kept.append((b"retry-after", str(max(1, round(self._options.retry_after_s))).encode()))
         answer = RouterResponse(reply.status, bytes(body), kept) if body else None
@@ -377,9 +394,8 @@ class RouterProxy:
         if failure.kind is WorkerFailure.ROUTER:
             return
         if failure.kind is WorkerFailure.BUSY:
-            after = responses.find(failure.answer.headers, b"retry-after") if failure.answer is not None else None
-            seconds = float(after) if after is not None and after.isdigit() else self._options.retry_after_s
-            request.refusals.append((worker, min(seconds, MAX_PAUSE_S)))
+            headers = failure.answer.headers if failure.answer is not None else []
+            request.refusals.append((worker, responses.retry_after_s(headers, self._options.retry_after_s)))
         elif failure.kind is WorkerFailure.NO_MODEL:
             worker.ask_models_soon()
         elif failure.kind is WorkerFailure.SERVER_ERROR:
@@ -433,6 +449,7 @@ class RouterProxy:
     @staticmethod
     def _explain_headers(choice: Choice, request: RouterRequest) -> Headers:
         text = choice.header() + "".join(f"; tried {one['worker']}: {one['failed']}" for one in request.tries)
+        text += request.prefill_leg.explained() if request.prefill_leg is not None else ""
         return [(b"x-vllm-pd-worker", choice.worker.encode()), (b"x-vllm-pd-explain", text.encode("ascii", "replace"))]
 
 
@@ -468,6 +485,10 @@ class _SilenceTimer:
             self._check_in(left_s)
         else:
             self._watched.interrupt(Interruption.SILENT)
+
+
+def _fatal_answer() -> RouterResponse:
+    return responses.error_response(HTTPStatus.BAD_GATEWAY, _FATAL)
 
 
 def shutting_down(options: RouterOptions) -> RouterResponse:

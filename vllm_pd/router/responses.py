@@ -9,6 +9,8 @@ Headers = list[tuple[bytes, bytes]]
 
 HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
                         b"trailers", b"transfer-encoding", b"upgrade", b"proxy-connection"))
+BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+MAX_PAUSE_S = 60.0  # for a worker's Retry-After
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-vllm-pd-explain"}
 
 
@@ -64,6 +66,12 @@ def response_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 def find(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
     """The first value of the header `name` (lower case), None where there is none."""
     return next((value for have, value in headers if have == name), None)
+
+
+def retry_after_s(headers: Iterable[tuple[bytes, bytes]], default_s: float) -> float:
+    """For how many seconds a worker's Retry-After asks for a pause, MAX_PAUSE_S at most; `default_s` without one."""
+    after = find(headers, b"retry-after")
+    return min(float(after) if after is not None and after.isdigit() else default_s, MAX_PAUSE_S)
 
 
 def compact(value: Mapping[str, object]) -> bytes:

@@ -88,12 +88,14 @@ class InFlightTry:
 
 
 class RouterWorker:
-    """One engine. `wake` is set when it should be probed or asked for its models at once. Belongs to the router's event
-    loop."""
+    """One engine. `prefills`: it gets prompts before a decode engine gets the request, and no client's requests. `wake`
+    is set when it should be probed or asked for its models at once. Belongs to the router's event loop."""
 
-    def __init__(self, url: str, source: WorkerSource, incarnation: str | None, metrics: RouterMetrics) -> None:
+    def __init__(self, url: str, source: WorkerSource, incarnation: str | None, metrics: RouterMetrics,
+                 prefills: bool = False) -> None:
         self.url = url
         self.source = source
+        self.prefills = prefills
         self.incarnation = incarnation
         self.state = WorkerState.NEW
         self.leaving = False
@@ -195,8 +197,8 @@ class RouterWorker:
     def as_json(self) -> dict[str, object]:
         """Its entry in /workers."""
         return {"url": self.url, "state": self.state.value, "source": self.source.value, "problem": self.problem,
-                "in_flight": len(self.in_flight), "models": sorted(self.models), "incarnation": self.incarnation,
-                "failures": self.failures, "strikes": self.strikes,
+                "prefills": self.prefills, "in_flight": len(self.in_flight), "models": sorted(self.models),
+                "incarnation": self.incarnation, "failures": self.failures, "strikes": self.strikes,
                 "busy_s": max(0.0, round(self.paused_until_s - self.now(), 3))}
 
     def _update_metric(self) -> None:
@@ -204,8 +206,9 @@ class RouterWorker:
 
 
 class Workers:
-    """All workers, by URL. The callbacks are called with a worker: `on_join` when it was added, `on_leave` when it was
-    removed, `on_end` when its last open request has ended after that."""
+    """All workers, by URL: decode engines, and prefill engines for the order prefill-first. The callbacks are called
+    with a worker: `on_join` when it was added, `on_leave` when it was removed, `on_end` when its last open request has
+    ended after that."""
 
     def __init__(self, metrics: RouterMetrics, max_in_flight: int) -> None:
         self.on_join: list[Callable[[RouterWorker], None]] = []
@@ -215,6 +218,7 @@ class Workers:
         self._metrics = metrics
         self._workers: dict[str, RouterWorker] = {}
         self._leaving: set[RouterWorker] = set()
+        self._prefills = 0  # how many of them prefill
 
     def __iter__(self) -> Iterator[RouterWorker]:
         return iter(list(self._workers.values()))
@@ -226,12 +230,19 @@ class Workers:
         """The worker with this URL; None where there is none or it leaves."""
         return self._workers.get(url)
 
-    def add(self, url: str, source: WorkerSource, incarnation: str | None = None) -> RouterWorker | None:
+    @property
+    def has_choice(self) -> bool:
+        """Whether there are several decode engines, or several prefill engines."""
+        return max(self._prefills, len(self._workers) - self._prefills) > 1
+
+    def add(self, url: str, source: WorkerSource, incarnation: str | None = None,
+            prefills: bool = False) -> RouterWorker | None:
         """Add a worker. Returns it, or the one that has this URL already; None where there are too many."""
         worker = self._workers.get(url)
         if worker is not None or len(self._workers) >= MAX_WORKERS:
             return worker
-        worker = self._workers[url] = RouterWorker(url, source, incarnation, self._metrics)
+        worker = self._workers[url] = RouterWorker(url, source, incarnation, self._metrics, prefills)
+        self._prefills += prefills
         for callback in self.on_join:
             callback(worker)
         return worker
@@ -241,6 +252,7 @@ class Workers:
         worker = self._workers.pop(url, None)
         if worker is None:
             return False
+        self._prefills -= worker.prefills
         worker.leave()
         for callback in self.on_leave:
             callback(worker)
@@ -254,38 +266,47 @@ class Workers:
         if self._leaving:
             self._forget_idle()
 
-    def candidates(self, model: str | None, tried: Collection[RouterWorker] = ()) -> list[RouterWorker]:
-        """The workers that may get a request for this model, without those in `tried`. Where no worker is known to
-        serve it, any may get the request: its answer will say so. Paused workers only where there are no others."""
-        able = [worker for worker in self._workers.values()
-                if worker.state is WorkerState.UP and len(worker.in_flight) < self.max_in_flight]
+    def candidates(self, model: str | None, tried: Collection[RouterWorker] = (),
+                   prefills: bool = False) -> list[RouterWorker]:
+        """The decode engines, with `prefills` the prefill engines, that may get a request for this model, without those
+        in `tried`. Where no decode engine is known to serve it, any may get the request: its answer will say so. Paused
+        workers only where there are no others."""
+        able = [worker for worker in self._workers.values() if worker.prefills is prefills
+                and worker.state is WorkerState.UP and len(worker.in_flight) < self.max_in_flight]
         if tried:
             able = [worker for worker in able if worker not in tried]
-        if self._is_known(model):
-            able = [worker for worker in able if model in worker.models or not worker.models]
+        if model is not None and prefills or self._is_known(model):
+            able = [worker for worker in able if self._may_have(worker, model)]
         now_s = asyncio.get_running_loop().time()
         return [worker for worker in able if worker.paused_until_s <= now_s] or able
 
     def counts(self) -> dict[str, int]:
-        """The number of workers in each state."""
-        return dict(collections.Counter(worker.state.value for worker in self._workers.values()))
+        """The number of decode engines in each state."""
+        return dict(collections.Counter(worker.state.value for worker in self._workers.values()
+                                        if not worker.prefills))
 
     def any_up(self, model: str | None = None) -> bool:
-        """Whether any worker is up, full or not; with a model that some worker serves, any that may get its
+        """Whether any decode engine is up, full or not; with a model that some worker serves, any that may get its
         requests."""
         known = self._is_known(model)
         return any(worker.state is WorkerState.UP and (not known or self._may_have(worker, model))
-                   for worker in self._workers.values())
+                   for worker in self._workers.values() if not worker.prefills)
 
     def another_up(self, worker: RouterWorker) -> bool:
-        """Whether another worker is up that may serve one of this worker's models."""
-        return any(one is not worker and one.state is WorkerState.UP
+        """Whether another worker is up that may serve one of this worker's models, in its place."""
+        return any(one is not worker and one.state is WorkerState.UP and one.prefills is worker.prefills
                    and (not worker.models or not one.models or not worker.models.isdisjoint(one.models))
                    for one in self._workers.values())
 
+    def is_adapter(self, model: str | None) -> bool:
+        """Whether the model is an adapter of some worker's model."""
+        return model is not None and any(model in worker.models and model not in worker.base_models
+                                         for worker in self._workers.values())
+
     def _is_known(self, model: str | None) -> bool:
-        """Whether any worker is known to serve the model."""
-        return model is not None and any(model in worker.models for worker in self._workers.values())
+        """Whether any decode engine is known to serve the model."""
+        return model is not None and any(model in worker.models for worker in self._workers.values()
+                                         if not worker.prefills)
 
     @staticmethod
     def _may_have(worker: RouterWorker, model: str) -> bool:
