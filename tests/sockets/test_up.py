@@ -12,12 +12,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_pd.admin.client import fetch
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
+from vllm_pd.installation import World
+from vllm_pd.launch import plan as launch_plan
 from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_cores
 from vllm_pd.ports import take_free_run
 
@@ -80,6 +83,16 @@ class TestPlan:
         plan(router=True, serve_args=("--kv-events-config={}", "--data-parallel-size", "2"))  # does not raise
         assert plan().router is None
 
+    def test_b102_in_the_order_prefill_first_all_engines_publish(self, monkeypatch):
+        monkeypatch.setattr(launch_plan, "find_installation", lambda: SimpleNamespace(world=World.PLUGIN))
+        made = plan(router=True, order="prefill-first")
+        assert made.router.command[-2:] == ("--order", "prefill-first")
+        assert [list(engine.command).count("--kv-events-config") for engine in made.engines] == [1, 1]
+        assert "--order" not in plan(router=True).router.command
+        monkeypatch.setattr(launch_plan, "find_installation", lambda: SimpleNamespace(world=World.PATCHED))
+        with pytest.raises(ConfigError, match="engine V0"):
+            plan(router=True, order="prefill-first")
+
     def test_each_engine_gets_cores_of_its_own(self):
         made = plan(cores=[4, 5, 6])
         assert [engine.cores for engine in made.engines] == [(4, ), (5, 6)]
@@ -108,6 +121,7 @@ class TestPlan:
         ({"serve_args": ["--kv_transfer_config", "{}"]}, "-- --kv"), ({"serve_args": ["--host=0.0.0.0"]}, "-- --host"),
         ({"serve_args": ["--data-parallel-size", "2"], "router": True}, "--data-parallel-size"),
         ({"serve_args": ["-dp=3"], "router": True}, "-dp"),
+        ({"order": "prefill-first"}, "--order"), ({"order": "both", "router": True}, "--order"),
     ])
     def test_b80_impossible_options(self, options, key):
         with pytest.raises(ConfigError) as caught:

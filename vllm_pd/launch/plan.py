@@ -21,6 +21,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World, find_installation
 from vllm_pd.options import Option
 from vllm_pd.ports import require_free, take_free
+from vllm_pd.router.options import RequestOrder
 
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 BROKER = (sys.executable, "-m", "vllm_pd.cli", "broker")
@@ -49,6 +50,9 @@ class UpOptions:
     serve_args: Annotated[Sequence[str], Option("What follows -- goes to every `vllm serve`.", metavar="[-- ARGS...]",
                                                 argument=True)] = ()
     router: Annotated[bool, Option("Start a router in front of the decode engines.")] = False
+    order: Annotated[RequestOrder, Option(
+        "The router's: decode-first or prefill-first.", parse=lambda text: text.replace("_", "-"))
+    ] = RequestOrder.DECODE_FIRST
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
         if value < 1:
             raise ConfigError(key, value, "a prompt is handed from one engine to another: write 1 or more")
     refuse_ours(options.serve_args)
+    prefill_first = _is_prefill_first(options)
     count = options.prefill + options.decode
     taken = count + options.router
     if not 1 <= options.port <= 65536 - taken:
@@ -138,7 +143,8 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
                    env=omp_env(share, crowded=0 < len(cores) < count),
                    command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
                             transfer_config(role, broker_url, options.pd),
-                            *(("--kv-events-config", events_config()) if events and role.decodes else ()),
+                            *(("--kv-events-config", events_config())
+                              if events and (role.decodes or prefill_first) else ()),
                             *options.serve_args))
         for role, number, port, share in zip(roles, numbers, ports[options.router:], shares, strict=True))
     keys = ("--keys", str(options.pd["keys"])) if "keys" in options.pd else ()
@@ -146,9 +152,24 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     front = None
     if options.router:
         key = value_of("--api-key", options.serve_args)
-        front = RouterPlan(options.port, (*router, "--port", str(options.port), "--broker", broker_url, *keys),
+        order = ("--order", RequestOrder.PREFILL_FIRST.value) if prefill_first else ()
+        front = RouterPlan(options.port, (*router, "--port", str(options.port), "--broker", broker_url, *keys, *order),
                            {} if key is None else {"VLLM_API_KEY": key})
     return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines, front)
+
+
+def _is_prefill_first(options: UpOptions) -> bool:
+    """Whether prefill engines get requests first. Raises ConfigError where that is impossible."""
+    if options.order not in set(RequestOrder):
+        raise ConfigError("--order", options.order, f"write one of {', '.join(RequestOrder)}")
+    if options.order == RequestOrder.DECODE_FIRST:
+        return False
+    if not options.router:
+        raise ConfigError("--order", options.order, "it is the router's: add --router, or leave it out")
+    if find_installation().world is World.PATCHED:
+        raise ConfigError("--order", options.order, "engine V0 computes a prompt first only for a decode engine that "
+                          "has asked: leave it out, or use engine V1")
+    return True
 
 
 def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:
