@@ -43,6 +43,21 @@ def test_b103_a_long_prompt_stays_where_it_asks_for_that(engine):
     assert list(engine.protocol.jobs) == [attempt]
 
 
+@pytest.mark.parametrize("tokens, decision", [(LONG, ("remote", "length")), (SHORT, ("local", "threshold"))],
+                         ids=["long", "short"])
+def test_b102_a_proxy_of_the_metaserver_form_gets_what_any_client_gets(engine, tokens, decision):
+    """The URL is not used: an engine connects nowhere because a client says so."""
+    engine.add("a", tokens, params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, extra_args={
+        "kv_transfer_params": {"do_remote_decode": False, "do_remote_prefill": True,
+                               "metaserver": "http://127.0.0.1:9/v1/metaserver"}}))
+    engine.run()
+    if decision[0] == "remote":
+        assert engine.status("a") is PARKED
+        engine.prefilled("a")
+    end(engine)
+    assert counted(engine) == [("decision", *decision)]
+
+
 @pytest.mark.parametrize("spoil, reason", [("no peer", "peer"), ("role", "role"), ("short", "threshold"),
                                            ("cached", "threshold"), ("lora", "feature")])
 def test_b103_what_can_t_be_handed_over_is_computed_here_and_counted(engine, spoil, reason):
