@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.layers import check_layers
 from vllm_pd.ports import require_free
 from vllm_pd.transfer.transport import MAX_RANKS
 
@@ -64,6 +65,7 @@ def check_model(config: VllmConfig) -> None:
         if refused:
             value = config.cache_config.sliding_window if key == "sliding_window" else model.model
             raise ConfigError(key, value, cure)
+    check_layers(config)
 
 
 def check_parallel(config: VllmConfig) -> None:

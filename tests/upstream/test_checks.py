@@ -51,8 +51,8 @@ def loads(monkeypatch) -> list[str]:
 def configuration(extra: dict | None = None, role: str = "kv_both", **more) -> VllmConfig:
     transfer = KVTransferConfig(kv_connector="PDConnector", kv_role=role,
                                 kv_connector_extra_config={"broker": "tcp://127.0.0.1:5700", **(extra or {})})
-    return EngineArgs(model=os.environ["VLLM_PD_TINY_MODEL"], dtype="float32", max_model_len=512,
-                      kv_transfer_config=transfer, **more).create_engine_config()
+    return EngineArgs(**{"model": os.environ["VLLM_PD_TINY_MODEL"], "dtype": "float32", "max_model_len": 512,
+                         "kv_transfer_config": transfer, **more}).create_engine_config()
 
 
 def assert_refused(config: VllmConfig, loads: list[str], words: str) -> None:
@@ -79,6 +79,17 @@ def test_a_sliding_window(loads):
     assert_refused(config, loads, "sliding_window=128.*--disable")
     with pytest.raises(NotImplementedError, match="--disable-sliding-window"):  # upstream's own, with prefix caching
         configuration(hf_overrides={"sliding_window": 128})
+
+
+def test_b101_a_sliding_window_in_some_layers(loads):
+    windows = {"sliding_window": [64, None, 64, None]}
+    assert_refused(configuration(hf_overrides=windows), loads, r"sliding_window=\[64.*--disable-sliding-window, or use V1")
+    hooks.check_engine(configuration(hf_overrides=windows, disable_sliding_window=True, max_model_len=64))
+
+
+def test_b101_layers_whose_kv_differs_in_shape(loads):
+    blocks = [{"attention": {"n_heads_in_group": heads}} for heads in (2, 4)]
+    assert_refused(configuration(hf_overrides={"block_configs": blocks}), loads, "block_configs=.*one shape")
 
 
 def test_an_executor_over_several_hosts(loads):

@@ -82,6 +82,11 @@ def test_a_configuration_that_is_checked_again_stays_the_same():
     ({}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2.*use 1"),
     ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config=.*draft"),
     ({}, {"hf_overrides": {"sliding_window": 128}}, "sliding_window=128.*--disable-sliding-window"),
+    ({}, {"hf_overrides": {"sliding_window": 128, "layer_types": ["sliding_attention"] * 4}}, "sliding_window=128"),
+    ({}, {"hf_overrides": {"index_topk": 64}}, "index_topk=64.*sparse"),
+    ({}, {"hf_overrides": {"swa_head_dim": 64}}, "swa_head_dim=64.*head_dim is 32"),
+    ({}, {"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype='int8_per_token_head'.*use one of"),
+    ({}, {"kv_cache_dtype_skip_layers": ["0"]}, r"kv_cache_dtype_skip_layers=\['0'\].*one type"),
     ({"extra": {"brokr": "tcp://127.0.0.1:5700"}}, {}, "brokr=.*did you mean broker"),
     ({"extra": {"broker": "tcp://127.0.0.1:5700", "bind": "tcp://127.0.0.1:5701"}},
      {"data_parallel_size": 2}, "bind='tcp://127.0.0.1:5701'.*port 0"),
@@ -152,6 +157,30 @@ def test_b80_a_model_that_cannot_take_part(monkeypatch, changes, words):
             setattr(config.model_config, name, value)
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         check_config(config, PDConfig.parse("kv_consumer", BROKER))
+
+
+@pytest.mark.parametrize("changes", [{"head_size": 64}, {"total_num_kv_heads": 2}], ids=str)
+def test_b101_b80_layers_whose_kv_differs_in_shape(changes):
+    """B80, B101: as vLLM has them from the model's configuration."""
+    from vllm_pd.config import PDConfig
+    from vllm_pd.v1.claim import check_config
+    config = configure(transfer())
+    config.model_config.model_arch_config.per_layer_overrides = [{}, changes, {}, {}]
+    with pytest.raises(ConfigError, match=r"model=.*one shape.*\(KV heads, head size\) are \[.*\(4, 32\)"):
+        check_config(config, PDConfig.parse("kv_consumer", BROKER))
+
+
+def test_b101_b80_the_hybrid_kv_cache_manager():
+    """B80: where the user's flag has it on and vLLM knows our connector from another engine."""
+    with pytest.raises(ConfigError, match="disable_hybrid_kv_cache_manager=False.*leave both forms"):
+        configure(transfer(), disable_hybrid_kv_cache_manager=False)
+
+
+def test_b101_a_window_in_some_layers_passes():
+    """B101: the claim has vLLM keep all layers in one group."""
+    config = configure(transfer(), hf_overrides={"sliding_window": 64, "layer_types": ["sliding_attention",
+                                                                                       "full_attention"] * 2})
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager and config.cache_config.sliding_window is None
 
 
 def test_b80_ranks_on_several_nodes():

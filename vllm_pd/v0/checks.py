@@ -31,6 +31,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     """Raises ConfigError for an engine that can't take part. `settings` is what `vllm_pd.v0.claim` left."""
     ours = PDConfig.parse(settings["kv_role"], settings["extra"])
     check_model(config)
+    check_windows(config)
     check_parallel(config)
     check_transport(ours, config.parallel_config.tensor_parallel_size)
     ours.transport_choice.check_device(config.device_config.device_type)
@@ -41,6 +42,15 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     sample_cache(config)
     if not ours.is_two_sided:
         check_nixl()
+
+
+def check_windows(config: VllmConfig) -> None:
+    """No layer may have a sliding window. Where some have one, V0 keeps the KV of all tokens, but its attention on the
+    CPU has no window after a prefix, which is what a remote prefill is, and others were not tried."""
+    window = getattr(config.model_config.hf_text_config, "interleaved_sliding_window", None)
+    if window is not None:
+        raise ConfigError("sliding_window", window, "add --disable-sliding-window, or use V1: a window in some layers "
+                          "was not tried on V0")
 
 
 def check_transport(config: PDConfig, ranks: int) -> None:

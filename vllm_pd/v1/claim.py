@@ -29,6 +29,7 @@ from vllm_pd.checks import (
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.fingerprint import pin_weights
+from vllm_pd.layers import check_v1_layers
 from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY, name_front
 
@@ -47,8 +48,6 @@ V1_LIMITS = {
 }
 V1_FEATURES = {
     **FEATURES,
-    "attention_chunk_size": "serve a model without chunked local attention: blocks that it frees have no place in the "
-                            "peer's table",
     "weight_transfer_config": "remove it and restart engines for new weights: peers would mix KV of the old and the "
                               "new ones",
     "enable_permute_local_kv": "remove it: peers compare the layout of their caches, and move it as it is",
@@ -126,12 +125,12 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     parallel, model, transfer = config.parallel_config, config.model_config, config.kv_transfer_config
     check_limits({key: getattr(parallel, key) for key in V1_LIMITS}, V1_LIMITS)
     check_features({"speculative_config": config.speculative_config, "enable_sleep_mode": model.enable_sleep_mode,
-                    "attention_chunk_size": model.attention_chunk_size,
                     "enable_cumem_allocator": model.enable_cumem_allocator,
                     "weight_transfer_config": config.weight_transfer_config,
                     "enable_permute_local_kv": transfer.enable_permute_local_kv,
                     "kv_connector_module_path": transfer.kv_connector_module_path}, V1_FEATURES)
     check_model(config)
+    check_v1_layers(config)
     check_parallel(config)
     check_memory()
     if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from vllm_pd.layers import check_groups
 from vllm_pd.v1.binding import EngineHandover, StepMetadata
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
 from vllm_pd.v1.settings import served_name
@@ -41,6 +42,7 @@ class PDConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        check_groups(kv_cache_config.kv_cache_groups)
         self.binding: EngineHandover | None = None
         self._handshakes: dict[int, KVConnectorHandshakeMetadata] = {}
         self._rank: RankWorker | None = None

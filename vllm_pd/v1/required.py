@@ -32,6 +32,7 @@ class Required(NamedTuple):
     exactly: tuple[str, ...] | None = None
 
 
+_LAYERS = "whether all layers are in one group of blocks, in one shape"
 _HOOK = "replaced by ours in PDConnector"
 _STEP = "replaced by ours in the scheduler"
 
@@ -197,6 +198,12 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("VllmConfig.weight_transfer_config", "refused"),
         Required("VllmConfig.shutdown_timeout", "how long the first process of a server lets the others drain"),
     ),
+    "v1/kv_cache_interface.py": (
+        Required("FullAttentionSpec", _LAYERS), Required("MLAAttentionSpec", _LAYERS),
+        Required("UniformTypeKVCacheSpecs.kv_cache_specs", _LAYERS), Required("KVCacheConfig.kv_cache_groups", _LAYERS),
+    ),
+    "config/cache.py": (Required("CacheConfig.kv_cache_dtype_skip_layers", "refused"), ),
+    "config/model_arch.py": (Required("ModelArchitectureConfig.__getitem__", _LAYERS, takes=("layer_idx", )), ),
     "config/model.py": (
         Required("ModelConfig.architecture", "the class of the model is in the fingerprint", takes=()),
         Required("ModelConfig.enable_cumem_allocator", "refused"),
@@ -207,6 +214,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "config/scheduler.py": (
         Required("SchedulerConfig.scheduler_cls", "set to ours"),
+        Required("SchedulerConfig.disable_hybrid_kv_cache_manager", _LAYERS),
         Required("SchedulerConfig.long_prefill_token_threshold", "leaves room in a step for a request of ours that is "
                  "to pass another"),
         Required("SchedulerConfig.get_scheduler_cls", "calls ours by its name", takes=()),

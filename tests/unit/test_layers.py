@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B101, B80: models whose layers can't be transferred are refused by their configuration."""
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.layers import CACHE_DTYPES, check_layers
+
+
+def configured(cache_dtype: str = "auto", **keys) -> SimpleNamespace:
+    """What is looked at of vLLM's configuration: the cache's type, and these keys of the model's."""
+    return SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+                           model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**keys)))
+
+
+@pytest.mark.parametrize("cache_dtype", sorted(CACHE_DTYPES))
+def test_b101_types_of_which_a_block_has_nothing_but_keys_and_values(cache_dtype):
+    check_layers(configured(cache_dtype))
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_ds_mla", "int8_per_token_head", "nvfp4", "turboquant_k8v4", "fp8_inc"])
+def test_b101_other_types_of_the_cache_are_refused(cache_dtype):
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype='{cache_dtype}'.*'auto', 'bfloat16'"):
+        check_layers(configured(cache_dtype))
+
+
+@pytest.mark.parametrize("keys, words", [
+    ({"index_topk": 2048}, "index_topk=2048.*sparse"), ({"compress_ratios": [1, 4]}, "compress_ratios=.*compressed"),
+    ({"rswa_window": 128}, "rswa_window=128.*windows"),
+    ({"swa_num_key_value_heads": 8, "num_key_value_heads": 4}, "swa_num_key_value_heads=8.*num_key_value_heads is 4"),
+    ({"global_head_dim": 512, "head_dim": 256}, "global_head_dim=512.*head_dim is 256"),
+    ({"swa_v_head_dim": 64, "v_head_dim": 128}, "swa_v_head_dim=64.*v_head_dim is 128"),
+], ids=str)
+def test_b101_layers_of_several_kinds_are_refused(keys, words):
+    with pytest.raises(ConfigError, match=words):
+        check_layers(configured(**keys))
+
+
+@pytest.mark.parametrize("keys", [
+    {}, {"index_topk": None}, {"swa_num_key_value_heads": 4, "num_key_value_heads": 4}, {"swa_head_dim": 64},
+    {"global_head_dim": None, "head_dim": 256}, {"block_configs": None},
+    {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+], ids=str)
+def test_b101_layers_of_one_kind_pass(keys):
+    check_layers(configured(**keys))
+
+
+@pytest.mark.parametrize("made", [lambda **fields: fields, lambda **fields: SimpleNamespace(**fields)],
+                         ids=["mappings", "objects"])
+def test_b101_layers_that_are_configured_one_by_one(made):
+    def blocks(*attentions):
+        return configured(block_configs=[made(attention=attention and made(**attention)) for attention in attentions])
+
+    none, four, eight = {"no_op": True}, {"no_op": False, "n_heads_in_group": 4}, {"n_heads_in_group": 8}
+    check_layers(blocks(four, none, {**eight, "no_op": True}, four, None))
+    with pytest.raises(ConfigError, match=r"block_configs='n_heads_in_group \[4, 8\]'.*one shape"):
+        check_layers(blocks(four, none, eight))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is transferred is one block table for all layers: each block has the KV of its tokens in every layer, in one
+shape, and nothing else. A model whose layers have more, less or other than that is refused.
+
+`check_layers` and `check_v1_layers` refuse by the configuration, before the model is loaded. It does not tell
+everything. `check_groups` looks at what V1 has made of it, and `vllm_pd.transfer.layout` at the cache itself.
+
+A sliding window in some layers is none of these as long as V1 keeps the blocks of all tokens in one group. It does so
+for a connector that does not know groups (`SupportsHMA`).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+
+CACHE_DTYPES = frozenset({"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"})
+ONE_SHAPE = "serve a model whose layers all have KV of one shape: "
+_OTHER_STATE = {
+    "index_topk": "serve a model without sparse attention: its layers have a second cache, which is not transferred",
+    "compress_ratios": "serve a model without compressed attention: its layers have more than one kind of KV",
+    "rswa_window": "serve a model without reference sliding windows: blocks that it frees have no place in the peer's "
+                   "table",
+}
+_OF_SOME_LAYERS = {  # a key for some layers -> that for the others
+    "swa_num_key_value_heads": "num_key_value_heads",
+    "swa_head_dim": "head_dim",
+    "swa_v_head_dim": "v_head_dim",
+    "num_global_key_value_heads": "num_key_value_heads",
+    "global_head_dim": "head_dim",
+}
+
+
+def check_layers(config: VllmConfig) -> None:
+    """Raises ConfigError for a model or a type of the cache that can't be transferred, on either engine."""
+    cache_dtype, model = config.cache_config.cache_dtype, config.model_config.hf_text_config
+    if cache_dtype not in CACHE_DTYPES:
+        raise ConfigError("kv_cache_dtype", cache_dtype, f"use one of {sorted(CACHE_DTYPES)}: what a block of another "
+                          "type has beside keys and values is not known here")
+    for key, cure in _OTHER_STATE.items():
+        if getattr(model, key, None):
+            raise ConfigError(key, getattr(model, key), cure)
+    for key, other in _OF_SOME_LAYERS.items():
+        values = getattr(model, key, None), getattr(model, other, None)
+        if None not in values and values[0] != values[1]:
+            raise ConfigError(key, values[0], f"{ONE_SHAPE}{other} is {values[1]}")
+    groups = _heads_in_groups(model)
+    if len(groups) > 1:
+        raise ConfigError("block_configs", f"n_heads_in_group {sorted(groups)}", f"{ONE_SHAPE}here KV heads differ")
+
+
+def check_v1_layers(config: VllmConfig) -> None:
+    """As `check_layers`, by what only V1's configuration has."""
+    if not config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ConfigError("disable_hybrid_kv_cache_manager", False, "leave both forms of the flag away: vLLM must keep "
+                          "the blocks of all layers in one group, and sets that by itself")
+    if config.cache_config.kv_cache_dtype_skip_layers:
+        raise ConfigError("kv_cache_dtype_skip_layers", config.cache_config.kv_cache_dtype_skip_layers,
+                          "remove it: the cache must be of one type in all layers")
+    if config.model_config.attention_chunk_size:
+        raise ConfigError("attention_chunk_size", config.model_config.attention_chunk_size,
+                          "serve a model without chunked local attention: blocks that it frees have no place in the "
+                          "peer's table")
+    shapes = config.model_config.model_arch_config
+    each = [shapes[layer] for layer in range(shapes.total_num_hidden_layers)]
+    kinds = {(layer.total_num_kv_heads, layer.head_size) for layer in each}
+    if len(kinds) > 1:
+        raise ConfigError("model", config.model_config.model,
+                          f"{ONE_SHAPE}here (KV heads, head size) are {sorted(kinds)}")
+
+
+def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
+    """All layers must be in one group of blocks, which has the KV of all tokens: transfers go by the block ids of one
+    group. Raises ConfigError."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    kinds = [{type(spec) for spec in _layer_specs(group.kv_cache_spec)} for group in groups]
+    if kinds not in ([{FullAttentionSpec}], [{MLAAttentionSpec}]):
+        names = [" and ".join(sorted(kind.__name__ for kind in each)) for each in kinds]
+        raise ConfigError("kv_cache_groups", names, "serve a model for which vLLM keeps the KV of all tokens in one "
+                          "group of blocks: others can't be transferred")
+
+
+def _layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
+    """The layers' own, of a group of layers that differ in shape."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _heads_in_groups(model: Any) -> set[int]:
+    """By how many query heads a KV head is used, in the layers that have attention: of models found by architecture
+    search, which configure each layer."""
+    attentions = [_field(block, "attention") for block in getattr(model, "block_configs", None) or []]
+    return {_field(attention, "n_heads_in_group") for attention in attentions
+            if attention is not None and not _field(attention, "no_op")} - {None}
+
+
+def _field(value: Any, name: str) -> Any:
+    """Of a configuration inside another, which is an object, or a mapping where nobody made one of it."""
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
