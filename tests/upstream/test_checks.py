@@ -83,7 +83,7 @@ def test_a_sliding_window(loads):
 
 def test_b101_a_sliding_window_in_some_layers(loads):
     windows = {"sliding_window": [64, None, 64, None]}
-    assert_refused(configuration(hf_overrides=windows), loads, r"sliding_window=\[64.*--disable-sliding-window, or use V1")
+    assert_refused(configuration(hf_overrides=windows), loads, r"sliding_window=\[64.*--disable-sliding-window, or")
     hooks.check_engine(configuration(hf_overrides=windows, disable_sliding_window=True, max_model_len=64))
 
 
