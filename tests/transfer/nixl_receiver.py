@@ -37,7 +37,9 @@ class Rank:
         if layout == "HND":
             shape = (2, blocks, len(heads), BLOCK_SIZE, HEAD_SIZE)
         count = torch.Size(shape).numel()
-        self.memory = [(torch.arange(count) + start + i * count).to(dtype).reshape(shape) for i in range(layers)]
+        repeat = 251 if dtype is torch.uint8 else 1 << 62  # at no distance at which tokens, heads or blocks lie
+        self.memory = [((torch.arange(count) + start + i * count) % repeat).to(dtype).reshape(shape)
+                       for i in range(layers)]
         caches = [layer.permute(0, 1, 3, 2, 4) for layer in self.memory] if layout == "HND" else self.memory
         self.name = name
         self.cache = describe(caches, num_blocks=blocks, block_size=BLOCK_SIZE, kv_heads=len(heads),

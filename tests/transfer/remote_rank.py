@@ -10,6 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
@@ -28,34 +29,49 @@ from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker
 
 WAIT_S = 200.0
-LAYERS, BLOCKS, KV_HEADS, TOKENS, CONTENT = 2, 12, 4, 8, 16
+LAYERS, BLOCKS, TOKENS = 2, 12, 8
 AXES = "LBHNC"
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch"])
 torch.set_num_threads(1)
 
 
-def expected(heads: range, blocks: int = BLOCKS) -> torch.Tensor:
-    """What a filled cache holds of these heads: float32 [layers, blocks, heads, tokens, content]."""
-    shape = (LAYERS, blocks, KV_HEADS, TOKENS, CONTENT)
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)[:, :, heads.start:heads.stop]
+@dataclass(frozen=True)
+class Heads:
+    """Of a model: how many KV heads it has, and what is stored of one for a token."""
+    count: int = 4
+    content: int = 16
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def untouched(self) -> int:
+        """What an element has that nobody wrote."""
+        return 255 if self.dtype is torch.uint8 else -1
 
 
-def serve(pipe: Connection, rank: int, ranks: int, filled: bool, order: str, blocks: int) -> None:
+def expected(heads: range, blocks: int = BLOCKS, of: Heads = Heads()) -> torch.Tensor:
+    """What a filled cache holds of these heads: [layers, blocks, heads, tokens, content]. Small numbers that repeat,
+    but at no distance at which heads, tokens or blocks lie, where an element is too small for others."""
+    shape = (LAYERS, blocks, of.count, TOKENS, of.content)
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)[:, :, heads.start:heads.stop]
+    return (numbers if of.dtype is torch.float32 else numbers % 251).to(of.dtype)
+
+
+def serve(pipe: Connection, rank: int, ranks: int, filled: bool, order: str, blocks: int, of: Heads) -> None:
     """The process of a rank whose cache has its axes in that order. Answers commands until it is killed."""
-    heads = head_range(rank, ranks, KV_HEADS)
-    sizes = dict(zip(AXES, (LAYERS, blocks, len(heads), TOKENS, CONTENT), strict=True))
-    buffer = torch.full([sizes[axis] for axis in order], -1.0)
+    heads = head_range(rank, ranks, of.count)
+    sizes = dict(zip(AXES, (LAYERS, blocks, len(heads), TOKENS, of.content), strict=True))
+    buffer = torch.full([sizes[axis] for axis in order], of.untouched, dtype=of.dtype)
     memory = buffer.permute([order.index(axis) for axis in AXES])
     if filled:
-        memory.copy_(expected(heads, blocks))
+        memory.copy_(expected(heads, blocks, of))
     views = list(memory)
     description = describe_views(views, num_blocks=blocks, block_size=TOKENS, first_head=heads.start)
     steps = ComputedSteps(HostDevice())
 
     def make(attach: AttachRank) -> tuple[StepOrderedTransfer, bytes]:
         transport = NixlTransport(rank_name(attach.incarnation, rank), views, description, attach.receives)
-        ranked = RankedTransport(transport, rank, ranks, KV_HEADS)
+        ranked = RankedTransport(transport, rank, ranks, of.count)
         return StepOrderedTransfer(TransferWorker(ranked, rank=rank), steps), transport.metadata()
 
     server = RankServer(make, {multiprocessing.parent_process().pid, os.getppid()})
@@ -104,9 +120,9 @@ class RemoteEngine:
     """An engine's end: this process is EngineCore of `ranks` ranks. A filled one sends, unless it `receives`."""
 
     def __init__(self, ranks: int, filled: bool, order: str = "LBHNC", blocks: int = BLOCKS,
-                 receives: bool = False) -> None:
+                 receives: bool = False, of: Heads = Heads()) -> None:
         self.name = ("p" if filled else "d") + uuid.uuid4().hex
-        self.processes = [RemoteRank(rank, ranks, filled, order, blocks) for rank in range(ranks)]
+        self.processes = [RemoteRank(rank, ranks, filled, order, blocks, of) for rank in range(ranks)]
         self.connections, metadata = connect_ranks(
             {number: (rank.pid, rank.address) for number, rank in enumerate(self.processes)},
             AttachRank(self.name, receives=receives or not filled))

@@ -33,7 +33,7 @@ def shared(ours: range, theirs: range) -> tuple[slice, slice]:
 
 
 @pytest.mark.parametrize("ours,theirs,dtype", [*((*each, torch.int32) for each in OTHER_HEADS),
-                                               (range(4), range(2), torch.int16)])
+                                               (range(4), range(2), torch.int16), (range(4), range(2), torch.uint8)])
 def test_b101_each_head_of_each_token_lands_where_it_belongs(rank, ours, theirs, dtype):
     """B101, B3, B28: and one notice comes, after all waves."""
     p = rank("p-tokens", layout="NHD", heads=ours, progress_thread=False, dtype=dtype)

@@ -14,7 +14,7 @@ import time
 import msgspec
 import pytest
 import torch
-from remote_rank import BLOCKS, WAIT_S, RemoteEngine, RemoteRank, expected
+from remote_rank import BLOCKS, WAIT_S, Heads, RemoteEngine, RemoteRank, expected
 
 from tests.verdict import same_bytes
 from vllm_pd.errors import ControlError
@@ -52,13 +52,13 @@ def write(key: str = "k", peer: RemoteEngine | None = None, ranks: int = 1, **mo
 
 
 def check(d: RemoteEngine, ranks: int, blocks: int = BLOCKS, ours: list[int] = OURS,
-          theirs: list[int] = THEIRS) -> None:
+          theirs: list[int] = THEIRS, of: Heads = Heads()) -> None:  # noqa: B008
     """D's blocks have what P's had, and no other block was written."""
     untouched = [block for block in range(blocks) if block not in theirs]
     for number, rank in enumerate(d.processes):
         held = rank.memory()
-        same_bytes(torch.equal(held[:, theirs], expected(head_range(number, ranks, 4), blocks)[:, ours]))
-        assert (held[:, untouched] == -1).all()
+        same_bytes(torch.equal(held[:, theirs], expected(head_range(number, ranks, of.count), blocks, of)[:, ours]))
+        assert (held[:, untouched] == of.untouched).all()
 
 
 @pytest.mark.parametrize("p_ranks,d_ranks,p_order,d_order", [
@@ -75,6 +75,33 @@ def test_b44_b101_real_bytes_land_where_they_belong(engine, p_ranks, d_ranks, p_
     notices = d.until(lambda progress: len(progress.notices) == p_ranks, look=True).notices
     assert sorted(notice.payload for notice in notices) == [b"from %d" % rank for rank in range(p_ranks)]
     check(d, d_ranks)
+
+
+@pytest.mark.parametrize("of", [Heads(1, 576, torch.int16), Heads(1, 576, torch.uint8)], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("p_ranks,d_ranks,p_order,d_order", [
+    (1, 1, "LBNHC", "BLNHC"), (1, 2, "LBNHC", "LBNHC"), (2, 1, "LBNHC", "LBNHC"), (2, 4, "BLNHC", "LBNHC")])
+def test_b101_mla_has_one_head_that_every_rank_holds(engine, p_ranks, d_ranks, p_order, d_order, of):
+    """Each rank of D gets it once, however many of P hold it."""
+    p, d = engine(p_ranks, True, p_order, of=of), engine(d_ranks, False, d_order, of=of)
+    p.meet(d)
+    p.transfer.execute([write(peer=d, ranks=p_ranks)])
+    (end,) = p.until(lambda progress: progress.finished).finished
+    assert end.ok and end.bytes == d_ranks * expected(range(1), len(OURS), of).nbytes
+    d.until(lambda progress: len(progress.notices) == p_ranks, look=True)
+    check(d, d_ranks, of=of)
+
+
+@pytest.mark.parametrize("p_ranks,d_ranks,order", [(1, 2, "LBHNC"), (2, 1, "LBNHC"), (2, 2, "BLHNC")])
+def test_b101_elements_of_8_bits_land_where_they_belong(engine, p_ranks, d_ranks, order):
+    """What an fp8 cache is for a transfer."""
+    of = Heads(dtype=torch.uint8)
+    p, d = engine(p_ranks, True, order, of=of), engine(d_ranks, False, order, of=of)
+    p.meet(d)
+    p.transfer.execute([write(peer=d, ranks=p_ranks)])
+    (end,) = p.until(lambda progress: progress.finished).finished
+    assert end.ok and end.bytes == expected(range(4), len(OURS), of).nbytes
+    d.until(lambda progress: len(progress.notices) == p_ranks, look=True)
+    check(d, d_ranks, of=of)
 
 
 def test_b5_a_read_brings_the_peers_blocks(engine):
