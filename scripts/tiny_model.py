@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a tiny random Llama for tests that need an engine but no sense in its answers.
 
-    python scripts/tiny_model.py DEST --tokenizer MODEL [--experts N]
+    python scripts/tiny_model.py DEST --tokenizer MODEL [--experts N | --latent]
 
 4 layers, 8 query and 4 KV heads of size 32, the vocabulary and the tokenizer of MODEL (the real small model's
 folder); weights from a fixed seed, about 30 MB in bfloat16. With --experts a tiny Mixtral: 2 layers, of whose N experts
-each token takes two. DEST appears as a whole or not at all.
+each token takes two. With --latent a tiny DeepSeek-V2: 2 dense layers with multi-head latent attention (MLA), whose KV
+has the only size that vLLM's CPU kernel has, 576; it needs transformers 5. DEST appears as a whole or not at all.
 """
 
 import argparse
@@ -19,21 +20,28 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
                    "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt")  # fmt: skip
 
 
-def make(tokenizer: Path, dest: Path, experts: int = 0) -> None:
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
+          "num_key_value_heads": 8, "first_k_dense_replace": 2, "n_routed_experts": 2,
+          "num_experts_per_tok": 1}  # fmt: skip
+
+
+def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False) -> None:
     import torch
-    from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+    import transformers
+    from transformers import AutoConfig
 
     real = AutoConfig.from_pretrained(tokenizer)
-    shape = {"num_local_experts": experts, "num_experts_per_tok": 2} if experts else {}
-    config = (MixtralConfig if experts else LlamaConfig)(
-        **shape,
+    name = "DeepseekV2" if latent else "Mixtral" if experts else "Llama"
+    shape = {"num_key_value_heads": 4, "head_dim": 32}
+    if experts:
+        shape |= {"num_local_experts": experts, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{name}Config")(
+        **(LATENT if latent else shape),
         vocab_size=real.vocab_size,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=2 if experts else 4,
+        num_hidden_layers=2 if experts or latent else 4,
         num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
         max_position_embeddings=real.max_position_embeddings,
         rope_theta=getattr(real, "rope_theta", None) or real.rope_parameters["rope_theta"],  # transformers 4, or 5
         bos_token_id=real.bos_token_id,
@@ -44,7 +52,7 @@ def make(tokenizer: Path, dest: Path, experts: int = 0) -> None:
         torch_dtype=torch.bfloat16,
     )
     torch.manual_seed(0)
-    (MixtralForCausalLM if experts else LlamaForCausalLM)(config).to(torch.bfloat16).save_pretrained(dest)
+    getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(dest)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copy(tokenizer / name, dest / name)
@@ -54,12 +62,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dest", type=Path, metavar="DEST", help="folder to make")
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="MODEL", help="whose tokenizer to use")
-    parser.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts instead")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts instead")
+    kind.add_argument("--latent", action="store_true", help="a model with multi-head latent attention instead")
     args = parser.parse_args()
     partial = args.dest.with_name(args.dest.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    make(args.tokenizer, partial, args.experts)
+    make(args.tokenizer, partial, args.experts, args.latent)
     os.rename(partial, args.dest)
     return 0
 

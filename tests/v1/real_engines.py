@@ -35,8 +35,9 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
     if role is not None:
         arguments["kv_transfer_config"] = {"kv_connector": "PDConnector", "kv_role": role,
                                            "kv_connector_extra_config": extra}
-    llm = LLM(model=os.environ["VLLM_PD_TINY_MODEL"], dtype="float32", max_model_len=2048, max_num_batched_tokens=512,
-              max_num_seqs=8, enforce_eager=True, block_size=32, disable_log_stats=False, **arguments)
+    llm = LLM(**{"model": os.environ["VLLM_PD_TINY_MODEL"], "dtype": "float32", "max_model_len": 2048,
+                 "max_num_batched_tokens": 512, "max_num_seqs": 8, "enforce_eager": True, "block_size": 32,
+                 "disable_log_stats": False, **arguments})
     connection.send("ready")
     while True:
         order, *values = connection.recv()
@@ -58,7 +59,7 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
 
 class RealEngine:
     """An engine in its processes. `generate` blocks; `ask` and `answer` do it in two steps. `params`: SamplingParams'
-    fields for each prompt, over those of a greedy answer of `tokens` tokens."""
+    fields for each prompt, over those of a greedy answer of `tokens` tokens. `arguments`: of `LLM`, over ours."""
 
     def __init__(self, role: str | None, log, broker: str = "", settings: dict[str, Any] | None = None,
                  **arguments: Any) -> None:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real V1 engines with other models and types than a Llama in float32. Tokens as one stock engine says them (B1, B2,
+B101). A sliding window in some layers runs always, the rest by hand: `heavy`.
+"""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.brokers import BrokerProcess
+from tests.v1.real_engines import RealEngine
+from tests.v1.test_real_engines import done, prompts
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0}
+LENGTHS = (1, 31, 63, 64, 65, 200, 511, 513, 700, 1300)  # three of them are within a window of 64
+LONG = 8  # of which so many are sent away
+WINDOWS = {"hf_overrides": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}}
+TINY = Path(__file__).parents[2] / "scripts" / "tiny_model.py"
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory) -> dict[str, object]:
+    """The arguments of an engine whose model has MLA. vLLM computes it on a CPU with AMX in bfloat16 only, and on one
+    without it in blocks of 16, which it sets by itself, and a whole prompt in one step."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-deepseek"
+    subprocess.run([sys.executable, TINY, folder, "--tokenizer", os.environ["VLLM_PD_MODEL"], "--latent"], check=True,
+                   timeout=300)
+    return {"model": str(folder), "dtype": "bfloat16", "max_num_batched_tokens": 2048}
+
+
+@pytest.fixture
+def check(logs, request):
+    """check(p_ranks, d_ranks, arguments of all engines): P and D answer as one stock engine with these arguments."""
+    broker, engines = BrokerProcess(), []
+
+    def start(role: str | None, ranks: int, arguments: dict[str, object]) -> RealEngine:
+        log = logs / f"{request.node.name}.{len(engines)}.log"
+        engines.append(RealEngine(role, log, broker.url, SETTINGS, tensor_parallel_size=ranks, **arguments))
+        return engines[-1].ready()
+
+    def compare(p_ranks: int, d_ranks: int, arguments: dict[str, object]) -> list[list[int]]:
+        many = prompts(2026, LENGTHS)
+        mono = start(None, 1, arguments)
+        right = [mono.generate([one], tokens=12)[0] for one in many]  # in the same steps, so with the same rounding
+        start("kv_producer", p_ranks, arguments)
+        d = start("kv_consumer", d_ranks, arguments)
+        wait_for(lambda: d.generate(prompts(1, (300, ))) and done(d), "nothing goes remote")
+        before = done(d)
+        assert [d.generate([one], tokens=12) for one in many] == [[tokens] for tokens in right]
+        assert done(d) == before + LONG
+        return right
+
+    yield compare
+    for engine in engines:
+        engine.stop()
+    broker.stop()
+
+
+def test_b101_a_sliding_window_in_some_layers(check, mono):
+    """Prompts longer than the window, by whole blocks. Without the window the answers are others."""
+    right = check(1, 1, WINDOWS)
+    others = mono.generate(prompts(2026, LENGTHS), tokens=12)
+    assert others[0] == right[0] and sum(one != other for one, other in zip(others, right, strict=True)) >= 4
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("p_ranks, d_ranks", [(1, 1), (1, 2), (2, 1)])
+def test_b101_mla(check, latent, p_ranks, d_ranks):
+    """One head, which every rank holds."""
+    check(p_ranks, d_ranks, latent)
+
+
+@pytest.mark.heavy
+def test_b101_a_mixture_of_experts(check):
+    check(1, 1, {"model": str(Path(os.environ["VLLM_PD_TINY_MODEL"]).with_name("tiny-mixtral"))})
+
+
+@pytest.mark.heavy
+def test_b101_bfloat16(check):
+    check(1, 1, {"dtype": "bfloat16"})
