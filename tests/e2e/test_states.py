@@ -308,7 +308,7 @@ def stranger(pair):
 
 
 @pytest.mark.parametrize(("key", "value", "ours"), [("block_size", 32, "16"), ("dtype", "bfloat16", "float32"),
-                                                    ("protocol", 99, ""), ("kv_heads", 2, "4"), ("pp", 2, "1")])
+                                                    ("protocol", 99, ""), ("kv_heads", 2, "4"), ("pp", 99, "1")])
 def test_b42_a_peer_that_differs(key, value, ours, pair, mono, stranger):
     """B42: refused, both values named on both sides, traffic stays local, and the one that fits is used again."""
     tokens = prompt(60, 4200 + len(key))

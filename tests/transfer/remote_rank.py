@@ -24,12 +24,13 @@ from vllm_pd.transfer.plan import head_range
 from vllm_pd.transfer.rank import AttachRank, RankServer, connect_ranks
 from vllm_pd.transfer.ranks import RankedTransport
 from vllm_pd.transfer.requests import AddTransferPeer, TransferProgress
+from vllm_pd.transfer.split import layer_range
 from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker
 
 WAIT_S = 200.0
-LAYERS, BLOCKS, TOKENS = 2, 12, 8
+LAYERS, BLOCKS, TOKENS = 3, 12, 8
 AXES = "LBHNC"
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch"])
@@ -49,29 +50,31 @@ class Heads:
         return 255 if self.dtype is torch.uint8 else -1
 
 
-def expected(heads: range, blocks: int = BLOCKS, of: Heads = Heads()) -> torch.Tensor:
-    """What a filled cache holds of these heads: [layers, blocks, heads, tokens, content]. Small numbers that repeat,
-    but at no distance at which heads, tokens or blocks lie, where an element is too small for others."""
+def expected(heads: range, blocks: int = BLOCKS, of: Heads = Heads(), layers: range = range(LAYERS)) -> torch.Tensor:
+    """What a filled cache holds of these heads and layers: [layers, blocks, heads, tokens, content]. Small numbers that
+    repeat, but at no distance at which heads, tokens or blocks lie, where an element is too small for others."""
     shape = (LAYERS, blocks, of.count, TOKENS, of.content)
-    numbers = torch.arange(torch.Size(shape).numel()).view(shape)[:, :, heads.start:heads.stop]
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)[layers.start:layers.stop, :, heads.start:heads.stop]
     return (numbers if of.dtype is torch.float32 else numbers % 251).to(of.dtype)
 
 
-def serve(pipe: Connection, rank: int, ranks: int, filled: bool, order: str, blocks: int, of: Heads) -> None:
+def serve(pipe: Connection, rank: int, tp: int, filled: bool, order: str, blocks: int, stages: int = 1,
+          of: Heads = Heads()) -> None:
     """The process of a rank whose cache has its axes in that order. Answers commands until it is killed."""
-    heads = head_range(rank, ranks, of.count)
-    sizes = dict(zip(AXES, (LAYERS, blocks, len(heads), TOKENS, of.content), strict=True))
+    heads, layers = head_range(rank % tp, tp, of.count), layer_range(rank // tp, stages, LAYERS)
+    sizes = dict(zip(AXES, (len(layers), blocks, len(heads), TOKENS, of.content), strict=True))
     buffer = torch.full([sizes[axis] for axis in order], of.untouched, dtype=of.dtype)
     memory = buffer.permute([order.index(axis) for axis in AXES])
     if filled:
-        memory.copy_(expected(heads, blocks, of))
+        memory.copy_(expected(heads, blocks, of, layers))
     views = list(memory)
-    description = describe_views(views, num_blocks=blocks, block_size=TOKENS, first_head=heads.start)
+    description = describe_views(views, num_blocks=blocks, block_size=TOKENS, first_head=heads.start,
+                                 first_layer=layers.start)
     steps = ComputedSteps(HostDevice())
 
     def make(attach: AttachRank) -> tuple[StepOrderedTransfer, bytes]:
         transport = NixlTransport(rank_name(attach.incarnation, rank), views, description, attach.receives)
-        ranked = RankedTransport(transport, rank, ranks, of.count)
+        ranked = RankedTransport(transport, rank, tp, of.count)
         return StepOrderedTransfer(TransferWorker(ranked, rank=rank), steps), transport.metadata()
 
     server = RankServer(make, {multiprocessing.parent_process().pid, os.getppid()})
@@ -117,12 +120,13 @@ class RemoteRank:
 
 
 class RemoteEngine:
-    """An engine's end: this process is EngineCore of `ranks` ranks. A filled one sends, unless it `receives`."""
+    """An engine's end: this process is EngineCore of `stages` stages of `tp` ranks each. A filled one sends, unless it
+    `receives`."""
 
-    def __init__(self, ranks: int, filled: bool, order: str = "LBHNC", blocks: int = BLOCKS,
-                 receives: bool = False, of: Heads = Heads()) -> None:
+    def __init__(self, tp: int, filled: bool, order: str = "LBHNC", blocks: int = BLOCKS, receives: bool = False,
+                 stages: int = 1, of: Heads = Heads()) -> None:
         self.name = ("p" if filled else "d") + uuid.uuid4().hex
-        self.processes = [RemoteRank(rank, ranks, filled, order, blocks, of) for rank in range(ranks)]
+        self.processes = [RemoteRank(rank, tp, filled, order, blocks, stages, of) for rank in range(tp * stages)]
         self.connections, metadata = connect_ranks(
             {number: (rank.pid, rank.address) for number, rank in enumerate(self.processes)},
             AttachRank(self.name, receives=receives or not filled))

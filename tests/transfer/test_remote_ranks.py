@@ -14,7 +14,7 @@ import time
 import msgspec
 import pytest
 import torch
-from remote_rank import BLOCKS, WAIT_S, Heads, RemoteEngine, RemoteRank, expected
+from remote_rank import BLOCKS, LAYERS, WAIT_S, Heads, RemoteEngine, RemoteRank, expected
 
 from tests.verdict import same_bytes
 from vllm_pd.errors import ControlError
@@ -22,6 +22,7 @@ from vllm_pd.transfer.packets import LAST, MORE, PACKET_BYTES
 from vllm_pd.transfer.plan import head_range
 from vllm_pd.transfer.rank import AttachRank, RankReady, connect_ranks
 from vllm_pd.transfer.requests import CancelTransfer, DropTransferPeer, Read, Write
+from vllm_pd.transfer.split import layer_range
 
 OURS, THEIRS = [3, 4, 9, 0], [7, 8, 2, 11]
 
@@ -51,13 +52,15 @@ def write(key: str = "k", peer: RemoteEngine | None = None, ranks: int = 1, **mo
     return Write(key, peer.name, OURS, THEIRS, [b"from %d" % rank for rank in range(ranks)], **more)
 
 
-def check(d: RemoteEngine, ranks: int, blocks: int = BLOCKS, ours: list[int] = OURS,
+def check(d: RemoteEngine, tp: int, blocks: int = BLOCKS, ours: list[int] = OURS,
           theirs: list[int] = THEIRS, of: Heads = Heads()) -> None:  # noqa: B008
     """D's blocks have what P's had, and no other block was written."""
     untouched = [block for block in range(blocks) if block not in theirs]
     for number, rank in enumerate(d.processes):
         held = rank.memory()
-        same_bytes(torch.equal(held[:, theirs], expected(head_range(number, ranks, of.count), blocks, of)[:, ours]))
+        heads = head_range(number % tp, tp, of.count)
+        layers = layer_range(number // tp, len(d.processes) // tp, LAYERS)
+        same_bytes(torch.equal(held[:, theirs], expected(heads, blocks, of, layers)[:, ours]))
         assert (held[:, untouched] == of.untouched).all()
 
 
@@ -102,6 +105,31 @@ def test_b101_elements_of_8_bits_land_where_they_belong(engine, p_ranks, d_ranks
     assert end.ok and end.bytes == expected(range(4), len(OURS), of).nbytes
     d.until(lambda progress: len(progress.notices) == p_ranks, look=True)
     check(d, d_ranks, of=of)
+
+
+@pytest.mark.parametrize("p_tp,p_stages,d_tp,d_stages,p_order,d_order", [
+    (1, 2, 1, 1, "LBHNC", "LBHNC"), (1, 1, 1, 2, "LBHNC", "BLHNC"), (1, 2, 1, 3, "BLHNC", "BHLNC"),
+    (2, 2, 1, 1, "LBHNC", "LBHNC"), (1, 2, 2, 1, "LBNHC", "BLNHC"), (1, 3, 2, 2, "LHBNC", "LBHNC")])
+def test_b101_real_bytes_of_every_stage_land_where_they_belong(engine, p_tp, p_stages, d_tp, d_stages, p_order,
+                                                               d_order):
+    """B28: every rank of every stage gives notice, also one that shares no layer with D's rank 0."""
+    p, d = engine(p_tp, True, p_order, stages=p_stages), engine(d_tp, False, d_order, stages=d_stages)
+    ranks = p_tp * p_stages
+    p.meet(d)
+    p.transfer.execute([write(peer=d, ranks=ranks)])
+    (end,) = p.until(lambda progress: progress.finished).finished
+    assert end.ok and end.bytes == len(OURS) * expected(range(4))[:, 0].numel() * 4
+    notices = d.until(lambda progress: len(progress.notices) == ranks, look=True).notices
+    assert sorted(notice.payload for notice in notices) == [b"from %d" % rank for rank in range(ranks)]
+    check(d, d_tp)
+
+
+def test_b5_b101_a_read_brings_the_blocks_of_all_stages(engine):
+    p, d = engine(1, False, stages=3), engine(2, True, receives=True, stages=2)
+    p.meet(d)
+    p.transfer.execute([Read("r", d.name, THEIRS, OURS)])
+    assert p.until(lambda progress: progress.finished).finished[0].ok
+    check(p, 1)
 
 
 def test_b5_a_read_brings_the_peers_blocks(engine):

@@ -110,6 +110,14 @@ def test_b28_every_rank_must_give_notice(side):
     assert_empty(side)
 
 
+def test_b28_b101_the_ranks_of_all_stages_give_notice(side):
+    """B101: D goes on with the notice of the last one."""
+    side.peers["p"] = member("p", m.Role.PREFILL, msgspec.structs.replace(FINGERPRINT, tp=2, pp=2))
+    side.submit(0.0, attempt(1), TOKENS, [5, 6, 9], 1)
+    side.receive(0.5, "p", m.Claim(attempt(1), 7, 4))
+    assert [bool(side.arrived(1.0, attempt(1), rank)) for rank in (3, 0, 2, 0, 4, 1)] == [False] * 5 + [True]
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_b28_a_claim_for_another_number_of_ranks_is_dropped(side, ranks):
     side.peers["p"] = member("p", m.Role.PREFILL, msgspec.structs.replace(FINGERPRINT, tp=2))
@@ -324,7 +332,7 @@ def test_numbers_must_grow_so_that_a_reused_request_id_is_another_attempt(side):
 def test_b42_other_fingerprint_is_refused_with_both_values(side):
     for key, theirs in [("protocol", 9), ("model", "other"), ("dtype", "bfloat16"), ("kv_dtype", "fp8"),
                         ("block_size", 32), ("layers", 3), ("kv_heads", 1), ("head_size", 128), ("layout", "nhd"),
-                        ("tp", 2), ("pp", 2), ("transport", "torch")]:
+                        ("tp", 2), ("pp", 3), ("transport", "torch")]:
         fingerprint = m.Fingerprint(**{**{k: getattr(FINGERPRINT, k) for k in FINGERPRINT.__struct_fields__},
                                        key: theirs})
         (refused,) = side.receive(0.0, "x", m.Hello(member("x", m.Role.PREFILL, fingerprint), b""))

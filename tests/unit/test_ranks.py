@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B3, B28, B42, B44, B101: engines of several ranks. Every KV head lands where it belongs, each rank gives notice."""
+"""B3, B28, B42, B44, B101: engines of several ranks and pipeline stages. Every layer and KV head lands where it
+belongs, each rank gives notice."""
 import ctypes
 import itertools
 
@@ -14,43 +15,50 @@ from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
 from vllm_pd.transfer.plan import head_range, heads_to_write
 from vllm_pd.transfer.ranks import RankedTransport
 from vllm_pd.transfer.requests import Finished
+from vllm_pd.transfer.split import layer_range
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 
-BLOCKS, BLOCK_SIZE, HEAD_SIZE, LAYERS = 5, 4, 2, 2
+BLOCKS, BLOCK_SIZE, HEAD_SIZE, LAYERS = 5, 4, 2, 3
 HEAD_BYTES = BLOCK_SIZE * HEAD_SIZE  # of one byte each
 NO_FAULTS = Faults()
 SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4)]
 
 
 class Rank:
-    """One rank's cache, of bytes, and its transport."""
+    """One rank's cache, of bytes, and its transport. `tp`: the ranks of each stage."""
 
-    def __init__(self, fabric: FakeFabric, engine: str, rank: int, ranks: int, kv_heads: int, layout: Layout):
-        self.heads = head_range(rank, ranks, kv_heads)
+    def __init__(self, fabric: FakeFabric, engine: str, rank: int, tp: int, kv_heads: int, layout: Layout,
+                 stages: int = 1):
+        self.heads = head_range(rank % tp, tp, kv_heads)
+        self.layers = layer_range(rank // tp, stages, LAYERS)
+        planes = 2 * len(self.layers)
+        self.planes = range(2 * self.layers.start, 2 * self.layers.stop)  # by their numbers in the model
         block_bytes = HEAD_BYTES * len(self.heads)
         plane_bytes = BLOCKS * block_bytes
-        self.memory = bytearray(2 * LAYERS * plane_bytes)
+        self.memory = bytearray(planes * plane_bytes)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         cache = CacheDescription(layout=layout, memory=Memory.DRAM, device_id=0, dtype="int8", num_blocks=BLOCKS,
                                  block_size=BLOCK_SIZE, head_size=HEAD_SIZE, first_head=self.heads.start,
-                                 kv_heads=len(self.heads), first_layer=0, layers=LAYERS, block_bytes=block_bytes,
+                                 kv_heads=len(self.heads), first_layer=self.layers.start,
+                                 layers=len(self.layers), block_bytes=block_bytes,
                                  block_stride_bytes=block_bytes,
-                                 planes=tuple(base + plane * plane_bytes for plane in range(2 * LAYERS)))
+                                 planes=tuple(base + plane * plane_bytes for plane in range(planes)))
         self.own = FakeTransport(fabric, rank_name(engine, rank), [self.memory], cache)
-        self.transport = RankedTransport(self.own, rank, ranks, kv_heads)
+        self.transport = RankedTransport(self.own, rank, tp, kv_heads)
 
-        shape = (2 * LAYERS, BLOCKS, len(self.heads), BLOCK_SIZE, HEAD_SIZE)
+        shape = (planes, BLOCKS, len(self.heads), BLOCK_SIZE, HEAD_SIZE)
         stored = np.frombuffer(self.memory, np.uint8)
         self.view = (stored.reshape(shape) if layout.heads_are_runs else  # [plane, block, head, token, channel]
                      stored.reshape([shape[axis] for axis in (0, 1, 3, 2, 4)]).swapaxes(2, 3))
 
     def head(self, plane: int, block: int, head: int) -> bytes:
-        """The bytes of one head, by its number in the model, in one block, token by token."""
-        return self.view[plane, block, head - self.heads.start].tobytes()
+        """The bytes of one head in one block, token by token. `plane` and `head` are numbers in the model."""
+        return self.view[plane - self.planes.start, block, head - self.heads.start].tobytes()
 
     def fill(self) -> None:
-        for plane, block, head in itertools.product(range(2 * LAYERS), range(BLOCKS), self.heads):
-            self.view[plane, block, head - self.heads.start].flat = list(pattern(plane, block, head))
+        for plane, block, head in itertools.product(self.planes, range(BLOCKS), self.heads):
+            found = self.view[plane - self.planes.start, block, head - self.heads.start]
+            found.flat = list(pattern(plane, block, head))
 
 
 def pattern(plane: int, block: int, head: int) -> bytes:
@@ -62,11 +70,11 @@ class Engines:
     """P with its caches filled, D with its caches empty, and P's ranks know D."""
 
     def __init__(self, p_ranks: int, d_ranks: int, kv_heads: int, faults: Faults = NO_FAULTS,
-                 layout: Layout = Layout.HEADS_FIRST):
+                 layout: Layout = Layout.HEADS_FIRST, p_stages: int = 1, d_stages: int = 1):
         self.fabric = FakeFabric(0, faults)
         self.kv_heads = kv_heads
-        self.p = [Rank(self.fabric, "p", rank, p_ranks, kv_heads, layout) for rank in range(p_ranks)]
-        self.d = [Rank(self.fabric, "d", rank, d_ranks, kv_heads, layout) for rank in range(d_ranks)]
+        self.p, self.d = ([Rank(self.fabric, name, rank, tp, kv_heads, layout, stages) for rank in range(tp * stages)]
+                          for name, tp, stages in (("p", p_ranks, p_stages), ("d", d_ranks, d_stages)))
         self.metadata = RanksMetadata([rank.transport.metadata() for rank in self.d]).encode()
         for rank in self.p:
             rank.transport.add_peer("d", self.metadata)
@@ -83,9 +91,10 @@ class Engines:
 @pytest.mark.parametrize("layout", [Layout.HEADS_FIRST, Layout.TOKENS_FIRST], ids=lambda layout: layout.value)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("p_ranks, d_ranks", SPLITS)
-def test_b44_b101_every_head_lands_where_it_belongs(p_ranks, d_ranks, kv_heads, layout):
+@pytest.mark.parametrize("p_stages, d_stages", [(1, 1), (2, 1), (1, 2), (3, 2)])
+def test_b44_b101_every_layer_and_head_lands_where_it_belongs(p_ranks, d_ranks, kv_heads, layout, p_stages, d_stages):
     """B44, B101, B3: also where there are fewer heads than ranks. No byte is written twice, or beside its place."""
-    engines = Engines(p_ranks, d_ranks, kv_heads, layout=layout)
+    engines = Engines(p_ranks, d_ranks, kv_heads, layout=layout, p_stages=p_stages, d_stages=d_stages)
     local, remote = [3, 1, 0], [2, 4, 1]
     written = 0
     for rank in engines.p:
@@ -94,23 +103,24 @@ def test_b44_b101_every_head_lands_where_it_belongs(p_ranks, d_ranks, kv_heads, 
         (end,) = engines.run(rank)
         assert end.ok and end.key == "k"
         written += end.bytes
-    assert written == sum(3 * 2 * LAYERS * HEAD_BYTES * len(rank.heads) for rank in engines.d)
+    assert written == sum(3 * len(rank.planes) * HEAD_BYTES * len(rank.heads) for rank in engines.d)
     there = dict(zip(remote, local, strict=True))
     for rank in engines.d:
-        for plane, block, head in itertools.product(range(2 * LAYERS), range(BLOCKS), rank.heads):
+        for plane, block, head in itertools.product(rank.planes, range(BLOCKS), rank.heads):
             expected = pattern(plane, there[block], head) if block in there else bytes(HEAD_BYTES)
             assert rank.head(plane, block, head) == expected, (rank.heads, plane, block, head)
 
 
 @pytest.mark.parametrize("p_ranks, d_ranks", SPLITS)
-def test_b28_each_rank_gives_one_notice_and_gives_it_to_rank_0(p_ranks, d_ranks):
-    """B28: D hears as many notices as P has ranks, at its rank 0, whoever wrote where."""
-    engines = Engines(p_ranks, d_ranks, kv_heads=2)
+@pytest.mark.parametrize("p_stages, d_stages", [(1, 1), (2, 1), (1, 2), (2, 3)])
+def test_b28_b101_each_rank_gives_one_notice_and_gives_it_to_rank_0(p_ranks, d_ranks, p_stages, d_stages):
+    """B28: D hears as many notices as P has ranks, over all its stages, at its rank 0, whoever wrote where."""
+    engines = Engines(p_ranks, d_ranks, kv_heads=2, p_stages=p_stages, d_stages=d_stages)
     for number, rank in enumerate(engines.p):
         rank.transport.write("k", "d", [0], [0], b"from %d" % number)
         engines.run(rank)
     arrived = [[(n.peer, n.payload) for n in rank.transport.poll().notices] for rank in engines.d]
-    assert sorted(arrived[0]) == [(f"p/{number}", b"from %d" % number) for number in range(p_ranks)]
+    assert sorted(arrived[0]) == [(f"p/{number}", b"from %d" % number) for number in range(p_ranks * p_stages)]
     assert not any(arrived[1:])
 
 
@@ -207,14 +217,15 @@ def test_b23_a_dropped_peer_is_dropped_with_all_its_ranks():
 
 @pytest.mark.parametrize("layout", [Layout.HEADS_FIRST, Layout.TOKENS_FIRST], ids=lambda layout: layout.value)
 @pytest.mark.parametrize("p_ranks, d_ranks", [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])
-def test_b5_a_read_brings_every_head_of_the_rank(p_ranks, d_ranks, layout):
-    engines = Engines(p_ranks, d_ranks, kv_heads=4, layout=layout)
+@pytest.mark.parametrize("p_stages, d_stages", [(1, 1), (2, 1), (1, 2), (2, 3), (3, 2)])
+def test_b5_b101_a_read_brings_every_layer_and_head_of_the_rank(p_ranks, d_ranks, layout, p_stages, d_stages):
+    engines = Engines(p_ranks, d_ranks, kv_heads=4, layout=layout, p_stages=p_stages, d_stages=d_stages)
     for rank in engines.d:
         rank.fill()
     for rank in engines.p:
         rank.transport.read("k", "d", [4, 2], [0, 3])
         assert [end.ok for end in engines.run(rank)] == [True]
-        for plane, head in itertools.product(range(2 * LAYERS), rank.heads):
+        for plane, head in itertools.product(rank.planes, rank.heads):
             assert rank.head(plane, 4, head) == pattern(plane, 0, head)
             assert rank.head(plane, 2, head) == pattern(plane, 3, head)
     assert not any(rank.transport.poll().notices for rank in engines.d)
@@ -247,7 +258,7 @@ def test_b42_a_rank_that_holds_other_heads_than_it_should_is_refused():
     other = Rank(engines.fabric, "e", 0, 1, 4, Layout.HEADS_FIRST), Rank(engines.fabric, "e", 1, 2, 4,
                                                                          Layout.HEADS_FIRST)
     metadata = RanksMetadata([rank.transport.metadata() for rank in other]).encode()
-    with pytest.raises(UnmappableSplit, match=r"rank 0 of 2 of e has KV heads 0\.\.3.*should have 0\.\.1"):
+    with pytest.raises(UnmappableSplit, match=r"peer e: rank 0 of 2 has.*KV heads 0\.\.3;.*KV heads 0\.\.1"):
         engines.p[0].transport.add_peer("e", metadata)
 
 
@@ -282,8 +293,12 @@ def test_b42_another_engine_is_named_before_what_differs_because_of_it():
     assert one.first_difference(fingerprint(1)) == ("engine", "vllm 0.32", "")
 
 
-def test_b42_stages_must_be_equal():
-    assert fingerprint(2, pp=2).first_difference(fingerprint(1)) == ("pp", 2, 1)
+def test_b42_b101_stages_may_differ_as_long_as_each_has_a_layer():
+    assert fingerprint(2, pp=2).first_difference(fingerprint(1)) is None
+    assert fingerprint(1).first_difference(fingerprint(1, pp=4)) is None
+    for pp in (0, 5):
+        assert fingerprint(1).first_difference(fingerprint(1, pp=pp)) == ("pp", 1, pp)
+    assert fingerprint(1, pp=2, layers=4).first_difference(fingerprint(1, layers=2)) == ("layers", 4, 2)
 
 
 def test_all_layouts_can_be_split():

@@ -10,9 +10,19 @@ from typer.testing import CliRunner
 from vllm_pd.admin.split import STAGES_REFUSED, SplitOptions, report
 from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, UnmappableSplit
-from vllm_pd.transfer.split import ParallelSplit, Sending, layer_range, rank_shares, sendings
+from vllm_pd.transfer.plan import head_range
+from vllm_pd.transfer.split import (
+    ParallelSplit,
+    RankShare,
+    Sending,
+    layer_range,
+    rank_shares,
+    sendings,
+    shares_sent,
+    stage_ranks,
+)
 
-TPS, PPS, HEADS, LAYERS = (1, 2, 3, 4, 6, 8), (1, 2, 3), (1, 2, 3, 4, 6, 8), (3, 7)
+TPS, PPS, HEADS, LAYERS = (1, 2, 3, 4, 6, 8), (1, 2, 3), (1, 2, 3, 4, 6, 8), range(1, 8)
 
 
 def divides(one: int, other: int) -> bool:
@@ -24,6 +34,8 @@ def divides(one: int, other: int) -> bool:
 def test_b44_b101_each_layer_and_head_of_each_decode_rank_comes_exactly_once(prefill_tp, decode_tp, kv_heads):
     """B44, B101: and from a rank that holds it. The others are refused."""
     for prefill_pp, decode_pp, layers in itertools.product(PPS, PPS, LAYERS):
+        if max(prefill_pp, decode_pp) > layers:
+            continue
         prefill, decode = ParallelSplit(prefill_tp, prefill_pp), ParallelSplit(decode_tp, decode_pp)
         if not (divides(prefill_tp, decode_tp) and divides(prefill_tp, kv_heads) and divides(decode_tp, kv_heads)):
             with pytest.raises(UnmappableSplit):
@@ -37,6 +49,56 @@ def test_b44_b101_each_layer_and_head_of_each_decode_rank_comes_exactly_once(pre
             got[each.decode_rank].update(itertools.product(each.layers, each.heads))
         for found, share in zip(got, rank_shares(decode, layers, kv_heads), strict=True):
             assert found == Counter(itertools.product(share.layers, share.heads))
+
+
+def held(layers: tuple[int, ...], tp: int, kv_heads: int) -> list[RankShare]:
+    """The shares of an engine whose stages have so many layers each."""
+    ends = list(itertools.accumulate(layers))
+    return [RankShare(range(end - count, end), head_range(rank, tp, kv_heads))
+            for count, end in zip(layers, ends, strict=True) for rank in range(tp)]
+
+
+def partitions(layers: int) -> list[tuple[int, ...]]:
+    """Every way to split them over 1 to 3 stages."""
+    return [sizes for stages in (1, 2, 3) for sizes in itertools.product(range(1, layers + 1), repeat=stages)
+            if sum(sizes) == layers]
+
+
+@pytest.mark.parametrize("prefill_tp,decode_tp,kv_heads", [(1, 1, 1), (1, 2, 2), (2, 1, 4), (4, 2, 2), (2, 4, 1)])
+def test_b101_stages_may_be_split_in_any_way(prefill_tp, decode_tp, kv_heads):
+    """VLLM_PP_LAYER_PARTITION: each layer and head of each decode rank comes once, from a rank that holds it."""
+    for layers in range(1, 7):
+        for prefill, decode in itertools.product(partitions(layers), repeat=2):
+            ours, theirs = held(prefill, prefill_tp, kv_heads), held(decode, decode_tp, kv_heads)
+            assert (stage_ranks(ours, kv_heads), stage_ranks(theirs, kv_heads)) == (prefill_tp, decode_tp)
+            got: list[Counter] = [Counter() for _ in theirs]
+            for rank, share in enumerate(ours):
+                for found, sent in zip(got, shares_sent(rank, share, prefill_tp, theirs, decode_tp, kv_heads),
+                                       strict=True):
+                    assert set(sent.heads) <= set(share.heads)
+                    assert not sent.heads or set(sent.layers) <= set(share.layers)
+                    found.update(itertools.product(sent.layers, sent.heads))
+            assert got == [Counter(itertools.product(share.layers, share.heads)) for share in theirs]
+
+
+@pytest.mark.parametrize("shares,word", [
+    (held((2, 2), 2, 4)[:3], "rank 0 of 3 has layers 0..1 and KV heads 0..1; of 4 KV heads, 1 ranks to a stage"),
+    (held((2, 2), 1, 2)[::-1], "rank 0 of 2 has layers 2..3"),
+    (held((2, 2), 1, 2)[1:], "rank 0 of 1 has layers 2..3.*should have layers 0..3"),
+    ([*held((2, ), 1, 2), *held((3, 1), 1, 2)[1:]], "rank 1 of 2 has layers 3..3.*should have layers 2..3"),
+    ([*held((2, ), 1, 2), RankShare(range(1, 4), range(2))], "rank 1 of 2 has layers 1..3.*should have layers 2..3"),
+    (held((2, 2), 2, 2)[::2], "rank 0 of 2 has.*KV heads 0..0.*1 ranks to a stage.*KV heads 0..1"),
+    ([*held((2, ), 2, 2)[:1], *held((3, ), 2, 2)[1:]], "rank 1 of 2 has layers 0..2.*should have layers 0..1"),
+])
+def test_b80_b101_shares_that_no_engine_has_are_refused(shares, word):
+    """A stage is missing, or in the wrong place, has a gap or an overlap, or ranks that don't hold the same layers."""
+    with pytest.raises(UnmappableSplit, match=word):
+        stage_ranks(shares, 4 if "of 3" in word else 2)
+
+
+def test_b80_a_peer_of_fewer_layers_is_refused():
+    with pytest.raises(UnmappableSplit, match="our rank 1 has layers 2..3.*fewer"):
+        shares_sent(1, held((2, 2), 1, 2)[1], 1, held((1, 2), 1, 2), 1, 2)
 
 
 def test_b44_every_rank_holds_what_vllm_gives_it():
@@ -99,7 +161,7 @@ def test_the_table_of_the_command():
         "1       3       0..31   6..7      25.00%"]
 
 
-def test_b101_the_command_says_what_is_refused_on_engines():
+def test_b101_the_command_says_what_v0_refuses():
     table = plan("--prefill-tp", "4", "--prefill-pp", "2", "--kv-heads", "2", "--layers", "3")
     assert STAGES_REFUSED in table and "hold the same heads: 1, 3, 5, 7" in table
     assert STAGES_REFUSED not in plan()

@@ -87,14 +87,16 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
 
     def first_difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
         """(key, ours, theirs) of the first field that differs, None where KV can go between both engines. `tp` may
-        differ where the KV heads can be mapped. `engine` is compared before what may differ because of it."""
+        differ where the KV heads can be mapped, `pp` as long as every stage has a layer. `engine` is compared before
+        what may differ because of it."""
         for key in ("protocol", "engine", *self.__struct_fields__):
             ours, theirs = getattr(self, key), getattr(other, key)
-            if ours != theirs and not (key == "tp" and self._maps(ours, theirs)):
+            if ours != theirs and not (key == "tp" and self._maps_heads(ours, theirs)
+                                       or key == "pp" and 0 < min(ours, theirs) <= max(ours, theirs) <= self.layers):
                 return key, ours, theirs
         return None
 
-    def _maps(self, ours: int, theirs: int) -> bool:
+    def _maps_heads(self, ours: int, theirs: int) -> bool:
         """Whether the KV heads of so many ranks fall into whole runs of those of as many others."""
         return self.layout in SPLIT_LAYOUTS and min(ours, theirs) > 0 and not max(ours, theirs) % min(ours, theirs)
 

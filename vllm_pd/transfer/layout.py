@@ -186,8 +186,8 @@ def describe(kv_caches: list[torch.Tensor], *, num_blocks: int, block_size: int,
                             planes=tuple(planes))
 
 
-def describe_views(views: list[torch.Tensor], *, num_blocks: int, block_size: int,
-                   first_head: int = 0) -> CacheDescription:
+def describe_views(views: list[torch.Tensor], *, num_blocks: int, block_size: int, first_head: int = 0,
+                   first_layer: int = 0) -> CacheDescription:
     """Describe the cache of a V1 worker: one view [blocks, heads, tokens, content] per layer, in layer order, with any
     strides that `Layout` lists.
 
@@ -220,7 +220,7 @@ def describe_views(views: list[torch.Tensor], *, num_blocks: int, block_size: in
                             head_size=content,
                             first_head=first_head,
                             kv_heads=heads,
-                            first_layer=0,
+                            first_layer=first_layer,
                             layers=len(views),
                             block_bytes=plane_heads * tokens * content * element_bytes,
                             block_stride_bytes=first.stride(0) * element_bytes,

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's transport, when the engines at both ends may have several ranks.
 
-A rank writes its share of the KV heads into every rank of the peer that holds some of them. When all of it has landed,
-it sends one notice to the peer's rank 0. So the peer's other ranks have nothing to report: their memory is written to,
-and that is all.
+A rank writes its share of the layers and KV heads into every rank of the peer that holds some of them
+(`vllm_pd.transfer.split`). When all of it has landed, it sends one notice to the peer's rank 0. So the peer has all KV
+when it has as many notices as we have ranks, over all pipeline stages, and its other ranks have nothing to report:
+their memory is written to, and that is all.
 
 If one write covers the share, it carries the notice. Otherwise the write is split into parts without a notice, one for
 each rank of the peer. It ends when the last part has ended, and the notice follows if all parts succeeded.
 """
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm_pd.errors import TransferError, UnmappableSplit
-from vllm_pd.transfer.plan import head_range, heads_to_write
 from vllm_pd.transfer.requests import Finished
+from vllm_pd.transfer.split import RankShare, shares_sent, stage_ranks
 from vllm_pd.transfer.transport import PeerMetadata, RanksMetadata, Transport, TransportProgress, rank_name
 
 
@@ -24,7 +26,7 @@ class _RankedPeer(NamedTuple):
     """A peer: its metadata, and the transport names of its ranks."""
     metadata: bytes
     targets: list[str]  # the ranks that we write to
-    sources: list[str]  # ranks to read from, which together hold each of our heads once; empty if there are none
+    sources: list[str]  # ranks to read from, which together hold our layers and heads once; empty if there are none
     known: list[str]  # the ranks that were added to the transport
 
 
@@ -46,17 +48,19 @@ class _SplitTransfer:
 
 
 class RankedTransport:
-    """The `Transport` of tensor-parallel rank `rank` of `ranks`, for a model of `kv_heads` KV heads.
+    """The `Transport` of rank `rank` of an engine that has `tp` ranks in each pipeline stage, for a model of `kv_heads`
+    KV heads.
 
     Peers are engines, so their metadata is a `RanksMetadata`. `transport` is this rank's own, with a name made by
     `rank_name`. This object owns it.
     """
 
-    def __init__(self, transport: Transport, rank: int, ranks: int, kv_heads: int) -> None:
+    def __init__(self, transport: Transport, rank: int, tp: int, kv_heads: int) -> None:
         self.transport = transport
         self._rank = rank
-        self._ranks = ranks
+        self._tp = tp
         self._kv_heads = kv_heads
+        self._share = _share(PeerMetadata.decode_any(transport.metadata()))
         self._engines: dict[str, _RankedPeer] = {}
         self._splits: dict[str, _SplitTransfer] = {}
         self._part_of: dict[str, str] = {}
@@ -67,20 +71,19 @@ class RankedTransport:
         return self.transport.metadata()
 
     def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
-        """See Transport. `heads` is ignored: it follows from the ranks."""
+        """See Transport. `heads` is ignored: it follows from the ranks. Raises UnmappableSplit where the ranks of both
+        don't fit."""
         known = self._engines.get(name)
         if known is not None and known.metadata != metadata:
             raise TransferError(f"peer {name} is known with other metadata; a new incarnation needs a new name")
         ranks = RanksMetadata.decode(name, metadata).ranks
-        shares = [heads_to_write(self._rank, self._ranks, other, len(ranks), self._kv_heads)
-                  for other in range(len(ranks))]
-        engine = _RankedPeer(metadata, [rank_name(name, other) for other, share in enumerate(shares) if share],
+        shares = self._shares_sent(name, ranks)
+        engine = _RankedPeer(metadata, [rank_name(name, other) for other, share in enumerate(shares) if share.heads],
                          self._sources(name, shares), [])
         try:
             for other, share in enumerate(shares):
-                self._check(name, other, len(ranks), ranks[other])
-                if share or other == 0:
-                    self.transport.add_peer(rank_name(name, other), ranks[other], share)
+                if share.heads or other == 0:
+                    self.transport.add_peer(rank_name(name, other), ranks[other], share.heads)
                     engine.known.append(rank_name(name, other))
         except Exception:
             for rank in engine.known if known is None else ():
@@ -193,20 +196,29 @@ class RankedTransport:
         self._splits[key].open.add(part)
         self._part_of[part] = key
 
-    def _sources(self, name: str, shares: list[range]) -> list[str]:
-        """See `_RankedPeer.sources`. `shares`: by rank of the peer, the heads that we write there."""
-        ours, sources, covered = head_range(self._rank, self._ranks, self._kv_heads), [], set()
-        for other, share in enumerate(shares):
-            if not covered.issuperset(share):
-                covered.update(share)
-                sources.append(rank_name(name, other))
-        return sources if covered == set(ours) else []
+    def _shares_sent(self, name: str, ranks: list[bytes]) -> list[RankShare]:
+        """What we send to each rank of the peer, of which these are the `PeerMetadata`. Raises TransferError."""
+        theirs = [_share(PeerMetadata.decode(rank_name(name, other), each)) for other, each in enumerate(ranks)]
+        try:
+            return shares_sent(self._rank, self._share, self._tp, theirs, stage_ranks(theirs, self._kv_heads),
+                               self._kv_heads)
+        except UnmappableSplit as error:
+            raise UnmappableSplit(f"peer {name}: {error}") from error
 
-    def _check(self, name: str, rank: int, ranks: int, metadata: bytes) -> None:
-        """Raise UnmappableSplit unless that rank of the peer holds the heads that `head_range` says."""
-        cache = PeerMetadata.decode(rank_name(name, rank), metadata).cache
-        heads = head_range(rank, ranks, self._kv_heads)
-        if (cache.first_head, cache.kv_heads) != (heads.start, len(heads)):
-            raise UnmappableSplit(f"rank {rank} of {ranks} of {name} has KV heads {cache.first_head}.."
-                                  f"{cache.first_head + cache.kv_heads - 1}; of {self._kv_heads} it should have "
-                                  f"{heads.start}..{heads.stop - 1}")
+    def _sources(self, name: str, shares: list[RankShare]) -> list[str]:
+        """See `_RankedPeer.sources`. `shares`: by rank of the peer, what we send there."""
+        sources: list[str] = []
+        covered: set[tuple[int, int]] = set()
+        for other, share in enumerate(shares):
+            held = set(itertools.product(share.layers, share.heads))
+            if not covered >= held:
+                covered |= held
+                sources.append(rank_name(name, other))
+        return sources if covered == set(itertools.product(self._share.layers, self._share.heads)) else []
+
+
+def _share(metadata: PeerMetadata) -> RankShare:
+    """What that rank holds."""
+    cache = metadata.cache
+    return RankShare(range(cache.first_layer, cache.first_layer + cache.layers),
+                     range(cache.first_head, cache.first_head + cache.kv_heads))

@@ -23,7 +23,7 @@ from vllm_pd.rpc.codec import UNREADABLE
 from vllm_pd.transfer.layout import CacheDescription
 from vllm_pd.transfer.requests import Finished, Notice
 
-MAX_RANKS = 64  # tensor-parallel ranks of one engine
+MAX_RANKS = 64  # of one engine, over all pipeline stages
 
 
 class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +62,7 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RanksMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine sends to its peers: the `PeerMetadata` of each of its tensor-parallel ranks, in order."""
+    """What an engine sends to its peers: the `PeerMetadata` of each of its ranks, stage by stage."""
     ranks: Annotated[list[bytes], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 
     def encode(self) -> bytes:

@@ -39,7 +39,7 @@ def _nothing() -> None:
 
 class TransferWorker:
     """Runs transfer requests on `transport`. `synchronize` waits for the device work that fills the blocks to be
-    written. `rank` is this worker's tensor-parallel rank, which selects the notice of a write.
+    written. `rank` is this worker's number in its engine, which selects the notice of a write.
 
     Setting up a connection takes several rounds, and a sender takes part only while it polls. If it stops in between,
     UCX's thread at the receiver uses a whole core until the sender polls again. So this worker is `busy` for SETTLE_S
