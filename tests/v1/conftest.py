@@ -17,9 +17,11 @@ def model_folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=["sync", "async"])
-def in_flight(request) -> int:
-    """How many steps are in flight: both of V1's scheduler classes."""
+@pytest.fixture(params=["sync", "async", "stages"])
+def in_flight(request, monkeypatch) -> int:
+    """How many steps are in flight: both of V1's scheduler classes, and the first with two pipeline stages."""
+    if request.param == "stages":
+        monkeypatch.setattr("tests.v1.simulated.STAGES", 2)
     return 1 if request.param == "sync" else 2
 
 

@@ -42,6 +42,7 @@ from vllm_pd.v1.metrics import MetricsRecorder
 
 BLOCK_SIZE = 16
 VOCAB = 4099
+STAGES = 1  # of the pipeline: with more, V1 has several steps in flight without async scheduling
 OWN = "own-incarnation"
 PEER = "peer-incarnation"
 
@@ -260,13 +261,14 @@ class Engine:
                                      skip_tokenizer_init=True),
             scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=batch_tokens,
                                              max_model_len=1024, is_encoder_decoder=False, policy=policy,
-                                             enable_chunked_prefill=True, async_scheduling=in_flight > 1),
+                                             enable_chunked_prefill=True, async_scheduling=in_flight > STAGES),
             cache_config=CacheConfig(block_size=self.block_size, enable_prefix_caching=caching),
             kv_transfer_config=KVTransferConfig(kv_connector="PDConnector",
                                                 kv_connector_module_path="vllm_pd.v1.connector", kv_role=vllm_role,
                                                 kv_load_failure_policy="recompute"))
         self.config.cache_config.num_gpu_blocks = blocks
-        self.config.scheduler_config.async_scheduling = in_flight > 1  # the CPU platform switches it off
+        self.config.scheduler_config.async_scheduling = in_flight > STAGES  # the CPU platform switches it off
+        self.config.parallel_config.pipeline_parallel_size = STAGES  # its own check wants as many devices
         spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(self.block_size, sha256)
