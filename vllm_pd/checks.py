@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NIXL_TIMEOUT_S = 300  # it takes a second, on a crowded machine over a minute; a broken installation does not end
+PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 LIMITS = {
     "tensor_parallel_size": (MAX_RANKS, f"use at most {MAX_RANKS}"),
-    "pipeline_parallel_size": (1, "use 1: a split over stages is not transferred yet"),
 }
 FEATURES = {
     "speculative_config": "remove it: the draft model's KV of a prompt is not transferred",
@@ -77,6 +77,31 @@ def check_parallel(config: VllmConfig) -> None:
     ranks, kv_heads = parallel.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     if max(ranks, kv_heads) % min(ranks, kv_heads):
         raise ConfigError("tensor_parallel_size", ranks, f"choose one that divides the model's {kv_heads} KV heads")
+
+
+def check_stages(config: VllmConfig) -> None:
+    """Every pipeline stage must have a layer, and an engine must not have too many ranks."""
+    parallel, layers = config.parallel_config, config.model_config.get_total_num_hidden_layers()
+    stages, ranks = parallel.pipeline_parallel_size, parallel.world_size
+    if stages > layers:
+        raise ConfigError("pipeline_parallel_size", stages, f"use at most {layers}, the layers of the model")
+    if ranks > MAX_RANKS:
+        raise ConfigError("pipeline_parallel_size", stages, f"use at most {MAX_RANKS} ranks in all: there are {ranks}")
+    partition = os.environ.get(PARTITION_VARIABLE)
+    try:
+        empty = [stage for stage in range(stages) if not stage_layers(config, stage)]
+    except ValueError as error:
+        raise ConfigError(PARTITION_VARIABLE, partition, f"write the layers of each stage: {error}") from error
+    if empty:
+        raise ConfigError(PARTITION_VARIABLE, partition, f"give stage {empty[0]} a layer: it has no KV cache")
+
+
+def stage_layers(config: VllmConfig, stage: int) -> range:
+    """The layers of that pipeline stage, by their numbers in the model, as vLLM splits them. Raises ValueError for a
+    partition that is none."""
+    from vllm.distributed.utils import get_pp_indices
+    layers, stages = config.model_config.get_total_num_hidden_layers(), config.parallel_config.pipeline_parallel_size
+    return range(*get_pp_indices(layers, stage, stages))
 
 
 def check_memory() -> None:

@@ -5,6 +5,7 @@ imports, most of an engine's start, and has no threads: the tests' process has, 
 import multiprocessing
 import os
 import signal
+import time
 from typing import Any
 
 import psutil
@@ -35,6 +36,13 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
     if role is not None:
         arguments["kv_transfer_config"] = {"kv_connector": "PDConnector", "kv_role": role,
                                            "kv_connector_extra_config": extra}
+    if arguments.get("pipeline_parallel_size", 1) > 1:
+        # vLLM's CPU worker makes the buffer for what comes from the stage before in its warm-up, which it leaves out in
+        # eager mode and with this variable: the first step then ends the engine.
+        os.environ["VLLM_CPU_CI_ENV"] = "0"
+        arguments |= {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+    if "kv_cache_memory_bytes" in arguments:
+        del os.environ["VLLM_CPU_KVCACHE_SPACE"]  # it would win
     llm = LLM(**{"model": os.environ["VLLM_PD_TINY_MODEL"], "dtype": "float32", "max_model_len": 2048,
                  "max_num_batched_tokens": 512, "max_num_seqs": 8, "enforce_eager": True, "block_size": 32,
                  "disable_log_stats": False, **arguments})
@@ -47,6 +55,14 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
             each = [SamplingParams(**{**greedy, **one}) for one in params]
             outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], each, use_tqdm=False)
             connection.send([(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in outputs])
+        elif order == "abort":
+            prompts, after_s = values
+            ids = [f"aborted-{number}-{time.monotonic()}" for number in range(len(prompts))]
+            for request_id, one in zip(ids, prompts, strict=True):
+                llm.llm_engine.add_request(request_id, {"prompt_token_ids": one}, SamplingParams(max_tokens=8))
+            time.sleep(after_s)
+            llm.llm_engine.abort_request(ids)
+            connection.send(None)
         elif order == "figures":
             from prometheus_client import REGISTRY
             connection.send({f"{sample.name}:{':'.join(v for k, v in sample.labels.items() if k not in LABELS)}":
@@ -84,6 +100,11 @@ class RealEngine:
                  params: list[dict[str, Any]] | None = None) -> list[list[int]]:
         self.ask(prompts, tokens, params)
         return [tokens for tokens, _ in self.answer()]
+
+    def abort(self, prompts: list[list[int]], after_s: float) -> None:
+        """Add requests with these prompts and abort them so many seconds later."""
+        self._connection.send(("abort", prompts, after_s))
+        self._receive(ANSWER_S)
 
     def figures(self) -> dict[str, float]:
         self._connection.send(("figures", ))

@@ -79,7 +79,8 @@ def test_a_configuration_that_is_checked_again_stays_the_same():
 
 @pytest.mark.parametrize("kv, more, words", [
     ({}, {"scheduler_cls": "my.Scheduler"}, "scheduler_cls='my.Scheduler'.*remove it"),
-    ({}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2.*use 1"),
+    ({}, {"pipeline_parallel_size": 5, "distributed_executor_backend": "mp"},
+     "pipeline_parallel_size=5.*use at most 4, the layers"),
     ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config=.*draft"),
     ({}, {"hf_overrides": {"sliding_window": 128}}, "sliding_window=128.*--disable-sliding-window"),
     ({}, {"hf_overrides": {"sliding_window": 128, "layer_types": ["sliding_attention"] * 4}}, "sliding_window=128"),
@@ -102,6 +103,33 @@ def test_b80_what_cannot_work_is_refused_by_name(kv, more, words):
     """B80"""
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         configure(transfer(**kv), **more)
+
+
+@pytest.mark.parametrize("partition,words", [
+    ("2,x", "write the layers of each stage: Invalid partition"), ("1,2,1", "does not match pp_size=2"),
+    ("1,2", "does not match num_hidden_layers=4"), ("0,4", "give stage 0 a layer"), ("4,0", "give stage 1 a layer")])
+def test_b80_b101_stages_without_layers_are_refused(monkeypatch, partition, words):
+    """B80, B101: the tiny model has 4 layers."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    with pytest.raises(ConfigError, match=f"(?s)VLLM_PP_LAYER_PARTITION='{partition}'.*{words}"):
+        configure(transfer(), pipeline_parallel_size=2, distributed_executor_backend="mp")
+
+
+def test_b101_stages_are_taken(monkeypatch):
+    """B101: split by vLLM's rule, or as the user says."""
+    for partition, sizes in ((None, [2, 2]), ("3,1", [3, 1])):
+        if partition is not None:
+            monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        config = configure(transfer(), pipeline_parallel_size=2, distributed_executor_backend="mp")
+        assert config.scheduler_config.scheduler_cls == SCHEDULER
+        assert [len(checks.stage_layers(config, stage)) for stage in range(2)] == sizes
+
+
+def test_b80_more_ranks_than_metadata_has_room_for_are_refused(monkeypatch):
+    """B80: the stages count."""
+    monkeypatch.setattr(checks, "MAX_RANKS", 1)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2.*use at most 1 ranks in all: there are 2"):
+        configure(transfer(), pipeline_parallel_size=2, distributed_executor_backend="mp")
 
 
 def test_b80_an_explicit_policy_that_conflicts_is_refused(monkeypatch):

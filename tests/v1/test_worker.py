@@ -10,6 +10,7 @@ import pickle
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.liveness.process import this_process
 from vllm_pd.transfer.layout import CacheDescription
 from vllm_pd.transfer.requests import Write
+from vllm_pd.transfer.transport import PeerMetadata, RanksMetadata
 from vllm_pd.v1 import worker as v1_worker
 from vllm_pd.v1.fingerprint import engine_name, fingerprint, token_bytes, total_kv_heads
 from vllm_pd.v1.worker import RankHandshake, RankWorker, attach_ranks
@@ -38,13 +40,14 @@ def write_model(folder: Path, **more) -> Path:
     return folder
 
 
-def make_config(folder: Path, ranks: int = 1, dtype: str = "float32", **cache) -> VllmConfig:
+def make_config(folder: Path, ranks: int = 1, dtype: str = "float32", stages: int = 1, **cache) -> VllmConfig:
     config = VllmConfig(
         model_config=ModelConfig(model=str(folder), max_model_len=512, dtype=dtype, skip_tokenizer_init=True),
         load_config=LoadConfig(load_format="dummy"), parallel_config=ParallelConfig(),
         cache_config=CacheConfig(**{"block_size": TOKENS, **cache}))
     config.cache_config.num_gpu_blocks = BLOCKS
     config.parallel_config.tensor_parallel_size = ranks  # its own check wants that many devices
+    config.parallel_config.pipeline_parallel_size = stages
     return config
 
 
@@ -66,10 +69,16 @@ def config(folder) -> VllmConfig:
     return make_config(folder)
 
 
+def place(patch, tp_rank: int = 0, stage: int = 0) -> None:
+    """From now on a worker of this process is that one."""
+    patch.setattr(v1_worker, "get_tensor_model_parallel_rank", lambda: tp_rank)
+    patch.setattr(v1_worker, "get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
+
+
 @pytest.fixture
 def rank(config, monkeypatch):
     """The worker of rank 0, registered, in this process."""
-    monkeypatch.setattr(v1_worker, "get_tensor_model_parallel_rank", lambda: 0)
+    place(monkeypatch)
     made = RankWorker(config)
     assert made.handshake() is None
     made.register_kv_caches(make_caches())
@@ -95,6 +104,47 @@ def test_a_handshake_passes_the_executors_queue(rank):
     handshake = rank.handshake()
     assert pickle.loads(pickle.dumps(handshake)) == handshake
     assert Process(*handshake.process) == this_process()
+
+
+def stage_of(folder: Path, patch, stage: int, layers: range) -> RankWorker:
+    """The worker of that stage of two, registered, with the caches of these layers."""
+    place(patch, stage=stage)
+    made = RankWorker(make_config(folder, stages=2))
+    caches = make_caches()
+    made.register_kv_caches({f"model.layers.{layer}.self_attn.attn": caches[f"model.layers.{layer}.self_attn.attn"]
+                             for layer in layers})
+    return made
+
+
+@pytest.mark.parametrize("partition", [None, "5,7"])
+def test_b101_the_stages_of_an_engine(folder, monkeypatch, partition):
+    """B42: a peer sees the model's layers, and how many stages; where they lie is in the metadata."""
+    if partition is not None:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    cut = 6 if partition is None else 5
+    stages = [stage_of(folder, monkeypatch, 0, range(cut)), stage_of(folder, monkeypatch, 1, range(cut, LAYERS))]
+    try:
+        caches = [description(stage.handshake()) for stage in stages]
+        assert [(cache.first_layer, cache.layers) for cache in caches] == [(0, cut), (cut, LAYERS - cut)]
+        config = make_config(folder, stages=2)
+        member, metadata, transfer = attach_ranks(config, Role.BOTH, {(at, 0): stage.handshake()
+                                                                      for at, stage in enumerate(stages)})
+        transfer.start(lambda: None, lambda end: None)
+        assert (member.fingerprint.layers, member.fingerprint.tp, member.fingerprint.pp) == (LAYERS, 1, 2)
+        ranks = [PeerMetadata.decode_any(one) for one in RanksMetadata.decode("d", metadata).ranks]
+        assert [one.name for one in ranks] == [f"{member.incarnation}/{rank}" for rank in range(2)]
+        assert [one.cache for one in ranks] == caches
+        assert token_bytes(config) == token_bytes(make_config(folder))
+        transfer.close()
+    finally:
+        for stage in stages:
+            stage.close()
+
+
+def test_b80_b101_a_stage_with_other_layers_than_its_own_is_refused(folder, monkeypatch):
+    """As of a model whose layers share caches."""
+    with pytest.raises(ConfigError, match="5 layers of 4 KV heads on rank 1.*6 of 4 were expected"):
+        stage_of(folder, monkeypatch, 1, range(6, 11))
 
 
 def test_b42_the_fingerprint_of_an_engine(rank, config):
@@ -138,7 +188,7 @@ def test_mla_has_one_head_on_every_rank(config, monkeypatch):
     ({"a": torch.zeros(BLOCKS, KV_HEADS, 64, TOKENS).transpose(2, 3)}, "VLLM_KV_CACHE_LAYOUT"),
 ], ids=["heads", "none", "split blocks", "kinds", "strides"])
 def test_b80_caches_that_cannot_be_transferred_are_refused(config, monkeypatch, caches, word):
-    monkeypatch.setattr(v1_worker, "get_tensor_model_parallel_rank", lambda: 0)
+    place(monkeypatch)
     made = RankWorker(config)
     with pytest.raises(ConfigError, match=f"(?s){word}"):
         made.register_kv_caches(caches)
@@ -153,11 +203,11 @@ def test_b80_a_cache_that_is_replaced_is_refused(rank):
 def test_b80_ranks_that_do_not_fit_each_other_are_refused(folder, rank):
     handshake = rank.handshake()
     two = make_config(folder, ranks=2)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size.*\[0\]"):
-        attach_ranks(two, Role.BOTH, {0: handshake})
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size.*\[\(0, 0\)\]"):
+        attach_ranks(two, Role.BOTH, {(0, 0): handshake})
     other = RankHandshake(handshake.process, handshake.address, handshake.cache, "vllm 0.32 OTHER")
     with pytest.raises(ConfigError, match="OTHER"):
-        attach_ranks(two, Role.BOTH, {0: handshake, 1: other})
+        attach_ranks(two, Role.BOTH, {(0, 0): handshake, (0, 1): other})
 
 
 # An engine and its ranks.
@@ -175,7 +225,7 @@ def finished(transfer, count: int) -> list:
 
 def test_a_rank_in_the_engines_process_is_attached_as_any_other(config, rank):
     """With one rank on a GPU V1 has no worker process. Nor does the end of the connection end this process."""
-    member, metadata, transfer = attach_ranks(config, Role.BOTH, {0: rank.handshake()})
+    member, metadata, transfer = attach_ranks(config, Role.BOTH, {(0, 0): rank.handshake()})
     transfer.start(lambda: None, lambda end: None)
     assert member.processes == (this_process(), ) and member.fingerprint.engine and metadata
     transfer.execute([Write("k", "nobody", [1], [1], [b"n"], 1)])
@@ -192,7 +242,7 @@ def test_a_rank_in_the_engines_process_is_attached_as_any_other(config, rank):
 
 def serve(pipe: Connection, rank: int, folder: Path) -> None:
     """A worker process of rank `rank` of two."""
-    v1_worker.get_tensor_model_parallel_rank = lambda: rank
+    place(pytest.MonkeyPatch(), rank)
     made = RankWorker(make_config(folder, ranks=2))
     made.register_kv_caches(make_caches(ranks=2))
     pipe.send(made.handshake())
@@ -215,7 +265,7 @@ def test_b21_two_ranks_in_processes_of_their_own(folder):
             processes[-1].start()
             pipes.append(ours)
         assert all(pipe.poll(WAIT_S) for pipe in pipes)
-        handshakes = {rank: pipe.recv() for rank, pipe in enumerate(pipes)}
+        handshakes = {(0, rank): pipe.recv() for rank, pipe in enumerate(pipes)}
         assert [description(one).first_head for one in handshakes.values()] == [0, 2]
         member, _, transfer = attach_ranks(make_config(folder, ranks=2), Role.PREFILL, handshakes)
         assert [one.pid for one in member.processes] == [os.getpid(), *(process.pid for process in processes)]

@@ -11,7 +11,7 @@ from vllm_pd.options import Option
 if TYPE_CHECKING:
     from vllm_pd.transfer.split import ParallelSplit, Sending
 
-STAGES_REFUSED = "engines with more than one pipeline stage are refused at their start today (pipeline_parallel_size)"
+STAGES_REFUSED = "an engine of V0 with more than one pipeline stage is refused at its start (pipeline_parallel_size)"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SplitReport:
 
     @property
     def refused(self) -> str:
-        """Why engines don't do this today; empty if they do."""
+        """Which engines don't do this, and why; empty if all do."""
         return STAGES_REFUSED if max(self.options.prefill_pp, self.options.decode_pp) > 1 else ""
 
     def lines(self) -> list[str]:
@@ -55,7 +55,7 @@ class SplitReport:
         if self.idle:
             lines.append(f"P ranks that send nothing, because others hold the same heads: {_listed(self.idle)}")
         if self.refused:
-            lines.append(f"Not on engines: {self.refused}. This is the mapping alone.")
+            lines.append(f"V1 only: {self.refused}.")
         return lines
 
     def as_json(self) -> dict[str, Any]:

@@ -5,11 +5,12 @@ A write is posted by the CPU, so the kernels that fill its blocks must have fini
 it between two steps, after it has waited for the device. In V1 EngineCore requests it at any time, with steps in flight
 (async scheduling). So each rank must know when step `n` is done (`Write.after_step`):
 
-- EngineCore requests a write after it has processed the output of step `n`, which computed the last of the prompt. Rank
-  0 makes that output from sampled tokens, whose copy to the host it waits for. The copy waits for the stream that runs
-  the model, so on rank 0 everything that was launched there for step `n` before the copy is in memory.
-- The other ranks send no output. But each took part in the collective after the last attention layer, on whose result
-  rank 0's tokens depend, and it had stored its KV before, in the same stream.
+- EngineCore requests a write after it has processed the output of step `n`, which computed the last of the prompt. One
+  rank, the first or that of the last pipeline stage, makes that output from sampled tokens, whose copy to the host it
+  waits for. The copy waits for the stream that runs the model, so everything that was launched there for step `n`
+  before the copy is in memory.
+- The other ranks send no output. But each took part in the collective after the last attention layer of its stage, or
+  sent its result to the next stage, and the tokens depend on that. It had stored its KV before, in the same stream.
 - Neither holds for kernels that are launched after the tokens are sampled, such as those of a draft model, nor is it
   vLLM's promise. So it is checked: each rank records an event when step `n` has been launched (`ComputedSteps`), and a
   write waits for it (`StepOrderedTransfer`). As a rule the event is done before the request arrives. Events of later

@@ -21,6 +21,7 @@ logger = logging.getLogger("vllm.pd")
 
 _LIMITS = {
     **LIMITS,
+    "pipeline_parallel_size": (1, "use 1: a split over stages is not transferred yet"),
     "data_parallel_size": (1, "use 1 and start more engines: V0 has no data parallelism"),
     "num_scheduler_steps": (1, "use 1: a request can't join a batch between multi-steps"),
 }

@@ -24,6 +24,7 @@ from vllm_pd.checks import (
     check_model,
     check_nixl,
     check_parallel,
+    check_stages,
     require_free_bind,
 )
 from vllm_pd.config import PDConfig
@@ -132,6 +133,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_model(config)
     check_v1_layers(config)
     check_parallel(config)
+    check_stages(config)
     check_memory()
     if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
         raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", 0, "unset it: an engine that runs in its caller's loop "

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from vllm_pd.v1.worker import RankWorker
+    from vllm_pd.v1.worker import RankHandshake, RankWorker
 
 
 class PDConnector(KVConnectorBase_V1):
@@ -44,7 +44,7 @@ class PDConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         check_groups(kv_cache_config.kv_cache_groups)
         self.binding: EngineHandover | None = None
-        self._handshakes: dict[int, KVConnectorHandshakeMetadata] = {}
+        self._handshakes: dict[tuple[int, int], RankHandshake] = {}
         self._rank: RankWorker | None = None
         if role is KVConnectorRole.WORKER:
             from vllm_pd.v1.worker import RankWorker
@@ -52,8 +52,8 @@ class PDConnector(KVConnectorBase_V1):
 
     # The scheduler role.
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What each tensor-parallel rank said of itself."""
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """What each rank said of itself, by pipeline stage and tensor-parallel rank."""
         self._handshakes = metadata
 
     def bind_engine(self, engine: EngineCoreProc) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str) -> Fingerprint:
-    """The engine's fingerprint. `cache` is the description of any rank's cache, `engine` is `engine_name` there."""
+    """The engine's fingerprint, `layers` being those of the rank whose cache and `engine_name` these are."""
     model, parallel = config.model_config, config.parallel_config
     kv_dtype = config.cache_config.cache_dtype
     return Fingerprint(
@@ -49,7 +49,7 @@ def token_bytes(config: VllmConfig) -> int:
     model, kv_dtype = config.model_config, config.cache_config.cache_dtype
     dtype = model.dtype if kv_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_dtype]
     elements = total_kv_heads(config) * model.get_head_size() * (1 if model.use_mla else 2)
-    return model.get_num_layers(config.parallel_config) * elements * dtype.itemsize
+    return model.get_total_num_hidden_layers() * elements * dtype.itemsize
 
 
 def engine_name(config: VllmConfig, layers: Collection[str]) -> str:

@@ -135,7 +135,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "distributed/kv_transfer/kv_connector/v1/base.py": (
         Required("KVConnectorBase_V1.__init__", _HOOK, exactly=("vllm_config", "role", "kv_cache_config")),
-        Required("KVConnectorBase_V1.set_xfer_handshake_metadata", _HOOK, exactly=("metadata", )),
+        Required("KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware", _HOOK, exactly=("metadata", )),
         Required("KVConnectorBase_V1.get_num_new_matched_tokens", _HOOK, exactly=("request", "num_computed_tokens")),
         Required("KVConnectorBase_V1.get_loaded_kv_cache_group_ids", _HOOK, exactly=("request", )),
         Required("KVConnectorBase_V1.update_state_after_alloc", _HOOK,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 
-def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshake]) -> EngineHandover:
+def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], RankHandshake]) -> EngineHandover:
     """Attach to the engine's ranks, start the control thread, and bind the scheduler. Raises ConfigError and
     ControlError, which end the engine before it serves anybody."""
     from vllm_pd.v1.fingerprint import token_bytes
@@ -41,7 +41,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[int, RankHandshak
     agent.start()
     transfer.hold(agent.lifeline_fileno())
     capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
-                               vllm_config.parallel_config.tensor_parallel_size, token_bytes(vllm_config),
+                               vllm_config.parallel_config.world_size, token_bytes(vllm_config),
                                bool(vllm_config.cache_config.enable_prefix_caching),
                                engine.scheduler.max_num_scheduled_tokens)
     binding = EngineHandover(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a V1 engine: the worker role of the connector, and how EngineCore attaches to it.
 
-Every tensor-parallel rank has its own transport over its own cache, and a thread that carries transfers without an
-engine step (`vllm_pd.transfer.rank`). Life of a rank:
+Every rank of every pipeline stage has its own transport over its own cache, and a thread that carries transfers without
+an engine step (`vllm_pd.transfer.rank`). Life of a rank:
 
 1. `register_kv_caches` describes the cache, refuses one that can't be transferred, and opens a socket.
 2. The executor carries the `RankHandshake` of each rank to EngineCore, where `attach_ranks` connects to the sockets and
@@ -13,6 +13,7 @@ engine step (`vllm_pd.transfer.rank`). Life of a rank:
 """
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -21,9 +22,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
+from vllm_pd.checks import stage_layers
 from vllm_pd.core.messages import Member, Process, Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.liveness.process import local_member, this_process
@@ -60,7 +62,7 @@ class RankWorker:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
-        self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._tp = vllm_config.parallel_config.tensor_parallel_size
         self._rank = 0  # known when the process groups are
         self._device: Device = HostDevice()
         self._steps = ComputedSteps(self._device)
@@ -72,10 +74,10 @@ class RankWorker:
         Raises ConfigError for a cache that can't be transferred."""
         if self._server is not None:
             raise ConfigError("kv_cache", "registered twice", "an engine that replaces its cache can't transfer it")
-        self._rank = get_tensor_model_parallel_rank()
+        stage = get_pp_group().rank_in_group
+        self._rank = stage * self._tp + get_tensor_model_parallel_rank()
         views = _distinct(kv_caches)
-        heads = head_range(self._rank, self._ranks, total_kv_heads(self._config))
-        description = self._describe(list(views.values()), heads)
+        description = self._describe(list(views.values()), stage)
         enter = no_context
         if description.memory is Memory.VRAM:
             import torch
@@ -107,26 +109,28 @@ class RankWorker:
         if self._server is not None:
             self._server.close()
 
-    def _describe(self, views: list[torch.Tensor], heads: range) -> CacheDescription:
-        cache = self._config.cache_config
+    def _describe(self, views: list[torch.Tensor], stage: int) -> CacheDescription:
+        cache, layers = self._config.cache_config, stage_layers(self._config, stage)
+        heads = head_range(self._rank % self._tp, self._tp, total_kv_heads(self._config))
         description = describe_views(views, num_blocks=cache.num_gpu_blocks, block_size=cache.block_size,
-                                     first_head=heads.start)
-        if description.kv_heads != len(heads):
-            raise ConfigError("kv_cache", f"{description.kv_heads} KV heads on rank {self._rank}",
-                              f"{len(heads)} were expected there")
+                                     first_head=heads.start, first_layer=layers.start)
+        staged = self._config.parallel_config.pipeline_parallel_size > 1  # else layers may share their caches
+        if description.kv_heads != len(heads) or (staged and description.layers != len(layers)):
+            raise ConfigError("kv_cache", f"{description.layers} layers of {description.kv_heads} KV heads on rank "
+                              f"{self._rank}", f"{len(layers)} of {len(heads)} were expected there")
         return description
 
     def _attach(self, order: AttachRank, views: list[torch.Tensor],
                 description: CacheDescription) -> tuple[StepOrderedTransfer, bytes]:
         """Runs in the rank's thread."""
         transport = order.transport.make(rank_name(order.incarnation, self._rank), views, description, order.receives)
-        ranked = RankedTransport(transport, self._rank, self._ranks, total_kv_heads(self._config))
+        ranked = RankedTransport(transport, self._rank, self._tp, total_kv_heads(self._config))
         return StepOrderedTransfer(TransferWorker(ranked, rank=self._rank), self._steps), transport.metadata()
 
 
-def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[int, RankHandshake],
+def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[int, int], RankHandshake],
                  transport: TransportChoice = NIXL) -> tuple[Member, bytes, RemoteEngineTransfer]:
-    """Attach EngineCore to its ranks. `handshakes` by tensor-parallel rank, as `set_xfer_handshake_metadata` gets them.
+    """Attach EngineCore to its ranks. `handshakes` by pipeline stage and tensor-parallel rank, as vLLM has them.
 
     Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and the
     transfers of all ranks, which the caller owns: it must `start` and `close` them. Raises ConfigError if the ranks'
@@ -139,14 +143,16 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[int, R
     write to a peer's memory.
     """
     ranks = [handshakes[rank] for rank in sorted(handshakes)]
-    expected = vllm_config.parallel_config.tensor_parallel_size
-    if sorted(handshakes) != list(range(expected)):
-        raise ConfigError("tensor_parallel_size", expected, f"only the ranks {sorted(handshakes)} have a KV cache")
+    parallel = vllm_config.parallel_config
+    tp = parallel.tensor_parallel_size
+    if sorted(handshakes) != list(itertools.product(range(parallel.pipeline_parallel_size), range(tp))):
+        raise ConfigError("tensor_parallel_size", tp, f"only the ranks {sorted(handshakes)} have a KV cache")
     if len({rank.engine for rank in ranks}) > 1:
         raise ConfigError("attention backend", sorted({rank.engine for rank in ranks}), "all ranks must have the same")
-    cache = msgspec.msgpack.decode(ranks[0].cache, type=CacheDescription)
-    member = local_member(role, msgspec.structs.replace(fingerprint(vllm_config, cache, ranks[0].engine),
-                                                        transport=transport.kind.value))
+    stages = [msgspec.msgpack.decode(rank.cache, type=CacheDescription) for rank in ranks[::tp]]
+    member = local_member(role, msgspec.structs.replace(
+        fingerprint(vllm_config, stages[0], ranks[0].engine), layers=sum(stage.layers for stage in stages),
+        transport=transport.kind.value))
     order = AttachRank(member.incarnation, role is not Role.PREFILL, transport)
     connections, metadata = connect_ranks({number: (rank.process[0], rank.address)
                                           for number, rank in enumerate(ranks)}, order)
