@@ -87,8 +87,8 @@ class PDConfig:
         64, "With this many jobs waiting at the broker, new prompts are prefilled locally.", least=1)
     max_parked_fraction: float = _key(
         0.5, "The share of a decode engine's KV blocks that waiting and quarantined remote prefills may hold, and of "
-        "its `max_num_seqs` that the waiting ones may take; beyond it new prompts are prefilled locally.", above=0,
-        most=1)
+        "its `max_num_seqs` that the waiting ones may take; beyond it new prompts are prefilled locally. Also the "
+        "share of a prefill engine's KV blocks that it may keep for decode engines to read.", above=0, most=1)
     max_prefill_jobs: int = _key(8, "How many jobs a prefill engine holds at a time.", least=1)
     max_prefill_tokens: int = _key(
         65536, "A prefill engine takes no further job while those that it has not computed yet have this many prompt "
@@ -112,6 +112,10 @@ class PDConfig:
         choices=tuple(kind.value for kind in TransportKind))
     lease_s: float = _key(
         30.0, "How long a prefill engine may write after a grant that is not renewed.", least=0.1, most=3600)
+    hold_s: float = _key(
+        30.0, "Prefill first, on V1: how long a prefill engine keeps the blocks of a prompt for a decode engine that "
+        "has not claimed them yet; 0: it keeps none. What is claimed is kept until the decode engine has read it, or "
+        "is dead.", least=0, most=3600)
     attempt_deadline_s: float = _key(
         120.0, "After this long a remote prefill is given up and the prompt prefilled elsewhere.", above=0, most=86400)
     attempts: int = _key(
@@ -189,6 +193,11 @@ class PDConfig:
     def is_two_sided(self) -> bool:
         """Whether this engine itself puts what it receives into its blocks."""
         return self.transport == TransportKind.TORCH.value
+
+    @property
+    def holds_prompts(self) -> bool:
+        """Whether this engine may keep prompts for decode engines to read, which a two-sided transport can't."""
+        return self.role.prefills and self.hold_s > 0 and not self.is_two_sided
 
     @property
     def transport_choice(self) -> TransportChoice:

@@ -63,6 +63,7 @@ class Settings:
     max_prefill_tokens: int = 65536
     decides_by_time: bool = False
     is_two_sided: bool = False
+    hold_s: float = 30.0
     heartbeat_s: float = 0.1
     ttl_s: float = 60.0
     keys: str | None = None
@@ -440,7 +441,7 @@ import msgspec
 @dataclass
 class Settings:
     broker: str = sys.argv[2]; bind: str = "tcp://127.0.0.1:0"; lease_s: float = 30.0; attempt_deadline_s: float = 60.0
-    max_prefill_tokens: int = 65536; decides_by_time: bool = False; is_two_sided: bool = False
+    max_prefill_tokens: int = 65536; decides_by_time: bool = False; is_two_sided: bool = False; hold_s: float = 30.0
     claim_retry_s: float = 10.0; heartbeat_s: float = 0.1; ttl_s: float = 60.0; keys: str | None = None
     nats_prefix: str = "test"; nats_credentials: str | None = None; nats_ca: str | None = None
 bell = threading.Event()

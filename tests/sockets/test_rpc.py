@@ -22,6 +22,8 @@ MESSAGES = [
     m.Hello(MEMBER, b"x"), m.HelloReply(MEMBER, b""), m.Refused("k", "a", "b"), m.Claim(ATTEMPT, 1, 2),
     m.Grant(ATTEMPT, 1, [1, 2], 1, 2.5), m.Deny(ATTEMPT, 1, m.DenyReason.TAKEN), m.Renew(ATTEMPT, 1, 2),
     m.Renewed(ATTEMPT, 1, 2, 3.0), m.Sent(ATTEMPT, 1, m.Timings(1.0, 2.0, 3.0, 4.0, 5, True)),
+    m.ClaimHold(ATTEMPT, ATTEMPT, b"d" * 32), m.HoldGrant(ATTEMPT, ATTEMPT, [1]), m.HoldQuery(ATTEMPT, ATTEMPT),
+    m.HoldDenied(ATTEMPT, ATTEMPT, m.DenyReason.TOKENS), m.HoldDone(ATTEMPT, ATTEMPT),
     m.Failed(ATTEMPT, 1, "w"), m.Cancel(ATTEMPT, 1), m.Writing(ATTEMPT, 1), m.Stopped(ATTEMPT, 1),
     m.Register(MEMBER, "b", 2), m.Heard("b", 1),
     m.Peers("b", 1, [MEMBER], 2), m.Leave(), m.Put(JOB), m.PutReply(ATTEMPT, m.PutRefusal.FULL, 3), m.Withdraw(ATTEMPT),

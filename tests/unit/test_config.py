@@ -52,7 +52,7 @@ def test_every_key_can_be_set(files):
              "prefill_step_s": 1, "prefill_overtaking": 0, "attempt_deadline_s": 8.5, "attempts": 3,
              "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never",
              "push_chunks": True, "transport": "torch", "drain_timeout_s": 5, "max_prefill_tokens": 9,
-             "log_decisions": True, "nats_prefix": "mine", **files}
+             "log_decisions": True, "nats_prefix": "mine", "hold_s": 0, **files}
     auto = {"max_local_prefill_tokens": "auto", "itl_target_ms": 80}
     assert {*extra, *auto} == {key.name for key in PDConfig.settings()}
     for given in (extra, {**extra, **auto}):

@@ -3,7 +3,16 @@
 import msgspec
 import pytest
 
-from vllm_pd.core.policy import AskedPlace, Decision, PolicyConfig, PolicyInput, Reason, asked_place, decide
+from vllm_pd.core.policy import (
+    AskedPlace,
+    Decision,
+    PolicyConfig,
+    PolicyInput,
+    Reason,
+    asked_place,
+    decide,
+    may_read_hold,
+)
 
 CONFIG = PolicyConfig(max_local_prefill_tokens=1000, max_queue_length=4, max_parked_fraction=0.5)
 GOOD = PolicyInput(prompt_tokens=1500, cached_tokens=0, blocks=94, can_go_remote=True, attempts_made=1, time_left_s=1.0,
@@ -48,7 +57,16 @@ def test_the_first_no_counts():
 def test_every_reason_is_reached():
     by_time = {Reason.TTFT, Reason.ITL}  # tests/unit/test_expected.py
     asked = {Reason.ASKED, Reason.ROLE}  # ROLE: decided before the policy is asked
-    assert {reason for _, reason in CASES} | {Reason.LENGTH} | by_time | asked == set(Reason)
+    assert {reason for _, reason in CASES} | {Reason.LENGTH, Reason.HELD} | by_time | asked == set(Reason)
+
+
+@pytest.mark.parametrize("change, reads", [
+    ({}, True), ({"asked": AskedPlace.LOCAL}, False), ({"asked": AskedPlace.REMOTE}, True), ({"blocks": 1}, False),
+    ({"broker_up": False, "queue_length": 10**6, "prompt_tokens": 33}, True), ({"prefill_peers": 0}, False),
+    ({"can_go_remote": False}, False), ({"attempts_made": 2}, False), ({"time_left_s": 0.0}, False),
+    ({"parked_blocks": 10**6}, False), ({"parked_requests": 10**6}, False)])
+def test_b102_a_held_prompt_is_read_unless_this_engine_has_no_room(change, reads):
+    assert may_read_hold(msgspec.structs.replace(GOOD, **change), CONFIG) is reads
 
 
 @pytest.mark.parametrize("auto", [False, True])

@@ -32,8 +32,10 @@ from vllm_pd.core.actions import (
     Prefill,
     Released,
     ToBroker,
+    ToPrefill,
 )
 from vllm_pd.core.decode import AttemptState, DecodeLimits, DecodeProtocol
+from vllm_pd.core.holds import HoldLimits
 from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
 from vllm_pd.errors import PeerMismatch
 
@@ -89,7 +91,8 @@ class PeerProtocol:
         self._decode = DecodeProtocol(member, transfer_metadata, DecodeLimits(
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
             ttl_s=config.ttl_s, own_fence=config.is_two_sided))
-        self._prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(ttl_s=config.ttl_s))
+        self._prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(
+            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)))
         self._cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
         self._credits = JobCredits(config.max_prefill_tokens)
         self.ttl_s = config.ttl_s
@@ -139,7 +142,7 @@ class PeerProtocol:
     @_locked
     def abort(self, attempt: m.Attempt) -> None:
         """The client is gone; `Released` follows. No effect on an attempt that has ended."""
-        self._do(self._decode.abort(self._clock(), attempt))
+        self._do(self._decode.abort(self._clock(), attempt) + self._decode.reads.abort(attempt))
 
     @_locked
     def arrived(self, attempt: m.Attempt, rank: int) -> None:
@@ -150,6 +153,36 @@ class PeerProtocol:
     def grant_closed(self, attempt: m.Attempt) -> None:
         """Our own ranks receive nothing for this attempt any more. Only with a two-sided transport."""
         self._do(self._decode.grant_closed(self._clock(), attempt))
+
+    @_locked
+    def knows_holder(self, incarnation: str) -> bool:
+        """Whether this engine can read from that prefill engine: over a two-sided transport from none."""
+        return not (self._shut_detail or self._decode.limits.own_fence) and self._decode.reads.knows(incarnation)
+
+    @_locked
+    def claim_hold(self, attempt: m.Attempt, hold: m.Attempt, digest: bytes, block_ids: list[int], cached_blocks: int,
+                   deadline_s: float) -> None:
+        """Read what that prefill engine holds into `block_ids[cached_blocks:]`. As `submit`; `digest` is that of the
+        prompt's tokens, which fill all of `block_ids`."""
+        if self._shut_detail:
+            end = Fallback(attempt, FallbackReason.CONTROL, AttemptEnd.FAILED, self._shut_detail)
+            self._do([end, Released(attempt)])
+            return
+        self._do(self._decode.reads.claim(self._clock(), attempt, hold, digest, block_ids, cached_blocks, deadline_s))
+
+    @_locked
+    def read_ended(self, attempt: m.Attempt, error: str) -> None:
+        """The answer to `ReadHold`: no byte of it lands any more. `error`: empty if all has arrived."""
+        self._do(self._decode.reads.ended(attempt, error))
+
+    @_locked
+    def drop_hold(self, hold: m.Attempt) -> None:
+        """This hold, which a client named, is not wanted. Its prefill engine learns it, if it is known."""
+        message = m.HoldDone(self.next_attempt(hold.request_id), hold)
+        if hold.incarnation == self.member.incarnation:
+            self._do(self._prefill.holds.done(hold.incarnation, message))
+        elif self.knows_holder(hold.incarnation):
+            self._do([ToPrefill(hold.incarnation, message)])
 
     @_locked
     def view(self, avoid: Collection[str] = ()) -> QueueView:
@@ -217,6 +250,21 @@ class PeerProtocol:
         self._do(self._prefill.ended(self._clock(), attempt))
 
     @_locked
+    def hold(self, hold: m.Attempt, digest: bytes, block_ids: list[int]) -> bool:
+        """Let a decode engine read these blocks of a whole prompt, whose tokens have this digest. False: not in this
+        engine's state. Else the caller keeps them until the `HoldEnded` of this name, which must be new."""
+        if self._shut_detail or self.state.draining:
+            return False
+        self._prefill.holds.add(self._clock(), hold, digest, block_ids)
+        self.wake()
+        return True
+
+    @_locked
+    def close_unclaimed_holds(self) -> None:
+        """End the holds that nobody has claimed."""
+        self._do(self._prefill.holds.close_unclaimed())
+
+    @_locked
     def jobs(self) -> set[m.Attempt]:
         """The jobs of peers that have a record here."""
         return set(self._prefill.states())
@@ -260,7 +308,8 @@ class PeerProtocol:
     @_locked
     def open_attempts(self) -> list[m.Attempt]:
         """Every attempt with a record, in either half: empty when all has ended and all fences are down."""
-        return [*self._decode.states(), *self._prefill.states()]
+        return [*self._decode.states(), *self._decode.reads.states(), *self._prefill.states(),
+                *self._prefill.holds.states()]
 
     @_locked
     def counts(self) -> dict[str, int]:
@@ -271,6 +320,7 @@ class PeerProtocol:
             "decode_granted": states[AttemptState.GRANTED],
             "decode_fenced": len(self._decode.fenced()),
             "prefill_jobs": len(self._prefill.states()),
+            "holds": len(self._prefill.holds.states()),
             "peers": len(self._prefill.peers()) + len(self._decode.peers),
         }
 
@@ -422,7 +472,7 @@ class PeerProtocol:
         now = self._clock()
         self._cluster.dead(incarnation)
         self._do(self._decode.peer_dead(now, incarnation))
-        self._do(self._prefill.peer_lost(now, incarnation))
+        self._do(self._prefill.peer_dead(now, incarnation))
 
     @_locked
     def mismatch(self, other_protocol: int | None = None) -> str | None:
@@ -440,7 +490,7 @@ class PeerProtocol:
     @_locked
     def abort_all(self) -> None:
         """The engine ends: nothing that it asked for is wanted any more."""
-        for attempt in self._decode.states():
+        for attempt in [*self._decode.states(), *self._decode.reads.states()]:
             self.abort(attempt)
 
     @_locked

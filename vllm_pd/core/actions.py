@@ -29,11 +29,12 @@ class FallbackReason(StrEnum):
     DEADLINE = "deadline"  # it took too long
     FEATURE = "feature"  # the job can't be put on the wire
     CONTROL = "control"  # the control thread has ended
+    HOLD = "hold"  # the prefill engine does not hold the prompt, or no more
 
     @property
     def another_may_help(self) -> bool:
         """Whether the cause lies with the prefill engine that had it, so that another one is worth an attempt."""
-        return self in (FallbackReason.PEER, FallbackReason.FAILED, FallbackReason.LEASE)
+        return self in (FallbackReason.PEER, FallbackReason.FAILED, FallbackReason.LEASE, FallbackReason.HOLD)
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -60,7 +61,22 @@ class Fallback(msgspec.Struct, frozen=True):
 
 
 class Released(msgspec.Struct, frozen=True):
-    """D: no peer will write the attempt's blocks any more; they may be reused. Follows every end but DONE."""
+    """D: nobody will write the attempt's blocks any more; they may be reused. Follows every end but DONE."""
+    attempt: Attempt
+
+
+class ReadHold(msgspec.Struct, frozen=True):
+    """D: read these blocks of P, which keeps them, into our own, pairwise; call `read_ended` when no byte of the read
+    can land any more. `metadata` says how P's memory is reached."""
+    attempt: Attempt
+    peer: str
+    metadata: bytes
+    block_ids: list[int]
+    remote_block_ids: list[int]
+
+
+class StopRead(msgspec.Struct, frozen=True):
+    """D: the read of this attempt is not wanted any more; `read_ended` is still waited for."""
     attempt: Attempt
 
 
@@ -86,6 +102,21 @@ class Cancelled(msgspec.Struct, frozen=True):
     attempt: Attempt
 
 
+class HoldEnd(StrEnum):
+    """Why P does not hold a prompt any more."""
+    DONE = "done"  # the D that had claimed it says so
+    DROPPED = "dropped"  # D says that it does not want it
+    EXPIRED = "expired"  # nobody claimed it in time
+    LOST = "lost"  # the D that had claimed it is dead
+    CLOSED = "closed"  # nobody had claimed it, and this engine needs its blocks or ends
+
+
+class HoldEnded(msgspec.Struct, frozen=True):
+    """P: nobody reads the blocks of this hold, now or later; they may be reused."""
+    hold: Attempt
+    end: HoldEnd
+
+
 class AddPeer(msgspec.Struct, frozen=True):
     """P: a decode engine that may be written to from now on. Comes before any `Prefill` of it."""
     incarnation: str
@@ -93,11 +124,12 @@ class AddPeer(msgspec.Struct, frozen=True):
 
 
 class DropPeer(msgspec.Struct, frozen=True):
-    """P: this decode engine is gone, and no attempt of it is open any more."""
+    """P: this decode engine is gone, and no attempt of it is open any more. D: so is this P that was read from."""
     incarnation: str
 
 
-Event = Prefilled | Timed | Fallback | Released | Prefill | Cancelled | AddPeer | DropPeer
+Event = (Prefilled | Timed | Fallback | Released | Prefill | Cancelled | AddPeer | DropPeer | ReadHold | StopRead
+         | HoldEnded)
 
 
 class ToBroker(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from vllm_pd.core.actions import (
     ToBroker,
     ToPrefill,
 )
+from vllm_pd.core.hold_reads import HoldReads
 from vllm_pd.errors import PeerMismatch
 
 _LONG_AGO = float("-inf")
@@ -96,6 +97,8 @@ class DecodeProtocol:
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.peers: dict[str, m.Member] = {}
+        self.reads = HoldReads(member, limits.ttl_s, limits.claim_retry_s / 4, limits.lease_s, self.counters,
+                               self.dropped)
         self._records: dict[m.Attempt, _Record] = {}
         self._done: dict[m.Attempt, _Record] = {}
         self._done_order: collections.deque[m.Attempt] = collections.deque()
@@ -109,6 +112,9 @@ class DecodeProtocol:
             m.Sent: self._on_sent,
             m.Failed: self._on_failed,
             m.Stopped: self._on_stopped,
+            m.HoldGrant: self._on_hold,
+            m.HoldDenied: self._on_hold,
+            m.HoldQuery: self._on_hold,
         }
 
     # Calls of the engine.
@@ -227,14 +233,14 @@ class DecodeProtocol:
     def peer_dead(self, now: float, incarnation: str) -> list[Action]:
         """The process of a P is gone, as a fact: it will never write again."""
         self.peers.pop(incarnation, None)
-        actions: list[Action] = []
+        actions = self.reads.peer_dead(incarnation)
         for record in [r for r in self._records.values() if r.fenced and r.peer == incarnation]:
             actions += self._p_stopped(now, record, FallbackReason.PEER, "the prefill engine died")
         return actions
 
     def shut(self, now: float, detail: str) -> list[Action]:
         """The control thread ends: every open attempt falls back. Fences stay up, for P can't be heard any more."""
-        actions: list[Action] = []
+        actions = self.reads.shut(detail)
         for record in list(self._records.values()):
             if not record.state.ended:
                 actions += self._end(now, record, AttemptEnd.FAILED, FallbackReason.CONTROL, detail)
@@ -245,7 +251,7 @@ class DecodeProtocol:
 
     def handle_timeout(self, now: float) -> list[Action]:
         """Do what is due."""
-        actions: list[Action] = []
+        actions = self.reads.handle_timeout(now)
         for record in list(self._records.values()):
             if self._due(record) <= now:
                 actions += self._on_due(now, record)
@@ -253,7 +259,8 @@ class DecodeProtocol:
 
     def next_timeout(self) -> float | None:
         """When `handle_timeout` is next due; None where nothing is."""
-        return min((self._due(record) for record in self._records.values()), default=None)
+        due = [self.reads.next_timeout(), *(self._due(record) for record in self._records.values())]
+        return min((when for when in due if when is not None), default=None)
 
     # State, for the engine and the tests.
 
@@ -284,8 +291,8 @@ class DecodeProtocol:
         return {attempt: record.peer for attempt, record in self._records.items() if record.fenced}
 
     def busy_peers(self) -> set[str]:
-        """Ps that may write."""
-        return {record.peer for record in self._records.values() if record.fenced}
+        """Ps that may write, or are read from."""
+        return {record.peer for record in self._records.values() if record.fenced} | self.reads.peers()
 
     def writing_since(self) -> float | None:
         """When a P last reported that it writes, or has written, into our blocks; -inf where one may write and has
@@ -321,16 +328,23 @@ class DecodeProtocol:
             self.dropped["hello_refused"] += 1
             self.mismatch = str(PeerMismatch(*difference))
             return [ToPrefill(sender, m.Refused(*map(str, difference)))]
-        if sender not in self.peers:
-            self._forget_idle_peers()
+        actions = [] if sender in self.peers else self._forget_idle_peers()
         self.peers[sender] = theirs
-        return [ToPrefill(sender, self.hello_reply)]
+        self.reads.met(sender, message.transfer_metadata)
+        return [*actions, ToPrefill(sender, self.hello_reply)]
 
-    def _forget_idle_peers(self) -> None:
+    def _forget_idle_peers(self) -> list[Action]:
         """Keep the table bounded. A P that was forgotten is denied its next claim (UNPEERED) and sends Hello again."""
         busy = self.busy_peers() if len(self.peers) >= self.limits.max_peers else set()
+        actions: list[Action] = []
         while len(self.peers) >= self.limits.max_peers + len(busy):
-            del self.peers[next(name for name in self.peers if name not in busy)]
+            forgotten = next(name for name in self.peers if name not in busy)
+            del self.peers[forgotten]
+            actions += self.reads.forget(forgotten)
+        return actions
+
+    def _on_hold(self, now: float, sender: str, message: m.Message) -> list[Action]:
+        return self.reads.receive(now, sender, message)
 
     def _on_claim(self, now: float, sender: str, message: m.Claim) -> list[Action]:
         record = self._records.get(message.attempt)

@@ -6,6 +6,7 @@ seeded with the name of the previous block. The seed of a prompt's first block i
 equal names mean equal prompts from the first token on. Two different prompts get the same name with a chance of 1 in
 2^64; that would cost a worse choice of engine, never a wrong answer, because engines match by their own hashes.
 """
+import hashlib
 from array import array
 from collections.abc import Sequence
 
@@ -27,6 +28,12 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
         return array("I", token_ids).tobytes()
     except (OverflowError, TypeError) as error:
         raise ConfigError("token_ids", _brief(token_ids), f"give integers from 0 to 2^32-1 ({error})") from None
+
+
+def token_digest(token_ids: Sequence[int]) -> bytes:
+    """The SHA-256 of the token ids: 32 bytes. Unlike the names below it decides whose KV a prompt gets, so nobody must
+    be able to make two prompts with the same one. Raises ConfigError as `pack_tokens`."""
+    return hashlib.sha256(pack_tokens(token_ids)).digest()
 
 
 def chain(data: bytes, block_size: int, seed: int) -> list[int]:

@@ -8,7 +8,7 @@ can never be taken for one about the present claim.
 
 Durations are relative (seconds left), never absolute: two machines share no clock.
 
-To go with the next protocol number, for nobody reads them: `Job.lora`, `Hello.transfer_metadata`.
+To go with the next protocol number, for nobody reads it: `Job.lora`.
 """
 from enum import StrEnum
 from typing import Annotated
@@ -39,6 +39,7 @@ TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
                      msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
 BlockIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=MAX_BLOCKS)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Role(StrEnum):
@@ -162,12 +163,13 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DenyReason(StrEnum):
-    """Why D did not grant a claim."""
+    """Why a claim was not granted: D's reasons, and TOKENS of P alone, for a hold of another prompt."""
     UNKNOWN = "unknown"
     TAKEN = "taken"
     ENDED = "ended"
     UNPEERED = "unpeered"
     AVOIDED = "avoided"
+    TOKENS = "tokens"
 
 
 class PutRefusal(StrEnum):
@@ -206,7 +208,7 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(WireMessage):
-    """P introduces itself to D."""
+    """P introduces itself to D, and says how its memory is read."""
     member: Member
     transfer_metadata: Metadata
 
@@ -293,6 +295,44 @@ class Stopped(WireMessage):
     """P does not write any more: the answer to Cancel."""
     attempt: Attempt
     claim: Count
+
+
+# Prefill first, over the same connection: from D (ClaimHold, HoldDone) and from P (the others). A hold is named as an
+# attempt of P's own is: P's incarnation, a random id, a number.
+
+
+class ClaimHold(WireMessage):
+    """D wants to read what P holds under this name, for a prompt whose token ids have this digest
+    (`core.hashes.token_digest`). Repeated until the answer, and while D reads."""
+    attempt: Attempt
+    hold: Attempt
+    digest: Digest
+
+
+class HoldGrant(WireMessage):
+    """P keeps these blocks, which are those of the whole prompt, until D's HoldDone or death."""
+    attempt: Attempt
+    hold: Attempt
+    block_ids: BlockIds
+
+
+class HoldDenied(WireMessage):
+    """P does not hold that for this attempt, or no more."""
+    attempt: Attempt
+    hold: Attempt
+    reason: DenyReason
+
+
+class HoldQuery(WireMessage):
+    """Does D still want the hold for this attempt? Repeated while it is claimed. D answers where it does not."""
+    attempt: Attempt
+    hold: Attempt
+
+
+class HoldDone(WireMessage):
+    """Under this attempt D reads nothing of the hold, now or later."""
+    attempt: Attempt
+    hold: Attempt
 
 
 # Between an engine and the broker.
@@ -392,8 +432,9 @@ class StatusReply(WireMessage):
     degraded: Text = ""
 
 
-TO_DECODE: tuple[type[WireMessage], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped)
-TO_PREFILL: tuple[type[WireMessage], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel)
+TO_DECODE: tuple[type[WireMessage], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped, HoldGrant, HoldDenied,
+                                            HoldQuery)
+TO_PREFILL: tuple[type[WireMessage], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel, ClaimHold, HoldDone)
 TO_BROKER: tuple[type[WireMessage], ...] = (Register, Leave, Put, Withdraw, Credit, ListMembers)
 TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Status)  # from an operator
 TO_OPERATOR: tuple[type[WireMessage], ...] = (StatusReply,)
@@ -401,7 +442,7 @@ FROM_BROKER: tuple[type[WireMessage], ...] = (Heard, Peers, PutReply, Offer, Ref
 
 Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
            | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Credit | Offer | ListMembers
-           | Drain | SetRole | Status | StatusReply)
+           | Drain | SetRole | Status | StatusReply | ClaimHold | HoldGrant | HoldDenied | HoldQuery | HoldDone)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

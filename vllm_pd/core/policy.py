@@ -25,9 +25,10 @@ PLACES = (AskedPlace.REMOTE, AskedPlace.LOCAL, AskedPlace.AUTO)
 
 
 class Reason(StrEnum):
-    """Why a prompt is prefilled where it is. LENGTH and ITL are reasons for a peer, TTFT and ASKED are ones for either,
-    the others are reasons to stay here."""
+    """Why a prompt is prefilled where it is. HELD, LENGTH and ITL are reasons for a peer, TTFT and ASKED are ones for
+    either, the others are reasons to stay here."""
     ASKED = "asked"  # the request asks for this place
+    HELD = "held"  # a prefill engine has computed it and holds it
     LENGTH = "length"
     TTFT = "ttft"  # auto: the first token comes sooner there, or sooner here
     ITL = "itl"  # auto: here it would make running decodes wait longer than their target
@@ -88,6 +89,13 @@ def asked_place(extra_args: Any) -> AskedPlace:
     params = extra_args.get(PARAMS_KEY) if isinstance(extra_args, dict) else None
     place = params.get(PLACE_KEY, AskedPlace.AUTO) if isinstance(params, dict) else AskedPlace.AUTO
     return AskedPlace(place) if isinstance(place, str) and place in PLACES else AskedPlace.OTHER
+
+
+def may_read_hold(request: PolicyInput, config: PolicyConfig) -> bool:
+    """Whether a prompt is read from the prefill engine that holds it, by a `request` with 1 in `prefill_peers` if that
+    engine can be read from. Not where it asks to be computed here, and not for a single block."""
+    request = msgspec.structs.replace(request, broker_up=True, queue_length=0)
+    return (request.asked is not AskedPlace.LOCAL and request.blocks > 1 and _reason_to_stay(request, config) is None)
 
 
 def decide(request: PolicyInput, config: PolicyConfig) -> Decision:

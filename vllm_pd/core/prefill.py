@@ -17,6 +17,7 @@ import msgspec
 
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Action, Cancelled, Prefill, ToDecode
+from vllm_pd.core.holds import HoldLimits, Holds
 from vllm_pd.core.peering import Peer, Peering, PeeringLimits, PeerState
 from vllm_pd.errors import PeerMismatch
 
@@ -35,6 +36,7 @@ class PrefillLimits(PeeringLimits, frozen=True):
     claim_wait_s: float = 5.0
     claim_retry_s: float = 0.5
     max_jobs: int = 256
+    holds: HoldLimits = HoldLimits()
 
 
 _NEVER = float("inf")
@@ -67,6 +69,7 @@ class PrefillProtocol:
         self.dropped: m.Counters = collections.Counter()
         self.mismatch: str | None = None
         self._jobs: dict[m.Attempt, _OfferedJob] = {}
+        self.holds = Holds(limits.holds, self.dropped)
         self._peering = Peering(m.Hello(member, transfer_metadata), limits, self.dropped)
         self._claims = 0
         self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
@@ -76,6 +79,8 @@ class PrefillProtocol:
             m.Deny: self._on_deny,
             m.Renewed: self._on_renewed,
             m.Cancel: self._on_cancel,
+            m.ClaimHold: self._on_claim_hold,
+            m.HoldDone: self._on_hold_done,
         }
 
     # Calls of the engine.
@@ -166,9 +171,14 @@ class PrefillProtocol:
                 self._forget(job.attempt)
         return actions + self._peering.lose(peer) + self._drop_idle(now, incarnation)
 
+    def peer_dead(self, now: float, incarnation: str) -> list[Action]:
+        """The process of a D is gone, as a fact: it neither reads nor wants anything any more."""
+        return self.holds.peer_dead(incarnation) + self.peer_lost(now, incarnation)
+
     def shut(self, now: float) -> list[Action]:
-        """The control thread ends: every job is to be stopped."""
-        actions: list[Action] = []
+        """The control thread ends: every job is to be stopped. What a D has claimed stays held: it can't be heard any
+        more."""
+        actions = self.holds.close_unclaimed()
         for job in list(self._jobs.values()):
             if job.state is JobState.RUNNING:
                 actions += self._stop(job)
@@ -180,7 +190,7 @@ class PrefillProtocol:
 
     def handle_timeout(self, now: float) -> list[Action]:
         """Do what is due."""
-        actions: list[Action] = []
+        actions = self.holds.handle_timeout(now)
         for job in list(self._jobs.values()):
             if self._due(job) <= now:
                 actions += self._on_due(now, job)
@@ -194,7 +204,9 @@ class PrefillProtocol:
 
     def next_timeout(self) -> float | None:
         """When `handle_timeout` is next due; None where nothing is."""
-        due = min([self._peering.next_timeout(), *(self._due(job) for job in self._jobs.values())])
+        held = self.holds.next_timeout()
+        due = min([self._peering.next_timeout(), _NEVER if held is None else held,
+                   *(self._due(job) for job in self._jobs.values())])
         return None if due == _NEVER else due
 
     # State, for the engine and the tests.
@@ -213,8 +225,8 @@ class PrefillProtocol:
         return self._peering.members()
 
     def busy_peers(self) -> set[str]:
-        """Decode engines with a job here."""
-        return {attempt.incarnation for attempt in self._jobs}
+        """Decode engines with a job here, or that may read here."""
+        return {attempt.incarnation for attempt in self._jobs} | self.holds.readers()
 
     def debug_state(self) -> dict[m.Attempt, dict[str, Any]]:
         """What is known of each job with a record, for tests alone. Times are those of the caller's clock."""
@@ -304,6 +316,14 @@ class PrefillProtocol:
         self._forget(job.attempt)
         return self._to_decode(job, m.Stopped(job.attempt, job.claim))
 
+    def _on_claim_hold(self, now: float, sender: str, message: m.ClaimHold) -> list[Action]:
+        if self._peering.find(sender).state is not PeerState.PEER:
+            return self._drop("hold_not_peer")  # it asks again; one that is leaving is to be met anew first
+        return self.holds.claim(now, sender, message)
+
+    def _on_hold_done(self, now: float, sender: str, message: m.HoldDone) -> list[Action]:
+        return self.holds.done(sender, message) + self._drop_idle(now, sender)
+
     # Moves.
 
     def _refuse(self, peer: Peer, key: str, ours: object, theirs: object) -> list[Action]:
@@ -330,9 +350,11 @@ class PrefillProtocol:
         return [Cancelled(job.attempt)]
 
     def _drop_idle(self, now: float, incarnation: str) -> list[Action]:
-        """Drop a peer that is leaving, once no job of it can write."""
-        if any(job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
-               for job in self._jobs.values()):
+        """Drop a peer that is leaving, once no job of it can write, and it reads nothing. It could not say so
+        without a connection."""
+        if incarnation in self.holds.readers() or any(
+                job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
+                for job in self._jobs.values()):
             return []
         return self._peering.drop_if_leaving(now, incarnation)
 

@@ -23,8 +23,10 @@ MOMENTS = frozenset({
     # PrefillProtocol, its jobs, the peers of its Peering
     "claimed_at", "next_claim", "peering_until", "next_renew", "renewed_at", "next_hello", "last_heard",
     "missing_since",
+    # Holds
+    "until", "next_query",
 })
-DURATIONS = frozenset({"cancel_retry_s", "lease_s", "claim_s"})
+DURATIONS = frozenset({"cancel_retry_s", "lease_s", "claim_s", "query_pause_s", "claim_wait_s", "claim_retry_s"})
 
 # What no decision depends on: statistics, texts, and bound methods that every copy has of its own.
 SHARED = frozenset({"shape", "_handlers"})

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B102, every interleaving of a P that holds a prompt and a D that reads it, up to a depth (`explorer.holds`).
+
+After each step: P keeps the blocks that a read may take bytes from, D those that a read may fill; a request gets the KV
+of its own prompt or none; an attempt and a hold end once. From each state on, once nothing goes wrong any more, all
+ends and nobody holds anything. Then the same with one thing left out, which must be found.
+"""
+from dataclasses import dataclass
+
+import pytest
+from explorer.holds import HoldScene, search
+
+from vllm_pd.core import messages as m
+from vllm_pd.core.actions import HoldEnd, Released
+from vllm_pd.core.hold_reads import HoldReads, ReadState
+from vllm_pd.core.holds import Holds
+
+
+@dataclass(frozen=True)
+class HoldCase:
+    """A scene, how deep it is searched, and at least how many states that must be."""
+    name: str
+    scene: HoldScene
+    depth: int
+    least: int
+
+
+CASES = [
+    HoldCase("hold: one request, time passes", HoldScene(pauses=6, aborts=1, errors=1), 14, 5_000),
+    HoldCase("hold: two requests want it", HoldScene("AA", pauses=2, aborts=1, errors=1), 11, 5_000),
+    HoldCase("hold: a request of another prompt wants it", HoldScene("BA", pauses=2, aborts=1), 12, 3_000),
+    HoldCase("hold: engines are killed", HoldScene("AA", pauses=2, aborts=1, kills=2), 10, 5_000),
+    HoldCase("hold: P comes back with another one", HoldScene("A", pauses=3, aborts=1, kills=1, reborn=True), 11,
+             2_000),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_b102_no_interleaving_breaks_a_hold(case, capsys):
+    found = search(case.scene, case.depth, heal_each=20)
+    with capsys.disabled():
+        print(f"\n  {case.name}: {found.states:,} states, depth {found.depth}, {found.transitions:,} transitions, "
+              f"{found.healed:,} healings", end="")
+    assert not found.violation, (found.violation, *found.trace)
+    assert found.states >= case.least, "the search has found less than there was"
+
+
+class FreesByTime(Holds):
+    """A claimed hold ends by time, as an unclaimed one."""
+
+    @staticmethod
+    def _due(hold):
+        return hold.until
+
+    def _query(self, now, hold):
+        return self._end(hold, HoldEnd.EXPIRED)
+
+
+class GrantsTwice(Holds):
+    """Another attempt may claim what is claimed."""
+
+    @staticmethod
+    def _reason_to_deny(hold, message):
+        reason = Holds._reason_to_deny(hold, message)
+        return None if reason is m.DenyReason.TAKEN else reason
+
+
+class IgnoresTokens(Holds):
+    """The prompt of the claim may be any."""
+
+    @staticmethod
+    def _reason_to_deny(hold, message):
+        reason = Holds._reason_to_deny(hold, message)
+        return None if reason is m.DenyReason.TOKENS else reason
+
+
+class NeverAsks(Holds):
+    """D's word is not asked for, so a lost one is lost."""
+
+    def _query(self, now, hold):
+        hold.next_query = now + 1e6
+        return []
+
+
+class ForgetsIncarnation(Holds):
+    """A name is a number alone, and tokens are not checked: after a restart it is another hold's."""
+
+    def claim(self, now, sender, message):
+        ours = next((name for name in self._holds if name.number == message.hold.number), message.hold)
+        hold = self._holds.get(ours)
+        if hold is not None:
+            hold.digest = message.digest
+        return super().claim(now, sender, m.ClaimHold(message.attempt, ours, message.digest))
+
+
+class IgnoresSender(HoldReads):
+    """It does not matter who answers a claim."""
+
+    def receive(self, now, sender, message):
+        read = self._reads.get(message.attempt)
+        if isinstance(message, m.HoldGrant) and read is not None and read.state is ReadState.CLAIMING:
+            read.hold = message.hold
+            return super().receive(now, read.peer, message)
+        return super().receive(now, sender, message)
+
+
+class SaysDoneEarly(HoldReads):
+    """P is told at the end of the attempt, not of its read."""
+
+    def _end(self, read, outcome, reason, detail=""):
+        early = self._done(read.peer, read.attempt, read.hold) if read.state is ReadState.READING else []
+        return super()._end(read, outcome, reason, detail) + early
+
+
+class AnswersWhileItStops(HoldReads):
+    """A question about a read that stops is answered as one about an unknown attempt."""
+
+    def receive(self, now, sender, message):
+        read = self._reads.get(message.attempt)
+        if isinstance(message, m.HoldQuery) and read is not None and read.state is ReadState.STOPPING:
+            return self._done(sender, message.attempt, message.hold)
+        return super().receive(now, sender, message)
+
+
+class ReleasesEarly(HoldReads):
+    """D's blocks are given back with the end of the attempt."""
+
+    def _end(self, read, outcome, reason, detail=""):
+        early = [Released(read.attempt)] if read.state is ReadState.READING else []
+        return super()._end(read, outcome, reason, detail) + early
+
+
+REUSES, OTHER = "P reuses blocks", "the KV of another prompt"
+REBORN = HoldScene(kills=1, reborn=True)
+BROKEN = {  # what is broken, the scene, how deep, what is found
+    "by time while claimed": ({"holds": FreesByTime}, HoldScene(pauses=4), 10, REUSES),
+    "a second claim granted": ({"holds": GrantsTwice}, HoldScene("AA"), 10, REUSES),
+    "the tokens are not checked": ({"holds": IgnoresTokens}, HoldScene("B"), 10, OTHER),
+    "a name means another hold after a restart": ({"holds": ForgetsIncarnation, "reads": IgnoresSender}, REBORN, 10,
+                                                  OTHER),
+    "D's word is not asked for": ({"holds": NeverAsks}, HoldScene(pauses=2), 8, "never ends"),
+    "done before the read has ended": ({"reads": SaysDoneEarly}, HoldScene(aborts=1), 10, REUSES),
+    "a question is answered while the read stops": ({"reads": AnswersWhileItStops}, HoldScene(pauses=3, aborts=1), 12,
+                                                    REUSES),
+    "D's blocks before the read has ended": ({"reads": ReleasesEarly}, HoldScene(aborts=1), 10, "D reuses blocks"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_b102_a_broken_hold_is_found(name, capsys):
+    broken, scene, depth, says = BROKEN[name]
+    heal_each = 1 if "never" in says else 0
+    found = search(HoldScene(**{**vars(scene), **broken}), depth, heal_each)
+    assert says in found.violation, found
+    with capsys.disabled():
+        print(f"\n  {name}: {found.violation}, {len(found.trace)} steps", end="")
+    assert not search(scene, len(found.trace) + 1, heal_each).violation

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B102: holds and their reads, step by step, in a time that is passed in. All orders of steps: tests/proof."""
+import msgspec
+import pytest
+
+from vllm_pd.config import PDConfig
+from vllm_pd.control.protocol import MessageSource, PeerProtocol
+from vllm_pd.core import messages as m
+from vllm_pd.core.actions import (
+    DropPeer,
+    Fallback,
+    FallbackReason,
+    HoldEnd,
+    HoldEnded,
+    Prefilled,
+    ReadHold,
+    Released,
+    StopRead,
+    ToDecode,
+    ToPrefill,
+)
+from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.core.hashes import token_digest
+from vllm_pd.core.holds import HoldLimits, asks_for_hold, hold_params, named_hold
+from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
+
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+P = m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:1", FINGERPRINT)
+D = m.Member("d", m.Role.DECODE, "tcp://127.0.0.1:2", FINGERPRINT)
+TOKENS = list(range(40))
+DIGEST = token_digest(TOKENS)
+HOLD = m.Attempt("p", "random", 7)
+ONE, TWO = m.Attempt("d", "r", 1), m.Attempt("d", "r", 2)
+
+
+@pytest.fixture
+def holder():
+    """A prefill engine that has met d and holds a prompt, from second 0 on."""
+    side = PrefillProtocol(P, b"p", PrefillLimits(ttl_s=5.0, holds=HoldLimits(hold_s=30.0, query_s=1.0,
+                                                                               query_max_s=3.0)))
+    side.members_are(0.0, [D])
+    side.receive(0.0, "d", m.HelloReply(D, b"d"))
+    side.holds.add(0.0, HOLD, DIGEST, [4, 5, 6])
+    return side
+
+
+@pytest.fixture
+def reader():
+    """A decode engine that has met p."""
+    side = DecodeProtocol(D, b"d", DecodeLimits(lease_s=9.0, deadline_s=60.0, claim_retry_s=2.0, ttl_s=5.0))
+    side.receive(0.0, "p", m.Hello(P, b"memory"))
+    return side
+
+
+def claim(attempt=ONE, hold=HOLD, digest=DIGEST):
+    return m.ClaimHold(attempt, hold, digest)
+
+
+def started(reader, now=0.0):
+    """An attempt whose ranks read."""
+    assert reader.reads.claim(now, ONE, HOLD, DIGEST, [1, 2, 3], 1, 60.0) == [ToPrefill("p", claim())]
+    assert reader.receive(now, "p", m.HoldGrant(ONE, HOLD, [4, 5, 6])) == [
+        ReadHold(ONE, "p", b"memory", [2, 3], [5, 6])]
+
+
+def test_a_hold_is_claimed_once_and_freed_by_the_word_of_its_reader(holder):
+    granted = [ToDecode("d", m.HoldGrant(ONE, HOLD, [4, 5, 6]))]
+    assert holder.receive(1.0, "d", claim()) == granted == holder.receive(2.0, "d", claim())
+    for message, reason in ((claim(TWO), m.DenyReason.TAKEN), (claim(digest=token_digest([1])), m.DenyReason.TOKENS),
+                            (claim(hold=m.Attempt("p", "random", 8)), m.DenyReason.UNKNOWN),
+                            (claim(hold=m.Attempt("earlier p", "random", 7)), m.DenyReason.UNKNOWN)):
+        (denied,) = holder.receive(2.0, "d", message)
+        assert denied == ToDecode("d", m.HoldDenied(message.attempt, message.hold, reason))
+    assert holder.receive(3.0, "d", m.HoldDone(TWO, HOLD)) == []
+    assert holder.receive(3.0, "d", m.HoldDone(ONE, HOLD)) == [HoldEnded(HOLD, HoldEnd.DONE)]
+    assert holder.receive(3.0, "d", m.HoldDone(ONE, HOLD)) == [] and not holder.holds.states()
+
+
+def test_one_d_speaks_for_itself_alone(holder):
+    holder.members_are(0.0, [D, msgspec.structs.replace(D, incarnation="e")])
+    holder.receive(0.0, "e", m.HelloReply(msgspec.structs.replace(D, incarnation="e"), b"e"))
+    assert holder.receive(1.0, "e", claim()) == []
+    holder.receive(1.0, "d", claim())
+    assert holder.receive(1.0, "e", m.HoldDone(ONE, HOLD)) == [] and holder.holds.states() == {HOLD: ONE}
+    assert holder.dropped["hold_foreign"] == 2
+
+
+def test_what_nobody_claims_ends_by_time_and_what_is_claimed_never(holder):
+    other = m.Attempt("p", "random", 8)
+    holder.holds.add(0.0, other, DIGEST, [7, 8, 9])
+    holder.receive(29.0, "d", claim())
+    asked = [holder.handle_timeout(float(second)) for second in range(30, 300)]
+    assert asked[0] == [ToDecode("d", m.HoldQuery(ONE, HOLD)), HoldEnded(other, HoldEnd.EXPIRED)]
+    queries = sum(one.count(ToDecode("d", m.HoldQuery(ONE, HOLD))) for one in asked)
+    assert 85 <= queries <= 95, "one each three seconds"
+    assert holder.holds.states() == {HOLD: ONE}
+    (denied,) = holder.receive(300.0, "d", claim(TWO, other))
+    assert denied.message.reason is m.DenyReason.UNKNOWN
+    assert HoldEnded(HOLD, HoldEnd.LOST) in holder.peer_dead(301.0, "d")
+
+
+def test_a_d_that_is_silent_keeps_its_connection_while_it_may_read(holder):
+    """B23: its death is still seen, and its word still heard."""
+    holder.receive(1.0, "d", claim())
+    holder.members_are(2.0, [])
+    for second in range(2, 60):
+        actions = holder.handle_timeout(float(second))
+        assert not any(isinstance(action, DropPeer) for action in actions)
+    assert holder.busy_peers() == {"d"} and "d" in holder.peers()
+    assert holder.receive(60.0, "d", claim(TWO, m.Attempt("p", "x", 9))) == []  # it is to be met anew first
+    freed = holder.receive(61.0, "d", m.HoldDone(ONE, HOLD))
+    assert freed[:2] == [HoldEnded(HOLD, HoldEnd.DONE), DropPeer("d")] and not holder.peers()
+
+
+def test_the_control_thread_s_end_frees_what_nobody_has_claimed(holder):
+    other = m.Attempt("p", "random", 8)
+    holder.holds.add(0.0, other, DIGEST, [7])
+    holder.receive(1.0, "d", claim())
+    assert holder.shut(2.0) == [HoldEnded(other, HoldEnd.CLOSED)] and holder.holds.states() == {HOLD: ONE}
+
+
+def test_a_read_that_ends_well_is_the_end_of_the_attempt(reader):
+    started(reader)
+    assert reader.reads.ended(ONE, "") == [Prefilled(ONE, m.Timings()), ToPrefill("p", m.HoldDone(ONE, HOLD))]
+    assert reader.next_timeout() is None
+    assert reader.receive(9.0, "p", m.HoldQuery(ONE, HOLD)) == [ToPrefill("p", m.HoldDone(ONE, HOLD))]
+
+
+def test_b27_a_read_that_fails(reader):
+    started(reader)
+    fallback, released, done = reader.reads.ended(ONE, "broken")
+    assert (fallback.reason, fallback.detail, fallback.peer) == (FallbackReason.FAILED, "broken", "p")
+    assert (released, done) == (Released(ONE), ToPrefill("p", m.HoldDone(ONE, HOLD)))
+
+
+def ends(reader, how):
+    if how == "abort":
+        return reader.reads.abort(ONE)
+    if how == "silence":
+        return reader.handle_timeout(9.0)
+    if how == "denied":
+        return reader.receive(1.0, "p", m.HoldDenied(ONE, HOLD, m.DenyReason.UNKNOWN))
+    return reader.peer_dead(1.0, "p") if how == "death" else reader.shut(1.0, "ended")
+
+
+@pytest.mark.parametrize("how", ["abort", "silence", "denied", "death", "shut"])
+def test_b22_blocks_are_released_when_the_ranks_have_ended(reader, how):
+    started(reader)
+    actions = ends(reader, how)
+    assert actions[-1] == StopRead(ONE) and len(actions) == (1 if how == "abort" else 2)
+    assert reader.receive(10.0, "p", m.HoldQuery(ONE, HOLD)) == [], "it may still read"
+    assert reader.reads.abort(ONE) == [] and reader.handle_timeout(1e6) == []
+    after = reader.reads.ended(ONE, "")  # all of it has come, too late
+    assert after[:2] == [Released(ONE), ToPrefill("p", m.HoldDone(ONE, HOLD))]
+    assert (DropPeer("p") in after) is (how == "death")
+    assert not reader.reads.states() and not reader.busy_peers()
+
+
+@pytest.mark.parametrize("how, reason", [("abort", None), ("silence", FallbackReason.LEASE),
+                                         ("denied", FallbackReason.HOLD), ("death", FallbackReason.PEER),
+                                         ("shut", FallbackReason.CONTROL)])
+def test_what_reads_nothing_yet_is_released_at_once(reader, how, reason):
+    reader.reads.claim(0.0, ONE, HOLD, DIGEST, [1, 2, 3], 0, 60.0)
+    assert reader.next_timeout() == 0.5
+    found = ends(reader, how)
+    assert [one.reason for one in found if isinstance(one, Fallback)] == ([reason] if reason else [])
+    assert found[-2:] == [Released(ONE), ToPrefill("p", m.HoldDone(ONE, HOLD))]
+    late = reader.receive(9.0, "p", m.HoldGrant(ONE, HOLD, [4, 5, 6]))
+    assert late == [ToPrefill("p", m.HoldDone(ONE, HOLD))]
+
+
+def test_answers_of_p_renew_the_lease_until_the_deadline(reader):
+    started(reader)
+    for second in range(3, 60, 3):
+        assert reader.handle_timeout(float(second)) == [ToPrefill("p", claim())]
+        assert reader.receive(second + 0.0, "p", m.HoldGrant(ONE, HOLD, [4, 5, 6])) == []
+    fallback, _ = reader.handle_timeout(60.0)
+    assert fallback.reason is FallbackReason.DEADLINE
+
+
+@pytest.mark.parametrize("block_ids", [[], [4, 5], [4, 5, 6, 7], [4, 5, 5]])
+def test_blocks_that_are_not_the_prompt_s_are_not_read(reader, block_ids):
+    reader.reads.claim(0.0, ONE, HOLD, DIGEST, [1, 2, 3], 0, 60.0)
+    fallback, *rest = reader.receive(1.0, "p", m.HoldGrant(ONE, HOLD, block_ids))
+    assert fallback.reason is FallbackReason.HOLD and fallback.peer == ""
+    assert rest == [Released(ONE), ToPrefill("p", m.HoldDone(ONE, HOLD))]
+
+
+def test_only_the_p_that_was_asked_answers(reader):
+    reader.receive(0.0, "q", m.Hello(msgspec.structs.replace(P, incarnation="q"), b"other"))
+    reader.reads.claim(0.0, ONE, HOLD, DIGEST, [1, 2, 3], 0, 60.0)
+    for sender, message in (("q", m.HoldGrant(ONE, HOLD, [4, 5, 6])), ("q", m.HoldDenied(ONE, HOLD, "taken")),
+                            ("p", m.HoldGrant(ONE, m.Attempt("p", "other", 1), [4, 5, 6]))):
+        assert reader.receive(1.0, sender, message) == []
+    assert reader.receive(1.0, "p", m.HoldQuery(m.Attempt("d before", "r", 1), HOLD)) == []
+    assert reader.dropped["hold_foreign"] == 4 and reader.reads.states()
+
+
+def test_a_p_that_is_not_known_is_asked_nothing(reader):
+    fallback, released, _ = reader.reads.claim(0.0, ONE, m.Attempt("made up", "x", 1), DIGEST, [1, 2, 3], 0, 60.0)
+    assert fallback.reason is FallbackReason.PEER and released == Released(ONE)
+
+
+def test_peers_that_are_forgotten_are_forgotten_with_their_memory(reader):
+    reader.limits = msgspec.structs.replace(reader.limits, max_peers=1)
+    started(reader)
+    reader.reads.ended(ONE, "")
+    forgotten, _ = reader.receive(1.0, "q", m.Hello(msgspec.structs.replace(P, incarnation="q"), b"other"))
+    assert forgotten == DropPeer("p") and not reader.reads.knows("p") and reader.reads.knows("q")
+
+
+# Through `PeerProtocol`.
+
+
+@pytest.fixture
+def both():
+    """An engine of both roles that has met p as a prefill engine."""
+    config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
+    protocol = PeerProtocol(config, msgspec.structs.replace(D, role=m.Role.BOTH), b"memory", lambda: 0.0)
+    protocol.receive(MessageSource.PREFILL, "p", m.Hello(P, b"p"))
+    drain(protocol)
+    return protocol
+
+
+def drain(protocol):
+    return [one for one in iter(protocol.poll_transmit, None) if isinstance(one, ToPrefill | ToDecode)]
+
+
+def test_a_hold_that_is_not_wanted_is_given_up(both):
+    both.drop_hold(HOLD)
+    (message,) = drain(both)
+    assert message.peer == "p" and message.message.hold == HOLD and message.message.attempt.incarnation == "d"
+    both.drop_hold(m.Attempt("made up", "x", 1))
+    assert drain(both) == []
+    ours = both.next_attempt("random")
+    assert both.hold(ours, DIGEST, [1, 2, 3]) and both.counts()["holds"] == 1 and both.open_attempts() == [ours]
+    both.drop_hold(ours)
+    assert both.poll_event() == HoldEnded(ours, HoldEnd.DROPPED)
+
+
+def test_b43_a_draining_engine_holds_nothing_new_and_waits_for_what_it_holds(both):
+    ours = both.next_attempt("random")
+    assert both.hold(ours, DIGEST, [1])
+    both.drain()
+    assert not both.hold(both.next_attempt("random"), DIGEST, [2]) and both.open_attempts() == [ours]
+    both.close_unclaimed_holds()
+    assert both.poll_event() == HoldEnded(ours, HoldEnd.CLOSED) and not both.open_attempts()
+
+
+def test_an_attempt_ends_where_nobody_speaks_any_more(both):
+    both.claim_hold(ONE, HOLD, DIGEST, [1, 2, 3], 0, 60.0)
+    assert drain(both) == [ToPrefill("p", claim())] and "p" in both.watched_peers().busy
+    both.abort_all()
+    assert both.poll_event() == Released(ONE)
+    both.shut("the control thread ended")
+    assert not both.knows_holder("p") and not both.hold(HOLD, DIGEST, [1])
+    both.claim_hold(TWO, HOLD, DIGEST, [1, 2, 3], 0, 60.0)
+    assert both.poll_event().reason is FallbackReason.CONTROL and both.poll_event() == Released(TWO)
+
+
+def test_the_name_of_a_hold_travels_with_a_client():
+    assert named_hold({"kv_transfer_params": hold_params(HOLD)}) == HOLD
+    assert not asks_for_hold({"kv_transfer_params": hold_params(HOLD)})
+    assert asks_for_hold({"kv_transfer_params": {"do_remote_decode": True}})
+    for nothing in (None, {}, [], {"kv_transfer_params": None}, {"kv_transfer_params": []}, 7):
+        assert named_hold(nothing) is None and not asks_for_hold(nothing)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill first, on P: prompts whose blocks it keeps so that a decode engine reads them.
+
+Life of a hold: P has computed a prompt for a client that will bring it to a decode engine, and keeps its blocks under a
+name that only the answer tells (`Holds.add`). The D that the client chose claims it, and gets the ids of the blocks.
+From then on D may read them at any moment, so they are free again only by D's word (HoldDone) or by D's death as a
+fact, never by time. D's word may be lost, so P asks again and again, with growing pauses, until D has said it.
+
+A hold that nobody has claimed is free again after `hold_s`: nobody knows its blocks. A later claim of it is denied. So
+is one for another prompt, and one by another attempt than that which has it.
+"""
+from typing import Any
+
+import msgspec
+
+from vllm_pd.core import messages as m
+from vllm_pd.core.actions import Action, HoldEnd, HoldEnded, ToDecode
+from vllm_pd.core.policy import PARAMS_KEY
+
+
+class HoldLimits(msgspec.Struct, frozen=True):
+    """How long an unclaimed hold lasts (0: nothing is held), and the pauses between two questions to a D."""
+    hold_s: float = 30.0
+    query_s: float = 1.0
+    query_max_s: float = 10.0
+
+
+class _Hold:
+    """One hold. Times are those of the caller's clock."""
+
+    def __init__(self, name: m.Attempt, digest: bytes, block_ids: list[int], until: float):
+        self.name = name
+        self.digest = digest
+        self.block_ids = block_ids
+        self.until = until
+        self.reader: m.Attempt | None = None  # the attempt that has claimed it
+        self.next_query = self.query_pause_s = 0.0
+
+
+class Holds:
+    """All holds of one engine. It counts in the caller's `dropped`."""
+
+    def __init__(self, limits: HoldLimits, dropped: m.Counters):
+        self.limits = limits
+        self.dropped = dropped
+        self._holds: dict[m.Attempt, _Hold] = {}
+
+    # Calls of the engine.
+
+    def add(self, now: float, name: m.Attempt, digest: bytes, block_ids: list[int]) -> None:
+        """The caller keeps these blocks of a whole prompt, whose tokens have this digest, until the `HoldEnded` of this
+        name, which must be a new one (ValueError)."""
+        if name in self._holds:
+            raise ValueError(f"there is a hold {name}")
+        self._holds[name] = _Hold(name, digest, list(block_ids), now + self.limits.hold_s)
+
+    def close_unclaimed(self) -> list[Action]:
+        """End the holds that nobody has claimed."""
+        actions: list[Action] = []
+        for hold in [one for one in self._holds.values() if one.reader is None]:
+            actions += self._end(hold, HoldEnd.CLOSED)
+        return actions
+
+    # Messages of a D, and its death.
+
+    def claim(self, now: float, sender: str, message: m.ClaimHold) -> list[Action]:
+        """D claims a hold. The same attempt may do so again, and gets the same answer."""
+        if message.attempt.incarnation != sender:
+            return self._drop("hold_foreign")
+        hold = self._holds.get(message.hold)
+        reason = self._reason_to_deny(hold, message)
+        if reason is not None:
+            self.dropped["hold_" + reason.value] += 1
+            return [ToDecode(sender, m.HoldDenied(message.attempt, message.hold, reason))]
+        hold.reader = message.attempt
+        hold.query_pause_s = self.limits.query_s
+        hold.next_query = now + hold.query_pause_s
+        return [ToDecode(sender, m.HoldGrant(message.attempt, hold.name, hold.block_ids))]
+
+    def done(self, sender: str, message: m.HoldDone) -> list[Action]:
+        """D does not read it under this attempt. Of a hold that nobody has claimed: its claim was lost, or it does not
+        want it."""
+        hold = self._holds.get(message.hold)
+        if message.attempt.incarnation != sender:
+            return self._drop("hold_foreign")
+        if hold is None or hold.reader not in (None, message.attempt):
+            return self._drop("hold_done_unknown")
+        return self._end(hold, HoldEnd.DROPPED if hold.reader is None else HoldEnd.DONE)
+
+    def peer_dead(self, incarnation: str) -> list[Action]:
+        """The process of a D is gone, as a fact: it reads nothing any more."""
+        actions: list[Action] = []
+        for hold in [one for one in self._holds.values() if one.reader and one.reader.incarnation == incarnation]:
+            actions += self._end(hold, HoldEnd.LOST)
+        return actions
+
+    # Time.
+
+    def handle_timeout(self, now: float) -> list[Action]:
+        """Do what is due."""
+        actions: list[Action] = []
+        for hold in [one for one in self._holds.values() if self._due(one) <= now]:
+            actions += self._end(hold, HoldEnd.EXPIRED) if hold.reader is None else self._query(now, hold)
+        return actions
+
+    def next_timeout(self) -> float | None:
+        """When `handle_timeout` is next due; None where nothing is."""
+        return min(map(self._due, self._holds.values()), default=None)
+
+    # State, for the engine and the tests.
+
+    def readers(self) -> set[str]:
+        """The incarnations of the decode engines that may read here."""
+        return {hold.reader.incarnation for hold in self._holds.values() if hold.reader is not None}
+
+    def states(self) -> dict[m.Attempt, m.Attempt | None]:
+        """All holds, and the attempts that have claimed them."""
+        return {name: hold.reader for name, hold in self._holds.items()}
+
+    # Inside.
+
+    @staticmethod
+    def _reason_to_deny(hold: _Hold | None, message: m.ClaimHold) -> m.DenyReason | None:
+        if hold is None:
+            return m.DenyReason.UNKNOWN
+        if hold.digest != message.digest:
+            return m.DenyReason.TOKENS
+        return None if hold.reader in (None, message.attempt) else m.DenyReason.TAKEN
+
+    def _query(self, now: float, hold: _Hold) -> list[Action]:
+        hold.query_pause_s = min(self.limits.query_max_s, 2 * hold.query_pause_s)
+        hold.next_query = now + hold.query_pause_s
+        return [ToDecode(hold.reader.incarnation, m.HoldQuery(hold.reader, hold.name))]
+
+    def _end(self, hold: _Hold, end: HoldEnd) -> list[Action]:
+        del self._holds[hold.name]
+        return [HoldEnded(hold.name, end)]
+
+    @staticmethod
+    def _due(hold: _Hold) -> float:
+        return hold.until if hold.reader is None else hold.next_query
+
+    def _drop(self, name: str) -> list[Action]:
+        self.dropped[name] += 1
+        return []
+
+
+# How a client carries a hold from P to D: vLLM's kv_transfer_params, as upstream's proxies pass them on.
+
+
+def asks_for_hold(extra_args: Any) -> bool:
+    """Whether a request asks that its prompt be kept for a decode engine, by the `extra_args` of its sampling
+    parameters, which may hold anything."""
+    return _params(extra_args).get("do_remote_decode") is True
+
+
+def named_hold(extra_args: Any) -> m.Attempt | None:
+    """The hold whose blocks a request wants to be read; None where it names none. Nothing else in those parameters is
+    used: an address that a client names is connected to by nobody."""
+    params = _params(extra_args)
+    incarnation, name = params.get("remote_engine_id"), params.get("remote_request_id")
+    if params.get("do_remote_prefill") is not True or not (isinstance(incarnation, str) and isinstance(name, str)):
+        return None
+    token, _, number = name.rpartition("#")
+    if not (0 < len(incarnation) <= m.MAX_ID_CHARS and 0 < len(token) <= m.MAX_ID_CHARS and len(number) <= 18
+            and number.isascii() and number.isdigit()):
+        return None
+    return m.Attempt(incarnation, token, int(number))
+
+
+def hold_params(hold: m.Attempt) -> dict[str, Any]:
+    """What the answer of P's request says, for D's: the fields that upstream's NixlConnector has there."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": hold.incarnation,
+            "remote_request_id": f"{hold.request_id}#{hold.number}", "remote_block_ids": [], "remote_host": None,
+            "remote_port": None}
+
+
+def _params(extra_args: Any) -> dict[str, Any]:
+    params = extra_args.get(PARAMS_KEY) if isinstance(extra_args, dict) else None
+    return params if isinstance(params, dict) else {}
