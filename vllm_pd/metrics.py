@@ -21,6 +21,7 @@ from vllm_pd.control.degraded import Cause
 STAGES = ("queue", "claim", "prefill", "transfer", "first_step")
 OUTCOMES = ("done", "failed", "cancelled", "expired")
 READ_OUTCOMES = ("done", "failed", "late")
+HOLD_EVENTS = ("made", "full", "done", "dropped", "expired", "lost", "closed", "unused")
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 HANDOVER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
 
@@ -94,6 +95,9 @@ class HandoverFamilies(FamilyCollector):
         self.quarantined_blocks = gauge("vllm:pd_quarantined_blocks", "KV blocks of given-up attempts that a prefill "
                                         "engine might still write.")
         self.sending_blocks = gauge("vllm:pd_sending_blocks", "KV blocks that this engine is sending to a decode one.")
+        self.held_blocks = gauge("vllm:pd_held_blocks", "KV blocks that this engine keeps for decode engines to read.")
+        self.holds = counter("vllm:pd_holds_total", "Prompts kept for decode engines to read, by what became of them.",
+                             "event")
         self.role = gauge("vllm:pd_role", "1 for the role in which this engine acts at present.", "role", ended=False)
         self.draining = gauge("vllm:pd_draining", "1 once this engine takes nothing new.")
         self.control_dead = gauge("vllm:pd_control_dead", "1 once this engine's control thread has ended.")
@@ -122,6 +126,9 @@ class PDMetrics:
         self.parked_blocks = families.parked_blocks.labels(*labels)
         self.quarantined_blocks = families.quarantined_blocks.labels(*labels)
         self.sending_blocks = families.sending_blocks.labels(*labels)
+        self.held_blocks = families.held_blocks.labels(*labels)
+        for event in HOLD_EVENTS:
+            families.holds.labels(*labels, event)
         self._transfer_bytes = families.transfer_bytes.labels(*labels)
         self._handover = {stage: families.handover.labels(*labels, stage) for stage in STAGES}
         self._parked = families.parked.labels(*labels)
@@ -180,6 +187,10 @@ class PDMetrics:
         """Count one prefix read that has ended (see READ_OUTCOMES), and its bytes that are used."""
         self._families.prefix_reads.labels(*self._labels, outcome).inc()
         self._prefix_read_bytes.inc(count)
+
+    def hold(self, event: str) -> None:
+        """Count what became of a hold (see HOLD_EVENTS), here or, for `unused`, of one that a request named."""
+        self._families.holds.labels(*self._labels, event).inc()
 
     def frames_dropped(self, kind: str, count: int = 1) -> None:
         """Count control messages that changed nothing. docs/operations.md lists the kinds."""

@@ -37,7 +37,7 @@ def dropped(path: str, prefix: str, counter: str = "dropped") -> set[str]:
             found |= literals(node.args[0])
         if isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == counter:
             found |= literals(node.slice)
-    found.discard("claim_")  # and a reason
+    found -= {"claim_", "hold_"}  # and a reason
     assert found, path
     return {f"{prefix}_{name}" for name in found}
 
@@ -73,10 +73,12 @@ def test_every_label_is_described(words):
 def test_every_drop_is_described():
     """Each kind of a message that changed nothing."""
     kinds = (dropped("vllm_pd/core/decode.py", "decode") | dropped("vllm_pd/core/prefill.py", "prefill")
-             | dropped("vllm_pd/core/peering.py", "prefill")
+             | dropped("vllm_pd/core/peering.py", "prefill") | dropped("vllm_pd/core/hold_reads.py", "decode")
+             | dropped("vllm_pd/core/holds.py", "prefill")
              | dropped("vllm_pd/control/thread.py", "link", "counters")
              | {f"link_frame_{fault.value}" for fault in FrameFault}
-             | {f"decode_claim_{reason.value}" for reason in DenyReason})
+             | {f"decode_claim_{reason.value}" for reason in DenyReason if reason is not DenyReason.TOKENS}
+             | {f"prefill_hold_{reason}" for reason in ("unknown", "taken", "tokens")})
     assert len(kinds) > 30
     assert kinds <= TICKED, sorted(kinds - TICKED)
 

@@ -102,6 +102,9 @@ class FakeProtocol:
         self.jobs: dict[Attempt, tuple[list[int], list[int], int]] = {}  # token ids, block ids, cached blocks
         self.aborted: list[Attempt] = []
         self.notices: list[tuple[Attempt, int]] = []
+        self.claimed: dict[Attempt, tuple[Attempt, bytes]] = {}
+        self.held: dict[Attempt, tuple[bytes, list[int]]] = {}
+        self.holds = True
         self.calls: list[tuple] = []
         self.peers = 2
         self.queued_tokens = 0  # at the broker, with max_local_prefill_tokens auto
@@ -120,6 +123,27 @@ class FakeProtocol:
 
     def abort(self, attempt):
         self.aborted.append(attempt)
+
+    def knows_holder(self, incarnation):
+        return incarnation == PEER and self.peers > 0
+
+    def claim_hold(self, attempt, hold, digest, block_ids, cached_blocks, deadline_s):
+        assert attempt not in self.jobs
+        self.jobs[attempt] = None, block_ids, cached_blocks
+        self.claimed[attempt] = hold, digest
+
+    def read_ended(self, attempt, error):
+        self.calls.append(("read_ended", attempt, error))
+
+    def hold(self, hold, digest, block_ids):
+        self.held[hold] = digest, block_ids
+        return self.holds
+
+    def drop_hold(self, hold):
+        self.calls.append(("drop_hold", hold))
+
+    def close_unclaimed_holds(self):
+        self.calls.append(("close_unclaimed_holds", ))
 
     def grant_closed(self, attempt):
         self.closed.append(attempt)
@@ -297,6 +321,7 @@ class Engine:
         self.outputs: dict[str, list[int]] = collections.defaultdict(list)
         self.ended: dict[str, str] = {}
         self.cached: dict[str, int] = {}  # tokens, as the client's usage says
+        self.params: dict[str, dict] = {}  # the kv_transfer_params of answers
         self.figures: list[dict] = []  # as they reach the front end
         self.released: set[Attempt] = set()
         self.ends_chunks = transfer is None  # all writes but the last of a job, after each turn
@@ -477,6 +502,8 @@ class Engine:
             for one in eco.outputs:
                 assert one.request_id in self.prompts, f"{one.request_id} is no client's"
                 self.outputs[one.request_id] += one.new_token_ids
+                if one.kv_transfer_params is not None:
+                    self.params[one.request_id] = one.kv_transfer_params
                 if one.prefill_stats is not None:
                     self.cached[one.request_id] = one.prefill_stats.num_cached_tokens
                 if one.finish_reason is not None:
@@ -549,6 +576,7 @@ class Engine:
         assert not len(scheduler.kv_holding_waiting) and not scheduler.deferred_frees
         assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
         assert not len(self.binding.fence) and not self.binding.remote_prefills.waiting_for_peers
+        assert not any(self.binding.holds.debug_state().values())
         assert not self.binding.remote_prefills.parked_ids() and not self.binding.remote_prefills._matched
         jobs = self.binding.prefill_jobs
         assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open)

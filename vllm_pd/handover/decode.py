@@ -20,14 +20,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
 
 from vllm_pd.core.actions import Event, Fallback, Prefilled, Released, Timed
 from vllm_pd.core.expected import Expected, expect
+from vllm_pd.core.hashes import token_digest
+from vllm_pd.core.holds import asks_for_hold, named_hold
 from vllm_pd.core.measured import DecodeMeasures, StepSpeed
 from vllm_pd.core.messages import Attempt, Timings
 from vllm_pd.core.pace import FallbackPace
-from vllm_pd.core.policy import AskedPlace, Decision, PolicyInput, Reason, decide
+from vllm_pd.core.policy import AskedPlace, Decision, PolicyInput, Reason, asked_place, decide, may_read_hold
 from vllm_pd.handover.progress import ArrivalNotice, Progress
 from vllm_pd.transfer.requests import CloseGrant, Finished, OpenGrant, TransferRequest
 
@@ -52,6 +56,8 @@ class RemoteRequest:
     resumed_at: float | None = None  # scheduled again with its KV
     attempts: int = 0
     failed_peers: tuple[str, ...] = ()
+    hold_settled: bool = False  # the hold that it names is claimed, or not wanted
+    hold: Attempt | None = None  # to be claimed when it is parked
 
 
 class AttemptStage(Enum):
@@ -158,8 +164,9 @@ class DecodeHandover(ABC, Generic[R]):
             logger.info("request %s, %d tokens%s: %s, reason %s%s", self._request_id(request), tokens,
                         "" if expected is None else " to compute", where, decision.reason.value,
                         "" if expected is None else f": {expected.explained()}")
-        if self.measures is not None:
+        if self.measures is not None and decision.reason is not Reason.HELD:
             self.measures.decided(time.monotonic(), decision.remote, tokens)
+        self.settle_hold(request, decision)
         if not decision.remote:
             self._stay(request)
             if self.measures is not None and decision.reason is not Reason.ROLE:
@@ -171,6 +178,19 @@ class DecodeHandover(ABC, Generic[R]):
         remote.attempts += 1
         return self._protocol.next_attempt(self._request_id(request))
 
+    def settle_hold(self, request: R, decision: Decision | None = None) -> None:
+        """The hold that the request names, if any, is to be claimed, or is not wanted: its prefill engine learns that.
+        None: the request has ended."""
+        hold, remote = self._hold(request), self._request(request)
+        if hold is None or remote.hold_settled:
+            return
+        remote.hold_settled = True
+        if decision is not None and decision.reason is Reason.HELD:
+            remote.hold = hold
+        else:
+            self._metrics.hold("unused")
+            self._protocol.drop_hold(hold)
+
     def start(self, attempt: Attempt, request: R, block_ids: list[int], cached_tokens: int) -> None:
         """The request is parked: submit its job. `block_ids` are those of the whole prompt, the cached prefix
         included."""
@@ -180,6 +200,11 @@ class DecodeHandover(ABC, Generic[R]):
         self._attempts[attempt] = RemoteAttempt(remote, len(block_ids) - cached_blocks)
         if request in self._batch:  # it was to be prefilled here, but now there is a peer for it
             self._batch.remove(request)
+        if remote.hold is not None:
+            hold, remote.hold = remote.hold, None
+            self._protocol.claim_hold(attempt, hold, token_digest(self._prompt(request)), list(block_ids),
+                                      cached_blocks, self._time_left_s(remote))
+            return
         if self.send_grants is not None:
             self.send_grants([OpenGrant(str(attempt), list(block_ids[cached_blocks:]))])
         self._protocol.submit(attempt, self._prompt(request), list(block_ids), cached_blocks, remote.failed_peers,
@@ -312,6 +337,16 @@ class DecodeHandover(ABC, Generic[R]):
             remote = self._requests[request] = RemoteRequest()
         return remote
 
+    def _asked(self, request: R) -> AskedPlace:
+        """Where it asks to be prefilled."""
+        extra_args = self._extra_args(request)
+        place = asked_place(extra_args)  # what is to be held is computed by the engine that was chosen for it
+        return AskedPlace.LOCAL if place is AskedPlace.AUTO and asks_for_hold(extra_args) else place
+
+    def _hold(self, request: R) -> Attempt | None:
+        """The hold of a prefill engine that it names."""
+        return named_hold(self._extra_args(request))
+
     def _count_blocks(self) -> int:
         """Blocks that are set aside for attempts, quarantined ones included."""
         return sum(remote.blocks for remote in self._attempts.values())
@@ -361,23 +396,28 @@ class DecodeHandover(ABC, Generic[R]):
         block_size, tokens, attempts = self._capacity.block_size, self._num_tokens(request), remote.attempts
         if self._has_outputs(request):  # preempted: a job is a prompt, and its blocks would hold the outputs too
             attempts = self._policy.attempts
-        return decide(
-            PolicyInput(prompt_tokens=tokens,
-                        cached_tokens=cached_tokens,
-                        blocks=-(-tokens // block_size) - cached_tokens // block_size,
-                        can_go_remote=self._can_go_remote(request),
-                        attempts_made=attempts,
-                        time_left_s=self._time_left_s(remote),
-                        broker_up=view.broker_up,
-                        prefill_peers=view.prefill_peers,
-                        queue_length=view.queue_length,
-                        parked_blocks=parked_blocks,
-                        total_blocks=self._capacity.total_blocks,
-                        parked_requests=parked_requests,
-                        total_requests=self._capacity.total_requests,
-                        expected=self._expected(tokens - cached_tokens, remote.failed_peers),
-                        asked=self._asked(request),
-                        whole_blocks=tokens // block_size - cached_tokens // block_size), self._policy)
+        found = PolicyInput(prompt_tokens=tokens,
+                            cached_tokens=cached_tokens,
+                            blocks=-(-tokens // block_size) - cached_tokens // block_size,
+                            can_go_remote=self._can_go_remote(request),
+                            attempts_made=attempts,
+                            time_left_s=self._time_left_s(remote),
+                            broker_up=view.broker_up,
+                            prefill_peers=view.prefill_peers,
+                            queue_length=view.queue_length,
+                            parked_blocks=parked_blocks,
+                            total_blocks=self._capacity.total_blocks,
+                            parked_requests=parked_requests,
+                            total_requests=self._capacity.total_requests,
+                            expected=self._expected(tokens - cached_tokens, remote.failed_peers),
+                            asked=self._asked(request),
+                            whole_blocks=tokens // block_size - cached_tokens // block_size)
+        hold = None if remote.hold_settled else self._hold(request)
+        if hold is not None and may_read_hold(
+                msgspec.structs.replace(found, prefill_peers=int(self._protocol.knows_holder(hold.incarnation))),
+                self._policy):
+            return Decision(True, Reason.HELD)
+        return decide(found, self._policy)
 
     def _expected(self, tokens: int, avoid: tuple[str, ...]) -> Expected | None:
         """When a prompt with so many tokens to compute would have its first token, here and there. None with a fixed
@@ -424,8 +464,8 @@ class DecodeHandover(ABC, Generic[R]):
         """Whether all that the request needs can come from another engine."""
 
     @abstractmethod
-    def _asked(self, request: R) -> AskedPlace:
-        """Where it asks to be prefilled."""
+    def _extra_args(self, request: R) -> Any:
+        """What its client asks for beyond sampling; anything, None where there can be nothing."""
 
     @abstractmethod
     def _request_id(self, request: R) -> str:

@@ -21,6 +21,7 @@ from vllm_pd.core.measured import StepSpeed, StepTimer
 from vllm_pd.core.messages import Load
 from vllm_pd.core.mutual import JobPatience
 from vllm_pd.handover.decode import DecodeHandover
+from vllm_pd.handover.holds import HOLD_EVENTS, HeldPrompts
 from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
@@ -39,6 +40,7 @@ class HandoverEngine(ABC):
 
     remote_prefills: DecodeHandover
     prefill_jobs: PrefillHandover | None
+    holds: HeldPrompts | None = None  # None: this engine neither holds prompts for others nor reads them
 
     def __init__(self, config: PDConfig, agent: ControlAgent, transfer: EngineTransfer, metrics: PDMetrics) -> None:
         # Steps are measured where somebody uses it: this engine, or the decode engines that its load is reported to.
@@ -74,6 +76,8 @@ class HandoverEngine(ABC):
             self._guard(self.remote_prefills.notice, notice.payload)
         for end in transfers.finished:
             self._guard(self.remote_prefills.grant_closed, end)
+            if self.holds is not None:
+                self._guard(self.holds.ended, end)
         if self.prefill_jobs is not None:
             for end in transfers.finished:
                 self._guard(self.prefill_jobs.ended, end, self._progress)
@@ -81,6 +85,8 @@ class HandoverEngine(ABC):
                 self._guard(self.prefill_jobs.refused, refusal)
         for event in iter(self.protocol.poll_event, None):
             self.stalled = False
+            if self.holds is not None and isinstance(event, HOLD_EVENTS):
+                self._guard(self.holds.handle, event, self._progress)
             self._guard(self._handler(event), event, self._progress)
         self._guard(self.remote_prefills.give_back, self._progress, self.stalled)
         if self.prefill_jobs is not None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
-from vllm_pd.core.policy import AskedPlace, asked_place
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0.features import can_go_remote
@@ -49,8 +48,11 @@ class RemotePrefills(DecodeHandover["SequenceGroup"]):
     def _can_go_remote(self, request: SequenceGroup) -> bool:
         return can_go_remote(request, () if self._caching else self._split_requests)
 
-    def _asked(self, request: SequenceGroup) -> AskedPlace:
-        return asked_place(request.sampling_params and request.sampling_params.extra_args)
+    def _extra_args(self, request: SequenceGroup) -> Any:
+        return request.sampling_params and request.sampling_params.extra_args
+
+    def _hold(self, request: SequenceGroup) -> Attempt | None:
+        return None  # this engine's ranks have no reads that need no step
 
     def _request_id(self, request: SequenceGroup) -> str:
         return request.request_id

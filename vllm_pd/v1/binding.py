@@ -12,19 +12,22 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.handover.engine import HandoverEngine, guarded, ignore_end
+from vllm_pd.handover.holds import HeldPrompts
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.handover.progress import Progress
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.v1.decode import ParkedRequests
+from vllm_pd.v1.features import can_go_remote
 from vllm_pd.v1.fence import BlockFence
 from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
 from vllm_pd.v1.prefill import InternalRequests, StepShare
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
+_COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 FENCES_S = 10.0  # how long a reset of the prefix cache waits for fences
 POLL_S = 0.001  # meanwhile
 LOOK_S = 0.05  # how often the load is reported while steps go on and no peer is involved
@@ -66,6 +70,8 @@ class EngineHandover(HandoverEngine):
         self._access = access
         self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
         self.remote_prefills = ParkedRequests(config, self.protocol, scheduler, self.fence, metrics, self.speed)
+        self.holds = HeldPrompts(config, self.protocol, self.fence, scheduler.block_size,
+                                 scheduler.cache_config.num_gpu_blocks, metrics, transfer.execute)
         self.prefill_jobs: InternalRequests | None = None
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol, scheduler, access, capacity, self.fence,
@@ -97,14 +103,20 @@ class EngineHandover(HandoverEngine):
         part = self.prefill_jobs if self._is_internal(request) else self.remote_prefills
         part.allocated(request, blocks.get_block_ids()[0], remote_tokens)
 
-    def finished(self, request: Request, block_ids: list[int]) -> None:
-        """The request has ended and still has its blocks."""
+    def finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
+        """The request has ended and still has its blocks. Returns what its answer says of those that are held."""
+        params = None
         if self._is_internal(request):
             self._guard(self.prefill_jobs.finished, request, block_ids, self._progress)
             self._transmit()
         else:
             self.remote_prefills.withdraw(request.request_id)
+            self.remote_prefills.settle_hold(request)
+            if request.status in _COMPUTED and can_go_remote(request):
+                params = self._guard(self.holds.keep, request.sampling_params.extra_args, request.prompt_token_ids,
+                                     block_ids)
         self.changed()
+        return params
 
     def step_metadata(self) -> StepMetadata:
         """For the workers, with the step that is being scheduled."""
@@ -178,7 +190,7 @@ class EngineHandover(HandoverEngine):
 
     def before_update(self, output: SchedulerOutput) -> None:
         """The output of this step is about to be processed: the workers have done it, and all steps before it."""
-        self._processed_step = output.kv_connector_metadata.step
+        self._processed_step = self.holds.after_step = output.kv_connector_metadata.step
         if self.prefill_jobs is not None:
             self.prefill_jobs.after_step = self._processed_step
         if self._timer is not None:
@@ -251,6 +263,7 @@ class EngineHandover(HandoverEngine):
     def fall_back_all(self) -> None:
         """No request waits for a peer any more, and no block is held for one unless a peer does not answer within
         `FENCES_S`."""
+        self.protocol.close_unclaimed_holds()
         for request_id in self.remote_prefills.parked_ids():
             self._scheduler.fail_parked(self.remote_prefills.withdraw(request_id))
         self.changed()

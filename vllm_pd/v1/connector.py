@@ -81,9 +81,7 @@ class PDConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended. Its blocks are V1's to free at once: what a transfer touches has our reference."""
-        if self.binding is not None:
-            self.binding.finished(request, block_ids)
-        return False, None
+        return False, self.binding.finished(request, block_ids) if self.binding is not None else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Our figures since the last call."""

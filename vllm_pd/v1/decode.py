@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
@@ -18,7 +18,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
-from vllm_pd.core.policy import AskedPlace, Decision, asked_place
+from vllm_pd.core.policy import AskedPlace, Decision
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v1.features import can_go_remote
@@ -144,8 +144,8 @@ class ParkedRequests(DecodeHandover["Request"]):
     def _can_go_remote(self, request: Request) -> bool:
         return can_go_remote(request)
 
-    def _asked(self, request: Request) -> AskedPlace:
-        return asked_place(request.sampling_params and request.sampling_params.extra_args)
+    def _extra_args(self, request: Request) -> Any:
+        return request.sampling_params and request.sampling_params.extra_args
 
     def _request_id(self, request: Request) -> str:
         return request.request_id

@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm_pd.metrics import PDMetrics
 
 MAX_CALLS = 10_000  # kept; a front end that takes nothing must not fill the memory
-_GAUGES = ("parked_blocks", "quarantined_blocks", "sending_blocks")
+_GAUGES = ("parked_blocks", "quarantined_blocks", "sending_blocks", "held_blocks")
 _STATES = ("degraded", "standing")
 _COUNTS = ("decision", "asked", "attempt", "handover", "parked", "transfer_bytes", "job", "prefix_read",
-           "frames_dropped")
+           "frames_dropped", "hold")
 
 
 class _RecordedGauge:

@@ -34,7 +34,8 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     settings = read_settings(vllm_config)
     config = PDConfig.parse(settings.kv_role, settings.extra)
     access = EngineAccess(engine)
-    member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes, config.transport_choice)
+    member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes, config.transport_choice,
+                                              config.holds_prompts)
     front = front_of_rank(settings.front, vllm_config.parallel_config.data_parallel_index)
     require_free_front(front, vllm_config.kv_transfer_config.engine_id)
     agent = ControlAgent(config, member, metadata, wake=access.wake, front=front, look=transfer.poll)

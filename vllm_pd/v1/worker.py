@@ -129,8 +129,10 @@ class RankWorker:
 
 
 def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[int, int], RankHandshake],
-                 transport: TransportChoice = NIXL) -> tuple[Member, bytes, RemoteEngineTransfer]:
+                 transport: TransportChoice = NIXL,
+                 is_read: bool = False) -> tuple[Member, bytes, RemoteEngineTransfer]:
     """Attach EngineCore to its ranks. `handshakes` by pipeline stage and tensor-parallel rank, as vLLM has them.
+    `is_read`: peers may read from a prefill engine, too.
 
     Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and the
     transfers of all ranks, which the caller owns: it must `start` and `close` them. Raises ConfigError if the ranks'
@@ -153,7 +155,7 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
     member = local_member(role, msgspec.structs.replace(
         fingerprint(vllm_config, stages[0], ranks[0].engine), layers=sum(stage.layers for stage in stages),
         transport=transport.kind.value))
-    order = AttachRank(member.incarnation, role is not Role.PREFILL, transport)
+    order = AttachRank(member.incarnation, is_read or role is not Role.PREFILL, transport)
     connections, metadata = connect_ranks({number: (rank.process[0], rank.address)
                                           for number, rank in enumerate(ranks)}, order)
     processes = dict.fromkeys([*member.processes, *(Process(*rank.process) for rank in ranks)])

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B102 on V1's real schedulers: a prefill engine keeps a prompt, a decode engine reads it."""
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, answer, contents
+from tests.v1.test_hazards import PARKED, end, prompt
+from vllm_pd.core.actions import (
+    AttemptEnd,
+    DropPeer,
+    Fallback,
+    FallbackReason,
+    HoldEnd,
+    HoldEnded,
+    Prefilled,
+    ReadHold,
+    Released,
+    StopRead,
+)
+from vllm_pd.core.hashes import token_digest
+from vllm_pd.core.holds import hold_params
+from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, DropTransferPeer, Read
+
+HOLD = Attempt(PEER, "held", 5)
+ASKS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+        "remote_host": None, "remote_port": None}
+
+
+def add(engine, request_id, tokens, params, count=4):
+    engine.add(request_id, tokens, count, params=SamplingParams(
+        max_tokens=count, temperature=0, ignore_eos=True, extra_args={"kv_transfer_params": params}))
+    engine.run()
+
+
+def counted(engine, *names):
+    return [tuple(call) for call in engine.counted() if call[0] in names]
+
+
+def finish(engine):
+    engine.run()
+    engine.check_answers()
+    engine.check_at_rest()
+
+
+# The prefill engine.
+
+
+@pytest.fixture
+def holder(model_folder, in_flight):
+    return Engine(model_folder, in_flight, role="kv_producer", max_parked_fraction=0.5)
+
+
+def check_held(engine, hold, tokens):
+    digest, block_ids = engine.protocol.held[hold]
+    assert digest == token_digest(tokens) and len(block_ids) == -(-len(tokens) // BLOCK_SIZE)
+    found = [engine.slots[block_ids[at // BLOCK_SIZE], at % BLOCK_SIZE] for at in range(len(tokens))]
+    assert found == contents(tokens), "the blocks of a hold have other KV"
+
+
+@pytest.mark.parametrize("length", [BLOCK_SIZE + 1, 4 * BLOCK_SIZE, 9 * BLOCK_SIZE + 3])
+def test_b102_p_keeps_the_prompt_s_blocks_until_its_hold_ends(holder, length):
+    tokens = prompt(length)
+    add(holder, "a", tokens, ASKS, count=1)
+    (hold,) = holder.protocol.held
+    assert holder.params["a"] == hold_params(hold) | {"remote_prefill_cached_tokens": 0}
+    for number in range(12):  # as many blocks as there are, twice
+        add(holder, f"other {number}", prompt(10 * BLOCK_SIZE + number), {}, count=2)
+    check_held(holder, hold, tokens)
+    holder.tell(HoldEnded(hold, HoldEnd.DONE))
+    finish(holder)
+    assert counted(holder, "hold") == [("hold", "made"), ("hold", "done")]
+
+
+def test_b102_p_keeps_no_more_than_its_share(holder):
+    first = prompt(20 * BLOCK_SIZE)
+    add(holder, "a", first, ASKS, count=1)
+    add(holder, "b", prompt(15 * BLOCK_SIZE), ASKS, count=1)
+    (hold,) = holder.protocol.held
+    assert "b" not in holder.params
+    holder.tell(HoldEnded(hold, HoldEnd.EXPIRED))
+    add(holder, "c", prompt(16 * BLOCK_SIZE), ASKS, count=1)
+    assert "c" in holder.params
+    holder.tell(HoldEnded(list(holder.protocol.held)[-1], HoldEnd.LOST))
+    finish(holder)
+    assert [event for _, event in counted(holder, "hold")] == ["made", "full", "expired", "made", "lost"]
+
+
+@pytest.mark.parametrize("spoil", ["aborted", "short", "not asked", "role", "off", "state", "feature", "preempted"])
+def test_b102_p_names_itself_only_with_the_prompt_kept(model_folder, in_flight, spoil, monkeypatch):
+    settings = {"hold_s": 0} if spoil == "off" else {}
+    engine = Engine(model_folder, in_flight, role="kv_consumer" if spoil == "role" else "kv_producer", threshold=10**6,
+                    **settings)
+    engine.protocol.holds = spoil != "state"
+    if spoil == "feature":
+        monkeypatch.setattr("vllm_pd.v1.binding.can_go_remote", lambda request: False)
+    if spoil == "preempted":  # V1 may have taken the blocks of a request that ends while it is preempted
+        kept = engine.binding.holds.keep
+        engine.binding.holds.keep = lambda asked, tokens, block_ids: kept(asked, tokens, block_ids[:-1])
+    tokens = prompt(BLOCK_SIZE if spoil == "short" else 5 * BLOCK_SIZE)
+    params = {**ASKS, "do_remote_decode": 1} if spoil == "not asked" else ASKS
+    if spoil == "aborted":
+        engine.add("a", tokens, 50, params=SamplingParams(max_tokens=50, ignore_eos=True, temperature=0,
+                                                          extra_args={"kv_transfer_params": params}))
+        for _ in range(3):
+            engine.turn()
+        engine.abort("a")
+    else:
+        add(engine, "a", tokens, params, count=1)
+    finish(engine)
+    assert not engine.params and (spoil == "state" or not engine.protocol.held)
+
+
+def test_b102_b96_a_reset_of_the_cache_ends_what_nobody_has_claimed(holder):
+    add(holder, "a", prompt(5 * BLOCK_SIZE), ASKS, count=1)
+    (hold,) = holder.protocol.held
+    holder.protocol.close_unclaimed_holds = lambda: holder.tell(HoldEnded(hold, HoldEnd.CLOSED))
+    assert holder.scheduler.reset_prefix_cache(reset_running_requests=True)
+    finish(holder)
+
+
+# The decode engine.
+
+
+@pytest.fixture
+def reader(model_folder, in_flight):
+    return Engine(model_folder, in_flight, role="kv_consumer", threshold=10**6)
+
+
+def claimed(engine, request_id="a", tokens=None, hold=HOLD):
+    """The attempt of a request that names a hold, and is parked for it."""
+    add(engine, request_id, tokens or prompt(6 * BLOCK_SIZE + 3), hold_params(hold))
+    assert engine.status(request_id) is PARKED
+    attempt = engine.attempt(request_id)
+    assert engine.protocol.claimed[attempt] == (hold, token_digest(engine.prompts[request_id]))
+    return attempt
+
+
+def read(engine, attempt):
+    """P has granted it: the read that is posted."""
+    _, block_ids, cached = engine.protocol.jobs[attempt]
+    engine.tell(ReadHold(attempt, PEER, b"memory", block_ids[cached:], list(range(100 + cached, 100 + len(block_ids)))))
+    engine.run()
+    found = [one for one in engine.transfer.requests if isinstance(one, Read)][-1]
+    assert found.local_block_ids == block_ids[cached:]
+    return found
+
+
+def fill(engine, posted, tokens, ok=True):
+    """The read ends; P's last block is as long as the prompt."""
+    found = contents(tokens)
+    for index, block in enumerate(posted.local_block_ids):
+        first = (posted.remote_block_ids[index] - 100) * BLOCK_SIZE
+        for offset in range(min(BLOCK_SIZE, len(tokens) - first)):
+            engine.slots[block, offset] = found[first + offset] if ok else -1
+    engine.transfer.end(posted.key, ok, "" if ok else "broken")
+    engine.run()
+
+
+def test_b102_d_reads_what_p_holds_and_goes_on(reader):
+    tokens = prompt(6 * BLOCK_SIZE + 3)
+    attempt = claimed(reader, tokens=tokens)
+    posted = read(reader, attempt)
+    assert [type(one) for one in reader.transfer.requests] == [AddTransferPeer, Read]
+    fill(reader, posted, tokens)
+    assert reader.protocol.calls == [("read_ended", attempt, "")]
+    reader.tell(Prefilled(attempt, Timings()))
+    finish(reader)
+    assert reader.tokens_computed == 4 and reader.outputs["a"] == answer(tokens, 4)
+    assert counted(reader, "decision", "attempt", "transfer_bytes") == [
+        ("decision", "remote", "held"), ("transfer_bytes", 1), ("attempt", "done")]
+
+
+def test_b102_d_reads_only_what_it_has_not_cached(reader):
+    tokens = prompt(6 * BLOCK_SIZE)
+    add(reader, "first", tokens[:3 * BLOCK_SIZE], {})
+    attempt = claimed(reader, tokens=tokens)
+    posted = read(reader, attempt)
+    assert posted.remote_block_ids == [103, 104, 105]
+    fill(reader, posted, tokens)
+    reader.tell(Prefilled(attempt, Timings()))
+    finish(reader)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_b102_b93_a_read_that_expires_fails_over_and_brings_nothing(reader, ok):
+    """Whatever lands late, it lands in blocks that nobody uses."""
+    tokens = prompt(6 * BLOCK_SIZE + 3)
+    attempt = claimed(reader, tokens=tokens)
+    posted = read(reader, attempt)
+    reader.tell(Fallback(attempt, FallbackReason.LEASE, AttemptEnd.EXPIRED, "", PEER), StopRead(attempt))
+    reader.run()
+    assert CancelTransfer(posted.key) in reader.transfer.requests
+    assert "a" in reader.ended and reader.binding.fence.attempts() == [attempt]
+    assert reader.outputs["a"] == answer(tokens, 4)
+    for number in range(6):
+        add(reader, f"other {number}", prompt(9 * BLOCK_SIZE + number), {})
+    fill(reader, posted, prompt(6 * BLOCK_SIZE + 3), ok)
+    assert reader.protocol.calls[-1][:2] == ("read_ended", attempt)
+    reader.tell(Released(attempt))
+    finish(reader)
+
+
+def test_b102_b25_the_client_of_a_parked_request_leaves(reader):
+    tokens = prompt(6 * BLOCK_SIZE + 3)
+    for moment in ("claimed", "reading"):
+        attempt = claimed(reader, moment, tokens)
+        posted = read(reader, attempt) if moment == "reading" else None
+        reader.abort(moment)
+        assert reader.protocol.aborted[-1] == attempt and attempt in reader.binding.fence.attempts()
+        if posted is not None:
+            fill(reader, posted, tokens, ok=False)
+        reader.tell(Released(attempt))
+        reader.run()
+    finish(reader)
+
+
+def test_b102_a_denied_claim_is_computed_here(reader):
+    attempt = claimed(reader)
+    reader.tell(Fallback(attempt, FallbackReason.HOLD, AttemptEnd.FAILED, "tokens"), Released(attempt))
+    finish(reader)
+    assert counted(reader, "attempt", "decision") == [
+        ("decision", "remote", "held"), ("attempt", "failed"), ("decision", "local", "threshold")]
+
+
+def test_b102_the_ranks_learn_a_peer_once_and_again_after_a_failure(reader):
+    for number, ok in enumerate((True, False, True)):
+        tokens = prompt(4 * BLOCK_SIZE + number)
+        attempt = claimed(reader, f"r{number}", tokens)
+        fill(reader, read(reader, attempt), tokens, ok)
+        reader.tell(*([Prefilled(attempt, Timings())] if ok else [
+            Fallback(attempt, FallbackReason.FAILED, AttemptEnd.FAILED, "", PEER), Released(attempt)]))
+        reader.run()
+    reader.tell(DropPeer(PEER))
+    finish(reader)
+    assert [type(one).__name__ for one in reader.transfer.requests] == [
+        "AddTransferPeer", "Read", "Read", "AddTransferPeer", "Read", "DropTransferPeer"]
+    assert reader.transfer.requests[-1] == DropTransferPeer(PEER)
+
+
+def test_b102_b9_a_twin_waits_and_its_hold_is_not_wanted(reader):
+    tokens = prompt(6 * BLOCK_SIZE + 3)
+    attempt = claimed(reader, tokens=tokens)
+    other = Attempt(PEER, "other", 6)
+    add(reader, "twin", tokens, hold_params(other))
+    assert list(reader.protocol.claimed) == [attempt]
+    fill(reader, read(reader, attempt), tokens)
+    reader.tell(Prefilled(attempt, Timings()))
+    finish(reader)
+    assert ("drop_hold", other) in reader.protocol.calls
+
+
+@pytest.mark.parametrize("spoil, reason", [
+    ("unknown", "threshold"), ("here", "asked"), ("cached", "threshold"), ("short", "threshold"), ("full", "cap"),
+    ("feature", "feature"), ("waits", None)])
+def test_b102_a_hold_that_is_not_wanted_is_given_up(model_folder, in_flight, spoil, reason):
+    engine = Engine(model_folder, in_flight, role="kv_consumer", threshold=10**6 if spoil != "full" else 1,
+                    max_parked_fraction=0.01 if spoil == "full" else 1.0)
+    tokens, hold, params = prompt(4 * BLOCK_SIZE + 1), HOLD, {}
+    if spoil == "unknown":
+        hold = Attempt("made-up", "held", 1)
+    elif spoil == "here":
+        params = {"pd": "local"}
+    elif spoil == "cached":
+        add(engine, "first", tokens, {})
+    elif spoil == "short":
+        tokens = tokens[:BLOCK_SIZE]
+    elif spoil == "feature":
+        engine.binding.remote_prefills._can_go_remote = lambda request: False
+    if spoil == "waits":  # its client leaves before it was looked at
+        engine.add("a", tokens, params=SamplingParams(extra_args={"kv_transfer_params": hold_params(hold)}))
+        engine.abort("a")
+    else:
+        add(engine, "a", tokens, hold_params(hold) | params)
+    finish(engine)
+    assert not engine.protocol.claimed and engine.protocol.calls == [("drop_hold", hold)]
+    assert counted(engine, "hold") == [("hold", "unused")]
+    assert counted(engine, "decision")[-1:] == ([("decision", "local", reason)] if reason else [])
+
+
+MADE_UP = [{"do_remote_prefill": 1}, {"do_remote_prefill": "true"}, {"remote_engine_id": 7}, {"remote_engine_id": ""},
+           {"remote_engine_id": "x" * 2000}, {"remote_request_id": None}, {"remote_request_id": "held"},
+           {"remote_request_id": "held#"}, {"remote_request_id": "#5"}, {"remote_request_id": "held#-5"},
+           {"remote_request_id": "held#" + "9" * 400}, {"remote_request_id": "held#²"},
+           {"remote_request_id": ["held#5"]}, {"remote_engine_id": {"a": "b"}}]
+
+
+@pytest.mark.parametrize("change", MADE_UP, ids=str)
+def test_b102_what_a_client_makes_up_is_no_hold(reader, change):
+    add(reader, "a", prompt(4 * BLOCK_SIZE + 1), hold_params(HOLD) | change)
+    finish(reader)
+    assert not reader.protocol.claimed and not reader.protocol.calls and not reader.transfer.requests
+
+
+@pytest.mark.parametrize("params", [[], [1], "text", 7, None, True])
+def test_b102_parameters_that_are_no_map_are_no_hold(reader, params):
+    add(reader, "a", prompt(4 * BLOCK_SIZE + 1), params)
+    end(reader)
+    assert not reader.protocol.claimed and not reader.params
