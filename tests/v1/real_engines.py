@@ -63,6 +63,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
             time.sleep(after_s)
             llm.llm_engine.abort_request(ids)
             connection.send(None)
+        elif order == "params":
+            connection.send([one.kv_transfer_params for one in outputs])
         elif order == "figures":
             from prometheus_client import REGISTRY
             connection.send({f"{sample.name}:{':'.join(v for k, v in sample.labels.items() if k not in LABELS)}":
@@ -94,6 +96,11 @@ class RealEngine:
         self._connection.send(("generate", prompts, [{"max_tokens": tokens, **one} for one in each]))
 
     def answer(self) -> list[tuple[list[int], int]]:
+        return self._receive(ANSWER_S)
+
+    def params(self) -> list[dict[str, Any] | None]:
+        """The kv_transfer_params of the last answers."""
+        self._connection.send(("params", ))
         return self._receive(ANSWER_S)
 
     def generate(self, prompts: list[list[int]], tokens: int = 8,

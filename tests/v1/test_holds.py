@@ -252,7 +252,7 @@ def test_b102_b9_a_twin_waits_and_its_hold_is_not_wanted(reader):
 
 @pytest.mark.parametrize("spoil, reason", [
     ("unknown", "threshold"), ("here", "asked"), ("cached", "threshold"), ("short", "threshold"), ("full", "cap"),
-    ("feature", "feature"), ("waits", None)])
+    ("feature", "threshold"), ("waits", None)])
 def test_b102_a_hold_that_is_not_wanted_is_given_up(model_folder, in_flight, spoil, reason):
     engine = Engine(model_folder, in_flight, role="kv_consumer", threshold=10**6 if spoil != "full" else 1,
                     max_parked_fraction=0.01 if spoil == "full" else 1.0)
