@@ -228,6 +228,7 @@ def test_b102_the_ranks_learn_a_peer_once_and_again_after_a_failure(reader):
         tokens = prompt(4 * BLOCK_SIZE + number)
         attempt = claimed(reader, f"r{number}", tokens)
         fill(reader, read(reader, attempt), tokens, ok)
+        assert reader.protocol.calls[-1] == ("read_ended", attempt, "" if ok else "broken")
         reader.tell(*([Prefilled(attempt, Timings())] if ok else [
             Fallback(attempt, FallbackReason.FAILED, AttemptEnd.FAILED, "", PEER), Released(attempt)]))
         reader.run()

@@ -50,6 +50,7 @@ class _HoldRead:
         self.cached_blocks = cached_blocks
         self.deadline = deadline
         self.state = ReadState.CLAIMING
+        self.granted = False
         self.lease_until = self.next_claim = 0.0
 
     @property
@@ -198,6 +199,7 @@ class HoldReads:
 
     def _begin(self, read: _HoldRead, remote_block_ids: list[int]) -> list[Action]:
         """P has granted the claim: its blocks may be read."""
+        read.granted = True
         if len(remote_block_ids) != len(read.block_ids) or len(set(remote_block_ids)) != len(remote_block_ids):
             self.dropped["hold_bad"] += 1
             return self._end(read, AttemptEnd.FAILED, FallbackReason.HOLD,
@@ -218,7 +220,10 @@ class HoldReads:
             read.state = ReadState.STOPPING
             return [*actions, StopRead(read.attempt)]
         del self._reads[read.attempt]
-        return [*actions, Released(read.attempt), *self._done(read.peer, read.attempt, read.hold)]
+        actions.append(Released(read.attempt))
+        if reason is FallbackReason.HOLD and not read.granted:
+            return actions  # what P has denied may be another's: it is not ours to give up
+        return actions + self._done(read.peer, read.attempt, read.hold)
 
     @staticmethod
     def _fallback(read: _HoldRead, outcome: AttemptEnd, reason: FallbackReason, detail: str) -> Fallback:

@@ -299,7 +299,8 @@ class HoldWorld:
                           if not state[self._index_of(hold)]]
             for step in steps:
                 state, due = self.after(state, step), due | self.sent
-            seconds = None if due or steps else self.pause_s(state)
+            moved = due or any(step[0] != "dead" for step in steps)  # a death may be seen again and again
+            seconds = None if moved else self.pause_s(state)
             if seconds is not None:
                 state = (*(self._number(self._shifted(self.engine(state, index), seconds)) if state[index] else 0
                            for index in range(3)), *state[3:])
