@@ -62,7 +62,7 @@ class Words:
         if isinstance(info, inspect.FloatType):
             return dice.choice([0.0, 0.001, 0.5, 60.0, 1e9])
         if isinstance(info, inspect.BytesType):
-            return dice.randbytes(dice.randrange(20))
+            return dice.randbytes(max(info.min_length or 0, dice.randrange(20)))
         if isinstance(info, inspect.BoolType):
             return dice.random() < 0.2
         if isinstance(info, inspect.NoneType):
