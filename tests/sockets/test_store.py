@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store in real shared memory and files, with processes that are killed. Its rules alone: tests/proof."""
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.store.arena import BlockArena
+from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
+from vllm_pd.store.files import SHARE, FileTier
+from vllm_pd.store.settings import StoreSettings
+from vllm_pd.store.slots import PutResult
+from vllm_pd.store.store import BlockStore
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = 100_000  # bytes; not a whole number of pages
+CAPACITY = 34 * (1 << 17)
+Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in shared memory."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-pd-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def arena(memory: Path) -> Iterator[BlockArena]:
+    one = BlockArena(memory, BLOCK, CAPACITY)
+    yield one
+    one.close()
+
+
+def key_of(number: int, model: bytes = b"m" * 16) -> BlockKey:
+    return BlockKey(model, number.to_bytes(32, "little"))
+
+
+def content_of(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, BLOCK, np.uint8)
+
+
+def read(store: BlockArena | BlockStore, number: int) -> np.ndarray | None:
+    out = np.empty(BLOCK, np.uint8)
+    return out if store.get(key_of(number), [out[:10], out[10:]]) else None
+
+
+def is_right(store: BlockArena | BlockStore, number: int) -> bool:
+    return np.array_equal(read(store, number), content_of(number))
+
+
+@pytest.fixture
+def in_child() -> Iterator[Start]:
+    """Starts a process that runs `code` and prints a line when it has come to where it waits. It is killed at the end,
+    with its children."""
+    children: list[subprocess.Popen] = []
+    yield lambda code, *arguments: children.append(start(code, *arguments)) or children[-1]
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):  # all of the group have ended
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait(60)
+
+
+def start(code: str, *arguments: object) -> subprocess.Popen:
+    """The process, in a process group of its own."""
+    child = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE,
+                             start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert child.stdout.readline()
+    return child
+
+
+def test_b104_a_hundred_kills(memory: Path):
+    """B104: 100 SIGKILLs of processes that put and read blocks of one store. No reader was given a wrong block, no slot
+    is locked by the dead, what is left is right, and the file tier has kept its bound."""
+    done = subprocess.run([sys.executable, ROOT / "tests/fakes/store_storm.py", memory, "100"], capture_output=True,
+                          text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    assert counts["kills"] == 100 and counts["half_written"] > 0, counts
+    assert not any(counts[name] for name in ("wrong", "died", "left_wrong", "locked", "wrong_files",
+                                              "partial_files")), counts
+    assert counts["left"] > 0 and 0 < counts["file_bytes"] <= 50 * ((1 << 20) + HEADER_BYTES), counts
+
+
+def test_b104_what_one_process_puts_another_reads(arena: BlockArena, memory: Path, in_child: Start):
+    child = in_child("""
+import sys, numpy as np
+from vllm_pd.store.arena import BlockArena
+from vllm_pd.store.blocks import BlockKey
+arena = BlockArena(sys.argv[1], 100_000, int(sys.argv[2]))
+for number in range(3):
+    content = np.random.default_rng(number).integers(0, 256, 100_000, np.uint8)
+    arena.put(BlockKey(b"m" * 16, number.to_bytes(32, "little")), [content[:1], content[1:]])
+print("put", flush=True)
+""", memory, CAPACITY)
+    assert child.wait(60) == 0
+    assert all(is_right(arena, number) for number in range(3)) and read(arena, 3) is None
+    assert arena.put(key_of(0), [content_of(0)]) is PutResult.PRESENT
+
+
+def test_b104_a_damaged_block_is_a_miss_and_is_removed(arena: BlockArena):
+    """B104: one byte of a block is another: nobody is given it, and it can be put again."""
+    arena.put(key_of(1), [content_of(1)])
+    with arena.hold(key_of(1), BLOCK) as held:
+        held.bytes[BLOCK - 1] ^= 1
+    assert read(arena, 1) is None and not arena.contains(key_of(1))
+    assert arena.put(key_of(1), [content_of(1)]) is PutResult.STORED and is_right(arena, 1)
+
+
+def test_b104_another_model_or_length_is_a_miss(arena: BlockArena):
+    arena.put(key_of(1), [content_of(1)])
+    assert not arena.get(key_of(1, b"another model..."), [np.empty(BLOCK, np.uint8)])
+    assert not arena.get(key_of(1), [np.empty(BLOCK - 1, np.uint8)])
+    assert is_right(arena, 1)
+
+
+def test_b104_a_leased_block_is_not_replaced(arena: BlockArena, memory: Path, in_child: Start):
+    """A lease of another process, and one of this process, last while many more blocks are put than there is room for;
+    that of the other process ends with it."""
+    arena.put(key_of(1), [content_of(1)])
+    arena.put(key_of(2), [content_of(2)])
+    child = in_child("""
+import sys, time
+from vllm_pd.store.arena import BlockArena
+from vllm_pd.store.blocks import BlockKey
+held = BlockArena(sys.argv[1], 100_000, int(sys.argv[2])).hold(BlockKey(b"m" * 16, (1).to_bytes(32, "little")), 100_000)
+print("held", held, flush=True)
+time.sleep(600)
+""", memory, CAPACITY)
+    with arena.hold(key_of(2), BLOCK) as held:
+        for number in range(100, 300):
+            assert arena.put(key_of(number), [content_of(0)]) is PutResult.STORED
+        assert is_right(arena, 1) and held.is_right() and is_right(arena, 2)
+        for number in range(300, 500):
+            arena.put(key_of(number), [content_of(0)])
+        assert is_right(arena, 1)
+    child.send_signal(signal.SIGKILL)
+    child.wait(60)
+    for number in range(500, 700):
+        arena.put(key_of(number), [content_of(0)])
+    assert read(arena, 1) is None and read(arena, 2) is None
+
+
+def test_b104_a_fill_that_raises_leaves_nothing(arena: BlockArena):
+    """What can't be copied is not stored, and its slot is free again."""
+
+    def fails(view: memoryview) -> int:
+        view[:] = content_of(1).data
+        raise OSError("no more")
+
+    for _ in range(arena.shape.slots + 1):
+        with pytest.raises(OSError):
+            arena.put_from(key_of(1), BLOCK, fails)
+    assert read(arena, 1) is None
+    assert arena.put(key_of(1), [content_of(1)]) is PutResult.STORED and is_right(arena, 1)
+
+
+def test_b104_a_forked_child_keeps_no_lease(arena: BlockArena, memory: Path, in_child: Start):
+    """The process that leased a block is killed; its child lives on, and has copies of its files."""
+    arena.put(key_of(1), [content_of(1)])
+    leaser = in_child("""
+import os, sys, time
+from vllm_pd.store.arena import BlockArena
+from vllm_pd.store.blocks import BlockKey
+held = BlockArena(sys.argv[1], 100_000, int(sys.argv[2])).hold(BlockKey(b"m" * 16, (1).to_bytes(32, "little")), 100_000)
+if os.fork():
+    print("held", held, flush=True)
+time.sleep(600)
+""", memory, CAPACITY)
+    leaser.kill()
+    leaser.wait(60)
+    for number in range(100, 300):
+        arena.put(key_of(number), [content_of(0)])
+    assert read(arena, 1) is None
+
+
+def test_an_arena_of_another_size_is_refused(arena: BlockArena, memory: Path):
+    with pytest.raises(ConfigError, match=r"memory_gib=.* can't be used: .*/arena-100000 is there with 0.00. GiB: "
+                                          "give all engines the same"):
+        BlockArena(memory, BLOCK, 2 * CAPACITY)
+
+
+def test_an_arena_that_does_not_fit_is_refused(memory: Path):
+    """A full /dev/shm is an error at the start, and leaves nothing."""
+    with pytest.raises(ConfigError, match="folder=.* can't be used: .*with .* GiB free"):
+        BlockArena(memory, BLOCK, 1 << 44)
+    assert list(memory.iterdir()) == []
+
+
+def store_of(memory: Path, files: Path, file_blocks: int = 64) -> BlockStore:
+    gib = (BLOCK + HEADER_BYTES) * file_blocks / 2**30
+    return BlockStore(StoreSettings(str(memory), CAPACITY / 2**30, str(files), gib), BLOCK)
+
+
+def test_b104_a_restart_with_warm_files(memory: Path, tmp_path: Path):
+    """The arena is gone, as after a restart of the machine: the blocks come from their files."""
+    store = store_of(memory, tmp_path)
+    for number in range(20):
+        store.put(key_of(number), [content_of(number)])
+    assert store.flush(60)
+    store.close()
+    shutil.rmtree(memory)
+    again = store_of(memory, tmp_path)
+    assert all(is_right(again, number) for number in range(20)) and read(again, 20) is None
+    assert again.counts["file"] == 20 and all(is_right(again, number) for number in range(20))
+    assert again.counts["memory"] == 20 and again.counts["error"] == 0
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["byte", "short", "empty", "other"])
+def test_b104_a_damaged_file_is_a_miss_and_is_removed(damage: str, memory: Path, tmp_path: Path):
+    """B104: as a crash of the machine may leave it."""
+    store = store_of(memory, tmp_path)
+    store.put(key_of(1), [content_of(1)])
+    store.put(key_of(2), [content_of(2)])
+    assert store.flush(60)
+    store.close()
+    shutil.rmtree(memory)
+    again = store_of(memory, tmp_path)
+    path = again.files.path(key_of(1))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes({"byte": data, "short": data[:-1], "empty": b"",
+                      "other": again.files.path(key_of(2)).read_bytes()}[damage])
+    assert read(again, 1) is None and not path.exists()
+    assert is_right(again, 2)
+    again.close()
+
+
+def test_the_file_tier_keeps_its_bound(memory: Path, tmp_path: Path):
+    """What was used least recently goes; what is read stays. Part of a file that a killed writer has left goes too."""
+    store = store_of(memory, tmp_path, file_blocks=32)
+    left = store.files.path(key_of(0)).with_name(".part-1-1-00000000")
+    left.parent.mkdir(parents=True)
+    left.write_bytes(bytes(BLOCK))
+    out = memoryview(bytearray(BLOCK))
+    for number in range(200):
+        store.put(key_of(number), [content_of(number)])
+        assert store.flush(60)
+        assert number < 1 or store.files.read(key_of(0), out) is not None
+        assert sum(file.size for file in store.files.files()) <= 32 * (BLOCK + HEADER_BYTES)
+    assert store.files.contains(key_of(0)) and store.files.contains(key_of(199))
+    assert not store.files.contains(key_of(1)) and not left.exists()
+    assert store.counts["written"] == 200
+    store.close()
+
+
+def test_files_that_can_not_be_written_are_counted(memory: Path, tmp_path: Path):
+    """The thread goes on, and the blocks are in memory."""
+    files = tmp_path / "files"
+    store = store_of(memory, files)
+    shutil.rmtree(files)
+    files.write_text("no folder")
+    store.put(key_of(1), [content_of(1)])
+    assert store.flush(60) and store.counts["error"] == 1 and is_right(store, 1)
+    files.unlink()
+    files.mkdir()
+    (files / "looking").touch()
+    store.put(key_of(2), [content_of(2)])
+    assert store.flush(60) and store.counts["written"] == 1
+    store.close()
+
+
+def test_a_file_tier_without_room_for_some_blocks_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="file_gib=.* can't be used: a block has 100000 bytes: give at least"):
+        FileTier(tmp_path, SHARE * BLOCK, BLOCK)

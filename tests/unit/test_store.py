@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure parts of the store: headers, sets, which files go, settings."""
+import random
+
+import pytest
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.store.arena import PAGE, ArenaShape
+from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
+from vllm_pd.store.files import StoredFile, choose_removals
+from vllm_pd.store.settings import StoreSettings
+from vllm_pd.store.slots import WAYS, SetGeometry
+
+KEY = BlockKey(b"m" * 16, bytes(range(32)))
+HEADER = BlockHeader(KEY, 4711, 1 << 63)
+
+
+def test_b104_a_header_is_whole_or_none():
+    """B104: a header of which any byte is another, or that ends early, is no header."""
+    data = encode_sealed(HEADER)
+    assert len(data) == HEADER_BYTES and decode(data) == HEADER
+    assert decode(bytes(HEADER_BYTES)) is None and decode(data[:-1]) is None
+    for at in range(80):  # what the seal covers, and the seal
+        assert decode(data[:at] + bytes([data[at] ^ 1]) + data[at + 1:]) is None, at
+        assert decode(data[:at] + bytes(HEADER_BYTES - at)) is None, at
+
+
+@pytest.mark.parametrize("other, length", [
+    (BlockKey(b"another model...", KEY.name), 100), (BlockKey(KEY.model, bytes(32)), 100), (KEY, 99)])
+def test_b104_the_checksum_is_that_of_this_block(other: BlockKey, length: int):
+    """B104: the same bytes under another model, name or length have another checksum."""
+    ours, theirs = checksummer(KEY, 100), checksummer(other, length)
+    ours.update(bytes(99))
+    theirs.update(bytes(99))
+    assert ours.intdigest() != theirs.intdigest()
+
+
+def test_a_block_has_one_set():
+    geometry = SetGeometry.of(5 * WAYS)
+    sets = {geometry.candidates(BlockKey(KEY.model, random.Random(n).randbytes(32))) for n in range(200)}
+    assert sets == {range(first, first + WAYS) for first in range(0, 5 * WAYS, WAYS)}
+    assert SetGeometry.of(3).candidates(KEY) == range(3)
+
+
+@pytest.mark.parametrize("slot_bytes", [1, 4096, 4097, 6 << 20])
+def test_the_slots_of_an_arena_do_not_overlap(slot_bytes: int):
+    shape = ArenaShape.fitting(slot_bytes, 256 << 20)
+    assert shape.slots % WAYS == 0 and shape.file_bytes <= 256 << 20
+    assert shape.header_at(shape.slots) <= shape.payload_at(0)
+    assert all(shape.payload_at(slot) % PAGE == 0 for slot in range(shape.slots))
+    assert shape.payload_at(1) - shape.payload_at(0) >= slot_bytes
+    assert shape.payload_at(shape.slots - 1) + slot_bytes <= shape.file_bytes
+
+
+def test_an_arena_without_a_slot_is_refused():
+    with pytest.raises(ConfigError, match=r"memory_gib=0.000977 can't be used: a block has 1048576 bytes, and not one"):
+        ArenaShape.fitting(1 << 20, 1 << 20)
+
+
+def test_the_files_that_go_are_the_least_recently_used():
+    files = [StoredFile(used, size, str(used)) for used, size in ((5, 10), (1, 10), (3, 30), (4, 10))]
+    assert [file.path for file in choose_removals(files, 60)] == []
+    assert [file.path for file in choose_removals(files, 59)] == ["1"]
+    assert [file.path for file in choose_removals(files, 20)] == ["1", "3"]
+    assert len(choose_removals(files, 0)) == 4
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"memory": 4}, "memory=4 can't be used: there is no such key: write one of folder, memory_gib, file_folder"),
+    ({"memory_gib": "4"}, "memory_gib='4' can't be used: it must be a number, without quotes, like 4"),
+    ({"memory_gib": True}, "memory_gib=True can't be used: it must be a number"),
+    ({"memory_gib": float("nan")}, "memory_gib=nan can't be used: it must be a number"),
+    ({"memory_gib": 0}, "memory_gib=0 can't be used: it must be above 0 and at most 1048576, like 4"),
+    ({"folder": "here"}, "folder='here' can't be used: it must be a folder with its whole path"),
+    ({"file_folder": 3}, "file_folder=3 can't be used: it must be a folder with its whole path"),
+    ({"file_gib": 3}, "file_gib=3 can't be used: there is no file tier: write file_folder, too"),
+])
+def test_settings_that_are_refused(values: dict, message: str):
+    with pytest.raises(ConfigError) as caught:
+        StoreSettings.parse(values)
+    assert str(caught.value).startswith(message)
+
+
+def test_settings():
+    assert StoreSettings.parse({}) == StoreSettings()
+    settings = StoreSettings.parse({"memory_gib": 0.5, "file_folder": "/var/cache/kv", "file_gib": 1})
+    assert (settings.memory_bytes, settings.file_bytes) == (1 << 29, 1 << 30)

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arena: a file in shared memory with slots of one size, which all processes of a host map.
+
+The file: one page that says how it is divided, the headers, the payloads, each at the beginning of a page. All of its
+memory is allocated when it is made, so a full /dev/shm is an error then and no SIGBUS later. A new arena appears under
+its name only when it is whole.
+
+A slot's lock is an open-file-description lock of the byte with its number: the kernel releases it when the process
+ends, however it ends. Within a process `_SlotLocks` does the same for threads.
+"""
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import mmap
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.store.blocks import HEADER_BYTES, SEAL_OFFSET, USED_OFFSET, BlockHeader, BlockKey, checksummer, decode
+from vllm_pd.store.slots import (
+    FillPayload,
+    LockSlot,
+    PutResult,
+    ReadRecord,
+    SetGeometry,
+    SetSeal,
+    SlotRecord,
+    Steps,
+    SumPayload,
+    TouchSlot,
+    UnlockSlot,
+    Unseal,
+    UpgradeLock,
+    WriteFields,
+    check,
+    lease,
+    put,
+)
+
+Buffer = bytes | bytearray | memoryview | np.ndarray
+Fill = Callable[[memoryview], int | None]  # fills a view; gives the checksum, or None for "not whole"
+
+PAGE = 4096
+CHUNK_BYTES = 256 << 10  # copied, then summed while it is in the cache
+_MAGIC = b"VPDARENA"
+_SUPER = struct.Struct("<8sQQQQ")  # magic, version, slot_bytes, slots, ways
+_VERSION = 1
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+_WORD = struct.Struct("<Q")
+
+
+class ArenaShape(NamedTuple):
+    """How the file is divided: `slots` slots of `slot_bytes` bytes at most."""
+    slot_bytes: int
+    slots: int
+
+    @classmethod
+    def fitting(cls, slot_bytes: int, capacity_bytes: int) -> ArenaShape:
+        """The shape with the most slots in `capacity_bytes`, whole sets only. Raises ConfigError if none fits."""
+        slots = (capacity_bytes - 2 * PAGE) // (HEADER_BYTES + _pages(slot_bytes))
+        if slots < 1:
+            raise ConfigError("memory_gib", round(capacity_bytes / 2**30, 6), f"a block has {slot_bytes} bytes, and "
+                              "not one fits: give more")
+        ways = SetGeometry.of(slots).ways
+        return cls(slot_bytes, slots // ways * ways)
+
+    @property
+    def geometry(self) -> SetGeometry:
+        """The sets of its slots."""
+        return SetGeometry.of(self.slots)
+
+    @property
+    def payloads(self) -> int:
+        """Where the first payload is, in bytes from the beginning of the file."""
+        return PAGE + _pages(self.slots * HEADER_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the whole file."""
+        return self.payloads + self.slots * _pages(self.slot_bytes)
+
+    def header_at(self, slot: int) -> int:
+        """Where the header of a slot is."""
+        return PAGE + slot * HEADER_BYTES
+
+    def payload_at(self, slot: int) -> int:
+        """Where the payload of a slot is."""
+        return self.payloads + slot * _pages(self.slot_bytes)
+
+    def encode(self) -> bytes:
+        """The first bytes of the file."""
+        return _SUPER.pack(_MAGIC, _VERSION, self.slot_bytes, self.slots, self.geometry.ways)
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+class BlockArena:
+    """One process's map of an arena. Thread-safe. Owns the map and a file descriptor; `close` gives them back.
+
+    In a child that was forked it is closed: it would keep this process's locks alive.
+    """
+
+    def __init__(self, folder: str | os.PathLike, slot_bytes: int, capacity_bytes: int):
+        """Open the arena for blocks of up to `slot_bytes` bytes in `folder`, or make it with `capacity_bytes` bytes.
+        Raises ConfigError where that can't be, or where there is one with another capacity."""
+        self.shape = ArenaShape.fitting(slot_bytes, capacity_bytes)
+        self.path = Path(folder) / f"arena-{slot_bytes}"
+        fd = _open_or_create(self.path, self.shape)
+        try:
+            self._map = mmap.mmap(fd, self.shape.file_bytes)
+            # Another file description for the locks: they last as long as it, and a map that a forked child inherits
+            # keeps the one that it was made of.
+            self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+        self._bytes = memoryview(self._map)
+        self._words = self._bytes.cast("Q")  # one aligned store for each word
+        self._locks = _SlotLocks(self._fd)
+        _open_arenas.add(self)
+
+    def put(self, key: BlockKey, parts: Sequence[Buffer]) -> PutResult:
+        """Store the bytes of `parts`, one after the other, as one block. They must not change meanwhile."""
+        arrays = [_as_bytes(part) for part in parts]
+        return self.put_from(key, sum(map(len, arrays)), lambda view: _copy(key, arrays, view, True))
+
+    def put_from(self, key: BlockKey, length: int, fill: Fill) -> PutResult:
+        """Store a block of `length` bytes, which `fill` writes into the view it is given. If it raises, nothing is
+        stored. ValueError for a block that is larger than a slot."""
+        if not 0 < length <= self.shape.slot_bytes:
+            raise ValueError(f"{length} bytes; a slot has {self.shape.slot_bytes}")
+        return self.run(put(self.shape.geometry, key, length, time.monotonic_ns()), fill)
+
+    def hold(self, key: BlockKey, length: int) -> HeldBlock | None:
+        """Lease a block of exactly `length` bytes, or None. It is not replaced before the lease is released, or this
+        process has ended."""
+        slot = self.run(lease(self.shape.geometry, key, length, time.monotonic_ns()), None)
+        return None if slot is None else HeldBlock(self, slot, key, length)
+
+    def get(self, key: BlockKey, parts: Sequence[Buffer]) -> bool:
+        """Copy a block to `parts`, as long together as the block. Returns False where there is none that is whole and
+        right: then what is in `parts` must not be used."""
+        arrays = [_as_bytes(part) for part in parts]
+        held = self.hold(key, sum(map(len, arrays)))
+        if held is None:
+            return False
+        with held:
+            return held.copy_to(arrays)
+
+    def contains(self, key: BlockKey) -> bool:
+        """Whether the block seems to be there. Takes no lease: it may be gone at once."""
+        return any((header := self.record(slot).header) is not None and header.key == key
+                   for slot in self.shape.geometry.candidates(key))
+
+    def blocks(self) -> int:
+        """How many slots hold a block at present. Reads all headers."""
+        return sum(self.record(slot).header is not None for slot in range(self.shape.slots))
+
+    def payload(self, slot: int, length: int) -> memoryview:
+        """The bytes of a slot that is leased or locked by the caller."""
+        start = self.shape.payload_at(slot)
+        return self._bytes[start:start + length]
+
+    def unlock(self, slot: int) -> None:
+        """End one lease of a slot."""
+        self._locks.unlock(slot)
+
+    def run(self, steps: Steps, payload: Fill | None) -> Any:
+        """Do what `steps` asks for, until it returns; `payload` copies or sums. If something raises, what was locked
+        here is unlocked."""
+        if self._fd < 0:
+            raise ValueError("this arena is closed")
+        locked: set[int] = set()
+        answer = None
+        try:
+            while True:
+                step = steps.send(answer)
+                answer = self._do(step, payload)
+                if isinstance(step, UnlockSlot):
+                    locked.discard(step.slot)
+                elif answer is True and isinstance(step, LockSlot):
+                    locked.add(step.slot)
+        except StopIteration as end:
+            return end.value
+        except BaseException:
+            for slot in locked:
+                self._locks.unlock(slot)
+            raise
+
+    def close(self) -> None:
+        """Give the map back, and release all locks. Idempotent. No other call may run, nor come later."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        self._words.release()
+        with contextlib.suppress(BufferError):  # a view of a block is still used: the map ends with it
+            self._bytes.release()
+            self._map.close()
+
+    def _close_in_child(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @functools.singledispatchmethod
+    def _do(self, step: NamedTuple, payload: Fill | None) -> Any:
+        raise TypeError(step)
+
+    @_do.register
+    def _(self, step: ReadRecord, payload: Fill | None) -> SlotRecord:
+        return self.record(step.slot)
+
+    @_do.register
+    def _(self, step: LockSlot, payload: Fill | None) -> bool:
+        return self._locks.lock(step.slot, step.exclusive)
+
+    @_do.register
+    def _(self, step: UpgradeLock, payload: Fill | None) -> bool:
+        return self._locks.upgrade(step.slot)
+
+    @_do.register
+    def _(self, step: UnlockSlot, payload: Fill | None) -> None:
+        self._locks.unlock(step.slot)
+
+    @_do.register
+    def _(self, step: Unseal, payload: Fill | None) -> None:
+        self._set_word(step.slot, SEAL_OFFSET, 0)
+
+    @_do.register
+    def _(self, step: SetSeal, payload: Fill | None) -> None:
+        self._set_word(step.slot, SEAL_OFFSET, step.seal)
+
+    @_do.register
+    def _(self, step: TouchSlot, payload: Fill | None) -> None:
+        self._set_word(step.slot, USED_OFFSET, step.now_ns)
+
+    @_do.register
+    def _(self, step: WriteFields, payload: Fill | None) -> None:
+        start = self.shape.header_at(step.slot)
+        self._bytes[start:start + SEAL_OFFSET] = step.header.encode()
+
+    @_do.register
+    def _(self, step: FillPayload | SumPayload, payload: Fill | None) -> int | None:
+        return payload(self.payload(step.slot, step.length))
+
+    def record(self, slot: int) -> SlotRecord:
+        """What the header of a slot says."""
+        start = self.shape.header_at(slot)
+        data = bytes(self._bytes[start:start + HEADER_BYTES])
+        return SlotRecord(decode(data), _WORD.unpack_from(data, USED_OFFSET)[0])
+
+    def _set_word(self, slot: int, offset: int, value: int) -> None:
+        self._words[(self.shape.header_at(slot) + offset) // 8] = value
+
+
+class HeldBlock:
+    """A lease of a block in an arena. The caller releases it, also after a check that failed; `with` does that."""
+
+    def __init__(self, arena: BlockArena, slot: int, key: BlockKey, length: int):
+        self._arena = arena
+        self._slot: int | None = slot
+        self.key = key
+        self.length = length
+
+    @property
+    def bytes(self) -> memoryview:
+        """The block, unchecked."""
+        return self._arena.payload(self._slot, self.length)
+
+    @property
+    def header(self) -> BlockHeader | None:
+        """The header that was written with it; None where the block has been found wrong."""
+        return self._arena.record(self._slot).header if self._slot is not None else None
+
+    def is_right(self) -> bool:
+        """Whether the block, where it lies, is what was put. Where not, the lease is over, and so is the block."""
+        return self._checked(lambda view: _sum(self.key, view))
+
+    def copy_to(self, parts: Sequence[Buffer]) -> bool:
+        """Copy the block to `parts`, as long together, and check what has arrived there. As `is_right` otherwise."""
+        arrays = [_as_bytes(part) for part in parts]
+        if sum(map(len, arrays)) != self.length:
+            raise ValueError(f"parts of {sum(map(len, arrays))} bytes for a block of {self.length}")
+        return self._checked(lambda view: _copy(self.key, arrays, view, False))
+
+    def release(self) -> None:
+        """End the lease. Idempotent."""
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            self._arena.unlock(slot)
+
+    def _checked(self, payload: Fill) -> bool:
+        if self._slot is None:
+            return False
+        right = self._arena.run(check(self._slot, self.key, self.length), payload)
+        if not right:
+            self._slot = None
+        return right
+
+    def __enter__(self) -> HeldBlock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class _SlotLocks:
+    """The locks of the slots. Between processes the kernel's, which knows one owner, this file description; between the
+    threads of this process a count, 0 < n readers, or -1."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+        self._held: dict[int, int] = {}
+        self._mutex = threading.Lock()  # never held while anything waits
+
+    def lock(self, slot: int, exclusive: bool) -> bool:
+        """Try to lock."""
+        with self._mutex:
+            held = self._held.get(slot, 0)
+            if held < 0 or (exclusive and held):
+                return False
+            if not held and not self._ask(slot, fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK):
+                return False
+            self._held[slot] = -1 if exclusive else held + 1
+            return True
+
+    def upgrade(self, slot: int) -> bool:
+        """Try to make the caller's shared lock exclusive."""
+        with self._mutex:
+            if self._held.get(slot) != 1 or not self._ask(slot, fcntl.F_WRLCK):
+                return False
+            self._held[slot] = -1
+            return True
+
+    def unlock(self, slot: int) -> None:
+        """Give one lock back."""
+        with self._mutex:
+            held = self._held[slot] - 1
+            if held > 0:
+                self._held[slot] = held
+                return
+            del self._held[slot]
+            self._ask(slot, fcntl.F_UNLCK)
+
+    def _ask(self, slot: int, kind: int) -> bool:
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
+        except OSError:  # someone else has it, or the kernel has no room for locks
+            return False
+        return True
+
+
+def _as_bytes(part: Buffer) -> np.ndarray:
+    return np.frombuffer(part, np.uint8) if not isinstance(part, np.ndarray) else part.reshape(-1).view(np.uint8)
+
+
+def _pieces(arrays: Sequence[np.ndarray], view: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray, memoryview]]:
+    """The same bytes as (piece of an array, piece of the view as an array, piece of the view)."""
+    at, target = 0, np.frombuffer(view, np.uint8)
+    for array in arrays:
+        for start in range(0, len(array), CHUNK_BYTES):
+            piece = array[start:start + CHUNK_BYTES]
+            end = at + len(piece)
+            yield piece, target[at:end], view[at:end]
+            at = end
+
+
+def _copy(key: BlockKey, arrays: Sequence[np.ndarray], view: memoryview, into_view: bool) -> int:
+    """Copy between arrays and view. Returns the checksum of the bytes where they have arrived."""
+    checksum = checksummer(key, len(view))
+    for piece, target, target_view in _pieces(arrays, view):
+        if into_view:
+            np.copyto(target, piece)
+            checksum.update(target_view)
+        else:
+            np.copyto(piece, target)
+            checksum.update(piece)
+    return checksum.intdigest()
+
+
+def _sum(key: BlockKey, view: memoryview) -> int:
+    checksum = checksummer(key, len(view))
+    checksum.update(view)
+    return checksum.intdigest()
+
+
+def _open_or_create(path: Path, shape: ArenaShape) -> int:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            return _open(path, shape)
+        except FileNotFoundError:
+            _create(path, shape)
+            return _open(path, shape)
+    except OSError as error:
+        raise ConfigError("folder", str(path.parent), f"{error.strerror}: it must be a folder of this user on a tmpfs "
+                          f"with {shape.file_bytes / 2**30:.2f} GiB free, like /dev/shm/vllm-pd-store") from error
+
+
+def _open(path: Path, shape: ArenaShape) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            raise ConfigError("folder", str(path.parent), f"{path} belongs to another user, who could put anything "
+                              "into it: choose another folder")
+        if status.st_size != shape.file_bytes or os.pread(fd, _SUPER.size, 0) != shape.encode():
+            raise ConfigError("memory_gib", round(shape.file_bytes / 2**30, 3), f"{path} is there with "
+                              f"{status.st_size / 2**30:.3f} GiB: give all engines the same, or end those that use it "
+                              "and remove it")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _create(path: Path, shape: ArenaShape) -> None:
+    """Make the file without a name, so that nothing is left if this process ends, then give it its name. Another may
+    have been quicker: then that one is it."""
+    fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, shape.file_bytes)
+        os.pwrite(fd, shape.encode(), 0)
+        try:
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=0)  # with a folder Python follows the link, as is needed
+        except FileExistsError:
+            return
+    finally:
+        os.close(fd)
+
+
+_open_arenas: weakref.WeakSet[BlockArena] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [arena._close_in_child() for arena in list(_open_arenas)])

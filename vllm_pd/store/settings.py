@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of the store: `kv_connector_extra_config` of an engine that names PDStoreConnector."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_pd.errors import ConfigError
+
+DEFAULT_FOLDER = "/dev/shm/vllm-pd-store"
+DEFAULT_MEMORY_GIB = 4.0
+DEFAULT_FILE_GIB = 32.0
+KEYS = ("folder", "memory_gib", "file_folder", "file_gib")
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """Where the store is and how large. `file_folder` None: there is no file tier. Made by `parse`."""
+    folder: str = DEFAULT_FOLDER
+    memory_gib: float = DEFAULT_MEMORY_GIB
+    file_folder: str | None = None
+    file_gib: float = DEFAULT_FILE_GIB
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> StoreSettings:
+        """Raises ConfigError for a key that is unknown, of a wrong type or out of bounds. Opens no file."""
+        for key, value in values.items():
+            if key not in KEYS:
+                raise ConfigError(key, value, f"there is no such key: write one of {', '.join(KEYS)}")
+            if key.endswith("_gib"):
+                _check_size(key, value)
+            elif not isinstance(value, str) or not value.startswith("/"):
+                raise ConfigError(key, value, f"it must be a folder with its whole path, like {DEFAULT_FOLDER}")
+        if "file_gib" in values and "file_folder" not in values:
+            raise ConfigError("file_gib", values["file_gib"], "there is no file tier: write file_folder, too")
+        return cls(**values)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The size of the arena."""
+        return int(self.memory_gib * 2**30)
+
+    @property
+    def file_bytes(self) -> int:
+        """The bound of the file tier."""
+        return int(self.file_gib * 2**30)
+
+
+def _check_size(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(key, value, "it must be a number, without quotes, like 4")
+    if not 0 < value <= 2**20:
+        raise ConfigError(key, value, "it must be above 0 and at most 1048576, like 4")
