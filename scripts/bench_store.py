@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The KV store: GB/s in and out beside memcpy and LMCache's CPU backend, and the hits of its eviction beside the most.
+
+Bandwidth: one thread copies blocks of `--block-bytes` from one buffer into the store and from there to another, each
+larger than the caches of most machines. The ways take turns in each round. `memcpy` is numpy's copy between two
+buffers. `store` checks each block that it reads. LMCache is measured where it can be imported; its backend is a
+dictionary of one process over one buffer: allocate, copy in, put, get, copy out, remove.
+
+Hits: conversations (`vllm_pd.bench.simulation`) on an arena with a share of the blocks of the whole trace. A hit is a
+prompt's block that is there and all before it. The most that any cache of that size can have is `most_hits`.
+"""
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vllm_pd.bench.simulation.oracle import block_uses, most_hits
+from vllm_pd.bench.simulation.trace import TraceConfig, make
+from vllm_pd.store.arena import PAGE, BlockArena
+from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
+from vllm_pd.store.settings import StoreSettings
+from vllm_pd.store.slots import WAYS
+from vllm_pd.store.store import BlockStore
+
+BLOCK_TOKENS = 16  # of the conversations
+
+
+def key_of(number: int) -> BlockKey:
+    """The key of a block: consecutive ones are in consecutive sets."""
+    return BlockKey(b"m" * 16, number.to_bytes(32, "little"))
+
+
+def scattered_key_of(number: int) -> BlockKey:
+    """The key of a block, in any set, as the names of real blocks are."""
+    return key_of(number * 0x9E3779B97F4A7C15 % (1 << 64))
+
+
+class Memcpy:
+    """Copies to a buffer, and back."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self._memory = np.zeros((blocks, size), np.uint8) + 1
+
+    def put(self, number: int, data: np.ndarray) -> None:
+        """Copy a block in."""
+        np.copyto(self._memory[number], data)
+
+    def get(self, number: int, out: np.ndarray) -> None:
+        """Copy a block out."""
+        np.copyto(out, self._memory[number])
+
+    def clear(self) -> None:
+        """Nothing: it is overwritten."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class OurStore:
+    """The arena, full of other blocks before a round: each put replaces one."""
+
+    def __init__(self, blocks: int, size: int, folder: Path) -> None:
+        memory = (HEADER_BYTES + -(-size // PAGE) * PAGE) * (blocks + WAYS) + 4 * PAGE
+        self._store = BlockStore(StoreSettings(str(folder), memory / 2**30), size)
+        self._round = 0
+
+    def put(self, number: int, data: np.ndarray) -> None:
+        """Store a block."""
+        self._store.put(key_of(self._round << 32 | number), [data])
+
+    def get(self, number: int, out: np.ndarray) -> None:
+        """Read a block, and check it."""
+        if not self._store.get(key_of(self._round << 32 | number), [out]):
+            raise RuntimeError(f"block {number} is not there")
+
+    def clear(self) -> None:
+        """The blocks to come are other ones."""
+        self._round += 1
+
+    def close(self) -> None:
+        """Give the arena back."""
+        self._store.close()
+
+
+class LMCacheBackend:
+    """LMCache's LocalCPUBackend."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        import torch
+        from lmcache.utils import CacheEngineKey
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
+        from lmcache.v1.memory_management import MemoryFormat
+        from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+        self._torch, self._key, self._format = torch, CacheEngineKey, MemoryFormat.KV_2LTD
+        config = LMCacheEngineConfig.from_defaults(local_cpu=True, max_local_cpu_size=blocks * size * 1.25 / 2**30)
+        allocator = MixedMemoryAllocator(int(blocks * size * 1.25))
+        self._backend = LocalCPUBackend(config, memory_allocator=allocator)
+        self._size = size
+        self._keys: list[object] = []
+
+    def _name(self, number: int) -> object:
+        return self._key("model", 1, 0, number, self._torch.uint8)
+
+    def put(self, number: int, data: np.ndarray) -> None:
+        """Allocate, copy, put."""
+        block = self._backend.allocate(self._torch.Size([self._size]), self._torch.uint8, self._format)
+        np.copyto(np.frombuffer(block.byte_array, np.uint8), data)
+        self._keys.append(self._name(number))
+        self._backend.submit_put_task(self._keys[-1], block)
+        block.ref_count_down()
+
+    def get(self, number: int, out: np.ndarray) -> None:
+        """Get, copy."""
+        block = self._backend.get_blocking(self._name(number))
+        np.copyto(out, np.frombuffer(block.byte_array, np.uint8))
+        block.ref_count_down()
+
+    def clear(self) -> None:
+        """Remove all."""
+        for key in self._keys:
+            self._backend.remove(key)
+        self._keys = []
+
+    def close(self) -> None:
+        """Nothing: it ends with the process."""
+
+
+def gb_per_s(act: Callable[[int, np.ndarray], None], rows: np.ndarray) -> float:
+    """The rate at which `act` moves these blocks."""
+    began_s = time.perf_counter()
+    for number, row in enumerate(rows):
+        act(number, row)
+    return rows.nbytes / (time.perf_counter() - began_s) / 1e9
+
+
+def ways(blocks: int, size: int, folder: Path) -> Iterator[tuple[str, Memcpy | OurStore | LMCacheBackend]]:
+    """What is compared."""
+    yield "memcpy", Memcpy(blocks, size)
+    yield "store", OurStore(blocks, size, folder)
+    try:
+        yield "lmcache", LMCacheBackend(blocks, size)
+    except ImportError as error:
+        print(f"LMCache is not measured: {error}", file=sys.stderr)
+
+
+def measure_rates(args: argparse.Namespace, size: int) -> dict[str, dict[str, object]]:
+    """GB/s of each way: medians, and all rounds. The first round, in which memory is touched first, is left out."""
+    blocks = max(8, int(args.gib * 2**30) // size)
+    rng = np.random.default_rng(0)
+    source = rng.integers(0, 256, (blocks, size), np.uint8)
+    target = np.zeros((blocks, size), np.uint8) + 1
+    folder = Path(tempfile.mkdtemp(prefix="vllm-pd-bench-", dir="/dev/shm"))
+    found: dict[str, dict[str, list[float]]] = {}
+    try:
+        compared = dict(ways(blocks, size, folder))
+        for number in range(args.rounds + 1):
+            for name, way in compared.items():
+                way.clear()
+                rates = {"in": gb_per_s(way.put, source), "out": gb_per_s(way.get, target)}
+                for direction, rate in rates.items() if number else ():
+                    found.setdefault(name, {"in": [], "out": []})[direction].append(round(rate, 3))
+        for way in compared.values():
+            way.close()
+    finally:
+        shutil.rmtree(folder)
+    return {name: {f"{direction}_{what}": value for direction, rounds in each.items()
+                   for what, value in (("gb_per_s", round(statistics.median(rounds), 2)), ("rounds", rounds))}
+            for name, each in found.items()}
+
+
+class PlainLru:
+    """One list of blocks, the least recently used first."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._blocks: dict[int, None] = {}
+
+    def hits(self, prompt: Sequence[int]) -> int:
+        """How many blocks of a prompt are there, from its first on."""
+        return next((number for number, block in enumerate(prompt) if block not in self._blocks), len(prompt))
+
+    def use(self, block: int) -> None:
+        """Store a block, or note that it was used."""
+        self._blocks.pop(block, None)
+        self._blocks[block] = None
+        if len(self._blocks) > self._room:
+            del self._blocks[next(iter(self._blocks))]
+
+
+def measure_hits(args: argparse.Namespace, share: float) -> dict[str, float]:
+    """The share of the prompts' blocks that are hits: in the store, in one LRU list of its size, and at most."""
+    trace = make(TraceConfig(conversations=args.conversations, seed=args.seed))
+    uses = block_uses(trace, BLOCK_TOKENS)
+    room = max(1, int(uses.distinct * share))
+    folder = Path(tempfile.mkdtemp(prefix="vllm-pd-bench-", dir="/dev/shm"))
+    try:
+        arena = BlockArena(folder, 8, room * (HEADER_BYTES + PAGE) + 3 * PAGE)
+        plain = PlainLru(arena.shape.slots)
+        hits = plain_hits = asked = 0
+        for blocks, prompt_blocks in uses:
+            prompt = [scattered_key_of(block) for block in blocks[:prompt_blocks]]
+            hits += next((number for number, key in enumerate(prompt) if not arena.contains(key)), prompt_blocks)
+            plain_hits += plain.hits(blocks[:prompt_blocks])
+            asked += prompt_blocks
+            for block in reversed(blocks):  # the end of a prompt is to go first
+                arena.put(scattered_key_of(block), [bytes(8)])
+                plain.use(block)
+        slots = arena.shape.slots
+        arena.close()
+    finally:
+        shutil.rmtree(folder)
+    return {"share": share, "slots": slots, "distinct_blocks": uses.distinct, "hits": round(hits / asked, 4),
+            "plain_lru": round(plain_hits / asked, 4),
+            "most_hits": round(most_hits(uses, slots) / asked, 4),
+            "endless_cache": round(most_hits(uses, None) / asked, 4)}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--block-bytes", type=int, nargs="+", default=[256 << 10, 2 << 20, 6 << 20])
+    made.add_argument("--gib", type=float, default=1.0, help="what is copied in each round")
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--conversations", type=int, default=300)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--remark", default="", help="goes into the JSON: what else ran on the machine")
+    made.add_argument("--output", type=Path, help="write the figures here, too, as JSON")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints two tables."""
+    args = parser().parse_args(argv)
+    rates = {size: measure_rates(args, size) for size in args.block_bytes}
+    print("| block, KiB | way | in, GB/s | out, GB/s | in / memcpy | out / memcpy |\n|---|---|---|---|---|---|")
+    for size, each in rates.items():
+        for name, found in each.items():
+            parts = [found[f"{way}_gb_per_s"] / each["memcpy"][f"{way}_gb_per_s"] for way in ("in", "out")]
+            print(f"| {size >> 10} | {name} | {found['in_gb_per_s']} | {found['out_gb_per_s']} | "
+                  f"{parts[0]:.2f} | {parts[1]:.2f} |")
+    hits = [measure_hits(args, share) for share in (0.1, 0.25, 0.5, 1.0)]
+    print("\n| slots / distinct blocks | hits | of one LRU list | most hits |\n|---|---|---|---|")
+    for one in hits:
+        print(f"| {one['share']} | {one['hits']:.3f} | {one['plain_lru']:.3f} | {one['most_hits']:.3f} |")
+    if args.output is not None:
+        args.output.write_text(json.dumps({"remark": args.remark, "gib": args.gib, "rates": rates, "hits": hits},
+                                          indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
