@@ -57,6 +57,7 @@ _SUPER = struct.Struct("<8sQQQQ")  # magic, version, slot_bytes, slots, ways
 _VERSION = 1
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _WORD = struct.Struct("<Q")
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: allocate; an error where that can't be, and no signal
 
 
 class ArenaShape(NamedTuple):
@@ -119,7 +120,7 @@ class BlockArena:
         self.path = Path(folder) / f"arena-{slot_bytes}"
         fd = _open_or_create(self.path, self.shape)
         try:
-            self._map = mmap.mmap(fd, self.shape.file_bytes)
+            self._map = _map_file(fd, self.shape.file_bytes)
             # Another file description for the locks: they last as long as it, and a map that a forked child inherits
             # keeps the one that it was made of.
             self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -396,6 +397,14 @@ def _sum(key: BlockKey, view: memoryview) -> int:
     return checksum.intdigest()
 
 
+def _map_file(fd: int, size: int) -> mmap.mmap:
+    """Map a file, in large pages if they are allowed for those who ask."""
+    mapped = mmap.mmap(fd, size)
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
 def _open_or_create(path: Path, shape: ArenaShape) -> int:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -431,7 +440,10 @@ def _create(path: Path, shape: ArenaShape) -> None:
     have been quicker: then that one is it."""
     fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, shape.file_bytes)
+        os.ftruncate(fd, shape.file_bytes)
+        with contextlib.suppress(OSError), _map_file(fd, shape.file_bytes) as whole:
+            whole.madvise(_POPULATE_WRITE)  # in large pages, where the system has them
+        os.posix_fallocate(fd, 0, shape.file_bytes)  # what is not there yet; an error where there is no room
         os.pwrite(fd, shape.encode(), 0)
         try:
             os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=0)  # with a folder Python follows the link, as is needed
