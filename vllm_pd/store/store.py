@@ -34,7 +34,8 @@ class _FileJob:
 
 
 class BlockStore:
-    """A process's way to the store. Thread-safe. Owns the arena's map and a thread; `close` ends them.
+    """A process's way to the store. Thread-safe. Owns the arena's map and, from the first
+    block on that gets a file, a thread; `close` ends them.
 
     `counts`: by what has become of each call. Of `put` the values of `PutResult`; of `fetch` "memory", "file",
     "missing"; of the thread "written", "no room", "gone" (before its file was written), "not queued", "error".
@@ -54,14 +55,13 @@ class BlockStore:
             except BaseException:
                 self.arena.close()
                 raise
-            self._thread = threading.Thread(target=self._write_files, name="pd-store-files", daemon=True)
-            self._thread.start()
 
     def put(self, key: BlockKey, parts: Sequence[Buffer]) -> PutResult:
         """Store a block: the bytes of `parts`, which must not change meanwhile."""
         result = self.arena.put(key, parts)
         self._count(result.value)
         if result is PutResult.STORED and self.files is not None:
+            self._start()
             try:
                 self._jobs.put_nowait(_FileJob(key, sum(memoryview(part).nbytes for part in parts)))
             except queue.Full:
@@ -115,6 +115,16 @@ class BlockStore:
                                self._jobs.qsize())
                 return
         self.arena.close()
+
+    def contains(self, key: BlockKey) -> bool:
+        """Whether the block seems to be there, in memory or as a file. It may be gone at once."""
+        return self.arena.contains(key) or (self.files is not None and self.files.contains(key))
+
+    def _start(self) -> None:
+        with self._mutex:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_files, name="pd-store-files", daemon=True)
+                self._thread.start()
 
     def _count(self, what: str) -> None:
         with self._mutex:

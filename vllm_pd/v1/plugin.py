@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM loads in each of its processes: the entry point `vllm_pd` in `vllm.general_plugins`.
 
-It registers our connector's name and nothing else. No class of vLLM is changed and no thread is started before a
+It registers our connectors' names and nothing else. No class of vLLM is changed and no thread is started before a
 configuration names PDConnector; vLLM then imports `vllm_pd.v1.activate`.
 """
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from vllm_pd.installation import check_installation
 
 CONNECTOR = "PDConnector"
-MODULE = "vllm_pd.v1.activate"
+MODULES = {CONNECTOR: "vllm_pd.v1.activate", "PDStoreConnector": "vllm_pd.store.connector"}
 
 
 def register() -> None:
-    """Make the connector known by its name. May be called again. Raises ConfigError if the patched vLLM of this project
-    is installed, too."""
+    """Make the connectors known by their names. May be called again. Raises ConfigError if the patched vLLM of this
+    project is installed, too."""
     check_installation()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+    for name, module in MODULES.items():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, module, name)

@@ -76,7 +76,7 @@ class RankWorker:
             raise ConfigError("kv_cache", "registered twice", "an engine that replaces its cache can't transfer it")
         stage = get_pp_group().rank_in_group
         self._rank = stage * self._tp + get_tensor_model_parallel_rank()
-        views = _distinct(kv_caches)
+        views = distinct_caches(kv_caches)
         description = self._describe(list(views.values()), stage)
         enter = no_context
         if description.memory is Memory.VRAM:
@@ -163,7 +163,7 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
             RemoteEngineTransfer(RankTransfers(connections)))
 
 
-def _distinct(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def distinct_caches(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The caches in the order of their layers' numbers, without those of layers that share another layer's cache."""
     views: dict[int, tuple[str, torch.Tensor]] = {}
     for name in sorted(kv_caches, key=_numbers_in):

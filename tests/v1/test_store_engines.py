@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real V1 engines that share a store: PDStoreConnector, with the tiny model. What one computed the others load."""
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.v1.real_engines import RealEngine
+from vllm_pd.store.arena import BlockArena
+
+BLOCK = 32
+MEMORY_GIB = 0.02
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The arena's folder."""
+    memory = Path(tempfile.mkdtemp(prefix="vllm-pd-test-", dir="/dev/shm"))
+    yield memory
+    shutil.rmtree(memory)
+
+
+@pytest.fixture(scope="module")
+def settings(folder, tmp_path_factory):
+    """What a user writes."""
+    return {"kv_connector": "PDStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"folder": str(folder), "memory_gib": MEMORY_GIB, "file_gib": 1,
+                                          "file_folder": str(tmp_path_factory.mktemp("files"))}}
+
+
+@pytest.fixture(scope="module")
+def pair(settings, logs):
+    """Two engines with one store."""
+    engines = [RealEngine(None, logs / f"store{number}.log", kv_transfer_config=settings) for number in range(2)]
+    yield [engine.ready() for engine in engines]
+    for engine in engines:
+        engine.stop()
+
+
+def arena_of(folder: Path) -> BlockArena:
+    """The arena that the engines have made."""
+    path, = folder.iterdir()
+    return BlockArena(folder, int(path.name.removeprefix("arena-")), int(MEMORY_GIB * 2**30))
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return [(seed * 7919 + place * 31) % 500 + 5 for place in range(tokens)]
+
+
+def whole_blocks(tokens: int) -> int:
+    """The tokens that a request of so many can load: its last one is always computed."""
+    return (tokens - 1) // BLOCK * BLOCK
+
+
+def ask(engine: RealEngine, *prompts: list[int], tokens: int = 8) -> tuple[list[list[int]], list[int]]:
+    """(answers, tokens of each prompt that were not computed)."""
+    engine.ask(list(prompts), tokens)
+    answers = engine.answer()
+    return [one for one, _ in answers], [cached for _, cached in answers]
+
+
+def test_b104_what_one_engine_computed_another_loads(mono, pair):
+    """B104: the second engine computes only what follows the last whole block, and answers as one stock engine does."""
+    prompts = [prompt(1, 100), prompt(2, 64), prompt(3, 65), prompt(4, 600), prompt(5, 20)]
+    right = mono.generate(prompts)
+    assert ask(pair[0], *prompts) == (right, [0] * 5)
+    assert ask(pair[1], *prompts) == (right, [whole_blocks(len(one)) for one in prompts])
+
+
+def test_b104_a_conversation_over_both(mono, pair):
+    """Each turn goes to the other engine, and computes its new tokens only: of the earlier turns all whole blocks are
+    loaded, those that hold answers, too, but for the last."""
+    chat = prompt(11, 150)
+    for turn in range(4):
+        answer, = mono.generate([chat], tokens=40)
+        (given,), (cached,) = ask(pair[turn % 2], chat, tokens=40)
+        assert given == answer
+        assert turn == 0 or cached >= len(chat) - 30 - 2 * BLOCK, (turn, cached, len(chat))
+        chat = chat + answer + prompt(20 + turn, 30)
+
+
+def test_b104_a_damaged_block_is_computed_again(mono, pair, folder, settings):
+    """B104: one byte of one block is another, in memory, and its file is cut: the whole load fails, the prompt is
+    computed, and the answer is right."""
+    asked = prompt(31, 200)
+    right = mono.generate([asked])
+    arena = arena_of(folder)
+    before = {slot for slot in range(arena.shape.slots) if arena.record(slot).header is not None}
+    assert ask(pair[0], asked) == (right, [0])
+    fresh = [slot for slot in range(arena.shape.slots) if arena.record(slot).header is not None and slot not in before]
+    assert len(fresh) >= 6
+    for slot in fresh:
+        arena.payload(slot, arena.shape.slot_bytes)[7] ^= 1
+    arena.close()
+    shutil.rmtree(settings["kv_connector_extra_config"]["file_folder"])
+    Path(settings["kv_connector_extra_config"]["file_folder"]).mkdir()
+    assert ask(pair[1], asked) == (right, [0])
+    assert ask(pair[1], asked)[0] == right
+
+
+def test_b104_an_engine_is_killed_while_it_works(mono, pair, settings, logs):
+    """B104: SIGKILL of all processes of one engine in the middle of long prompts; the other answers as before, and one
+    that starts anew loads what both have put."""
+    prompts = [prompt(40 + number, 700) for number in range(4)]
+    right = mono.generate(prompts)
+    pair[0].ask(prompts, 8)
+    for process in pair[0].processes():
+        process.send_signal(signal.SIGKILL)
+    assert ask(pair[1], *prompts)[0] == right
+    again = RealEngine(None, logs / "store2.log", kv_transfer_config=settings).ready()
+    try:
+        answers, cached = ask(again, *prompts)
+        assert answers == right and cached == [whole_blocks(700)] * 4
+    finally:
+        again.stop()

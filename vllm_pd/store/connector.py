@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PDStoreConnector`: V1's KV connector over the store, without peers. It only passes on.
+
+Scheduler role, in EngineCore: `StorePlan` says what a request can load and what a step has filled. A request that loads
+waits as one that waits for a peer does (V1's asynchronous load). Worker role: `StoreWorker`.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+
+from vllm_pd.checks import check_features, check_limits, check_model
+from vllm_pd.errors import ConfigError
+from vllm_pd.fingerprint import pin_weights
+from vllm_pd.store.blocks import BlockKey
+from vllm_pd.store.plan import NamedBlock, StorePlan
+from vllm_pd.store.settings import StoreSettings
+from vllm_pd.store.store import BlockStore
+from vllm_pd.store.worker import StoreWorker, block_parts, model_of
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+STABLE_HASHES = ("sha256", "sha256_cbor")  # equal in all processes, and no two prompts have the same
+ONE_RANK = "use 1: the store is not tried with blocks in several parts yet"
+STORE_LIMITS = {key: (1, ONE_RANK) for key in (
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
+    "decode_context_parallel_size", "nnodes")}
+STORE_FEATURES = {
+    "speculative_config": "remove it: tokens that are guessed and rejected would be stored as computed",
+    "lora_config": "remove it: adapters are known by their names only, so their KV can't be told apart",
+    "enable_sleep_mode": "remove it: a sleeping engine's cache is gone while blocks are loaded",
+    "attention_chunk_size": "serve a model without chunked local attention: its blocks are not kept",
+    "weight_transfer_config": "remove it and restart engines for new weights: KV of the old ones is stored",
+}
+
+
+@dataclass(frozen=True)
+class StoreHandshake(KVConnectorHandshakeMetadata):
+    """What the worker tells EngineCore: by which name its blocks are stored, and their size."""
+    model: bytes
+    slot_bytes: int
+
+
+@dataclass
+class StoreStep(KVConnectorMetadata):
+    """What the workers are to do with a step. Plain values: the executor pickles it."""
+    loads: dict[str, list[tuple[bytes, int]]] = field(default_factory=dict)
+    puts: list[tuple[bytes, int]] = field(default_factory=list)
+
+
+class PDStoreConnector(KVConnectorBase_V1):
+    """Without `SupportsHMA`: V1 then keeps all layers in one group of blocks."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_store(vllm_config)
+        self._config = vllm_config
+        self._settings = StoreSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        self._block_size = vllm_config.cache_config.block_size
+        self._worker: StoreWorker | None = None
+        self._handshake: StoreHandshake | None = None
+        self._store: BlockStore | None = None
+        self._plan: StorePlan | None = None
+        self._manager: KVCacheManager | None = None
+        self._requests: dict[str, Request] = {}
+        self._loads: dict[str, list[NamedBlock]] = {}
+
+    # The scheduler role.
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """The worker's cache is known: open the store."""
+        told = metadata[0]
+        self._store = store = BlockStore(self._settings, told.slot_bytes)
+        self._plan = StorePlan(self._block_size, lambda name: store.contains(BlockKey(told.model, name)))
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """It knows the blocks of each request."""
+        self._manager = kv_cache_manager
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has come."""
+        if self._plan is not None and not request.mm_features and request.prompt_embeds is None:
+            self._requests[request.request_id] = request
+            self._plan.add(request.request_id)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens that are loaded, True), or (0, False): compute it."""
+        if self._plan is None or request.num_preemptions:
+            return 0, False
+        tokens = self._plan.loadable_tokens(request.request_id, self._names(request), request.num_tokens,
+                                            num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All groups: V1 must not zero blocks that are loaded."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request has blocks, and waits where `num_external_tokens` is more than 0."""
+        if num_external_tokens:
+            self._loads[request.request_id] = self._plan.loads(request.request_id, self._names(request),
+                                                               blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What goes to the worker with this step."""
+        step = StoreStep()
+        if self._plan is None:
+            return step
+        step.loads, self._loads = {one: [tuple(block) for block in blocks] for one, blocks in self._loads.items()}, {}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, before in computed.items():
+            if (request := self._requests.get(request_id)) is not None:
+                after = before + scheduler_output.num_scheduled_tokens[request_id]
+                step.puts += map(tuple, self._plan.puts(request_id, self._names(request), lambda one=request_id:
+                                                        self._manager.get_block_ids(one)[0], after))
+        return step
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the worker reported: a load that failed is not tried again."""
+        for request_id in connector_output.failed_recving or ():
+            self._plan.failed(request_id)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended."""
+        self._requests.pop(request.request_id, None)
+        if self._plan is not None:
+            self._plan.end(request.request_id)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Cached KV is not to be used any more, as after a change of the weights. The store is not this engine's alone:
+        it stays, and this engine stops using it."""
+        self._plan, self._requests = None, {}
+        return True
+
+    # The worker role.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The caches of all layers are allocated."""
+        from vllm_pd.transfer.layout import describe_views
+        from vllm_pd.v1.fingerprint import engine_name, fingerprint
+        from vllm_pd.v1.worker import distinct_caches
+        views = distinct_caches(kv_caches)
+        description = describe_views(list(views.values()), num_blocks=self._config.cache_config.num_gpu_blocks,
+                                     block_size=self._block_size)
+        ours = fingerprint(self._config, description, engine_name(self._config, views))
+        self._worker = StoreWorker(self._settings, model_of(ours, 0), block_parts(list(views.values())))
+        self._handshake = StoreHandshake(model_of(ours, 0), self._worker.slot_bytes)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """For `set_xfer_handshake_metadata`."""
+        return self._handshake
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The step was computed: put what it filled, begin its loads, report those that have ended."""
+        step = self._get_connector_metadata()
+        self._worker.put([NamedBlock(*one) for one in step.puts])
+        self._worker.begin_loads({one: [NamedBlock(*block) for block in blocks] for one, blocks in step.loads.items()})
+        ended, failed = self._worker.take_ended()
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing: loads begin after the step."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs when all its KV is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole blocks are put after the step."""
+
+    def wait_for_save(self) -> None:
+        """Nothing."""
+
+    def shutdown(self) -> None:
+        """Give the store back."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _names(self, request: Request) -> list[bytes]:
+        """The chain hashes of the request's full blocks; none where V1 hashes in another unit."""
+        names = request.block_hashes
+        return names if len(names) == request.num_tokens // self._block_size else []
+
+
+def check_store(config: VllmConfig) -> None:
+    """Raises ConfigError for an engine that can't use the store."""
+    transfer, cache = config.kv_transfer_config, config.cache_config
+    if transfer.kv_role != "kv_both":
+        raise ConfigError("kv_role", transfer.kv_role, "write kv_both: every engine puts and reads blocks")
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError("kv_load_failure_policy", transfer.kv_load_failure_policy, 'write "recompute" into '
+                          "--kv-transfer-config: a block that is gone or wrong is then computed, and no request fails")
+    if cache.prefix_caching_hash_algo not in STABLE_HASHES:
+        raise ConfigError("prefix_caching_hash_algo", cache.prefix_caching_hash_algo, "write one of "
+                          f"{', '.join(STABLE_HASHES)}: the names of blocks must be equal in all engines")
+    if cache.cache_dtype.startswith("fp8"):
+        raise ConfigError("kv_cache_dtype", cache.cache_dtype, "use another: with other scales the same bytes mean "
+                          "another KV")
+    parallel, model = config.parallel_config, config.model_config
+    check_limits({key: getattr(parallel, key) for key in STORE_LIMITS}, STORE_LIMITS)
+    check_features({"speculative_config": config.speculative_config, "lora_config": config.lora_config,
+                    "enable_sleep_mode": model.enable_sleep_mode, "attention_chunk_size": model.attention_chunk_size,
+                    "weight_transfer_config": config.weight_transfer_config}, STORE_FEATURES)
+    check_model(config)
+    pin_weights(config)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's end of the store: copies blocks between V1's cache, in host memory, and the store.
+
+Blocks are put in the worker's main thread, after the step that filled them and before the next one, so nothing writes
+them meanwhile. Loads run in a thread of their own: V1 keeps the blocks of a request that waits for its KV away from
+everybody else until it is reported, and gives them no hash before. What has arrived in them is checked there. Where one
+block is missing or wrong, the whole load has failed, and V1 frees the blocks and begins the request anew.
+"""
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.store.blocks import MODEL_BYTES, BlockKey
+from vllm_pd.store.plan import NamedBlock
+from vllm_pd.store.settings import StoreSettings
+from vllm_pd.store.store import BlockStore
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from vllm_pd.core.messages import Fingerprint
+
+logger = logging.getLogger("vllm.pd")
+
+
+def model_of(fingerprint: Fingerprint, rank: int) -> bytes:
+    """The `model` of a `BlockKey`: all that decides what the bytes of a block of this rank mean."""
+    return hashlib.sha256(msgspec.json.encode([fingerprint, rank])).digest()[:MODEL_BYTES]
+
+
+def block_parts(views: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Each layer's cache as bytes [block, byte], over the same memory. `views`: [blocks, heads, tokens, content] of
+    each layer. Raises ConfigError for a cache that is not in host memory, or where a layer's part of a block is in
+    pieces."""
+    import torch
+    parts = []
+    for view in views:
+        if view.device.type != "cpu":
+            raise ConfigError("device", view.device.type, "serve on the CPU platform: the store is not connected to "
+                              "caches on a device yet")
+        if not view[0].is_contiguous():
+            raise ConfigError("kv_cache", f"strides {view.stride()}", "choose an attention backend in whose cache a "
+                              "layer's part of a block is one piece")
+        rows = view.as_strided((view.shape[0], view[0].numel()), (view.stride(0), 1)).view(torch.uint8).numpy()
+        parts.append(rows)
+    return parts
+
+
+class StoreWorker:
+    """One rank's cache and the store. All methods are for the worker's main thread. Owns the store and a thread."""
+
+    def __init__(self, settings: StoreSettings, model: bytes, parts: Sequence[np.ndarray]) -> None:
+        """`model`: as from `model_of`. `parts`: as from `block_parts`. Raises ConfigError."""
+        self.slot_bytes = sum(part.shape[1] for part in parts)
+        self.store = BlockStore(settings, self.slot_bytes)
+        self._model = model
+        self._parts = parts
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="pd-store-load")
+        self._loads: dict[str, Future[bool]] = {}
+
+    def put(self, blocks: Sequence[NamedBlock]) -> None:
+        """Copy computed blocks into the store. The end of a prompt first: it is then replaced first."""
+        for block in reversed(blocks):
+            self.store.put(BlockKey(self._model, block.name), self._rows(block))
+
+    def begin_loads(self, loads: Mapping[str, Sequence[NamedBlock]]) -> None:
+        """Begin to load the blocks of these requests."""
+        for request_id, blocks in loads.items():
+            self._loads[request_id] = self._loader.submit(self._load, blocks)
+
+    def take_ended(self) -> tuple[set[str], set[str]]:
+        """The requests whose loads have ended since the last call, and those of them that failed."""
+        ended = {request_id for request_id, load in self._loads.items() if load.done()}
+        failed = set()
+        for request_id in ended:
+            load = self._loads.pop(request_id)
+            if load.exception() is not None:
+                logger.warning("store: a load ended with an error", exc_info=load.exception())
+            if load.exception() is not None or not load.result():
+                failed.add(request_id)
+        return ended, failed
+
+    def close(self) -> None:
+        """End the thread after the load that it is at, and give the store back. Idempotent."""
+        self._loader.shutdown(wait=True, cancel_futures=True)
+        self.store.close()
+
+    def _load(self, blocks: Sequence[NamedBlock]) -> bool:
+        return all(self.store.get(BlockKey(self._model, block.name), self._rows(block)) for block in reversed(blocks))
+
+    def _rows(self, block: NamedBlock) -> list[np.ndarray]:
+        return [part[block.block_id] for part in self._parts]
