@@ -11,8 +11,8 @@ ends, however it ends. Within a process `_SlotLocks` does the same for threads.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import functools
 import mmap
 import os
 import struct
@@ -24,16 +24,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.store.blocks import HEADER_BYTES, SEAL_OFFSET, USED_OFFSET, BlockHeader, BlockKey, checksummer, decode
+from vllm_pd.store.blocks import (
+    HEADER_BYTES,
+    NAME_OFFSET,
+    SEAL_OFFSET,
+    USED_OFFSET,
+    BlockHeader,
+    BlockKey,
+    checksummer,
+    decode,
+)
+from vllm_pd.store.settings import DEFAULT_FOLDER
 from vllm_pd.store.slots import (
     FillPayload,
     LockSlot,
     PutResult,
     ReadRecord,
+    ScanSet,
     SetGeometry,
     SetSeal,
+    SlotHint,
     SlotRecord,
     Steps,
     SumPayload,
@@ -57,6 +70,8 @@ _SUPER = struct.Struct("<8sQQQQ")  # magic, version, slot_bytes, slots, ways
 _VERSION = 1
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _WORD = struct.Struct("<Q")
+_HEADER_WORDS = np.dtype({"names": ["name", "seal", "used"], "formats": ["<u8"] * 3, "itemsize": HEADER_BYTES,
+                          "offsets": [NAME_OFFSET, SEAL_OFFSET, USED_OFFSET]})  # of the name, the first eight bytes
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: allocate; an error where that can't be, and no signal
 
 
@@ -127,6 +142,7 @@ class BlockArena:
         finally:
             os.close(fd)
         self._bytes = memoryview(self._map)
+        self._headers = np.frombuffer(self._map, _HEADER_WORDS, self.shape.slots, PAGE)
         self._words = self._bytes.cast("Q")  # one aligned store for each word
         self._locks = _SlotLocks(self._fd)
         _open_arenas.add(self)
@@ -161,8 +177,9 @@ class BlockArena:
 
     def contains(self, key: BlockKey) -> bool:
         """Whether the block seems to be there. Takes no lease: it may be gone at once."""
-        return any((header := self.record(slot).header) is not None and header.key == key
-                   for slot in self.shape.geometry.candidates(key))
+        hints = self._scan(ScanSet(self.shape.geometry.candidates(key), key))
+        return any((header := self.record(hint.slot).header) is not None and header.key == key
+                   for hint in hints if hint.matches)
 
     def blocks(self) -> int:
         """How many slots hold a block at present. Reads all headers."""
@@ -206,6 +223,7 @@ class BlockArena:
         os.close(self._fd)
         self._fd = -1
         self._words.release()
+        self._headers = None
         with contextlib.suppress(BufferError):  # a view of a block is still used: the map ends with it
             self._bytes.release()
             self._map.close()
@@ -215,46 +233,40 @@ class BlockArena:
             os.close(self._fd)
             self._fd = -1
 
-    @functools.singledispatchmethod
-    def _do(self, step: NamedTuple, payload: Fill | None) -> Any:
-        raise TypeError(step)
+    def _scan(self, step: ScanSet) -> list[SlotHint]:
+        headers = self._headers[step.slots.start:step.slots.stop]
+        begins = _WORD.unpack_from(step.key.name)[0]
+        return [SlotHint(seal != 0, used, slot, seal != 0 and name == begins) for slot, seal, used, name in
+                zip(step.slots, headers["seal"].tolist(), headers["used"].tolist(), headers["name"].tolist(),
+                    strict=True)]
 
-    @_do.register
-    def _(self, step: ReadRecord, payload: Fill | None) -> SlotRecord:
-        return self.record(step.slot)
-
-    @_do.register
-    def _(self, step: LockSlot, payload: Fill | None) -> bool:
-        return self._locks.lock(step.slot, step.exclusive)
-
-    @_do.register
-    def _(self, step: UpgradeLock, payload: Fill | None) -> bool:
-        return self._locks.upgrade(step.slot)
-
-    @_do.register
-    def _(self, step: UnlockSlot, payload: Fill | None) -> None:
-        self._locks.unlock(step.slot)
-
-    @_do.register
-    def _(self, step: Unseal, payload: Fill | None) -> None:
-        self._set_word(step.slot, SEAL_OFFSET, 0)
-
-    @_do.register
-    def _(self, step: SetSeal, payload: Fill | None) -> None:
-        self._set_word(step.slot, SEAL_OFFSET, step.seal)
-
-    @_do.register
-    def _(self, step: TouchSlot, payload: Fill | None) -> None:
-        self._set_word(step.slot, USED_OFFSET, step.now_ns)
-
-    @_do.register
-    def _(self, step: WriteFields, payload: Fill | None) -> None:
+    def _write_fields(self, step: WriteFields) -> None:
         start = self.shape.header_at(step.slot)
         self._bytes[start:start + SEAL_OFFSET] = step.header.encode()
 
-    @_do.register
-    def _(self, step: FillPayload | SumPayload, payload: Fill | None) -> int | None:
-        return payload(self.payload(step.slot, step.length))
+    def _do(self, step: NamedTuple, payload: Fill | None) -> Any:
+        match step:
+            case ScanSet():
+                return self._scan(step)
+            case ReadRecord():
+                return self.record(step.slot)
+            case LockSlot():
+                return self._locks.lock(step.slot, step.exclusive)
+            case UnlockSlot():
+                return self._locks.unlock(step.slot)
+            case FillPayload() | SumPayload():
+                return payload(self.payload(step.slot, step.length))
+            case Unseal():
+                return self._set_word(step.slot, SEAL_OFFSET, 0)
+            case SetSeal():
+                return self._set_word(step.slot, SEAL_OFFSET, step.seal)
+            case TouchSlot():
+                return self._set_word(step.slot, USED_OFFSET, step.now_ns)
+            case WriteFields():
+                return self._write_fields(step)
+            case UpgradeLock():
+                return self._locks.upgrade(step.slot)
+        raise TypeError(step)
 
     def record(self, slot: int) -> SlotRecord:
         """What the header of a slot says."""
@@ -414,8 +426,9 @@ def _open_or_create(path: Path, shape: ArenaShape) -> int:
             _create(path, shape)
             return _open(path, shape)
     except OSError as error:
-        raise ConfigError("folder", str(path.parent), f"{error.strerror}: it must be a folder of this user on a tmpfs "
-                          f"with {shape.file_bytes / 2**30:.2f} GiB free, like /dev/shm/vllm-pd-store") from error
+        raise ConfigError("folder", str(path.parent), f"{error.strerror}: it must be a folder of this user on a tmpfs, "
+                          f"like {DEFAULT_FOLDER}, with {shape.file_bytes / 2**30:.2f} GiB free, there and in memory"
+                          ) from error
 
 
 def _open(path: Path, shape: ArenaShape) -> int:
@@ -438,6 +451,9 @@ def _open(path: Path, shape: ArenaShape) -> int:
 def _create(path: Path, shape: ArenaShape) -> None:
     """Make the file without a name, so that nothing is left if this process ends, then give it its name. Another may
     have been quicker: then that one is it."""
+    space = os.statvfs(path.parent)
+    if shape.file_bytes > min(space.f_bavail * space.f_frsize, psutil.virtual_memory().available):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before memory is taken from everybody
     fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(fd, shape.file_bytes)

@@ -15,6 +15,7 @@ MAGIC = b"VPDKV\0\0\1"  # the last byte is the version of the format
 MODEL_BYTES = 16
 NAME_BYTES = 32
 HEADER_BYTES = 128
+NAME_OFFSET = 24
 SEAL_OFFSET = 72
 USED_OFFSET = 80
 _FIELDS = struct.Struct("<8s16s32sQQ")  # magic, model, name, length, checksum; then the seal

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from vllm_pd.store.blocks import BlockHeader, BlockKey, seal_of
 
-WAYS = 16  # slots in a set
+WAYS = 64  # slots in a set: fewer are full while others are not, more take longer to look through
 
 
 class SetGeometry(NamedTuple):
@@ -51,6 +51,20 @@ class SlotRecord(NamedTuple):
     """What a slot's header says: the block, None if there is no whole one, and when it was last used, in ns."""
     header: BlockHeader | None
     used_ns: int
+
+
+class SlotHint(NamedTuple):
+    """What a quick look says of a slot, unchecked: whether it seems to hold a block, and the one looked for."""
+    is_sealed: bool
+    used_ns: int
+    slot: int
+    matches: bool
+
+
+class ScanSet(NamedTuple):
+    """Gives a list of `SlotHint`s, one for each of the slots."""
+    slots: range
+    key: BlockKey
 
 
 class ReadRecord(NamedTuple):
@@ -124,14 +138,13 @@ Steps = Generator[NamedTuple, Any, Any]
 
 def put(geometry: SetGeometry, key: BlockKey, length: int, now_ns: int) -> Steps:
     """Store a block of `length` bytes. Returns a `PutResult`."""
-    records = []
-    for slot in geometry.candidates(key):
-        record = yield ReadRecord(slot)
-        if record.header is not None and (record.header.key, record.header.length) == (key, length):
-            yield TouchSlot(slot, now_ns)
+    hints = yield ScanSet(geometry.candidates(key), key)
+    for hint in hints:
+        header = (yield ReadRecord(hint.slot)).header if hint.matches else None
+        if header is not None and (header.key, header.length) == (key, length):
+            yield TouchSlot(hint.slot, now_ns)
             return PutResult.PRESENT
-        records.append((record.header is not None, record.used_ns, slot))
-    for _, used_ns, slot in sorted(records):
+    for _, used_ns, slot, _ in sorted(hints):
         if not (yield LockSlot(slot, True)):
             continue
         record = yield ReadRecord(slot)
@@ -155,13 +168,11 @@ def put(geometry: SetGeometry, key: BlockKey, length: int, now_ns: int) -> Steps
 def lease(geometry: SetGeometry, key: BlockKey, length: int, now_ns: int) -> Steps:
     """Find a block and lock it against being replaced. Returns its slot, or None: it is not there, or is being written.
     The caller yields `UnlockSlot` for it, or ends."""
-    for slot in geometry.candidates(key):
+    for hint in (yield ScanSet(geometry.candidates(key), key)):
+        slot = hint.slot
+        if not hint.matches or not (yield LockSlot(slot, False)):
+            continue
         record = yield ReadRecord(slot)
-        if record.header is None or record.header.key != key:
-            continue
-        if not (yield LockSlot(slot, False)):
-            continue
-        record = yield ReadRecord(slot)  # what was read before may be of another time
         if record.header is not None and record.header.key == key and record.header.length == length:
             yield TouchSlot(slot, now_ns)
             return slot

@@ -62,6 +62,8 @@ class ArenaModel:
     def do(self, process: int, step: object, taken: list[object]) -> Iterator[object]:
         """The operation as a generator: others may act at each yield. Returns its result. `taken` gets the pieces that
         a reader copies."""
+        if isinstance(step, slots.ScanSet):
+            return [self._hint(number, step.key) for number in step.slots]
         slot = self.slots[step.slot]
         match step:
             case slots.ReadRecord():
@@ -97,6 +99,12 @@ class ArenaModel:
                     yield
                 return checksum_of(step.key, step.length, taken)
         return None
+
+    def _hint(self, number: int, key: BlockKey) -> slots.SlotHint:
+        """From memory as it is: the name may be of another time than the seal."""
+        slot = self.slots[number]
+        matches = slot.header is not None and slot.header.key.name[:8] == key.name[:8]
+        return slots.SlotHint(slot.seal != 0, slot.used_ns, number, slot.seal != 0 and matches)
 
     def lock(self, slot: ModelSlot, process: int, exclusive: bool) -> bool:
         """What the kernel does at a lock."""
