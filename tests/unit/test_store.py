@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pure parts of the store: headers, sets, which files go, settings."""
+import dataclasses
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +11,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.store.arena import PAGE, ArenaShape
 from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
 from vllm_pd.store.files import StoredFile, choose_removals
-from vllm_pd.store.settings import StoreSettings
+from vllm_pd.store.settings import KEYS, StoreSettings
 from vllm_pd.store.slots import WAYS, SetGeometry
 
 KEY = BlockKey(b"m" * 16, bytes(range(32)))
@@ -79,6 +82,14 @@ def test_settings_that_are_refused(values: dict, message: str):
     with pytest.raises(ConfigError) as caught:
         StoreSettings.parse(values)
     assert str(caught.value).startswith(message)
+
+
+def test_the_document_has_every_key_with_its_default():
+    section = (Path(__file__).parents[2] / "docs/configuration.md").read_text().partition("\n## The store\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section, flags=re.MULTILINE)
+    defaults = {key.name: "none" if key.default is None else str(key.default)
+                for key in dataclasses.fields(StoreSettings)}
+    assert {name: default.strip("` ") for name, default in rows} == defaults and tuple(defaults) == KEYS
 
 
 def test_settings():

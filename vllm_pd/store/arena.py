@@ -159,11 +159,11 @@ class BlockArena:
             raise ValueError(f"{length} bytes; a slot has {self.shape.slot_bytes}")
         return self.run(put(self.shape.geometry, key, length, time.monotonic_ns()), fill)
 
-    def hold(self, key: BlockKey, length: int) -> HeldBlock | None:
+    def hold(self, key: BlockKey, length: int) -> LeasedBlock | None:
         """Lease a block of exactly `length` bytes, or None. It is not replaced before the lease is released, or this
         process has ended."""
         slot = self.run(lease(self.shape.geometry, key, length, time.monotonic_ns()), None)
-        return None if slot is None else HeldBlock(self, slot, key, length)
+        return None if slot is None else LeasedBlock(self, slot, key, length)
 
     def get(self, key: BlockKey, parts: Sequence[Buffer]) -> bool:
         """Copy a block to `parts`, as long together as the block. Returns False where there is none that is whole and
@@ -278,7 +278,7 @@ class BlockArena:
         self._words[(self.shape.header_at(slot) + offset) // 8] = value
 
 
-class HeldBlock:
+class LeasedBlock:
     """A lease of a block in an arena. The caller releases it, also after a check that failed; `with` does that."""
 
     def __init__(self, arena: BlockArena, slot: int, key: BlockKey, length: int):
@@ -322,7 +322,7 @@ class HeldBlock:
             self._slot = None
         return right
 
-    def __enter__(self) -> HeldBlock:
+    def __enter__(self) -> LeasedBlock:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_pd.store.arena import BlockArena, Buffer, HeldBlock
+from vllm_pd.store.arena import BlockArena, Buffer, LeasedBlock
 from vllm_pd.store.blocks import BlockKey
 from vllm_pd.store.files import FileTier
 from vllm_pd.store.settings import StoreSettings
@@ -68,9 +68,9 @@ class BlockStore:
                 self._count("not queued")
         return result
 
-    def fetch(self, key: BlockKey, length: int) -> HeldBlock | None:
+    def fetch(self, key: BlockKey, length: int) -> LeasedBlock | None:
         """Lease a block of `length` bytes in the arena, where it is brought from its file if need be: that may take as
-        long as the disk takes. None if there is none. The caller checks it (`HeldBlock`) and releases it."""
+        long as the disk takes. None if there is none. The caller checks it (`LeasedBlock`) and releases it."""
         held = self.arena.hold(key, length)
         if held is not None:
             self._count("memory")
