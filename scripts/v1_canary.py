@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 from _series import source  # noqa: E402
 from _series.errors import Refusal  # noqa: E402
 
-from vllm_pd.v1.required import REQUIRED, missing_names  # noqa: E402
+from vllm_pd.source_names import missing_names  # noqa: E402
+from vllm_pd.v1.required import REQUIRED  # noqa: E402
 
 
 def main() -> int:
@@ -31,7 +32,8 @@ def main() -> int:
     worst = 0
     for release in args.releases:
         try:
-            missing = missing_names(folder(Path(release)) if Path(release).is_dir() else sdist(release, args.cache))
+            read = folder(Path(release)) if Path(release).is_dir() else sdist(release, args.cache)
+            missing = missing_names(REQUIRED, read)
         except Refusal as refusal:
             print(f"v1_canary: {refusal}", file=sys.stderr)
             worst = 2

@@ -2,8 +2,8 @@
 """B92: how the names that the V1 binding stands on are looked for in a source."""
 import pytest
 
-from vllm_pd.v1 import required
-from vllm_pd.v1.required import Required, missing_names
+from vllm_pd.source_names import Required, missing_names
+from vllm_pd.v1.required import REQUIRED
 
 SOURCE = """
 class Pool:
@@ -29,19 +29,17 @@ def made(name, *, age): ...
     ("Struct", {"takes": ("age", )}, False), ("made", {"takes": ("name", "age")}, True),
     ("made", {"takes": ("name", )}, False), ("made", {}, True),
 ])
-def test_b92_a_name_is_found_with_its_parameters(monkeypatch, name, given, fits):
+def test_b92_a_name_is_found_with_its_parameters(name, given, fits):
     """B92"""
-    monkeypatch.setattr(required, "REQUIRED", {"file.py": (Required(name, "reason", **given), )})
-    found = missing_names({"file.py": SOURCE}.get)
+    found = missing_names({"file.py": (Required(name, "reason", **given), )}, {"file.py": SOURCE}.get)
     assert (found == []) is fits
     assert all(name in text and "vllm/file.py" in text for text in found)
 
 
-def test_b92_a_missing_file_is_named(monkeypatch):
+def test_b92_a_missing_file_is_named():
     """B92"""
-    monkeypatch.setattr(required, "REQUIRED", {"file.py": (), "gone.py": ()})
-    assert missing_names({"file.py": ""}.get) == ["vllm/gone.py"]
+    assert missing_names({"file.py": (), "gone.py": ()}, {"file.py": ""}.get) == ["vllm/gone.py"]
 
 
 def test_every_name_has_a_reason():
-    assert all(one.reason for names in required.REQUIRED.values() for one in names)
+    assert all(one.reason for names in REQUIRED.values() for one in names)

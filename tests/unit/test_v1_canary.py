@@ -7,8 +7,7 @@ import tarfile
 import pytest
 import v1_canary
 
-from vllm_pd.v1 import required
-from vllm_pd.v1.required import Required
+from vllm_pd.source_names import Required
 
 SOURCES = {"vllm/engine/core.py": "class Core:\n    def add(self, request): ...\n"}
 
@@ -17,7 +16,6 @@ SOURCES = {"vllm/engine/core.py": "class Core:\n    def add(self, request): ...\
 def canary(monkeypatch):
     """Run the script with two names to look for: the exit status."""
     names = {"engine/core.py": (Required("Core.add", "reason", takes=("request", )), )}
-    monkeypatch.setattr(required, "REQUIRED", names)
     monkeypatch.setattr(v1_canary, "REQUIRED", names)
 
     def run(*arguments: str) -> int:

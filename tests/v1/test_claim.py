@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd import checks
 from vllm_pd.errors import ConfigError
+from vllm_pd.source_names import Required
 from vllm_pd.v1 import required
 from vllm_pd.v1.claim import SCHEDULER
 from vllm_pd.v1.settings import OWN_KEY, front_of_rank, fronts_of_server, read_settings
@@ -264,7 +265,7 @@ def test_b92_the_installed_vllm_has_every_name():
 def test_b92_a_vllm_that_lacks_a_name_is_refused(monkeypatch):
     """B92: with the names and the supported releases."""
     file = "v1/core/block_pool.py"
-    more = (required.Required("BlockPool.touch", "", takes=("blocks", "owner")), required.Required("BlockPool.pin", ""))
+    more = (Required("BlockPool.touch", "", takes=("blocks", "owner")), Required("BlockPool.pin", ""))
     monkeypatch.setitem(required.REQUIRED, file, more)
     with pytest.raises(ConfigError, match=r"BlockPool\.touch\(blocks\) in vllm/v1/core/block_pool\.py; BlockPool\.pin "
                                           r"in .*0\.32, 0\.33"):

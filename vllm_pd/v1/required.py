@@ -7,30 +7,15 @@ whose signature or place the binding depends on. Whoever uses another one adds i
 """
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import find_installation
+from vllm_pd.source_names import Required, missing_names
 
 SUPPORTED = ("0.32", "0.33")  # releases on which the names were found; docs/rebasing.md has the table
-
-_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-class Required(NamedTuple):
-    """A class, a method, an attribute of a class or its instances, or a function, with what it is needed for.
-
-    `takes`: the parameters that it is called with; it may have others, if they have defaults. `exactly`: it is replaced
-    by ours, so these are all its parameters. None of both: its parameters do not matter."""
-    name: str
-    reason: str
-    takes: tuple[str, ...] | None = None
-    exactly: tuple[str, ...] | None = None
-
 
 _LAYERS = "whether all layers are in one group of blocks, in one shape"
 _HOOK = "replaced by ours in PDConnector"
@@ -227,86 +212,12 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
 def check_installed() -> None:
     """Raises ConfigError, with the names and the supported releases, if the installed vLLM lacks any."""
     package = Path(find_spec("vllm").origin).parent
-    missing = missing_names(lambda file: _read(package / file))
+    missing = missing_names(REQUIRED, lambda file: _read(package / file))
     if missing:
         found = find_installation()
         raise ConfigError(found.distribution, found.vllm, "PDConnector needs what this release has not: "
                           f"{'; '.join(missing)}. Install a supported release: {', '.join(SUPPORTED)}")
 
 
-def missing_names(read: Callable[[str], str | None]) -> list[str]:
-    """What a vLLM lacks, one text for each name. `read` gives the source of a file of the package `vllm`, None where
-    there is no such file."""
-    missing = []
-    for file, names in REQUIRED.items():
-        source = read(file)
-        if source is None:
-            missing.append(f"vllm/{file}")
-            continue
-        found = _names(ast.parse(source))
-        for required in names:
-            if required.name not in found:
-                missing.append(f"{required.name} in vllm/{file}")
-            elif (parameters := _unfit_parameters(found[required.name], required)) is not None:
-                missing.append(f"{required.name}({', '.join(parameters)}) in vllm/{file}")
-    return missing
-
-
 def _read(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def _names(tree: ast.Module) -> dict[str, ast.stmt]:
-    """Name -> definition: classes, functions, methods, and whatever a class or its methods assign to it or to self."""
-    found: dict[str, ast.stmt] = {}
-    for node in tree.body:
-        if isinstance(node, _DEFINITIONS):
-            found[node.name] = node
-        if isinstance(node, ast.ClassDef):
-            for inner in ast.walk(node):
-                for target in _targets(inner):
-                    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) \
-                            and target.value.id == "self":
-                        found[f"{node.name}.{target.attr}"] = inner
-            for line in node.body:
-                for target in _targets(line):
-                    if isinstance(target, ast.Name):
-                        found[f"{node.name}.{target.id}"] = line
-                if isinstance(line, _DEFINITIONS):
-                    found[f"{node.name}.{line.name}"] = line  # the last one counts, as at run time
-    return found
-
-
-def _targets(node: ast.AST) -> list[ast.expr]:
-    """What a statement assigns to."""
-    if isinstance(node, ast.Assign):
-        return node.targets
-    return [node.target] if isinstance(node, ast.AnnAssign) else []
-
-
-def _unfit_parameters(node: ast.stmt, required: Required) -> list[str] | None:
-    """The parameters, if they are not what is required; None if they are."""
-    given = required.takes if required.exactly is None else required.exactly
-    if given is None or not isinstance(node, _DEFINITIONS):
-        return None
-    parameters = _fields(node) if isinstance(node, ast.ClassDef) else _parameters(node)
-    must_know = {name for name, has_default in parameters.items() if required.exactly is not None or not has_default}
-    return None if must_know <= set(given) <= set(parameters) else list(parameters)
-
-
-def _fields(node: ast.ClassDef) -> dict[str, bool]:
-    """The fields of a struct or dataclass: name -> whether it has a default."""
-    return {line.target.id: line.value is not None for line in node.body
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)}
-
-
-def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, bool]:
-    """Name -> whether it has a default, without self or cls. Those that collect the rest (`**kwargs`) do not count."""
-    positional = [*node.args.posonlyargs, *node.args.args]
-    defaults = [False] * (len(positional) - len(node.args.defaults)) + [True] * len(node.args.defaults)
-    static = any(isinstance(one, ast.Name) and one.id == "staticmethod" for one in node.decorator_list)
-    found = dict(zip((one.arg for one in positional), defaults, strict=True))
-    if positional and not static and positional[0].arg in ("self", "cls"):
-        del found[positional[0].arg]
-    return found | {one.arg: default is not None
-                    for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)}
