@@ -9,7 +9,7 @@ from __future__ import annotations
 from vllm_pd.installation import check_installation
 
 CONNECTOR = "PDConnector"
-MODULES = {CONNECTOR: "vllm_pd.v1.activate", "PDStoreConnector": "vllm_pd.store.connector"}
+MODULES = {CONNECTOR: "vllm_pd.v1.activate", "PDStoreConnector": "vllm_pd.store.activate"}
 
 
 def register() -> None:

@@ -20,6 +20,7 @@ SUPPORTED = ("0.32", "0.33")  # releases on which the names were found; docs/reb
 _LAYERS = "whether all layers are in one group of blocks, in one shape"
 _HOOK = "replaced by ours in PDConnector"
 _STEP = "replaced by ours in the scheduler"
+_STORE = "replaced by ours in PDStoreConnector"
 
 REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/sched/scheduler.py": (
@@ -137,6 +138,11 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorBase_V1.build_kv_connector_stats", _HOOK, exactly=("data", )),
         Required("KVConnectorBase_V1.build_prom_metrics", _HOOK, exactly=(
             "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")),
+        Required("KVConnectorBase_V1.set_xfer_handshake_metadata", _STORE, exactly=("metadata", )),
+        Required("KVConnectorBase_V1.bind_kv_cache_manager", _STORE, exactly=("kv_cache_manager", )),
+        Required("KVConnectorBase_V1.on_new_request", _STORE, exactly=("request", )),
+        Required("KVConnectorBase_V1.update_connector_output", _STORE, exactly=("connector_output", )),
+        Required("KVConnectorBase_V1.reset_cache", _STORE, exactly=()),
         Required("KVConnectorBase_V1._get_connector_metadata", "the number of the step, in a worker", takes=()),
         Required("KVConnectorBase_V1._kv_cache_config", "the groups of the cache"),
         Required("KVConnectorTransferResults", "what get_transfer_results returns"),
@@ -187,7 +193,10 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("FullAttentionSpec", _LAYERS), Required("MLAAttentionSpec", _LAYERS),
         Required("UniformTypeKVCacheSpecs.kv_cache_specs", _LAYERS), Required("KVCacheConfig.kv_cache_groups", _LAYERS),
     ),
-    "config/cache.py": (Required("CacheConfig.kv_cache_dtype_skip_layers", "refused"), ),
+    "config/cache.py": (
+        Required("CacheConfig.kv_cache_dtype_skip_layers", "refused"),
+        Required("CacheConfig.prefix_caching_hash_algo", "the names of blocks in the store must be equal everywhere"),
+    ),
     "config/model_arch.py": (Required("ModelArchitectureConfig.__getitem__", _LAYERS, takes=("layer_idx", )), ),
     "config/model.py": (
         Required("ModelConfig.architecture", "the class of the model is in the fingerprint", takes=()),

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imported by vLLM only where a configuration names PDStoreConnector. Changes no class of vLLM. Raises ConfigError for
+a vLLM that lacks what the connectors stand on (`vllm_pd.v1.required`)."""
+from vllm_pd.v1.required import check_installed
+
+check_installed()
+
+from vllm_pd.store.connector import PDStoreConnector as PDStoreConnector  # noqa: E402  not before the check
