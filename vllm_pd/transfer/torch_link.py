@@ -31,7 +31,7 @@ _LENGTH = struct.Struct(">I")
 
 class LinkLimits(NamedTuple):
     """How long things may take."""
-    join_s: float = 5.0  # until a connection is made
+    join_s: float = 15.0  # until a connection is made; the first of a process loads gloo
     stall_s: float = 10.0  # without progress in the middle of a write
     grant_s: float = 2.0  # until a write's grant is there, which comes over another path
 
