@@ -26,7 +26,7 @@ def bodies(engine) -> list[dict]:
 
 @pytest.mark.parametrize("path, asked", [("/v1/completions", {"max_tokens": 9}),
                                          ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}],
-                                                                   "max_completion_tokens": 9})])
+                                                                   "prompt": None, "max_completion_tokens": 9})])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_b102_p_computes_the_prompt_and_d_answers(path, asked, stream):
     async with serving(1, prefills=1) as (served, [d, p]):
@@ -212,6 +212,24 @@ async def test_b102_what_p_has_said_goes_to_one_d_only(fault):
         got = [body for d in ds for body in bodies(d)]
         assert all(d.asked for d in ds) and len(p.asked) == 1
         assert sum("kv_transfer_params" in body for body in got) == 1
+
+
+@pytest.mark.parametrize("ds", [1, 2])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_b102_a_d_that_can_not_load_gets_the_request_as_it_came(ds, stream):
+    """With upstream's default a request whose load fails is answered with 500. P's death is no fault of D's."""
+    async with serving(ds, prefills=1) as (served, [*decodes, p]):
+        p.params = PARAMS | {"remote_host": "refuse me"}
+        for d in decodes:
+            d.refuses = Fault.ERROR_EVENT if stream else Fault.ERROR
+        answer = await served.ask(stream, EXPLAIN)
+        assert answer.status == 200
+        [first, second] = [body for d in decodes for body in bodies(d)]
+        assert "kv_transfer_params" in first and second == {"model": "m", "prompt": "Hello", "stream": stream}
+        [asked] = [d for d in decodes if d.asked]
+        assert f"tried {asked.url}: not_loaded" in answer.headers["x-vllm-pd-explain"]
+        assert served.count("vllm:pd_router_tries_total", worker=asked.url, outcome="not_loaded") == 1
+        assert all(served.worker(d).state is WorkerState.UP for d in decodes)
 
 
 async def test_b102_without_a_d_no_p_computes():

@@ -31,6 +31,8 @@ def test_b102_what_is_covered(body):
     (PLAIN | {"kv_transfer_params": "fast"}, "asked"), (PLAIN | {"n": 2}, "samples"), (PLAIN | {"n": "2"}, "samples"),
     (PLAIN | {"best_of": 3}, "samples"), (CHAT | {"use_beam_search": True}, "samples"),
     (PLAIN | {"prompt": ["a", "b"]}, "several"), (PLAIN | {"prompt": [[4], [5, 6]]}, "several"),
+    (PLAIN | {"prompt": ["a", "b"], "messages": []}, "several"), (CHAT | PLAIN, "several"),
+    (PLAIN | {"truncate_prompt_tokens": -1}, "whole_prompt"),
     (PLAIN | {"prompt_embeds": "AAAA"}, "several"), (PLAIN | {"echo": True}, "whole_prompt"),
     (CHAT | {"prompt_logprobs": 0}, "whole_prompt"), ({"model": "m"}, "unread"), ({}, "unread"),
     ({"prompt": None, "messages": None}, "unread"), ([PLAIN], "unread")])
@@ -51,7 +53,8 @@ def test_b102_what_can_not_be_read_goes_to_d(body):
 
 def test_b102_p_computes_one_token_and_no_stream():
     asked = CHAT | {"max_tokens": 90, "max_completion_tokens": 80, "min_tokens": 7, "stream": True, "n": 1,
-                    "stream_options": {"include_usage": True}, "temperature": 0.25, "return_token_ids": True}
+                    "stream_options": {"include_usage": True}, "temperature": 0.25, "return_token_ids": True,
+                    "logprobs": True, "top_logprobs": -1}
     made = json.loads(form.prefill_body(form.read_fields(json.dumps(asked).encode())))
     assert made == CHAT | {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1, "stream": False, "n": 1,
                            "temperature": 0.25, "kv_transfer_params": {

@@ -28,7 +28,7 @@ class PrefillOutcome(StrEnum):
     ASKED = "asked"  # the client has sent kv_transfer_params
     SAMPLES = "samples"  # several answers, or beam search
     SEVERAL = "several"  # prompts, or one that is no text
-    WHOLE_PROMPT = "whole_prompt"  # the answer needs each token of the prompt computed at D
+    WHOLE_PROMPT = "whole_prompt"  # the answer needs each token of the prompt computed at D, or it may be cut otherwise
     ADAPTER = "adapter"  # LoRA
     NO_PREFILL = "no_prefill"  # no P is up that serves the model and is not full
     NO_DECODE = "no_decode"  # the same of D
@@ -54,11 +54,13 @@ _COVERED = {PARAMS_KEY: ((_NONE, ), PrefillOutcome.ASKED),
             "use_beam_search": ((_NONE, _NO), PrefillOutcome.SAMPLES),
             "prompt_embeds": ((_NONE, ), PrefillOutcome.SEVERAL),
             "echo": ((_NONE, _NO), PrefillOutcome.WHOLE_PROMPT),
-            "prompt_logprobs": ((_NONE, ), PrefillOutcome.WHOLE_PROMPT)}
+            "prompt_logprobs": ((_NONE, ), PrefillOutcome.WHOLE_PROMPT),
+            "truncate_prompt_tokens": ((_NONE, ), PrefillOutcome.WHOLE_PROMPT)}
 # What P gets in place of the client's values. `min_tokens`: an answer that ends with its first token, because that is
 # an end of text, would hold no blocks.
 _FOR_PREFILL = {"max_tokens": 1, "min_tokens": 1, "stream": False, "n": 1, PARAMS_KEY: REMOTE_DECODE}
-_NOT_FOR_PREFILL = ("stream_options", "return_token_ids")  # the second makes the answer as long as the prompt
+# Some make P's answer as long as the prompt or the vocabulary.
+_NOT_FOR_PREFILL = ("stream_options", "return_token_ids", "logprobs", "top_logprobs")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -115,10 +117,11 @@ def read_params(answer: bytes) -> bytes:
 
 
 def _prompt_count(fields: Fields) -> int:
-    """How many prompts there are. Raises MsgspecError for a list that can't be read."""
-    if bytes(fields.get("messages", _NONE)) != _NONE:
-        return 1
+    """How many prompts there are. vLLM reads only one of the two fields, and does not mind the other. Raises
+    MsgspecError for a list that can't be read."""
     prompt = bytes(fields.get("prompt", _NONE))
+    if bytes(fields.get("messages", _NONE)) != _NONE:
+        return 1 if prompt == _NONE else 2
     if prompt == _NONE:
         return 0
     if prompt[:1] != b"[" or prompt[1:].lstrip()[:1] not in (b"[", b'"', b"{"):

@@ -89,10 +89,11 @@ class _Suspect:
 
 
 class _Try(InFlightTry):
-    """A try with its answer, and how it ended."""
+    """A try with its answer, whether it has P's parameters, and how it ended."""
 
-    def __init__(self, worker: RouterWorker) -> None:
+    def __init__(self, worker: RouterWorker, has_params: bool = False) -> None:
         super().__init__(worker)
+        self.has_params = has_params
         self.reply: WorkerResponse | None = None
         self.outcome: TryOutcome | WorkerFailure = TryOutcome.BROKEN_LATER
 
@@ -164,12 +165,12 @@ class RouterProxy:
                        client: ClientConnection) -> int:
         tried: list[RouterWorker] = []
         last: RouterResponse | None = None
-        while len(tried) + request.resent < MAX_TRIES:
+        while len(request.tries) + request.resent < MAX_TRIES:
             placed = self._placer.place(plan, tried)
             if placed is None:
                 break
             worker, choice = placed
-            if not tried:
+            if not request.tries:
                 at_prefill_s = request.prefill_leg.took_s if request.prefill_leg is not None else 0.0
                 self._metrics.route_s.observe(self._now() - request.began_s - at_prefill_s)
             tried.append(worker)
@@ -181,6 +182,8 @@ class RouterProxy:
                 if failure.kind is WorkerFailure.ROUTER:
                     return await self._give_up(request, plan.model, True, None, client, short=True)
                 last = failure.answer if failure.answer is not None else last
+                if failure.kind is WorkerFailure.NOT_LOADED:
+                    tried.remove(worker)
                 if failure.kind is WorkerFailure.BROKEN and await self._is_fatal(worker, request):
                     last = _fatal_answer()
                     break
@@ -220,7 +223,7 @@ class RouterProxy:
                    client: ClientConnection) -> int:
         """Try one worker. Returns the status that was sent. Raises TryFailed where it fails before anything was sent to
         the client, ClientGone, ClientResponseBroken."""
-        this = _Try(worker)
+        this = _Try(worker, request.prefill_leg is not None and request.prefill_leg.params is not None)
         worker.in_flight.add(this)
         client.watch(this)
         try:
@@ -228,6 +231,8 @@ class RouterProxy:
         except TimeoutError:
             raise self._timed_out(this, request) from None
         except TryFailed as failure:
+            if this.has_params and failure.kind is WorkerFailure.SERVER_ERROR:  # perhaps P has died with its blocks
+                failure.kind = WorkerFailure.NOT_LOADED
             this.outcome = failure.kind
             self._apply_failure(worker, failure, request)
             raise
@@ -391,7 +396,7 @@ class RouterProxy:
 
     def _apply_failure(self, worker: RouterWorker, failure: TryFailed, request: RouterRequest) -> None:
         """Do what a failed try means for the worker: take it out, pause it, or ask for its models."""
-        if failure.kind is WorkerFailure.ROUTER:
+        if failure.kind in (WorkerFailure.ROUTER, WorkerFailure.NOT_LOADED):
             return
         if failure.kind is WorkerFailure.BUSY:
             headers = failure.answer.headers if failure.answer is not None else []

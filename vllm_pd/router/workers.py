@@ -43,6 +43,7 @@ class WorkerFailure(StrEnum):
     BROKEN = "broken"  # the connection ended before the answer began
     TIMEOUT = "timeout"
     SERVER_ERROR = "server_error"  # status 500 or above, or a stream that begins with an error
+    NOT_LOADED = "not_loaded"  # the same, to a request with P's parameters; the worker gets it once more, without
     EMPTY = "empty"  # status 200 without a body
     PROBE = "probe"
     NO_MODEL = "no_model"  # status 404; the worker is not taken out
