@@ -59,9 +59,6 @@ def check_v1_layers(config: VllmConfig) -> None:
     if not config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise ConfigError("disable_hybrid_kv_cache_manager", False, "leave both forms of the flag away: vLLM must keep "
                           "the blocks of all layers in one group, and sets that by itself")
-    if config.cache_config.cache_dtype.startswith("fp8"):
-        raise ConfigError("kv_cache_dtype", config.cache_config.cache_dtype, "use a type of 16 bits: with fp8 an "
-                          "answer differed from one engine's when it was tried on the CPU, and the cause is not known")
     if config.cache_config.kv_cache_dtype_skip_layers:
         raise ConfigError("kv_cache_dtype_skip_layers", config.cache_config.kv_cache_dtype_skip_layers,
                           "remove it: the cache must be of one type in all layers")

@@ -88,7 +88,6 @@ def test_a_configuration_that_is_checked_again_stays_the_same():
     ({}, {"hf_overrides": {"index_topk": 64}}, "index_topk=64.*sparse"),
     ({}, {"hf_overrides": {"swa_head_dim": 64}}, "swa_head_dim=64.*head_dim is 32"),
     ({}, {"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype='int8_per_token_head'.*use one of"),
-    ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'.*16 bits.*cause is not known"),
     ({}, {"kv_cache_dtype_skip_layers": ["0"]}, r"kv_cache_dtype_skip_layers=\['0'\].*one type"),
     ({"extra": {"brokr": "tcp://127.0.0.1:5700"}}, {}, "brokr=.*did you mean broker"),
     ({"extra": {"broker": "tcp://127.0.0.1:5700", "bind": "tcp://127.0.0.1:5701"}},
