@@ -302,6 +302,14 @@ class TestArms:
         with pytest.raises(ConfigError, match="--arm='nixl'.*v1"):
             plan(monkeypatch, "nixl")
 
+    def test_b102_our_own_engines_prefill_first(self, monkeypatch):
+        found = plan(monkeypatch, "pd-first", v1=True, decode=2)
+        assert found.prefill_first and found.fleet.router is None
+        assert all("PDConnector" in " ".join(engine.command) for engine in found.engines)
+        assert len(entry_points(found.engines)) == 2
+        with pytest.raises(ConfigError, match="--arm='pd-first'.*v1"):
+            plan(monkeypatch, "pd-first")
+
     def test_gpus_are_shared_like_cores(self):
         def seen(count: int, *gpus: int) -> list[tuple[str, tuple[str, ...]]]:
             return [(place.env["CUDA_VISIBLE_DEVICES"], place.arguments) for place in places(fleet(gpus=gpus), count)]

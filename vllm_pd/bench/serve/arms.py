@@ -3,8 +3,9 @@
 
 All arms have the same cores or GPUs. `pd` has prefill and decode engines; `mixed` and `chunked` as many plain engines
 behind a router; `alone` has plain engines on the cores that pd's decode engines have, and gets no long prompts;
-`single` is one plain engine on everything. `nixl` is `pd` with upstream's NixlConnector, of V1. Where an arm has more
-engines than cores, each gets one thread, and they take turns on all cores as the operating system lets them.
+`single` is one plain engine on everything. `pd-first` is `pd` in the order prefill-first, `nixl` the same with
+upstream's NixlConnector, both of V1; the load generator does there what a proxy does. Where an arm has more engines
+than cores, each gets one thread, and they take turns on all cores as the operating system lets them.
 """
 
 import json
@@ -44,6 +45,7 @@ class ArmKind(Enum):
     """What an arm's engines are. GIVEN: a fleet that somebody else has started."""
     ALONE = "alone"
     PD = "pd"
+    PD_FIRST = "pd-first"
     MIXED = "mixed"
     CHUNKED = "chunked"
     SINGLE = "single"
@@ -76,7 +78,7 @@ def _parse_arm(name: str) -> list[Arm]:
     mixed = [Arm("mixed-rr", ArmKind.MIXED), Arm("mixed-kv", ArmKind.MIXED, Policy.KV)]
     known = {"alone": [Arm("alone", ArmKind.ALONE)], "pd": [Arm("pd", ArmKind.PD)], "mixed": mixed,
              "mixed-rr": mixed[:1], "mixed-kv": mixed[1:], "single": [Arm("single", ArmKind.SINGLE)],
-             "nixl": [Arm("nixl", ArmKind.NIXL)],
+             "pd-first": [Arm("pd-first", ArmKind.PD_FIRST)], "nixl": [Arm("nixl", ArmKind.NIXL)],
              "chunked": [Arm(f"chunked-{budget}", ArmKind.CHUNKED, budget=budget) for budget in BUDGETS]}
     kind, _, budget = name.partition("-")
     if kind == "chunked" and budget.isdecimal() and int(budget):
@@ -113,23 +115,24 @@ class Place:
 @dataclass(frozen=True)
 class ArmPlan:
     """How an arm is started. `fleet` where it is disaggregated; else `engines`, with a router in front of several.
-    `where`: on what, in words."""
+    `where`: on what, in words. `prefill_first`: each prompt goes to a prefill engine before its decode engine."""
     engines: tuple[EnginePlan, ...]
     where: str
     fleet: FleetPlan | None = None
     router: RouterCommand | None = None
     router_port: int = 0
     policy: Policy = Policy.ROUND_ROBIN
+    prefill_first: bool = False
 
 
 def plan_arm(arm: Arm, settings: FleetSettings) -> ArmPlan:
     """The plan of one arm. Raises ConfigError for settings that can't be used, and for ports that are in use."""
-    if arm.kind is ArmKind.PD:
-        return _plan_pd(settings)
-    refuse_ours(settings.serve_args)
-    if arm.kind is ArmKind.NIXL and not settings.v1:
-        raise ConfigError("--arm", arm.name, "upstream's NixlConnector is one of engine V1: leave it out, or enter the "
+    if arm.kind in (ArmKind.PD_FIRST, ArmKind.NIXL) and not settings.v1:
+        raise ConfigError("--arm", arm.name, "only engine V1 computes prompts first: leave it out, or enter the "
                           "environment of v1")
+    if arm.kind in (ArmKind.PD, ArmKind.PD_FIRST):
+        return _plan_pd(settings, arm.kind is ArmKind.PD_FIRST)
+    refuse_ours(settings.serve_args)
     both = settings.prefill + settings.decode
     count = {ArmKind.ALONE: settings.decode, ArmKind.SINGLE: 1}.get(arm.kind, both)
     spread = places(settings, both)[:count] if arm.kind is ArmKind.ALONE else places(settings, count)
@@ -196,8 +199,8 @@ def described(settings: FleetSettings, spread: Sequence[Place]) -> str:
     return f"{len(spread)} engine{'s' * (len(spread) > 1)}, {what} {' | '.join(used)}"
 
 
-def _plan_pd(settings: FleetSettings) -> ArmPlan:
-    count, routed = settings.prefill + settings.decode, settings.decode > 1
+def _plan_pd(settings: FleetSettings, prefill_first: bool) -> ArmPlan:
+    count, routed = settings.prefill + settings.decode, settings.decode > 1 and not prefill_first
     port = settings.port or take_free_run(HOST, count + routed)
     options = UpOptions(settings.model, settings.prefill, settings.decode, port, pd=settings.pd,
                         serve_args=settings.serve_args, router=routed)
@@ -206,7 +209,8 @@ def _plan_pd(settings: FleetSettings) -> ArmPlan:
     engines = tuple(replace(engine, cores=place.cores, env={**engine.env, **place.env},
                             command=(*engine.command, *place.arguments))
                     for engine, place in zip(plan.engines, spread, strict=True))
-    return ArmPlan(engines, described(settings, spread), fleet=replace(plan, engines=engines))
+    return ArmPlan(engines, described(settings, spread), fleet=replace(plan, engines=engines),
+                   prefill_first=prefill_first)
 
 
 def _router(arm: Arm, settings: FleetSettings, engines: Sequence[EnginePlan]) -> RouterCommand:

@@ -44,7 +44,8 @@ def running(plan: ArmPlan, say: Say, timeout_s: float) -> Iterator[RunningArm]:
             state = fleet.state()
             urls = ((state["router"]["url"], ) if "router" in state
                     else tuple(engine.url for engine in plan.engines if engine.role.decodes))
-            yield RunningArm(tuple(map(EntryPoint, urls)), tuple(engine["pid"] for engine in state["engines"]))
+            entries = entry_points(plan.engines) if plan.prefill_first else tuple(map(EntryPoint, urls))
+            yield RunningArm(entries, tuple(engine["pid"] for engine in state["engines"]))
         return
     with Servers(say, STOP_TIMEOUT_S) as servers:
         started = _start(servers, plan, timeout_s)

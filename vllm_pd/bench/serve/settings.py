@@ -93,7 +93,7 @@ class ServeBench:
                                  argument=True)] = ""
     arms: Annotated[tuple[str, ...], Option(
         "What to compare: alone, pd, mixed-rr, mixed-kv (mixed: both), chunked-N (chunked: 64, 256 and 1024), single, "
-        "nixl (V1); may be repeated. Default: alone, pd, mixed-rr and chunked-256.", flag="--arm")] = ()
+        "pd-first, nixl (both V1); may be repeated. Default: alone, pd, mixed-rr and chunked-256.", flag="--arm")] = ()
     prefill: Annotated[int, Option("How many prefill engines `pd` has.")] = 1
     decode: Annotated[int, Option("How many decode engines `pd` has; mixed and chunked have as many engines as both "
                                   "together.")] = 1
