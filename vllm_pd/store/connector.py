@@ -60,6 +60,8 @@ class StoreHandshake(KVConnectorHandshakeMetadata):
 @dataclass
 class StoreStep(KVConnectorMetadata):
     """What the workers are to do with a step. Plain values: the executor pickles it."""
+    number: int = 0  # from 1 on
+    has_tokens: bool = False  # whether there is anything to compute
     loads: dict[str, list[tuple[bytes, int]]] = field(default_factory=dict)
     puts: list[tuple[bytes, int]] = field(default_factory=list)
 
@@ -80,6 +82,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._manager: KVCacheManager | None = None
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, list[NamedBlock]] = {}
+        self._steps = 0
 
     # The scheduler role.
 
@@ -119,7 +122,8 @@ class PDStoreConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What goes to the worker with this step."""
-        step = StoreStep()
+        self._steps += 1
+        step = StoreStep(self._steps, scheduler_output.total_num_scheduled_tokens > 0)
         if self._plan is None:
             return step
         step.loads, self._loads = {one: [tuple(block) for block in blocks] for one, blocks in self._loads.items()}, {}
@@ -162,7 +166,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         description = describe_views(list(views.values()), num_blocks=self._config.cache_config.num_gpu_blocks,
                                      block_size=self._block_size)
         ours = fingerprint(self._config, description, engine_name(self._config, views))
-        self._worker = StoreWorker(self._settings, model_of(ours, 0), block_parts(list(views.values())))
+        self._worker = StoreWorker(self._settings, model_of(ours, 0), block_parts(list(views.values())), list(views))
         self._handshake = StoreHandshake(model_of(ours, 0), self._worker.slot_bytes)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -170,9 +174,10 @@ class PDStoreConnector(KVConnectorBase_V1):
         return self._handshake
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The step was computed: put what it filled, begin its loads, report those that have ended."""
+        """The step has ended, perhaps with an exception: put what it filled if it was computed whole, begin its loads,
+        report those that have ended."""
         step = self._get_connector_metadata()
-        self._worker.put([NamedBlock(*one) for one in step.puts])
+        self._worker.end_step(step.number, step.has_tokens, [NamedBlock(*one) for one in step.puts])
         self._worker.begin_loads({one: [NamedBlock(*block) for block in blocks] for one, blocks in step.loads.items()})
         ended, failed = self._worker.take_ended()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
@@ -184,7 +189,8 @@ class PDStoreConnector(KVConnectorBase_V1):
         """Nothing: a request runs when all its KV is there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole blocks are put after the step."""
+        """A layer's part of the step is computed. Whole blocks are put after the step."""
+        self._worker.steps.layer_computed(self._get_connector_metadata().number, layer_name)
 
     def wait_for_save(self) -> None:
         """Nothing."""

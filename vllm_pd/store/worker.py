@@ -2,7 +2,7 @@
 """The worker's end of the store: copies blocks between V1's cache, in host memory, and the store.
 
 Blocks are put in the worker's main thread, after the step that filled them and before the next one, so nothing writes
-them meanwhile. Loads run in a thread of their own: V1 keeps the blocks of a request that waits for its KV away from
+them meanwhile; and only if that step, and all before it, were computed whole. Loads run in a thread of their own: V1 keeps the blocks of a request that waits for its KV away from
 everybody else until it is reported, and gives them no hash before. What has arrived in them is checked there. Where one
 block is missing or wrong, the whole load has failed, and V1 frees the blocks and begins the request anew.
 """
@@ -20,6 +20,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.store.blocks import MODEL_BYTES, BlockKey
 from vllm_pd.store.plan import NamedBlock
 from vllm_pd.store.settings import StoreSettings
+from vllm_pd.store.steps import WholeSteps
 from vllm_pd.store.store import BlockStore
 
 if TYPE_CHECKING:
@@ -57,14 +58,26 @@ def block_parts(views: Sequence[torch.Tensor]) -> list[np.ndarray]:
 class StoreWorker:
     """One rank's cache and the store. All methods are for the worker's main thread. Owns the store and a thread."""
 
-    def __init__(self, settings: StoreSettings, model: bytes, parts: Sequence[np.ndarray]) -> None:
-        """`model`: as from `model_of`. `parts`: as from `block_parts`. Raises ConfigError."""
+    def __init__(self, settings: StoreSettings, model: bytes, parts: Sequence[np.ndarray],
+                 layers: Sequence[str]) -> None:
+        """`model`: as from `model_of`. `parts`: as from `block_parts`, of the layers with these names. Raises
+        ConfigError."""
         self.slot_bytes = sum(part.shape[1] for part in parts)
         self.store = BlockStore(settings, self.slot_bytes)
         self._model = model
         self._parts = parts
+        self.steps = WholeSteps(layers)
+        self._puts = True
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="pd-store-load")
         self._loads: dict[str, Future[bool]] = {}
+
+    def end_step(self, step: int, has_tokens: bool, blocks: Sequence[NamedBlock]) -> None:
+        """Put the blocks that this step has filled, unless it or one before it was not computed whole."""
+        if self.steps.end(step, has_tokens):
+            self.put(blocks)
+        elif self._puts:
+            self._puts = False
+            logger.warning("store: step %d was not computed whole: this engine puts no more blocks", step)
 
     def put(self, blocks: Sequence[NamedBlock]) -> None:
         """Copy computed blocks into the store. The end of a prompt first: it is then replaced first."""

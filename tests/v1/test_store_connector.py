@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PDStoreConnector in V1's own hands, without an engine: steps that fail, and calls that come when nobody expects them."""
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.attention import attention, kv_transfer_utils
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
+from vllm.v1.worker.gpu import kv_connector as second_runner
+
+from vllm_pd.store import connector as connector_module
+from vllm_pd.store.blocks import BlockKey
+from vllm_pd.store.connector import PDStoreConnector, StoreStep
+from vllm_pd.store.plan import NamedBlock
+from vllm_pd.store.store import BlockStore
+from vllm_pd.v1.plugin import register
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 8, 2, 16, 64
+NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+MEMORY_GIB = 0.01
+
+
+@pytest.fixture
+def settings():
+    """Of all engines of a test."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-pd-test-", dir="/dev/shm"))
+    yield {"folder": str(folder), "memory_gib": MEMORY_GIB}
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def make(settings, model_folder, monkeypatch):
+    """Makes a connector in a role; in that of the worker with caches whose blocks have their number as content."""
+    register()
+    # What reads a model that is loaded.
+    monkeypatch.setattr("vllm_pd.v1.fingerprint.engine_name", lambda config, layers: "engine")
+    monkeypatch.setattr("vllm_pd.v1.fingerprint.fingerprint", lambda config, cache, engine: engine)
+    monkeypatch.setattr(connector_module, "pin_weights", lambda config: None)
+    made = []
+
+    def one(role: KVConnectorRole) -> PDStoreConnector:
+        config = VllmConfig(
+            model_config=ModelConfig(model=str(model_folder), max_model_len=512, dtype="float32",
+                                     skip_tokenizer_init=True), cache_config=CacheConfig(block_size=TOKENS),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="PDStoreConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+                kv_connector_extra_config=settings))
+        config.cache_config.num_gpu_blocks = BLOCKS
+        made.append(PDStoreConnector(config, role, SimpleNamespace(kv_cache_groups=[None])))
+        if role is KVConnectorRole.WORKER:
+            caches = torch.arange(BLOCKS, dtype=torch.float32).repeat(LAYERS, 1)[..., None, None, None]
+            made[-1].register_kv_caches(dict(zip(NAMES, caches.repeat(1, 1, HEADS, TOKENS, CONTENT), strict=True)))
+        return made[-1]
+
+    yield one
+    for connector in made:
+        connector.shutdown()
+
+
+@pytest.fixture
+def worker(make, monkeypatch):
+    """The connector of a worker, as the model runner and the attention layers find it."""
+    connector = make(KVConnectorRole.WORKER)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+    monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
+    monkeypatch.setattr(attention, "get_attention_context", lambda layer: ("metadata", None, None, None))
+    monkeypatch.setitem(globals(), "attend", kv_transfer_utils.maybe_transfer_kv_layer(attend))
+    return connector
+
+
+def attend(layer_name: str) -> None:
+    """An attention layer; `worker` decorates it as vLLM does."""
+
+
+def block_named(number: int) -> tuple[bytes, int]:
+    return bytes([number]) * 32, number
+
+
+def output_of(number: int, block: int) -> SimpleNamespace:
+    return SimpleNamespace(kv_connector_metadata=StoreStep(number, True, {}, [block_named(block)]),
+                           has_sync_kv_loads=False, finished_req_ids=set())
+
+
+def compute(number: int, block: int, layers: int = LAYERS, error: BaseException | None = None) -> None:
+    """A step that fills a block, in the first model runner's context manager; `error` after so many layers."""
+    with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output_of(number, block)):
+        for name in NAMES[:layers]:
+            attend(name)
+        if error is not None:
+            raise error
+
+
+def is_stored(connector: PDStoreConnector, block: int) -> bool:
+    """Whether another engine finds the block."""
+    told = connector.get_handshake_metadata()
+    other = BlockStore(connector._settings, told.slot_bytes)
+    with memoryview(bytearray(told.slot_bytes)) as out:
+        found = other.get(BlockKey(told.model, block_named(block)[0]), [out])
+    other.close()
+    return found
+
+
+@pytest.mark.parametrize("error", [RuntimeError("in the forward pass"), SystemExit()], ids=["raises", "SIGTERM"])
+@pytest.mark.parametrize("layers", [0, LAYERS - 1])
+def test_b104_a_step_that_fails_puts_nothing(worker, error, layers):
+    """B104: V1 asks for the results also while an exception leaves the step. What it did not compute is not stored, and
+    neither is what later steps compute from it."""
+    compute(1, 1)
+    assert is_stored(worker, 1)
+    with pytest.raises(type(error)):
+        compute(2, 2, layers, error)
+    compute(3, 3)
+    assert is_stored(worker, 1) and not is_stored(worker, 2) and not is_stored(worker, 3)
+
+
+def test_b104_a_step_of_the_second_runner_that_fails_puts_nothing(worker, monkeypatch):
+    """B104: it does not ask at all for the results of a step that raised."""
+    runner = object.__new__(second_runner.ActiveKVConnector)
+    runner.kv_connector, runner._disabled = worker, False
+    monkeypatch.setattr(second_runner, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(second_runner, "get_forward_context", lambda: None)
+    for number, fails in ((1, False), (2, True), (3, False)):
+        runner.pre_forward(output_of(number, number))
+        for name in NAMES[:1 if fails else LAYERS]:
+            attend(name)
+        if not fails:
+            runner.post_forward(set())
+    assert is_stored(worker, 1) and not is_stored(worker, 2) and not is_stored(worker, 3)
+
+
+def test_a_step_without_tokens_computes_nothing_and_is_whole(worker):
+    empty = output_of(1, 1)
+    empty.kv_connector_metadata = StoreStep(1)
+    with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(empty):
+        pass
+    compute(2, 2)
+    assert is_stored(worker, 2)
