@@ -107,6 +107,19 @@ def test_data_moves_when_its_step_is_done_and_not_before(rank, request_):
     assert rank.worker.requests == [request_] and not rank.transfer.moving and not rank.transfer.busy
 
 
+def test_b95_nothing_is_sent_after_a_step_that_failed(rank):
+    """What later steps compute from it is as wrong as it is."""
+    rank.steps.launched(1)
+    rank.device.events[0].done = True
+    rank.steps.fail()
+    rank.steps.launched(3)
+    rank.device.events[-1].done = True
+    rank.transfer.execute([write(1)])
+    assert rank.worker.requests == [write(1)]
+    rank.transfer.execute([write(2), write(0), write(3)])
+    assert rank.worker.requests == [write(1)]
+
+
 def test_requests_keep_their_order(rank):
     requests = [write(1), CancelTransfer("k"), AddTransferPeer("e", b"m"), write(0, "other")]
     rank.transfer.execute(requests)

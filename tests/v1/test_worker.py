@@ -223,6 +223,19 @@ def finished(transfer, count: int) -> list:
     return ends
 
 
+@pytest.mark.parametrize("error", [RuntimeError("in the forward pass"), SystemExit()], ids=["raises", "SIGTERM"])
+def test_b95_a_step_that_fails_is_never_done(rank, error):
+    """V1 calls `end_step` while the exception leaves the step; a write that names it, or a later one, must wait."""
+    rank.end_step(1)
+    with pytest.raises(type(error)):
+        try:
+            raise error
+        finally:
+            rank.end_step(2)
+    rank.end_step(3)
+    assert rank._steps.reached(1) and not rank._steps.reached(2) and not rank._steps.reached(3)
+
+
 def test_a_rank_in_the_engines_process_is_attached_as_any_other(config, rank):
     """With one rank on a GPU V1 has no worker process. Nor does the end of the connection end this process."""
     member, metadata, transfer = attach_ranks(config, Role.BOTH, {(0, 0): rank.handshake()})

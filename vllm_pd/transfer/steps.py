@@ -45,19 +45,28 @@ class ComputedSteps:
         self._lock = threading.Lock()
         self._in_flight: collections.deque[tuple[int, DeviceEvent]] = collections.deque()
         self._done = 0
+        self._failed = False
 
     def launched(self, step: int) -> None:
         """The kernels of this step have been launched. Called in the thread that launches them."""
         event = self._device.record()
         with self._lock:
+            if self._failed:
+                return
             self._in_flight.append((step, event))
             self._advance()
 
+    def fail(self) -> None:
+        """A step was not launched whole. Neither it nor a later one, which may compute from it, is ever done."""
+        with self._lock:
+            self._failed = True
+
     def reached(self, step: int) -> bool:
-        """Whether that step is done. For step 0, which stands for an unknown one: waits for the device, then True."""
+        """Whether that step is done. For step 0, which stands for an unknown one: waits for the device, then True; or
+        False if any step has failed."""
         if step == 0:
             self._device.synchronize()
-            return True
+            return not self._failed
         with self._lock:
             self._advance()
             return self._done >= step

@@ -17,6 +17,7 @@ import itertools
 import multiprocessing
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -101,8 +102,12 @@ class RankWorker:
 
     def end_step(self, step: int) -> None:
         """To be called after the forward pass of step `step` was launched, also without a forward pass
-        (`get_transfer_results`). `step` counts the steps from 1: EngineCore puts it into the connector's metadata."""
-        self._steps.launched(step)
+        (`get_transfer_results`). `step` counts the steps from 1: EngineCore puts it into the connector's metadata. V1
+        calls it while an exception leaves the step, too: its blocks are never sent then."""
+        if sys.exc_info()[0] is None:
+            self._steps.launched(step)
+        else:
+            self._steps.fail()
 
     def close(self) -> None:
         """For `shutdown`. End the thread and release everything. Idempotent."""
