@@ -17,7 +17,7 @@ import pytest
 from vllm_pd.errors import ConfigError
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
-from vllm_pd.store.files import SHARE, FileTier
+from vllm_pd.store.files import FOLDER, SHARE, FileTier
 from vllm_pd.store.settings import StoreSettings
 from vllm_pd.store.slots import PutResult
 from vllm_pd.store.store import BlockStore
@@ -256,10 +256,59 @@ def test_the_file_tier_keeps_its_bound(memory: Path, tmp_path: Path):
     store.close()
 
 
+def test_b104_the_users_own_files_stay(memory: Path, tmp_path: Path):
+    """A folder with other things in it, some with names that look like ours: the tier that is full removes its own."""
+    name = "ab" * 32
+    theirs = [tmp_path / "notes", tmp_path / ("c" * 32) / "ab" / name, tmp_path / ".part-1-1-00000000",
+              tmp_path / FOLDER / "notes", tmp_path / FOLDER / ("c" * 32) / "notes", tmp_path / FOLDER / "ab" / name,
+              tmp_path / FOLDER / ("c" * 32) / "ab" / f"{name}.txt", tmp_path / FOLDER / ("c" * 32) / "ab" / ".part-1"]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(20 * BLOCK))
+        os.utime(path, (0, 0))
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "ab").mkdir(parents=True)
+    (elsewhere / "ab" / name).write_bytes(bytes(20 * BLOCK))
+    (tmp_path / FOLDER / ("d" * 32)).symlink_to(elsewhere)
+    store = store_of(memory, tmp_path, file_blocks=32)
+    for number in range(60):
+        store.put(key_of(number), [content_of(number)])
+        assert store.flush(60)
+    assert store.counts["written"] == 60 and not store.files.contains(key_of(0))
+    assert all(path.stat().st_size == 20 * BLOCK for path in [*theirs, elsewhere / "ab" / name])
+    assert all(tmp_path / FOLDER in Path(file.path).parents for file in store.files.files())
+    store.close()
+
+
+def test_a_file_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / FOLDER).symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="file_folder=.* can't be used: .* is a link or belongs to another user"):
+        FileTier(tmp_path / "link", 1 << 30, BLOCK)
+    FileTier(tmp_path, 1 << 30, BLOCK)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="file_folder=.* can't be used: .* is a link or belongs to another user"):
+        FileTier(tmp_path, 1 << 30, BLOCK)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link"])
+def test_b104_what_is_no_file_is_a_miss(kind: str, memory: Path, tmp_path: Path):
+    """Something else has a block's name: nobody waits for it, follows it or removes it."""
+    store = store_of(memory, tmp_path)
+    store.put(key_of(1), [content_of(1)])
+    assert store.flush(60)
+    path = store.files.path(key_of(1))
+    real = path.rename(tmp_path / "real")
+    {"fifo": lambda: os.mkfifo(path), "folder": path.mkdir, "link": lambda: path.symlink_to(real)}[kind]()
+    assert not store.files.contains(key_of(1)) and list(store.files.files()) == []
+    assert store.files.read(key_of(1), memoryview(bytearray(BLOCK))) is None and os.path.lexists(path)
+    store.close()
+
+
 def test_files_that_can_not_be_written_are_counted(memory: Path, tmp_path: Path):
     """The thread goes on, and the blocks are in memory."""
-    files = tmp_path / "files"
-    store = store_of(memory, files)
+    files = tmp_path / FOLDER
+    store = store_of(memory, tmp_path)
     shutil.rmtree(files)
     files.write_text("no folder")
     store.put(key_of(1), [content_of(1)])

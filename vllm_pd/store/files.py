@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file tier: a file for each block, below the arena. It stays when all engines have ended.
 
+The user names a folder; ours is the one of FOLDER in it, and in that only what has a name as we give them is read,
+counted or removed.
+
 A file is the block's sealed header and its bytes, and appears under its name only when all of it was written. There is
 no fsync: what a crash of the machine leaves of a file does not pass its check, and is removed when it is read.
 
@@ -14,6 +17,8 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,7 +29,13 @@ from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksumme
 
 READ_BYTES = 256 << 10  # read, then summed while it is in the cache
 SHARE = 16  # a process writes 1 / SHARE of the limit before it looks at the folder again
+FOLDER = "vllm-pd-store"
 _PARTIAL = ".part-"
+MODEL_FORM = re.compile(r"[0-9a-f]{32}")  # folders, by the digest of a model
+SET_FORM = re.compile(r"[0-9a-f]{2}")  # folders in those, by the first byte of a block's name
+BLOCK_FORM = re.compile(r"[0-9a-f]{64}")
+_OUR_FORM = re.compile(rf"[0-9a-f]{{64}}|{re.escape(_PARTIAL)}\d+-\d+-[0-9a-f]{{8}}")
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # what is no file must not make us wait
 
 
 class StoredFile(NamedTuple):
@@ -47,23 +58,38 @@ def choose_removals(files: Iterable[StoredFile], most_bytes: int) -> list[Stored
     return removals
 
 
+def named_entries(folder: str | os.PathLike, form: re.Pattern, is_folder: bool) -> Iterator[os.DirEntry]:
+    """The folders, or else the regular files, in a folder whose names have that form. Follows no link; nothing where
+    the folder can't be read."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if form.fullmatch(entry.name):
+                is_wanted = entry.is_dir if is_folder else entry.is_file
+                if is_wanted(follow_symlinks=False):
+                    yield entry
+
+
 class FileTier:
-    """The files in a folder, as one process sees them. Thread-safe. It keeps no file open between calls."""
+    """The files below a folder, as one process sees them. Thread-safe. It keeps no file open between calls."""
 
     def __init__(self, folder: str | os.PathLike, limit_bytes: int, block_bytes: int):
-        """Use or make the folder. All processes together keep it below `limit_bytes` if at most two of them write; each
-        further one may add 1 / SHARE of it. Raises ConfigError for a folder that can't be written, or where not SHARE
-        blocks of `block_bytes` bytes fit."""
+        """Use or make our folder in `folder`. All processes together keep it below `limit_bytes` if at most two of them
+        write; each further one may add 1 / SHARE of it. Raises ConfigError for a folder that can't be written or is
+        another user's, or where not SHARE blocks of `block_bytes` bytes fit."""
         if limit_bytes < SHARE * (block_bytes + HEADER_BYTES):
             raise ConfigError("file_gib", round(limit_bytes / 2**30, 6), f"a block has {block_bytes} bytes: give at "
                               f"least {SHARE * (block_bytes + HEADER_BYTES) / 2**30:.6f}")
-        self.folder = Path(folder)
+        self.folder = Path(folder) / FOLDER
         self._limit_bytes = limit_bytes
         self._unseen_bytes = limit_bytes  # written since this process has looked at the folder; at first it must
         self._mutex = threading.Lock()
         self._numbers = itertools.count()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise ConfigError("file_folder", str(folder), f"{self.folder} is a link or belongs to another user, who "
+                                  "could put anything into it: choose another folder")
             (self.folder / "looking").touch(mode=0o600)
         except OSError as error:
             raise ConfigError("file_folder", str(folder), f"{error.strerror}: it must be a folder that this user can "
@@ -75,8 +101,11 @@ class FileTier:
         return self.folder / key.model.hex() / name[:2] / name
 
     def contains(self, key: BlockKey) -> bool:
-        """Whether the block seems to be there."""
-        return self.path(key).exists()
+        """Whether the block seems to be there. Raises OSError where the disk does."""
+        try:
+            return stat.S_ISREG(self.path(key).lstat().st_mode)
+        except FileNotFoundError:
+            return False
 
     def write(self, header: BlockHeader, payload: memoryview) -> bool:
         """Write a block, unless it is there. Returns False if there was no room. Raises OSError."""
@@ -106,10 +135,12 @@ class FileTier:
         None if there is no block that is whole and right: a file that is not is removed. For `BlockArena.put_from`."""
         path = self.path(key)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path, _READ_FLAGS)
         except OSError:
             return None
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
             checksum = _read_block(fd, key, view)
             if checksum is None:
                 path.unlink(missing_ok=True)
@@ -122,15 +153,15 @@ class FileTier:
         return checksum
 
     def files(self) -> Iterator[StoredFile]:
-        """All files, in no order. Removes what a killed writer has left of one."""
-        for folder, _, names in os.walk(self.folder):
-            for name in names if folder != str(self.folder) else ():
-                path = os.path.join(folder, name)
-                with contextlib.suppress(OSError):  # removed meanwhile
-                    if name.startswith(_PARTIAL) and _remove_if_left(path):
-                        continue
-                    status = os.stat(path)
-                    yield StoredFile(status.st_mtime_ns, status.st_size, path)
+        """All files of ours, in no order. Removes what a killed writer has left of one."""
+        for model in named_entries(self.folder, MODEL_FORM, True):
+            for one_set in named_entries(model.path, SET_FORM, True):
+                for entry in named_entries(one_set.path, _OUR_FORM, False):
+                    with contextlib.suppress(OSError):  # removed meanwhile
+                        if entry.name.startswith(_PARTIAL) and _remove_if_left(entry.path):
+                            continue
+                        status = entry.stat(follow_symlinks=False)
+                        yield StoredFile(status.st_mtime_ns, status.st_size, entry.path)
 
     def _has_room(self, size: int) -> bool:
         with self._mutex:
@@ -158,7 +189,7 @@ class FileTier:
 
 def _remove_if_left(path: str) -> bool:
     """Remove a file that nobody writes any more."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, _READ_FLAGS)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
