@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PDStoreConnector in V1's own hands, without an engine: steps that fail, and calls that come when nobody expects them."""
+"""PDStoreConnector in V1's own hands, without an engine: steps that fail, and calls that come at any time."""
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,3 +142,29 @@ def test_a_step_without_tokens_computes_nothing_and_is_whole(worker):
         pass
     compute(2, 2)
     assert is_stored(worker, 2)
+
+
+def end_of_load(connector: PDStoreConnector) -> bool:
+    """Whether the load that is in flight has succeeded."""
+    deadline_s = time.monotonic() + 30
+    while not (results := connector.get_transfer_results(set())).finished_recving:
+        assert time.monotonic() < deadline_s
+    return not results.failed_recving
+
+
+def test_b104_a_load_ends_after_the_cache_was_reset(make, worker):
+    """B104: the weights may be others, so this engine uses the store no more, and what it loads just then fails."""
+    scheduler = make(KVConnectorRole.SCHEDULER)
+    assert scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=1)) == StoreStep(1, True)
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    assert scheduler.reset_cache()
+    scheduler.update_connector_output(SimpleNamespace(failed_recving={"a"}, finished_recving={"a"}))
+    step = scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
+    assert step == StoreStep(2, stops=True)
+    compute(1, 1)
+    for stops, is_loaded in ((False, True), (True, False)):
+        worker.bind_connector_metadata(StoreStep(2, stops=stops))
+        worker._worker.begin_loads({"a": [NamedBlock(*block_named(1))]})
+        assert end_of_load(worker) is is_loaded
+    compute(3, 3)
+    assert is_stored(worker, 1) and not is_stored(worker, 3)

@@ -20,10 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_pd.checks import check_features, check_limits, check_model
 from vllm_pd.errors import ConfigError
 from vllm_pd.fingerprint import pin_weights
-from vllm_pd.store.blocks import BlockKey
 from vllm_pd.store.plan import NamedBlock, StorePlan
 from vllm_pd.store.settings import StoreSettings
-from vllm_pd.store.store import BlockStore
+from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, block_parts, model_of
 
 if TYPE_CHECKING:
@@ -64,6 +63,7 @@ class StoreStep(KVConnectorMetadata):
     has_tokens: bool = False  # whether there is anything to compute
     loads: dict[str, list[tuple[bytes, int]]] = field(default_factory=dict)
     puts: list[tuple[bytes, int]] = field(default_factory=list)
+    stops: bool = False  # whether this engine uses the store no more
 
 
 class PDStoreConnector(KVConnectorBase_V1):
@@ -77,7 +77,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._block_size = vllm_config.cache_config.block_size
         self._worker: StoreWorker | None = None
         self._handshake: StoreHandshake | None = None
-        self._store: BlockStore | None = None
+        self._view: StoreView | None = None
         self._plan: StorePlan | None = None
         self._manager: KVCacheManager | None = None
         self._requests: dict[str, Request] = {}
@@ -89,8 +89,8 @@ class PDStoreConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The worker's cache is known: open the store."""
         told = metadata[0]
-        self._store = store = BlockStore(self._settings, told.slot_bytes)
-        self._plan = StorePlan(self._block_size, lambda name: store.contains(BlockKey(told.model, name)))
+        self._view = StoreView(self._settings, told.slot_bytes, told.model)
+        self._plan = StorePlan(self._block_size, self._view.contains)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """It knows the blocks of each request."""
@@ -125,6 +125,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._steps += 1
         step = StoreStep(self._steps, scheduler_output.total_num_scheduled_tokens > 0)
         if self._plan is None:
+            step.stops = self._view is not None
             return step
         step.loads, self._loads = {one: [tuple(block) for block in blocks] for one, blocks in self._loads.items()}, {}
         cached = scheduler_output.scheduled_cached_reqs
@@ -139,8 +140,9 @@ class PDStoreConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the worker reported: a load that failed is not tried again."""
-        for request_id in connector_output.failed_recving or ():
-            self._plan.failed(request_id)
+        if self._plan is not None:
+            for request_id in connector_output.failed_recving or ():
+                self._plan.failed(request_id)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended."""
@@ -151,7 +153,7 @@ class PDStoreConnector(KVConnectorBase_V1):
 
     def reset_cache(self) -> bool:
         """Cached KV is not to be used any more, as after a change of the weights. The store is not this engine's alone:
-        it stays, and this engine stops using it."""
+        it stays, and this engine stops using it. What it loads at present fails."""
         self._plan, self._requests = None, {}
         return True
 
@@ -177,6 +179,8 @@ class PDStoreConnector(KVConnectorBase_V1):
         """The step has ended, perhaps with an exception: put what it filled if it was computed whole, begin its loads,
         report those that have ended."""
         step = self._get_connector_metadata()
+        if step.stops:
+            self._worker.stop("the cache was reset")
         self._worker.end_step(step.number, step.has_tokens, [NamedBlock(*one) for one in step.puts])
         self._worker.begin_loads({one: [NamedBlock(*block) for block in blocks] for one, blocks in step.loads.items()})
         ended, failed = self._worker.take_ended()
@@ -199,8 +203,8 @@ class PDStoreConnector(KVConnectorBase_V1):
         """Give the store back."""
         if self._worker is not None:
             self._worker.close()
-        if self._store is not None:
-            self._store.close()
+        if self._view is not None:
+            self._view.close()
 
     def _names(self, request: Request) -> list[bytes]:
         """The chain hashes of the request's full blocks; none where V1 hashes in another unit."""

@@ -88,8 +88,8 @@ class FileTier:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                raise ConfigError("file_folder", str(folder), f"{self.folder} is a link or belongs to another user, who "
-                                  "could put anything into it: choose another folder")
+                raise ConfigError("file_folder", str(folder), f"{self.folder} is a link or belongs to another user, "
+                                  "who could put anything into it: choose another folder")
             (self.folder / "looking").touch(mode=0o600)
         except OSError as error:
             raise ConfigError("file_folder", str(folder), f"{error.strerror}: it must be a folder that this user can "

@@ -2,7 +2,7 @@
 """Which steps of a worker were computed whole, pure.
 
 V1 asks a connector for its results at the end of each step, also while an exception leaves it, such as the SystemExit
-that SIGTERM raises. So that call proves nothing. What does: each attention layer reported that it has computed its part.
+that SIGTERM raises. So that call proves nothing. The reports of all attention layers do, that their part is computed.
 """
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ not read goes when the tier is full. Nothing here fails a request: what can't be
 """
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import queue
 import threading
@@ -25,6 +27,7 @@ logger = logging.getLogger("vllm.pd")
 
 QUEUED_BLOCKS = 1024  # that wait for their file; more are not written
 CLOSE_S = 5.0
+FULL_S = 60.0  # without files, after the disk was full
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class BlockStore:
     block on that gets a file, a thread; `close` ends them.
 
     `counts`: by what has become of each call. Of `put` the values of `PutResult`; of `fetch` "memory", "file",
-    "missing"; of the thread "written", "no room", "gone" (before its file was written), "not queued", "error".
+    "missing"; of the thread "written", "no room", "gone" (before its file was written), "not queued"; of either "error".
     """
 
     def __init__(self, settings: StoreSettings, slot_bytes: int):
@@ -49,6 +52,8 @@ class BlockStore:
         self._mutex = threading.Lock()
         self._jobs: queue.Queue[_FileJob | None] = queue.Queue(QUEUED_BLOCKS)
         self._thread = None
+        self._known_causes: set[object] = set()
+        self._full_until_s = 0.0
         if settings.file_folder is not None:
             try:
                 self.files = FileTier(settings.file_folder, settings.file_bytes, slot_bytes)
@@ -75,21 +80,23 @@ class BlockStore:
         if held is not None:
             self._count("memory")
             return held
-        if self.files is not None and self.files.contains(key):
+        if self._has_file(key):
             self.arena.put_from(key, length, lambda view: self.files.read(key, view))
             held = self.arena.hold(key, length)
         self._count("missing" if held is None else "file")
         return held
 
-    def get(self, key: BlockKey, parts: Sequence[Buffer]) -> bool:
+    def get(self, key: BlockKey, parts: Sequence[Buffer],
+            copying: contextlib.AbstractContextManager | None = None) -> bool:
         """Copy a block to `parts`, as long together. Returns False where there is none that is whole and right: then
-        what is in `parts` must not be used. A block that is wrong in the arena is sought in its file."""
+        what is in `parts` must not be used. A block that is wrong in the arena is sought in its file. `copying` is
+        entered around each copy."""
         length = sum(memoryview(part).nbytes for part in parts)
         for _ in range(2):
             held = self.fetch(key, length)
             if held is None:
                 return False
-            with held:
+            with held, copying or contextlib.nullcontext():
                 if held.copy_to(parts):
                     return True
         return False
@@ -116,10 +123,6 @@ class BlockStore:
                 return
         self.arena.close()
 
-    def contains(self, key: BlockKey) -> bool:
-        """Whether the block seems to be there, in memory or as a file. It may be gone at once."""
-        return self.arena.contains(key) or (self.files is not None and self.files.contains(key))
-
     def _start(self) -> None:
         with self._mutex:
             if self._thread is None:
@@ -134,13 +137,33 @@ class BlockStore:
         while (job := self._jobs.get()) is not None:
             try:
                 self._count(self._write_file(job))
-            except Exception:
-                self._count("error")
-                logger.warning("store: a block was not written to %s", self.files.folder, exc_info=True)
+            except Exception as error:
+                self._note_error(error)
             finally:
                 self._jobs.task_done()
 
+    def _has_file(self, key: BlockKey) -> bool:
+        try:
+            return self.files is not None and self.files.contains(key)
+        except OSError as error:
+            self._note_error(error)
+            return False
+
+    def _note_error(self, error: Exception) -> None:
+        """Count it, and log the first of its kind."""
+        self._count("error")
+        cause = getattr(error, "errno", None) or type(error)
+        if cause in (errno.ENOSPC, errno.EDQUOT):
+            self._full_until_s = time.monotonic() + FULL_S
+        if cause not in self._known_causes:
+            self._known_causes.add(cause)
+            logger.warning("store: %s, with files in %s; more errors of this kind are only counted "
+                           "(vllm:pd_store_blocks_total)", error, self.files.folder,
+                           exc_info=not isinstance(error, OSError))
+
     def _write_file(self, job: _FileJob) -> str:
+        if time.monotonic() < self._full_until_s:
+            return "no room"
         held = self.arena.hold(job.key, job.length)
         if held is None:
             return "gone"

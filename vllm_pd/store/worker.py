@@ -2,26 +2,28 @@
 """The worker's end of the store: copies blocks between V1's cache, in host memory, and the store.
 
 Blocks are put in the worker's main thread, after the step that filled them and before the next one, so nothing writes
-them meanwhile; and only if that step, and all before it, were computed whole. Loads run in a thread of their own: V1 keeps the blocks of a request that waits for its KV away from
-everybody else until it is reported, and gives them no hash before. What has arrived in them is checked there. Where one
-block is missing or wrong, the whole load has failed, and V1 frees the blocks and begins the request anew.
+them meanwhile; and only if that step, and all before it, were computed whole.
+
+Loads run in a thread of their own: V1 keeps the blocks of a request that waits for its KV away from everybody else until
+it is reported, and gives them no hash before. What has arrived in them is checked there. Where one block is missing,
+wrong or overdue, the whole load has failed, and V1 frees the blocks and begins the request anew.
 """
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.store.blocks import MODEL_BYTES, BlockKey
+from vllm_pd.store.loads import BlockLoad, BlockLoader, EndedLoads
 from vllm_pd.store.plan import NamedBlock
 from vllm_pd.store.settings import StoreSettings
 from vllm_pd.store.steps import WholeSteps
-from vllm_pd.store.store import BlockStore
+from vllm_pd.store.store import CLOSE_S, BlockStore
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,17 +69,22 @@ class StoreWorker:
         self._model = model
         self._parts = parts
         self.steps = WholeSteps(layers)
-        self._puts = True
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="pd-store-load")
-        self._loads: dict[str, Future[bool]] = {}
+        self._is_on = True
+        self.loader = BlockLoader(self._load_block)
 
     def end_step(self, step: int, has_tokens: bool, blocks: Sequence[NamedBlock]) -> None:
         """Put the blocks that this step has filled, unless it or one before it was not computed whole."""
-        if self.steps.end(step, has_tokens):
+        if not self.steps.end(step, has_tokens):
+            self.stop(f"step {step} was not computed whole")
+        elif self._is_on:
             self.put(blocks)
-        elif self._puts:
-            self._puts = False
-            logger.warning("store: step %d was not computed whole: this engine puts no more blocks", step)
+
+    def stop(self, why: str) -> None:
+        """From now on nothing is put, and all loads fail, also those that have begun. May be called again."""
+        if self._is_on:
+            self._is_on = False
+            logger.warning("store: %s: this engine uses the store no more", why)
+        self.loader.fail_all()
 
     def put(self, blocks: Sequence[NamedBlock]) -> None:
         """Copy computed blocks into the store. The end of a prompt first: it is then replaced first."""
@@ -87,27 +94,23 @@ class StoreWorker:
     def begin_loads(self, loads: Mapping[str, Sequence[NamedBlock]]) -> None:
         """Begin to load the blocks of these requests."""
         for request_id, blocks in loads.items():
-            self._loads[request_id] = self._loader.submit(self._load, blocks)
+            self.loader.begin(request_id, blocks)
+        if not self._is_on:
+            self.loader.fail_all()
 
-    def take_ended(self) -> tuple[set[str], set[str]]:
-        """The requests whose loads have ended since the last call, and those of them that failed."""
-        ended = {request_id for request_id, load in self._loads.items() if load.done()}
-        failed = set()
-        for request_id in ended:
-            load = self._loads.pop(request_id)
-            if load.exception() is not None:
-                logger.warning("store: a load ended with an error", exc_info=load.exception())
-            if load.exception() is not None or not load.result():
-                failed.add(request_id)
-        return ended, failed
+    def take_ended(self) -> EndedLoads:
+        """The loads that have ended since the last call."""
+        return self.loader.take_ended()
 
     def close(self) -> None:
-        """End the thread after the load that it is at, and give the store back. Idempotent."""
-        self._loader.shutdown(wait=True, cancel_futures=True)
-        self.store.close()
+        """End the thread after the block that it is at, and give the store back. Idempotent."""
+        if self.loader.close(CLOSE_S):
+            self.store.close()
+        else:
+            logger.warning("store: the disk does not answer: the slots stay mapped until this process ends")
 
-    def _load(self, blocks: Sequence[NamedBlock]) -> bool:
-        return all(self.store.get(BlockKey(self._model, block.name), self._rows(block)) for block in reversed(blocks))
+    def _load_block(self, block: NamedBlock, load: BlockLoad) -> bool:
+        return self.store.get(BlockKey(self._model, block.name), self._rows(block), load)
 
     def _rows(self, block: NamedBlock) -> list[np.ndarray]:
         return [part[block.block_id] for part in self._parts]

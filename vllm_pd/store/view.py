@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What EngineCore asks of the store: whether a block seems to be there, without a system call.
+
+The arena is memory. The names of the files are kept by a thread, which lists the folder every REFRESH_S seconds, of its
+parts only those that have changed. A disk that hangs holds up this thread and nobody else: what it listed last counts
+for STALE_S seconds.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_pd.store.arena import BlockArena
+from vllm_pd.store.blocks import BlockKey
+from vllm_pd.store.files import BLOCK_FORM, SET_FORM, FileTier, named_entries
+from vllm_pd.store.settings import StoreSettings
+
+logger = logging.getLogger("vllm.pd")
+
+REFRESH_S = 1.0
+STALE_S = 10.0
+SETTLED_NS = 10**9  # a folder that was changed later than this before it was listed may have changed again unseen
+
+
+class StoreView:
+    """The blocks of one model in the store. Owns a map of the arena and, with a file tier, a thread."""
+
+    def __init__(self, settings: StoreSettings, slot_bytes: int, model: bytes) -> None:
+        """Raises ConfigError where the arena or the folder can't be used."""
+        self._model = model
+        self._files = None
+        if settings.file_folder is not None:
+            tier = FileTier(settings.file_folder, settings.file_bytes, slot_bytes)
+            self._files = FileNames(tier.folder / model.hex())
+        self._arena = BlockArena(settings.folder, slot_bytes, settings.memory_bytes)
+        if self._files is not None:
+            self._files.start()
+
+    def contains(self, name: bytes) -> bool:
+        """Whether the block with this name seems to be there. It may be gone at once."""
+        return self._arena.contains(BlockKey(self._model, name)) or (self._files is not None and name in self._files)
+
+    def close(self) -> None:
+        """End the thread, unless the disk holds it, and give the map back. Idempotent."""
+        if self._files is not None:
+            self._files.close()
+        self._arena.close()
+
+
+class _ListedSet(NamedTuple):
+    changed_ns: int | None  # the folder's time when it was listed; None: list it again
+    names: frozenset[bytes]
+
+
+class FileNames:
+    """The names of the blocks in a model's folder."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._sets: dict[bytes, _ListedSet] = {}  # by the first byte; replaced as a whole
+        self._listed_s = -STALE_S
+        self._end = threading.Event()
+        self._first = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pd-store-names", daemon=True)
+
+    def start(self) -> None:
+        """Begin to list the folder. Returns when it is listed for the first time, or after STALE_S."""
+        self._thread.start()
+        self._first.wait(STALE_S)
+
+    def __contains__(self, name: bytes) -> bool:
+        listed = self._sets.get(name[:1])
+        return listed is not None and name in listed.names and self._clock() - self._listed_s < STALE_S
+
+    def refresh(self) -> None:
+        """List what has changed."""
+        began_s = self._clock()
+        sets = {}
+        for entry in named_entries(self._folder, SET_FORM, True):
+            first = bytes.fromhex(entry.name)
+            with contextlib.suppress(OSError):
+                now_ns, changed_ns = time.time_ns(), Path(entry.path).stat().st_mtime_ns
+                known = self._sets.get(first)
+                if known is None or known.changed_ns != changed_ns:
+                    names = frozenset(bytes.fromhex(one.name) for one in named_entries(entry.path, BLOCK_FORM, False))
+                    known = _ListedSet(changed_ns if now_ns - changed_ns > SETTLED_NS else None, names)
+                sets[first] = known
+        self._sets, self._listed_s = sets, began_s
+
+    def close(self) -> None:
+        """End the thread as soon as the disk lets it. Idempotent."""
+        self._end.set()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self.refresh()
+                self._first.set()
+                if self._end.wait(REFRESH_S):
+                    return
+        except Exception:
+            logger.exception("store: files are not offered any more, for their names can't be listed")
