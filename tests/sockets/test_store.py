@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
 from vllm_pd.store.files import FOLDER, SHARE, FileTier
@@ -96,6 +99,7 @@ def test_b104_a_hundred_kills(memory: Path):
 def test_b104_what_one_process_puts_another_reads(arena: BlockArena, memory: Path, in_child: Start):
     child = in_child("""
 import sys, numpy as np
+from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import BlockKey
 arena = BlockArena(sys.argv[1], 100_000, int(sys.argv[2]))
@@ -132,6 +136,7 @@ def test_b104_a_leased_block_is_not_replaced(arena: BlockArena, memory: Path, in
     arena.put(key_of(2), [content_of(2)])
     child = in_child("""
 import sys, time
+from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import BlockKey
 held = BlockArena(sys.argv[1], 100_000, int(sys.argv[2])).hold(BlockKey(b"m" * 16, (1).to_bytes(32, "little")), 100_000)
@@ -171,6 +176,7 @@ def test_b104_a_forked_child_keeps_no_lease(arena: BlockArena, memory: Path, in_
     arena.put(key_of(1), [content_of(1)])
     leaser = in_child("""
 import os, sys, time
+from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import BlockKey
 held = BlockArena(sys.argv[1], 100_000, int(sys.argv[2])).hold(BlockKey(b"m" * 16, (1).to_bytes(32, "little")), 100_000)
@@ -196,6 +202,47 @@ def test_an_arena_that_does_not_fit_is_refused(memory: Path):
     with pytest.raises(ConfigError, match="folder=.* can't be used: .*with .* GiB free"):
         BlockArena(memory, BLOCK, 1 << 44)
     assert list(memory.iterdir()) == []
+
+
+def test_two_engines_that_start_together_make_one_arena(memory: Path, monkeypatch: pytest.MonkeyPatch):
+    """With memory for one only. The second waits for it, which must not be for ever."""
+    created, create, free = [], arena_module._create, arena_module.ArenaShape.fitting(BLOCK, CAPACITY).file_bytes
+
+    def create_slowly(path: Path, shape: arena_module.ArenaShape) -> None:
+        created.append(path)
+        monkeypatch.setattr(arena_module, "free_memory_bytes", lambda: free if len(created) < 2 else 0)
+        time.sleep(0.3)
+        create(path, shape)
+
+    monkeypatch.setattr(arena_module, "_create", create_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: BlockArena(memory, BLOCK, CAPACITY), range(2)))
+    assert len(created) == 1
+    both[0].put(key_of(1), [content_of(1)])
+    assert is_right(both[1], 1)
+    for one in both:
+        one.close()
+    monkeypatch.setattr(arena_module, "MAKE_S", 0.1)
+    monkeypatch.setattr(arena_module, "_create", create)
+    monkeypatch.setattr(arena_module, "free_memory_bytes", lambda: 1 << 30)
+    with arena_module._only_maker(memory):
+        BlockArena(memory, BLOCK, CAPACITY).close()  # it is there
+        with pytest.raises(ConfigError, match="folder=.* can't be used: another process has been making an arena"):
+            BlockArena(memory, 2 * BLOCK, CAPACITY)
+    BlockArena(memory, 2 * BLOCK, CAPACITY).close()
+
+
+@pytest.mark.parametrize("files, free", [
+    ({"memory.max": "1000", "memory.current": "900", "memory.stat": "anon 5\ninactive_file 300"}, 400),
+    ({"memory.max": "max", "memory.current": "900", "memory.stat": "inactive_file 300"}, None), ({}, None),
+    ({"memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "900",
+      "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50"}, 150)])
+def test_the_memory_of_a_container_is_what_its_limit_leaves(files: dict[str, str], free: int | None, tmp_path: Path):
+    (tmp_path / "memory").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    found = arena_module.free_memory_bytes(tmp_path)
+    assert found == free if free is not None else found > 1 << 20
 
 
 def store_of(memory: Path, files: Path, file_blocks: int = 64) -> BlockStore:

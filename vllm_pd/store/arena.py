@@ -64,6 +64,7 @@ Buffer = bytes | bytearray | memoryview | np.ndarray
 Fill = Callable[[memoryview], int | None]  # fills a view; gives the checksum, or None for "not whole"
 
 PAGE = 4096
+MAKE_S = 300.0  # how long to wait while another process makes the arena
 CHUNK_BYTES = 256 << 10  # copied, then summed while it is in the cache
 _MAGIC = b"VPDARENA"
 _SUPER = struct.Struct("<8sQQQQ")  # magic, version, slot_bytes, slots, ways
@@ -157,12 +158,12 @@ class BlockArena:
         stored. ValueError for a block that is larger than a slot."""
         if not 0 < length <= self.shape.slot_bytes:
             raise ValueError(f"{length} bytes; a slot has {self.shape.slot_bytes}")
-        return self.run(put(self.shape.geometry, key, length, time.monotonic_ns()), fill)
+        return self.run(put(self.shape.geometry, key, length, time.time_ns()), fill)
 
     def hold(self, key: BlockKey, length: int) -> LeasedBlock | None:
         """Lease a block of exactly `length` bytes, or None. It is not replaced before the lease is released, or this
         process has ended."""
-        slot = self.run(lease(self.shape.geometry, key, length, time.monotonic_ns()), None)
+        slot = self.run(lease(self.shape.geometry, key, length, time.time_ns()), None)
         return None if slot is None else LeasedBlock(self, slot, key, length)
 
     def get(self, key: BlockKey, parts: Sequence[Buffer]) -> bool:
@@ -420,15 +421,38 @@ def _map_file(fd: int, size: int) -> mmap.mmap:
 def _open_or_create(path: Path, shape: ArenaShape) -> int:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return _open(path, shape)
-        except FileNotFoundError:
+        with _only_maker(path.parent):
+            with contextlib.suppress(FileNotFoundError):  # another has made it meanwhile
+                return _open(path, shape)
             _create(path, shape)
             return _open(path, shape)
     except OSError as error:
         raise ConfigError("folder", str(path.parent), f"{error.strerror}: it must be a folder of this user on a tmpfs, "
                           f"like {DEFAULT_FOLDER}, with {shape.file_bytes / 2**30:.2f} GiB free, there and in memory"
                           ) from error
+
+
+@contextlib.contextmanager
+def _only_maker(folder: Path) -> Iterator[None]:
+    """While one process makes an arena, which takes memory, the others wait for it. The kernel ends the lock with the
+    process. Raises ConfigError after MAKE_S."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline_s = time.monotonic() + MAKE_S
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise ConfigError("folder", str(folder), f"another process has been making an arena there for "
+                                      f"{MAKE_S:g} s: end it, or choose another folder") from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _open(path: Path, shape: ArenaShape) -> int:
@@ -448,11 +472,26 @@ def _open(path: Path, shape: ArenaShape) -> int:
     return fd
 
 
+def free_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """How much memory may be taken: of the machine's, and within the limit of this container, if it has one. What the
+    kernel would give up of files in memory is free."""
+    free = psutil.virtual_memory().available
+    for limit, used, reclaimable in (("memory.max", "memory.current", "inactive_file"),
+                                     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes",
+                                      "total_inactive_file")):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # ValueError: "max", for none
+            most = int((cgroup / limit).read_text())
+            lines = (cgroup / limit).with_name("memory.stat").read_text().splitlines()
+            stat = dict(line.split() for line in lines)
+            free = min(free, most - int((cgroup / used).read_text()) + int(stat[reclaimable]))
+    return free
+
+
 def _create(path: Path, shape: ArenaShape) -> None:
     """Make the file without a name, so that nothing is left if this process ends, then give it its name. Another may
     have been quicker: then that one is it."""
     space = os.statvfs(path.parent)
-    if shape.file_bytes > min(space.f_bavail * space.f_frsize, psutil.virtual_memory().available):
+    if shape.file_bytes > min(space.f_bavail * space.f_frsize, free_memory_bytes()):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before memory is taken from everybody
     fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:

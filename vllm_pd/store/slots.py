@@ -48,7 +48,8 @@ class SetGeometry(NamedTuple):
 
 
 class SlotRecord(NamedTuple):
-    """What a slot's header says: the block, None if there is no whole one, and when it was last used, in ns."""
+    """What a slot's header says: the block, None if there is no whole one, and when it was last used, in ns since 1970:
+    of a clock that goes on over a restart of the machine, for the file may, too."""
     header: BlockHeader | None
     used_ns: int
 
