@@ -218,7 +218,7 @@ def test_a_full_disk_is_said_once_and_left_alone(setting: Setting, caplog, monke
         for block in range(1, 4):
             worker.put([named(block)])
             assert worker.store.flush(WAIT_S)
-    assert worker.store.counts["error"] == 1 and worker.store.counts["no room"] == 2
+    assert worker.store.counts["error"] == 1 and worker.store.counts["no_room"] == 2
     (line, ) = [record for record in caplog.records if record.name == "vllm.pd"]
     assert "No space left on device" in line.message and not line.exc_info
     worker.store._full_until_s = time.monotonic()

@@ -18,6 +18,7 @@ from vllm_pd.core.policy import Reason
 from vllm_pd.events.metrics import EventFamilies
 from vllm_pd.liveness.process import local_member
 from vllm_pd.rpc.codec import FrameFault
+from vllm_pd.store.metrics import BLOCK_EVENTS, LOAD_OUTCOMES, StoreFamilies
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "operations.md").read_text()
@@ -43,7 +44,7 @@ def dropped(path: str, prefix: str, counter: str = "dropped") -> set[str]:
 
 
 def figures() -> set[str]:
-    described = [*metrics.HandoverFamilies().describe(), *EventFamilies().describe()]
+    described = [*metrics.HandoverFamilies().describe(), *EventFamilies().describe(), *StoreFamilies().describe()]
     names = {family.name for family in described}
     totals = {f"{family.name}_total" for family in described if family.type == "counter"}
     return {name for name in names if f"{name}_total" not in totals} | totals
@@ -64,7 +65,8 @@ def test_b97_every_family_of_upstreams_is_described():
     assert families == set(re.findall(r"`(vllm:(?!pd_)\w+)`", section.partition("\nBeside them")[0]))
 
 
-@pytest.mark.parametrize("words", [Reason, FallbackReason, AttemptEnd, metrics.STAGES, Cause], ids=str)
+@pytest.mark.parametrize("words", [Reason, FallbackReason, AttemptEnd, metrics.STAGES, Cause, BLOCK_EVENTS,
+                                   LOAD_OUTCOMES], ids=str)
 def test_every_label_is_described(words):
     """Each value that a label takes."""
     assert {getattr(word, "value", word) for word in words} <= TICKED

@@ -8,17 +8,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention import attention, kv_transfer_utils
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 from vllm.v1.worker.gpu import kv_connector as second_runner
+from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_pd.errors import ConfigError
 from vllm_pd.store import connector as connector_module
 from vllm_pd.store.blocks import BlockKey
 from vllm_pd.store.connector import PDStoreConnector, StoreStep
+from vllm_pd.store.metrics import StoreFamilies
 from vllm_pd.store.plan import NamedBlock
+from vllm_pd.store.stats import StoreStats
 from vllm_pd.store.store import BlockStore
 from vllm_pd.v1.plugin import register
 
@@ -43,7 +49,7 @@ def make(settings, model_folder, monkeypatch):
     monkeypatch.setattr("vllm_pd.v1.fingerprint.engine_name", lambda config, layers: "engine")
     monkeypatch.setattr("vllm_pd.v1.fingerprint.fingerprint", lambda config, cache, engine: engine)
     monkeypatch.setattr(connector_module, "pin_weights", lambda config: None)
-    made = []
+    made, reloads = [], []
 
     def one(role: KVConnectorRole) -> PDStoreConnector:
         config = VllmConfig(
@@ -53,12 +59,16 @@ def make(settings, model_folder, monkeypatch):
                 kv_connector="PDStoreConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
                 kv_connector_extra_config=settings))
         config.cache_config.num_gpu_blocks = BLOCKS
+        if role is KVConnectorRole.WORKER:
+            monkeypatch.setattr(Worker, "reload_weights", lambda self, path: reloads.append(path))
         made.append(PDStoreConnector(config, role, SimpleNamespace(kv_cache_groups=[None])))
         if role is KVConnectorRole.WORKER:
             caches = torch.arange(BLOCKS, dtype=torch.float32).repeat(LAYERS, 1)[..., None, None, None]
+            monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made[-1])
             made[-1].register_kv_caches(dict(zip(NAMES, caches.repeat(1, 1, HEADS, TOKENS, CONTENT), strict=True)))
         return made[-1]
 
+    one.reloads = reloads
     yield one
     for connector in made:
         connector.shutdown()
@@ -68,7 +78,6 @@ def make(settings, model_folder, monkeypatch):
 def worker(make, monkeypatch):
     """The connector of a worker, as the model runner and the attention layers find it."""
     connector = make(KVConnectorRole.WORKER)
-    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
     monkeypatch.setattr(attention, "get_attention_context", lambda layer: ("metadata", None, None, None))
     monkeypatch.setitem(globals(), "attend", kv_transfer_utils.maybe_transfer_kv_layer(attend))
@@ -88,13 +97,14 @@ def output_of(number: int, block: int) -> SimpleNamespace:
                            has_sync_kv_loads=False, finished_req_ids=set())
 
 
-def compute(number: int, block: int, layers: int = LAYERS, error: BaseException | None = None) -> None:
+def compute(number: int, block: int, layers: int = LAYERS, error: BaseException | None = None) -> KVConnectorOutput:
     """A step that fills a block, in the first model runner's context manager; `error` after so many layers."""
-    with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output_of(number, block)):
+    with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output_of(number, block)) as output:
         for name in NAMES[:layers]:
             attend(name)
         if error is not None:
             raise error
+    return output
 
 
 def is_stored(connector: PDStoreConnector, block: int) -> bool:
@@ -168,3 +178,47 @@ def test_b104_a_load_ends_after_the_cache_was_reset(make, worker):
         assert end_of_load(worker) is is_loaded
     compute(3, 3)
     assert is_stored(worker, 1) and not is_stored(worker, 3)
+
+
+def test_b104_weights_that_are_loaded_anew_are_another_models(make, worker):
+    """B104: `collective_rpc("reload_weights")`. The digest is of the old ones: this engine uses the store no more."""
+    compute(1, 1)
+    Worker.reload_weights(object(), "path")
+    assert make.reloads == ["path"]
+    compute(2, 2)
+    assert is_stored(worker, 1) and not is_stored(worker, 2)
+    worker.bind_connector_metadata(StoreStep(3))
+    worker._worker.begin_loads({"a": [NamedBlock(*block_named(1))]})
+    assert not end_of_load(worker)
+
+
+def test_a_child_of_another_connector_is_refused(make, monkeypatch):
+    connector = make(KVConnectorRole.SCHEDULER)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
+    with pytest.raises(ConfigError, match="kv_connector='object' can't be used: name PDStoreConnector by itself"):
+        connector.register_kv_caches({})
+
+
+def test_the_figures_reach_the_metrics(worker):
+    """From the worker's steps, as plain values, to the counters in the front end: each once."""
+    first = compute(1, 1).kv_connector_stats
+    assert first.data == {"stored": 1} and worker.get_kv_connector_stats() is None
+    worker.bind_connector_metadata(StoreStep(2))
+    worker._worker.begin_loads({"a": [NamedBlock(*block_named(1))], "b": [NamedBlock(*block_named(2))]})
+    later = StoreStats({})
+    deadline_s = time.monotonic() + 30
+    while len(later.data) < 4:
+        assert time.monotonic() < deadline_s
+        worker.get_transfer_results(set())
+        later = later.aggregate(worker.get_kv_connector_stats() or StoreStats({}))
+    assert later.data == {"memory": 1, "missing": 1, "loaded": 1, "failed": 1}
+    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="store"), kv_transfer_config=None)
+    types = {kind: kind for kind in (Gauge, Counter, Histogram)}
+    shown = PDStoreConnector.build_prom_metrics(config, types, ["model_name", "engine"], {3: ["store", "3"]})
+    for one in (first, later):
+        shown.observe(PDStoreConnector.build_kv_connector_stats(one.data).to_dict(), 3)
+    values = {(sample.name, *sample.labels.values()): sample.value
+              for family in StoreFamilies.of_process(True).collect() for sample in family.samples}
+    assert values["vllm:pd_store_blocks_total", "store", "3", "stored"] == 1
+    assert values["vllm:pd_store_loads_total", "store", "3", "failed"] == 1
+    assert values["vllm:pd_store_loads_total", "store", "3", "overdue"] == 0

@@ -6,6 +6,7 @@ waits as one that waits for a peer does (V1's asynchronous load). Worker role: `
 """
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,15 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.fingerprint import pin_weights
 from vllm_pd.store.plan import NamedBlock, StorePlan
 from vllm_pd.store.settings import StoreSettings
+from vllm_pd.store.stats import StorePromMetrics, StoreStats
 from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, block_parts, model_of
+from vllm_pd.v1.settings import served_name
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -161,15 +165,23 @@ class PDStoreConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The caches of all layers are allocated."""
+        import vllm
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
         from vllm_pd.transfer.layout import describe_views
         from vllm_pd.v1.fingerprint import engine_name, fingerprint
         from vllm_pd.v1.worker import distinct_caches
+        if (named := get_kv_transfer_group()) is not self:
+            raise ConfigError("kv_connector", type(named).__name__, "name PDStoreConnector by itself: the store is not "
+                              "tried together with another connector")
         views = distinct_caches(kv_caches)
         description = describe_views(list(views.values()), num_blocks=self._config.cache_config.num_gpu_blocks,
                                      block_size=self._block_size)
         ours = fingerprint(self._config, description, engine_name(self._config, views))
-        self._worker = StoreWorker(self._settings, model_of(ours, 0), block_parts(list(views.values())), list(views))
-        self._handshake = StoreHandshake(model_of(ours, 0), self._worker.slot_bytes)
+        model = model_of(ours, 0, vllm.__version__)
+        self._worker = StoreWorker(self._settings, model, block_parts(list(views.values())), list(views))
+        self._handshake = StoreHandshake(model, self._worker.slot_bytes)
+        watch_reload(self._worker)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """For `set_xfer_handshake_metadata`."""
@@ -186,6 +198,11 @@ class PDStoreConnector(KVConnectorBase_V1):
         ended, failed = self._worker.take_ended()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Our figures since the last call."""
+        counts = self._worker.take_counts() if self._worker is not None else None
+        return StoreStats(counts) if counts else None
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing: loads begin after the step."""
 
@@ -199,6 +216,22 @@ class PDStoreConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Nothing."""
 
+    # The front end.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """What `get_kv_connector_stats` gave, from its data."""
+        return StoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, metric_types: dict, labelnames: list[str],
+                           per_engine_labelvalues: dict[int, list[object]]) -> KVConnectorPromMetrics:
+        """What makes /metrics of those."""
+        return StorePromMetrics(served_name(vllm_config), vllm_config, metric_types, labelnames,
+                                per_engine_labelvalues)
+
+    # Either role.
+
     def shutdown(self) -> None:
         """Give the store back."""
         if self._worker is not None:
@@ -210,6 +243,20 @@ class PDStoreConnector(KVConnectorBase_V1):
         """The chain hashes of the request's full blocks; none where V1 hashes in another unit."""
         names = request.block_hashes
         return names if len(names) == request.num_tokens // self._block_size else []
+
+
+def watch_reload(worker: StoreWorker) -> None:
+    """Stop it before vLLM's worker in this process loads its weights anew: the digest that names KV is of the old ones.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+    load = Worker.reload_weights
+
+    @functools.wraps(load)
+    def reload_weights(self: Worker, *arguments: Any, **keywords: Any) -> None:
+        worker.stop("the weights are loaded anew")
+        load(self, *arguments, **keywords)
+
+    Worker.reload_weights = reload_weights
 
 
 def check_store(config: VllmConfig) -> None:

@@ -40,8 +40,9 @@ class BlockStore:
     """A process's way to the store. Thread-safe. Owns the arena's map and, from the first
     block on that gets a file, a thread; `close` ends them.
 
-    `counts`: by what has become of each call. Of `put` the values of `PutResult`; of `fetch` "memory", "file",
-    "missing"; of the thread "written", "no room", "gone" (before its file was written), "not queued"; of either "error".
+    `counts`: by what has become of each call, in `BLOCK_EVENTS`. Of `put` the values of `PutResult`; of `fetch`
+    "memory", "file", "missing"; of the thread "written", "no_room", "gone" (before its file was written), "not_queued";
+    of either "error".
     """
 
     def __init__(self, settings: StoreSettings, slot_bytes: int):
@@ -70,7 +71,7 @@ class BlockStore:
             try:
                 self._jobs.put_nowait(_FileJob(key, sum(memoryview(part).nbytes for part in parts)))
             except queue.Full:
-                self._count("not queued")
+                self._count("not_queued")
         return result
 
     def fetch(self, key: BlockKey, length: int) -> LeasedBlock | None:
@@ -123,6 +124,11 @@ class BlockStore:
                 return
         self.arena.close()
 
+    def take_stock(self) -> Counter[str]:
+        """A copy of `counts`."""
+        with self._mutex:
+            return self.counts.copy()
+
     def _start(self) -> None:
         with self._mutex:
             if self._thread is None:
@@ -163,9 +169,9 @@ class BlockStore:
 
     def _write_file(self, job: _FileJob) -> str:
         if time.monotonic() < self._full_until_s:
-            return "no room"
+            return "no_room"
         held = self.arena.hold(job.key, job.length)
         if held is None:
             return "gone"
         with held:
-            return "written" if self.files.write(held.header, held.bytes) else "no room"
+            return "written" if self.files.write(held.header, held.bytes) else "no_room"

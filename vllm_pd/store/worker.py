@@ -4,14 +4,15 @@
 Blocks are put in the worker's main thread, after the step that filled them and before the next one, so nothing writes
 them meanwhile; and only if that step, and all before it, were computed whole.
 
-Loads run in a thread of their own: V1 keeps the blocks of a request that waits for its KV away from everybody else until
-it is reported, and gives them no hash before. What has arrived in them is checked there. Where one block is missing,
-wrong or overdue, the whole load has failed, and V1 frees the blocks and begins the request anew.
+Loads run in a thread of their own: V1 keeps the blocks of a request that waits for its KV away from everybody else
+until it is reported, and gives them no hash before. What has arrived in them is checked there. Where one block is
+missing, wrong or overdue, the whole load has failed, and V1 frees the blocks and begins the request anew.
 """
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 
-def model_of(fingerprint: Fingerprint, rank: int) -> bytes:
-    """The `model` of a `BlockKey`: all that decides what the bytes of a block of this rank mean."""
-    return hashlib.sha256(msgspec.json.encode([fingerprint, rank])).digest()[:MODEL_BYTES]
+def model_of(fingerprint: Fingerprint, rank: int, release: str) -> bytes:
+    """The `model` of a `BlockKey`: all that decides what the bytes of a block of this rank mean. `release`: of vLLM,
+    whole; the fingerprint has only its beginning, and files outlive an engine."""
+    return hashlib.sha256(msgspec.json.encode([fingerprint, rank, release])).digest()[:MODEL_BYTES]
 
 
 def block_parts(views: Sequence[torch.Tensor]) -> list[np.ndarray]:
@@ -70,6 +72,7 @@ class StoreWorker:
         self._parts = parts
         self.steps = WholeSteps(layers)
         self._is_on = True
+        self._taken: Counter[str] = Counter()
         self.loader = BlockLoader(self._load_block)
 
     def end_step(self, step: int, has_tokens: bool, blocks: Sequence[NamedBlock]) -> None:
@@ -101,6 +104,12 @@ class StoreWorker:
     def take_ended(self) -> EndedLoads:
         """The loads that have ended since the last call."""
         return self.loader.take_ended()
+
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call: blocks by `BLOCK_EVENTS`, loads by `LOAD_OUTCOMES`."""
+        counts = self.store.take_stock() + self.loader.counts
+        new, self._taken = counts - self._taken, counts
+        return dict(new)
 
     def close(self) -> None:
         """End the thread after the block that it is at, and give the store back. Idempotent."""

@@ -155,6 +155,9 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("_get_attn_isa", "the fingerprint names it: the order inside a block depends on it",
                  takes=("dtype", "block_size", "head_size", "kv_cache_dtype")),
     ),
+    "v1/worker/gpu_worker.py": (
+        Required("Worker.reload_weights", "the store is left before it"),
+    ),
     "v1/engine/async_llm.py": (
         Required("AsyncLLM.get_kv_event_sources", "where each rank publishes KV events", takes=()),
     ),
