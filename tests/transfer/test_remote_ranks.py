@@ -140,6 +140,18 @@ def test_b5_a_read_brings_the_peers_blocks(engine):
     check(p, 2)
 
 
+@pytest.mark.parametrize("reads, holds", [(2, 1), (4, 2), (2, 2)])
+def test_b102_replicated_heads_are_read_by_each_rank(engine, reads, holds):
+    """MLA: every rank of the reader gets the one head, from one rank of the other engine."""
+    of = Heads(1, 576, torch.int16)
+    p, d = engine(reads, False, "LBNHC", of=of), engine(holds, True, "LBNHC", receives=True, of=of)
+    p.meet(d)
+    p.transfer.execute([Read("r", d.name, THEIRS, OURS)])
+    (end,) = p.until(lambda progress: progress.finished).finished
+    assert end.ok and end.bytes == reads * expected(range(1), len(OURS), of).nbytes
+    check(p, reads, of=of)
+
+
 def test_requests_and_answers_of_any_size_pass(engine):
     """4,000 blocks are more than one packet in each direction has room for."""
     blocks = 4_100

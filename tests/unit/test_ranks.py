@@ -216,25 +216,35 @@ def test_b23_a_dropped_peer_is_dropped_with_all_its_ranks():
 
 
 @pytest.mark.parametrize("layout", [Layout.HEADS_FIRST, Layout.TOKENS_FIRST], ids=lambda layout: layout.value)
-@pytest.mark.parametrize("p_ranks, d_ranks", [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("p_ranks, d_ranks", [*SPLITS, (8, 2), (2, 8)])
 @pytest.mark.parametrize("p_stages, d_stages", [(1, 1), (2, 1), (1, 2), (2, 3), (3, 2)])
-def test_b5_b101_a_read_brings_every_layer_and_head_of_the_rank(p_ranks, d_ranks, layout, p_stages, d_stages):
-    engines = Engines(p_ranks, d_ranks, kv_heads=4, layout=layout, p_stages=p_stages, d_stages=d_stages)
+def test_b5_b101_b102_a_read_brings_every_layer_and_head_of_the_rank(p_ranks, d_ranks, kv_heads, layout, p_stages,
+                                                                     d_stages):
+    """Also where several ranks hold the same heads, here or there: each byte once."""
+    engines = Engines(p_ranks, d_ranks, kv_heads, layout=layout, p_stages=p_stages, d_stages=d_stages)
     for rank in engines.d:
         rank.fill()
     for rank in engines.p:
         rank.transport.read("k", "d", [4, 2], [0, 3])
-        assert [end.ok for end in engines.run(rank)] == [True]
+        (end,) = engines.run(rank)
+        assert end.ok and end.bytes == 2 * len(rank.planes) * len(rank.heads) * HEAD_BYTES
         for plane, head in itertools.product(rank.planes, rank.heads):
             assert rank.head(plane, 4, head) == pattern(plane, 0, head)
             assert rank.head(plane, 2, head) == pattern(plane, 3, head)
     assert not any(rank.transport.poll().notices for rank in engines.d)
 
 
-def test_b5_replicated_heads_are_not_read():
-    engines = Engines(4, 1, kv_heads=2)
-    with pytest.raises(TransferError, match="several ranks hold"):
-        engines.p[1].transport.read("k", "d", [0], [0])
+def test_b102_ranks_that_hold_the_same_read_from_different_ranks():
+    """MLA: each of D's ranks has all of it, and so has each of P's."""
+    engines = Engines(4, 2, kv_heads=1)
+    found = []
+    for rank in engines.p:
+        read = rank.own.read
+        rank.own.read = lambda key, peer, *blocks, read=read: (found.append(peer), read(key, peer, *blocks))
+        rank.transport.read("k", "d", [0], [0])
+        assert [end.ok for end in engines.run(rank)] == [True]
+    assert found == ["d/0", "d/1", "d/0", "d/1"]
 
 
 @pytest.mark.parametrize("ours, theirs", [(3, 2), (2, 3)])

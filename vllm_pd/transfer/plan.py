@@ -56,7 +56,7 @@ def heads_to_write(rank: int, ranks: int, peer_rank: int, peer_ranks: int, kv_he
     copies = max(1, ranks // kv_heads)
     if rank % copies != peer_rank % copies:
         return range(0)
-    return _overlap(ours, theirs)
+    return overlap(ours, theirs)
 
 
 def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None = None) -> list[Lane]:
@@ -72,10 +72,10 @@ def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None =
             raise PeerMismatch(key, _plain(mine), _plain(other))
     if heads is not None and not heads:
         return []
-    layers = _overlap(range(ours.first_layer, ours.first_layer + ours.layers),
+    layers = overlap(range(ours.first_layer, ours.first_layer + ours.layers),
                       range(theirs.first_layer, theirs.first_layer + theirs.layers))
-    shared = _overlap(_heads(ours), _heads(theirs))
-    heads = shared if heads is None else _overlap(shared, heads)
+    shared = overlap(_heads(ours), _heads(theirs))
+    heads = shared if heads is None else overlap(shared, heads)
     if not layers or not heads:
         raise UnmappableSplit(f"no layer or no KV head is shared: ours is {_share(ours)}, theirs is {_share(theirs)}")
     equal = _heads(ours) == _heads(theirs) == heads
@@ -151,7 +151,8 @@ def _merge_adjacent(lanes: Iterable[Lane]) -> list[Lane]:
     return merged
 
 
-def _overlap(one: range, other: range) -> range:
+def overlap(one: range, other: range) -> range:
+    """What both have; `one` and `other` are ranges of step 1."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
 

@@ -6,19 +6,20 @@ A rank writes its share of the layers and KV heads into every rank of the peer t
 when it has as many notices as we have ranks, over all pipeline stages, and its other ranks have nothing to report:
 their memory is written to, and that is all.
 
+A rank reads its own share from ranks of the peer that hold it together: one for each part, also where several have it.
+
 If one write covers the share, it carries the notice. Otherwise the write is split into parts without a notice, one for
 each rank of the peer. It ends when the last part has ended, and the notice follows if all parts succeeded.
 """
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm_pd.errors import TransferError, UnmappableSplit
 from vllm_pd.transfer.requests import Finished
-from vllm_pd.transfer.split import RankShare, shares_sent, stage_ranks
+from vllm_pd.transfer.split import RankShare, shares_sent, sources_of, stage_ranks
 from vllm_pd.transfer.transport import PeerMetadata, RanksMetadata, Transport, TransportProgress, rank_name
 
 
@@ -26,7 +27,7 @@ class _RankedPeer(NamedTuple):
     """A peer: its metadata, and the transport names of its ranks."""
     metadata: bytes
     targets: list[str]  # the ranks that we write to
-    sources: list[str]  # ranks to read from, which together hold our layers and heads once; empty if there are none
+    sources: list[str]  # the ranks that we read from, which together hold our layers and heads once
     known: list[str]  # the ranks that were added to the transport
 
 
@@ -77,13 +78,15 @@ class RankedTransport:
         if known is not None and known.metadata != metadata:
             raise TransferError(f"peer {name} is known with other metadata; a new incarnation needs a new name")
         ranks = RanksMetadata.decode(name, metadata).ranks
-        shares = self._shares_sent(name, ranks)
+        theirs = [_share(PeerMetadata.decode(rank_name(name, other), each)) for other, each in enumerate(ranks)]
+        shares, sources = self._shares_sent(name, theirs), sources_of(self._rank, self._share, theirs)
         engine = _RankedPeer(metadata, [rank_name(name, other) for other, share in enumerate(shares) if share.heads],
-                         self._sources(name, shares), [])
+                             [rank_name(name, other) for other in sources], [])
         try:
             for other, share in enumerate(shares):
-                if share.heads or other == 0:
-                    self.transport.add_peer(rank_name(name, other), ranks[other], share.heads)
+                if share.heads or other == 0 or other in sources:
+                    self.transport.add_peer(rank_name(name, other), ranks[other],
+                                            sources[other].heads if other in sources else share.heads)
                     engine.known.append(rank_name(name, other))
         except Exception:
             for rank in engine.known if known is None else ():
@@ -106,7 +109,9 @@ class RankedTransport:
         if key in self._splits:
             raise TransferError(f"write {key} is already open")
         front = rank_name(peer, 0)
-        if engine.targets == [front] or not (engine.targets and local_block_ids):
+        if not engine.targets:  # others write what we hold; `front` may be one that we read from
+            local_block_ids = remote_block_ids = []
+        if engine.targets == [front] or not local_block_ids:
             self.transport.write(key, front, local_block_ids, remote_block_ids, notice, grant)
             return
         self._splits[key] = _SplitTransfer(front, notice)
@@ -118,9 +123,8 @@ class RankedTransport:
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
         """See Transport."""
         engine = self._engines.get(peer)
-        if engine is None or not engine.sources:
-            raise TransferError(f"peer {peer} is not known" if engine is None else
-                                f"can't read from {peer}: several ranks hold the same KV heads")
+        if engine is None:
+            raise TransferError(f"peer {peer} is not known")
         if key in self._splits:
             raise TransferError(f"transfer {key} is already open")
         if len(engine.sources) == 1:
@@ -196,25 +200,13 @@ class RankedTransport:
         self._splits[key].open.add(part)
         self._part_of[part] = key
 
-    def _shares_sent(self, name: str, ranks: list[bytes]) -> list[RankShare]:
-        """What we send to each rank of the peer, of which these are the `PeerMetadata`. Raises TransferError."""
-        theirs = [_share(PeerMetadata.decode(rank_name(name, other), each)) for other, each in enumerate(ranks)]
+    def _shares_sent(self, name: str, theirs: list[RankShare]) -> list[RankShare]:
+        """What we send to each rank of the peer, which hold `theirs`. Raises UnmappableSplit."""
         try:
             return shares_sent(self._rank, self._share, self._tp, theirs, stage_ranks(theirs, self._kv_heads),
                                self._kv_heads)
         except UnmappableSplit as error:
             raise UnmappableSplit(f"peer {name}: {error}") from error
-
-    def _sources(self, name: str, shares: list[RankShare]) -> list[str]:
-        """See `_RankedPeer.sources`. `shares`: by rank of the peer, what we send there."""
-        sources: list[str] = []
-        covered: set[tuple[int, int]] = set()
-        for other, share in enumerate(shares):
-            held = set(itertools.product(share.layers, share.heads))
-            if not covered >= held:
-                covered |= held
-                sources.append(rank_name(name, other))
-        return sources if covered == set(itertools.product(self._share.layers, self._share.heads)) else []
 
 
 def _share(metadata: PeerMetadata) -> RankShare:

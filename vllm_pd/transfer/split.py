@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_pd.errors import UnmappableSplit
-from vllm_pd.transfer.plan import head_range, heads_to_write
+from vllm_pd.transfer.plan import head_range, heads_to_write, overlap
 
 
 class ParallelSplit(NamedTuple):
@@ -85,10 +85,21 @@ def shares_sent(rank: int, ours: RankShare, tp: int, theirs: Sequence[RankShare]
         raise UnmappableSplit(f"our rank {rank} has {_said(ours)}; the peer has fewer layers")
     sent = []
     for other, share in enumerate(theirs):
-        layers = range(max(ours.layers.start, share.layers.start), min(ours.layers.stop, share.layers.stop))
+        layers = overlap(ours.layers, share.layers)
         heads = heads_to_write(rank % tp, tp, other % their_tp, their_tp, kv_heads)
         sent.append(RankShare(layers, heads if layers else range(0)))
     return sent
+
+
+def sources_of(rank: int, ours: RankShare, theirs: Sequence[RankShare]) -> dict[int, RankShare]:
+    """From which ranks of the peer, which hold `theirs`, our rank `rank`, which holds `ours`, reads what. Each of our
+    layers and heads that they hold is there once: of several ranks that hold the same, our ranks choose by turns."""
+    holders: dict[RankShare, list[int]] = {}
+    for other, share in enumerate(theirs):
+        shared = RankShare(overlap(ours.layers, share.layers), overlap(ours.heads, share.heads))
+        if shared.layers and shared.heads:
+            holders.setdefault(shared, []).append(other)
+    return {others[rank % len(others)]: shared for shared, others in holders.items()}
 
 
 def sendings(prefill: ParallelSplit, decode: ParallelSplit, layers: int, kv_heads: int) -> list[Sending]:
