@@ -48,10 +48,6 @@ def test_b102_no_interleaving_breaks_a_hold(case, capsys):
 class FreesByTime(Holds):
     """A claimed hold ends by time, as an unclaimed one."""
 
-    @staticmethod
-    def _due(hold):
-        return hold.until
-
     def _query(self, now, hold):
         return self._end(hold, HoldEnd.EXPIRED)
 
@@ -78,7 +74,7 @@ class NeverAsks(Holds):
     """D's word is not asked for, so a lost one is lost."""
 
     def _query(self, now, hold):
-        hold.next_query = now + 1e6
+        self._wait(now, hold, 1e6)
         return []
 
 

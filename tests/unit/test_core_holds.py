@@ -7,6 +7,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import MessageSource, PeerProtocol
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
+    AddPeer,
     DropPeer,
     Fallback,
     FallbackReason,
@@ -90,7 +91,7 @@ def test_what_nobody_claims_ends_by_time_and_what_is_claimed_never(holder):
     holder.holds.add(0.0, other, DIGEST, [7, 8, 9])
     holder.receive(29.0, "d", claim())
     asked = [holder.handle_timeout(float(second)) for second in range(30, 300)]
-    assert asked[0] == [ToDecode("d", m.HoldQuery(ONE, HOLD)), HoldEnded(other, HoldEnd.EXPIRED)]
+    assert asked[0] == [HoldEnded(other, HoldEnd.EXPIRED), ToDecode("d", m.HoldQuery(ONE, HOLD))]
     queries = sum(one.count(ToDecode("d", m.HoldQuery(ONE, HOLD))) for one in asked)
     assert 85 <= queries <= 95, "one each three seconds"
     assert holder.holds.states() == {HOLD: ONE}
@@ -108,6 +109,7 @@ def test_a_d_that_is_silent_keeps_its_connection_while_it_may_read(holder):
         assert not any(isinstance(action, DropPeer) for action in actions)
     assert holder.busy_peers() == {"d"} and "d" in holder.peers()
     assert holder.receive(60.0, "d", claim(TWO, m.Attempt("p", "x", 9))) == []  # it is to be met anew first
+    assert holder.receive(60.0, "d", claim()) == [ToDecode("d", m.HoldGrant(ONE, HOLD, [4, 5, 6]))], "it reads on"
     freed = holder.receive(61.0, "d", m.HoldDone(ONE, HOLD))
     assert freed[:2] == [HoldEnded(HOLD, HoldEnd.DONE), DropPeer("d")] and not holder.peers()
 
@@ -239,12 +241,77 @@ def test_a_hold_that_is_not_wanted_is_given_up(both):
     assert both.poll_event() == HoldEnded(ours, HoldEnd.DROPPED)
 
 
-def test_b43_a_draining_engine_holds_nothing_new_and_waits_for_what_it_holds(both):
+def test_many_holds_cost_no_more_a_turn_than_one(holder):
+    """A turn looks at the first of each queue; so many that looking at all of them each turn would take minutes."""
+    looked = []
+
+    class Seen(dict):
+
+        def __getitem__(self, name):
+            looked.append(name)
+            return super().__getitem__(name)
+
+        def values(self):
+            raise AssertionError("all holds are looked at")
+
+        items = values
+
+    holder.holds._holds = Seen(holder.holds._holds)
+    for number in range(10, 30_010):
+        holder.holds.add(number / 1e4, m.Attempt("p", "random", number), DIGEST, [7, 8, 9])
+    holder.receive(4.0, "d", claim())
+    looked.clear()
+    for _ in range(100):
+        holder.next_timeout()
+        holder.handle_timeout(4.5)
+        holder.busy_peers()
+    assert len(looked) <= 1000 and len(holder.holds) == 30_001
+    assert holder.holds.next_timeout() == 5.0 and holder.holds.has_claimed(ONE, HOLD)
+    ended = holder.handle_timeout(30.0 + 1.0)
+    assert sum(isinstance(one, HoldEnded) for one in ended) == 9_991, "those of the first second, in their order"
+
+
+def test_the_next_deadline_is_the_first_of_all(holder):
+    """Unclaimed ones, claimed ones with pauses of any length, and those that a drain cut short."""
+    for at in range(10):
+        name = m.Attempt("p", "one of many", at)
+        holder.holds.add(float(at), name, DIGEST, [1, 2])
+        if at % 3 == 0:
+            holder.receive(float(at), "d", claim(m.Attempt("d", "r", at), name))
+    holder.holds.drain(9.0)
+    assert holder.holds.next_timeout() == 1.0
+    for second in range(9, 60):
+        holder.handle_timeout(float(second))
+        due = [hold.due for hold in holder.holds._holds.values()]
+        assert holder.holds.next_timeout() == min(due) > second
+        assert len(due) == (11 if second < 12 else 4)
+
+
+def test_b43_a_draining_engine_keeps_what_nobody_has_claimed_a_few_seconds(holder):
+    early, late = m.Attempt("p", "random", 8), m.Attempt("p", "random", 9)
+    holder.holds.add(0.0, early, DIGEST, [7, 8])
+    holder.holds.add(20.0, late, DIGEST, [9, 10])
+    holder.receive(28.0, "d", claim())
+    holder.holds.drain(28.0)
+    ended = {action.hold: second for second in range(28, 60) for action in holder.handle_timeout(float(second))
+             if isinstance(action, HoldEnded)}
+    assert ended == {early: 30, late: 31} and holder.holds.states() == {HOLD: ONE}
+
+
+@pytest.mark.parametrize("peers", [True, False], ids=["a D is there", "nobody could claim"])
+def test_b43_a_draining_engine_holds_nothing_new_and_waits_for_what_it_holds(both, peers):
+    if peers:
+        other = msgspec.structs.replace(D, incarnation="d2")
+        both.receive(MessageSource.BROKER, "broker", m.Peers("b", 1, [other], 0))
+        both.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b"d2"))
+        drain(both)
     ours = both.next_attempt("random")
     assert both.hold(ours, DIGEST, [1])
     both.drain()
-    assert not both.hold(both.next_attempt("random"), DIGEST, [2]) and both.open_attempts() == [ours]
-    both.close_unclaimed_holds()
+    assert not both.hold(both.next_attempt("random"), DIGEST, [2])
+    if peers:
+        assert both.open_attempts() == [ours] and isinstance(both.poll_event(), AddPeer)
+        both.close_unclaimed_holds()
     assert both.poll_event() == HoldEnded(ours, HoldEnd.CLOSED) and not both.open_attempts()
 
 

@@ -320,7 +320,7 @@ class PeerProtocol:
             "decode_granted": states[AttemptState.GRANTED],
             "decode_fenced": len(self._decode.fenced()),
             "prefill_jobs": len(self._prefill.states()),
-            "holds": len(self._prefill.holds.states()),
+            "holds": len(self._prefill.holds),
             "peers": len(self._prefill.peers()) + len(self._decode.peers),
         }
 
@@ -352,10 +352,15 @@ class PeerProtocol:
     @_locked
     def drain(self) -> None:
         """Take nothing new from others, finish what is open, then leave the registry for good. To refuse the clients of
-        this engine is its front end's part."""
+        this engine is its front end's part. What nobody has claimed is held for a few seconds more, and not at all
+        where nobody could claim it."""
         if not self.state.draining:
             logger.info("draining: no new work, what is open is finished")
             self.state.drain()
+            if self._prefill.peers():
+                self._prefill.holds.drain(self._clock())
+            else:
+                self.close_unclaimed_holds()
             self._state_changed()
 
     @_locked

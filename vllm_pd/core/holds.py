@@ -8,7 +8,11 @@ fact, never by time. D's word may be lost, so P asks again and again, with growi
 
 A hold that nobody has claimed is free again after `hold_s`: nobody knows its blocks. A later claim of it is denied. So
 is one for another prompt, and one by another attempt than that which has it.
+
+There may be tens of thousands. All that wait equally long for their next deadline are in one queue, in the order of
+their deadlines, so that a turn looks at the first of each queue: `hold_s`, `drain_s`, and the few pauses that there are.
 """
+import itertools
 from typing import Any
 
 import msgspec
@@ -19,8 +23,10 @@ from vllm_pd.core.policy import PARAMS_KEY
 
 
 class HoldLimits(msgspec.Struct, frozen=True):
-    """How long an unclaimed hold lasts (0: nothing is held), and the pauses between two questions to a D."""
+    """How long an unclaimed hold lasts (0: nothing is held), also once the engine drains, and the pauses between two
+    questions to a D."""
     hold_s: float = 30.0
+    drain_s: float = 3.0
     query_s: float = 1.0
     query_max_s: float = 10.0
 
@@ -28,13 +34,12 @@ class HoldLimits(msgspec.Struct, frozen=True):
 class _Hold:
     """One hold. Times are those of the caller's clock."""
 
-    def __init__(self, name: m.Attempt, digest: bytes, block_ids: list[int], until: float):
+    def __init__(self, name: m.Attempt, digest: bytes, block_ids: list[int]):
         self.name = name
         self.digest = digest
         self.block_ids = block_ids
-        self.until = until
         self.reader: m.Attempt | None = None  # the attempt that has claimed it
-        self.next_query = self.query_pause_s = 0.0
+        self.due = self.wait_s = 0.0  # when its time is over, or D is asked; how long before that this was settled
 
 
 class Holds:
@@ -44,6 +49,8 @@ class Holds:
         self.limits = limits
         self.dropped = dropped
         self._holds: dict[m.Attempt, _Hold] = {}
+        self._queues: dict[float, dict[m.Attempt, None]] = {}  # by `wait_s`: names in the order of `due`
+        self._read_by: dict[str, dict[m.Attempt, None]] = {}  # by incarnation: the names of what a D has claimed
 
     # Calls of the engine.
 
@@ -52,12 +59,18 @@ class Holds:
         name, which must be a new one (ValueError)."""
         if name in self._holds:
             raise ValueError(f"there is a hold {name}")
-        self._holds[name] = _Hold(name, digest, list(block_ids), now + self.limits.hold_s)
+        hold = self._holds[name] = _Hold(name, digest, list(block_ids))
+        self._wait(now, hold, self.limits.hold_s)
+
+    def drain(self, now: float) -> None:
+        """The engine drains: what nobody has claimed lasts `drain_s` more, at most."""
+        for hold in [one for one in self._unclaimed() if one.due > now + self.limits.drain_s]:
+            self._wait(now, hold, self.limits.drain_s)
 
     def close_unclaimed(self) -> list[Action]:
         """End the holds that nobody has claimed."""
         actions: list[Action] = []
-        for hold in [one for one in self._holds.values() if one.reader is None]:
+        for hold in self._unclaimed():
             actions += self._end(hold, HoldEnd.CLOSED)
         return actions
 
@@ -73,8 +86,8 @@ class Holds:
             self.dropped["hold_" + reason.value] += 1
             return [ToDecode(sender, m.HoldDenied(message.attempt, message.hold, reason))]
         hold.reader = message.attempt
-        hold.query_pause_s = self.limits.query_s
-        hold.next_query = now + hold.query_pause_s
+        self._read_by.setdefault(sender, {})[hold.name] = None
+        self._wait(now, hold, self.limits.query_s)
         return [ToDecode(sender, m.HoldGrant(message.attempt, hold.name, hold.block_ids))]
 
     def done(self, sender: str, message: m.HoldDone) -> list[Action]:
@@ -90,8 +103,8 @@ class Holds:
     def peer_dead(self, incarnation: str) -> list[Action]:
         """The process of a D is gone, as a fact: it reads nothing any more."""
         actions: list[Action] = []
-        for hold in [one for one in self._holds.values() if one.reader and one.reader.incarnation == incarnation]:
-            actions += self._end(hold, HoldEnd.LOST)
+        for name in list(self._read_by.get(incarnation, ())):
+            actions += self._end(self._holds[name], HoldEnd.LOST)
         return actions
 
     # Time.
@@ -99,23 +112,31 @@ class Holds:
     def handle_timeout(self, now: float) -> list[Action]:
         """Do what is due."""
         actions: list[Action] = []
-        for hold in [one for one in self._holds.values() if self._due(one) <= now]:
+        for hold in self._due(now):
             actions += self._end(hold, HoldEnd.EXPIRED) if hold.reader is None else self._query(now, hold)
         return actions
 
     def next_timeout(self) -> float | None:
         """When `handle_timeout` is next due; None where nothing is."""
-        return min(map(self._due, self._holds.values()), default=None)
+        return min((self._holds[next(iter(queue))].due for queue in self._queues.values()), default=None)
 
     # State, for the engine and the tests.
 
+    def has_claimed(self, attempt: m.Attempt, hold: m.Attempt) -> bool:
+        """Whether this attempt has that hold."""
+        found = self._holds.get(hold)
+        return found is not None and found.reader == attempt
+
     def readers(self) -> set[str]:
         """The incarnations of the decode engines that may read here."""
-        return {hold.reader.incarnation for hold in self._holds.values() if hold.reader is not None}
+        return set(self._read_by)
 
     def states(self) -> dict[m.Attempt, m.Attempt | None]:
         """All holds, and the attempts that have claimed them."""
         return {name: hold.reader for name, hold in self._holds.items()}
+
+    def __len__(self) -> int:
+        return len(self._holds)
 
     # Inside.
 
@@ -127,18 +148,39 @@ class Holds:
             return m.DenyReason.TOKENS
         return None if hold.reader in (None, message.attempt) else m.DenyReason.TAKEN
 
+    def _unclaimed(self) -> list[_Hold]:
+        return [hold for hold in self._holds.values() if hold.reader is None]
+
     def _query(self, now: float, hold: _Hold) -> list[Action]:
-        hold.query_pause_s = min(self.limits.query_max_s, 2 * hold.query_pause_s)
-        hold.next_query = now + hold.query_pause_s
+        self._wait(now, hold, min(self.limits.query_max_s, 2 * hold.wait_s))
         return [ToDecode(hold.reader.incarnation, m.HoldQuery(hold.reader, hold.name))]
 
     def _end(self, hold: _Hold, end: HoldEnd) -> list[Action]:
         del self._holds[hold.name]
+        self._take_out(hold.name, hold.wait_s, self._queues)
+        if hold.reader is not None:
+            self._take_out(hold.name, hold.reader.incarnation, self._read_by)
         return [HoldEnded(hold.name, end)]
 
+    def _wait(self, now: float, hold: _Hold, wait_s: float) -> None:
+        """The hold is next due in `wait_s`."""
+        self._take_out(hold.name, hold.wait_s, self._queues)
+        hold.due, hold.wait_s = now + wait_s, wait_s
+        self._queues.setdefault(wait_s, {})[hold.name] = None
+
     @staticmethod
-    def _due(hold: _Hold) -> float:
-        return hold.until if hold.reader is None else hold.next_query
+    def _take_out(name: m.Attempt, key: Any, groups: dict[Any, dict[m.Attempt, None]]) -> None:
+        """Take the name out of that group, if it is there, and the group away if it is empty then."""
+        group = groups.get(key, {})
+        group.pop(name, None)
+        if not group:
+            groups.pop(key, None)
+
+    def _due(self, now: float) -> list[_Hold]:
+        due: list[_Hold] = []
+        for queue in self._queues.values():
+            due += itertools.takewhile(lambda hold: hold.due <= now, map(self._holds.__getitem__, queue))
+        return due
 
     def _drop(self, name: str) -> list[Action]:
         self.dropped[name] += 1

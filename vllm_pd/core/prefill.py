@@ -317,8 +317,10 @@ class PrefillProtocol:
         return self._to_decode(job, m.Stopped(job.attempt, job.claim))
 
     def _on_claim_hold(self, now: float, sender: str, message: m.ClaimHold) -> list[Action]:
-        if self._peering.find(sender).state is not PeerState.PEER:
-            return self._drop("hold_not_peer")  # it asks again; one that is leaving is to be met anew first
+        # One that is leaving is to be met anew before it claims more. What it reads already it may read on.
+        if (self._peering.find(sender).state is not PeerState.PEER
+                and not self.holds.has_claimed(message.attempt, message.hold)):
+            return self._drop("hold_not_peer")  # it asks again
         return self.holds.claim(now, sender, message)
 
     def _on_hold_done(self, now: float, sender: str, message: m.HoldDone) -> list[Action]:

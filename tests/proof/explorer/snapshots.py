@@ -24,9 +24,9 @@ MOMENTS = frozenset({
     "claimed_at", "next_claim", "peering_until", "next_renew", "renewed_at", "next_hello", "last_heard",
     "missing_since",
     # Holds
-    "until", "next_query",
+    "due",
 })
-DURATIONS = frozenset({"cancel_retry_s", "lease_s", "claim_s", "query_pause_s", "claim_wait_s", "claim_retry_s"})
+DURATIONS = frozenset({"cancel_retry_s", "lease_s", "claim_s", "wait_s", "claim_wait_s", "claim_retry_s"})
 
 # What no decision depends on: statistics, texts, and bound methods that every copy has of its own.
 SHARED = frozenset({"shape", "_handlers"})
