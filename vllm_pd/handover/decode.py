@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from vllm_pd.core.actions import Event, Fallback, Prefilled, Released, Timed
+from vllm_pd.core.actions import Event, Fallback, FallbackReason, Prefilled, Released, Timed
 from vllm_pd.core.expected import Expected, expect
 from vllm_pd.core.hashes import token_digest
 from vllm_pd.core.holds import asks_for_hold, named_hold
@@ -155,7 +155,7 @@ class DecodeHandover(ABC, Generic[R]):
         asked about again. Returns the attempt to park it under; None where it stays."""
         where = "remote" if decision.remote else "local"
         self._metrics.decision(where, decision.reason.value)
-        asked = self._asked(request)
+        asked = asked_place(self._extra_args(request))
         if asked is not AskedPlace.AUTO:
             self._metrics.asked(asked.value, where)
         expected = decision.expected
@@ -338,7 +338,7 @@ class DecodeHandover(ABC, Generic[R]):
         return remote
 
     def _asked(self, request: R) -> AskedPlace:
-        """Where it asks to be prefilled."""
+        """Where it is to be prefilled, as far as it says so."""
         extra_args = self._extra_args(request)
         place = asked_place(extra_args)  # what is to be held is computed by the engine that was chosen for it
         return AskedPlace.LOCAL if place is AskedPlace.AUTO and asks_for_hold(extra_args) else place
@@ -358,8 +358,10 @@ class DecodeHandover(ABC, Generic[R]):
 
     def _fall_back(self, event: Fallback) -> None:
         attempt = event.attempt
-        logger.warning("remote prefill %d of request %s has ended (%s): %s", attempt.number, attempt.request_id,
-                       event.reason.value, event.detail)
+        # A name that a client has made up must not write a line for each request; `totals` has the reasons.
+        level = logging.DEBUG if event.reason is FallbackReason.HOLD else logging.WARNING
+        logger.log(level, "remote prefill %d of request %s has ended (%s): %s", attempt.number, attempt.request_id,
+                   event.reason.value, event.detail)
         self._metrics.attempt(event.outcome.value)
         if attempt not in self._parked():
             return  # aborted in the meantime
