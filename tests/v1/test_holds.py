@@ -2,6 +2,8 @@
 """B102 on V1's real schedulers: a prefill engine keeps a prompt, a decode engine reads it."""
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, answer, contents
 from tests.v1.test_hazards import PARKED, end, prompt
@@ -86,6 +88,87 @@ def test_b102_p_keeps_no_more_than_its_share(holder):
     assert [event for _, event in counted(holder, "hold")] == ["made", "full", "expired", "made", "lost"]
 
 
+def test_b102_what_holds_share_counts_once(holder):
+    """The pool has 64 blocks, of which 32 may be held: a common beginning of 20, and 1 more for each of 10 prompts."""
+    common, gauges = prompt(20 * BLOCK_SIZE), holder.binding.holds._metrics._states
+    for number in range(10):
+        add(holder, f"r{number}", common + prompt(5 + number), ASKS, count=1)
+    assert len(holder.protocol.held) == 10 and gauges["held_blocks"] == [30]
+    add(holder, "more", prompt(3 * BLOCK_SIZE), ASKS, count=1)
+    assert "more" not in holder.params
+    first, *others = list(holder.protocol.held)
+    holder.tell(HoldEnded(first, HoldEnd.DONE))
+    holder.run()
+    assert gauges["held_blocks"] == [29]
+    holder.tell(*(HoldEnded(one, HoldEnd.DONE) for one in others))
+    finish(holder)
+    assert gauges["held_blocks"] == [0] and not holder.binding.holds._blocks
+
+
+def test_b102_as_many_holds_of_the_same_blocks_as_there_could_be_of_their_own(holder):
+    tokens = prompt(3 * BLOCK_SIZE)
+    for number in range(20):
+        add(holder, f"r{number}", tokens, ASKS, count=1)
+    assert len(holder.protocol.held) == 16 == len(holder.params)
+    holder.tell(*(HoldEnded(one, HoldEnd.DONE) for one in holder.protocol.held))
+    finish(holder)
+
+
+def test_b102_the_samples_of_a_request_have_one_hold(holder):
+    """V1's own names of them. Whichever ends last is in the answer. Another prompt, or another parent, has its own."""
+    sampling = SamplingParams(n=3, max_tokens=1, temperature=1.0, ignore_eos=True,
+                              extra_args={"kv_transfer_params": ASKS})
+    parent = ParentRequest(EngineCoreRequest("cmpl-a", [1], None, sampling, None, 0.0, None, None, None,
+                                             external_req_id="cmpl-a"))
+    tokens = prompt(5 * BLOCK_SIZE + 3)
+    names = [parent.get_child_info(index) for index in range(3)]
+    for name, params in names:
+        holder.add(name, tokens, 1, params=params)
+    holder.run()
+    (hold,) = holder.protocol.held
+    assert [holder.params[name]["remote_request_id"] for name, _ in names] == [f"{hold.request_id}#{hold.number}"] * 3
+    for name, length in (("3_cmpl-a", 4), ("0_cmpl-b", 5), ("cmpl-a", 5), ("b_cmpl-a", 5)):
+        add(holder, name, prompt(length * BLOCK_SIZE) if length == 4 else tokens, ASKS, count=1)
+    assert len(holder.protocol.held) == 5
+    holder.tell(HoldEnded(hold, HoldEnd.EXPIRED))
+    add(holder, "9_cmpl-a", tokens, ASKS, count=1)
+    assert len(holder.protocol.held) == 6, "what is over is not named again"
+    holder.tell(*(HoldEnded(one, HoldEnd.DONE) for one in list(holder.protocol.held)[1:]))
+    finish(holder)
+    assert not holder.binding.holds._samples
+
+
+@pytest.mark.parametrize("broken", ["vllm_pd.handover.holds.token_digest", "hold"])
+def test_b102_nothing_is_held_when_something_unexpected_goes_wrong(holder, broken, monkeypatch):
+    def fail(*arguments):
+        raise MemoryError("injected")
+
+    if broken == "hold":
+        holder.protocol.hold = fail
+    else:
+        monkeypatch.setattr(broken, fail)
+    add(holder, "a", prompt(5 * BLOCK_SIZE), ASKS, count=1)
+    holder.check_answers()
+    holder.check_at_rest(stumbles=1)
+    assert not holder.params
+
+
+def test_b102_a_leg_for_p_on_an_engine_of_both_roles_counts_as_no_wish(model_folder, in_flight):
+    engine = Engine(model_folder, in_flight, role="kv_both", threshold=1)
+    add(engine, "a", prompt(5 * BLOCK_SIZE), ASKS, count=1)
+    assert counted(engine, "asked", "decision") == [("decision", "local", "asked")]
+    add(engine, "b", prompt(5 * BLOCK_SIZE), ASKS | {"pd": "local"}, count=1)
+    assert counted(engine, "asked") == [("asked", "local", "local")]
+    engine.tell(*(HoldEnded(one, HoldEnd.DONE) for one in engine.protocol.held))
+    finish(engine)
+
+
+@pytest.mark.parametrize("fraction, hold_s, warns", [(1.0, 30.0, True), (1.0, 0, False), (0.9, 30.0, False)])
+def test_b102_a_share_that_leaves_nothing_is_said(model_folder, caplog, fraction, hold_s, warns):
+    Engine(model_folder, role="kv_producer", max_parked_fraction=fraction, hold_s=hold_s)
+    assert ("max_parked_fraction=1 with hold_s" in caplog.text) is warns
+
+
 @pytest.mark.parametrize("spoil", ["aborted", "short", "not asked", "role", "off", "state", "feature", "preempted"])
 def test_b102_p_names_itself_only_with_the_prompt_kept(model_folder, in_flight, spoil, monkeypatch):
     settings = {"hold_s": 0} if spoil == "off" else {}
@@ -96,7 +179,7 @@ def test_b102_p_names_itself_only_with_the_prompt_kept(model_folder, in_flight, 
         monkeypatch.setattr("vllm_pd.v1.binding.can_go_remote", lambda request: False)
     if spoil == "preempted":  # V1 may have taken the blocks of a request that ends while it is preempted
         kept = engine.binding.holds.keep
-        engine.binding.holds.keep = lambda asked, tokens, block_ids: kept(asked, tokens, block_ids[:-1])
+        engine.binding.holds.keep = lambda *asked: kept(*asked[:-1], asked[-1][:-1])
     tokens = prompt(BLOCK_SIZE if spoil == "short" else 5 * BLOCK_SIZE)
     params = {**ASKS, "do_remote_decode": 1} if spoil == "not asked" else ASKS
     if spoil == "aborted":
@@ -221,6 +304,35 @@ def test_b102_a_denied_claim_is_computed_here(reader):
     finish(reader)
     assert counted(reader, "attempt", "decision") == [
         ("decision", "remote", "held"), ("attempt", "failed"), ("decision", "local", "threshold")]
+
+
+@pytest.mark.parametrize("reason, level", [(FallbackReason.HOLD, "DEBUG"), (FallbackReason.PEER, "WARNING")])
+def test_b102_a_name_that_is_made_up_writes_no_line_for_each_request(reader, caplog, reason, level):
+    caplog.set_level("DEBUG", logger="vllm.pd")
+    attempt = claimed(reader)
+    reader.tell(Fallback(attempt, reason, AttemptEnd.FAILED, "unknown"), Released(attempt))
+    finish(reader)
+    assert [one.levelname for one in caplog.records if "has ended" in one.getMessage()] == [level]
+
+
+def test_b102_b23_ranks_that_drop_a_peer_and_meet_it_again_are_told_in_that_order(model_folder, in_flight):
+    """An engine of both roles: its two halves speak to the same ranks about the same peers."""
+    engine = Engine(model_folder, in_flight, role="kv_both", threshold=10**6)
+    for number in range(2):
+        tokens = prompt(6 * BLOCK_SIZE + number)
+        attempt = claimed(engine, f"r{number}", tokens)
+        _, block_ids, cached = engine.protocol.jobs[attempt]
+        if number:
+            engine.tell(DropPeer(PEER))
+        engine.tell(ReadHold(attempt, PEER, b"memory", block_ids, list(range(100, 100 + len(block_ids)))))
+        engine.run()
+        posted = [one for one in engine.transfer.requests if isinstance(one, Read)][-1]
+        fill(engine, posted, tokens)
+        engine.tell(Prefilled(attempt, Timings()))
+        engine.run()
+    finish(engine)
+    assert [type(one).__name__ for one in engine.transfer.requests] == [
+        "AddTransferPeer", "Read", "DropTransferPeer", "AddTransferPeer", "Read"]
 
 
 def test_b102_the_ranks_learn_a_peer_once_and_again_after_a_failure(reader):

@@ -2,15 +2,17 @@
 """Prefill first: the prompts that an engine keeps for decode engines to read, and its own reads of others'.
 
 On P: a client's request has ended that asked for it (`keep`). Its blocks get references of ours, and its answer the
-name of the hold; the references go with the `HoldEnded` of the protocol. On D: the request is parked and its attempt
+name of the hold; the references go with the `HoldEnded` of the protocol. Prompts that begin alike share blocks, which
+count once. On D: the request is parked and its attempt
 begun by `vllm_pd.handover.decode`, as any; here its ranks are asked to read, and the end of that is reported.
 """
 from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm_pd.core.actions import DropPeer, Event, HoldEnded, ReadHold, StopRead
 from vllm_pd.core.hashes import token_digest
@@ -37,6 +39,12 @@ HOLD_EVENTS = (ReadHold, StopRead, HoldEnded, DropPeer)
 LEAST_BLOCKS = 2  # of a prompt that is held: the last token is computed again, and with it most of one block
 
 
+class _KeptPrompt(NamedTuple):
+    """The blocks of one hold, and whose sample's it is: `_parent_id` and the digest of the tokens."""
+    block_ids: list[int]
+    sample: tuple[str, bytes]
+
+
 class References(Protocol):
     """References on an engine's blocks, by name."""
 
@@ -48,8 +56,9 @@ class References(Protocol):
 
 
 class HeldPrompts:
-    """All holds and reads of one engine. Used from its step loop only. `execute` passes requests to the engine's ranks;
-    `after_step` is the last step whose output was processed."""
+    """All holds and reads of one engine. Used from its step loop only. `execute` passes requests to the engine's ranks,
+    in order with all others of this engine about the same peers; `after_step` is the last step whose output was
+    processed."""
 
     def __init__(self, config: PDConfig, protocol: PeerProtocol, references: References, block_size: int,
                  total_blocks: int, metrics: PDMetrics, execute: Callable[[list[TransferRequest]], None]) -> None:
@@ -61,27 +70,33 @@ class HeldPrompts:
         self._execute = execute
         self._tells_ranks = not config.role.prefills  # else `handover.prefill` tells them which peers are gone
         self.after_step = 0
-        self._kept: dict[Attempt, int] = {}  # how many blocks each hold has
+        self._kept: dict[Attempt, _KeptPrompt] = {}
+        self._blocks: Counter[int] = Counter()  # in how many holds each block is
+        self._samples: dict[tuple[str, bytes], Attempt] = {}  # by `_parent_id` and digest: the hold of all its samples
         self._reads: dict[str, ReadHold] = {}  # by key, until their end
         self._known: set[str] = set()  # the peers that our ranks can read from
+        if self._most_blocks and config.max_parked_fraction == 1:
+            logger.warning("max_parked_fraction=1 with hold_s=%g: decode engines that stand still while they read may "
+                           "leave no block for this engine's own requests; use less than 1, or hold_s 0",
+                           config.hold_s)
 
-    def keep(self, extra_args: Any, token_ids: list[int], block_ids: list[int]) -> dict[str, Any] | None:
+    def keep(self, request_id: str, extra_args: Any, token_ids: list[int],
+             block_ids: list[int]) -> dict[str, Any] | None:
         """A client's request has ended whose prompt is computed, and still has these blocks. Keep those of the prompt,
-        if its `extra_args` ask for that. Returns what its answer is to say, None where nothing is kept."""
+        if its `extra_args` ask for that. Returns what its answer is to say, None where nothing is kept. The samples of
+        a request with n > 1 have one hold together: its answer names that of the sample which ends last."""
         blocks = -(-len(token_ids) // self._block_size)
         if not self._most_blocks or not asks_for_hold(extra_args) or not LEAST_BLOCKS <= blocks <= len(block_ids):
             return None
-        if sum(self._kept.values()) + blocks > self._most_blocks:
-            self._metrics.hold("full")
-            return None
-        hold = self._protocol.next_attempt(secrets.token_hex(16))
-        self._references.hold(hold, block_ids[:blocks])
-        if not self._protocol.hold(hold, token_digest(token_ids), block_ids[:blocks]):
-            self._references.release(hold)
-            return None
-        self._kept[hold] = blocks
-        self._count("made")
-        return hold_params(hold)
+        digest = token_digest(token_ids)
+        sample = _parent_id(request_id), digest
+        hold = self._samples.get(sample)
+        if hold is None:
+            if self._is_full(block_ids[:blocks]):
+                self._metrics.hold("full")
+                return None
+            hold = self._keep(sample, block_ids[:blocks])
+        return None if hold is None else hold_params(hold)
 
     def handle(self, event: Event, progress: Progress) -> None:
         """Handle one of HOLD_EVENTS."""
@@ -90,7 +105,7 @@ class HeldPrompts:
         elif isinstance(event, StopRead):
             self._execute([CancelTransfer(_key(event.attempt))])
         elif isinstance(event, HoldEnded):
-            self._kept.pop(event.hold, None)
+            self._forget(event.hold)
             self._count(event.end.value)
             progress.finished_transfers.append(event.hold)
         elif isinstance(event, DropPeer):
@@ -114,6 +129,41 @@ class HeldPrompts:
         """How many holds and reads there are, for tests and chaos. Both are 0 at rest."""
         return {"holds": len(self._kept), "hold_reads": len(self._reads)}
 
+    def _is_full(self, block_ids: list[int]) -> bool:
+        """Whether these blocks would be too many, or holds of blocks that are shared."""
+        new = sum(block_id not in self._blocks for block_id in block_ids)
+        return (len(self._blocks) + new > self._most_blocks
+                or len(self._kept) >= self._most_blocks // LEAST_BLOCKS)
+
+    def _keep(self, sample: tuple[str, bytes], block_ids: list[int]) -> Attempt | None:
+        """Hold these blocks. None: not in this engine's state."""
+        hold = self._protocol.next_attempt(secrets.token_hex(16))
+        self._references.hold(hold, block_ids)
+        kept = False
+        try:
+            kept = self._protocol.hold(hold, sample[1], block_ids)
+        finally:
+            if not kept:  # nothing would ever release them
+                self._references.release(hold)
+        if not kept:
+            return None
+        self._kept[hold] = _KeptPrompt(block_ids, sample)
+        self._blocks.update(block_ids)
+        if sample[0]:
+            self._samples[sample] = hold
+        self._count("made")
+        return hold
+
+    def _forget(self, hold: Attempt) -> None:
+        kept = self._kept.pop(hold, None)
+        if kept is None:
+            return
+        self._samples.pop(kept.sample, None)
+        for block_id in kept.block_ids:
+            self._blocks[block_id] -= 1
+            if not self._blocks[block_id]:
+                del self._blocks[block_id]
+
     def _read(self, event: ReadHold) -> None:
         requests: list[TransferRequest] = []
         if event.peer not in self._known:
@@ -125,7 +175,15 @@ class HeldPrompts:
 
     def _count(self, what: str) -> None:
         self._metrics.hold(what)
-        self._metrics.held_blocks.set(sum(self._kept.values()))
+        self._metrics.held_blocks.set(len(self._blocks))
+
+
+def _parent_id(request_id: str) -> str:
+    """The id of the request of which this one is a sample; "" where it is none. V1 names the samples of a request with
+    n > 1 by their number, an underscore and its id. A client's own id may look so, too: it matters only where another
+    request has the same id after another number, and the same prompt."""
+    number, _, parent = request_id.partition("_")
+    return parent if number.isdecimal() else ""
 
 
 def _key(attempt: Attempt) -> str:

@@ -259,6 +259,10 @@ class PrefillHandover(ABC):
         self._metrics.job(len(job.prefill.token_ids))
         job.state = JobStage.COMPUTED
 
+    def append_requests(self, requests: list[transfer.TransferRequest]) -> None:
+        """These go to the ranks in order with the others that `take_requests` returns."""
+        self._requests += requests
+
     def return_requests(self, requests: list[transfer.TransferRequest]) -> None:
         """These were taken by `take_requests`, but their step was given up."""
         self._requests[:0] = requests

@@ -70,13 +70,15 @@ class EngineHandover(HandoverEngine):
         self._access = access
         self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
         self.remote_prefills = ParkedRequests(config, self.protocol, scheduler, self.fence, metrics, self.speed)
-        self.holds = HeldPrompts(config, self.protocol, self.fence, scheduler.block_size,
-                                 scheduler.cache_config.num_gpu_blocks, metrics, transfer.execute)
         self.prefill_jobs: InternalRequests | None = None
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol, scheduler, access, capacity, self.fence,
                                                  metrics, self.speed)
             self.prefill_jobs.execute = transfer.execute
+        self.holds = HeldPrompts(config, self.protocol, self.fence, scheduler.block_size,
+                                 scheduler.cache_config.num_gpu_blocks, metrics,
+                                 transfer.execute if self.prefill_jobs is None
+                                 else self.prefill_jobs.append_requests)
         self._step = 0
         self._processed_step = 0
         self._brings_kv = False
@@ -113,8 +115,8 @@ class EngineHandover(HandoverEngine):
             self.remote_prefills.withdraw(request.request_id)
             self.remote_prefills.settle_hold(request)
             if request.status in _COMPUTED and can_go_remote(request):
-                params = self._guard(self.holds.keep, request.sampling_params.extra_args, request.prompt_token_ids,
-                                     block_ids)
+                params = self._guard(self.holds.keep, request.request_id, request.sampling_params.extra_args,
+                                     request.prompt_token_ids, block_ids)
         self.changed()
         return params
 
