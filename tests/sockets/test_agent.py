@@ -28,9 +28,13 @@ from vllm_pd.core.actions import (
     DropPeer,
     Fallback,
     FallbackReason,
+    HoldEnd,
+    HoldEnded,
     Prefill,
     Prefilled,
+    ReadHold,
     Released,
+    StopRead,
 )
 from vllm_pd.core.prefill import PrefillProtocol
 from vllm_pd.errors import ConfigError
@@ -810,3 +814,25 @@ def test_b24_restarts_leave_no_descriptor_and_no_thread(broker, engine, monkeypa
         restart()
     wait_for(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), lambda: (before, held()))
     decode.expect_view(lambda view: view.prefill_peers == 0)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_b22_b102_an_engine_that_ends_waits_for_those_that_read_its_blocks(pair, monkeypatch, answers):
+    """Not longer than it may: a D that stands still does not hold it up."""
+    monkeypatch.setattr(control_thread, "READS_S", WAIT_S if answers else 0.2)
+    d, p = pair
+    wait_for(lambda: d.protocol.knows_holder(p.agent.member.incarnation), d.protocol.debug_state, WAIT_S)
+    hold, attempt = p.protocol.next_attempt("random"), d.protocol.next_attempt("r")
+    assert p.protocol.hold(hold, b"d" * 32, [4, 5, 6])
+    d.protocol.claim_hold(attempt, hold, b"d" * 32, [1, 2, 3], 0, 60.0)
+    assert d.expect(ReadHold).remote_block_ids == [4, 5, 6]
+    ending = threading.Thread(target=p.close)
+    ending.start()
+    assert d.expect(Fallback).reason is FallbackReason.HOLD and d.expect(StopRead).attempt == attempt
+    if answers:
+        assert p.agent.thread.is_alive()
+        d.protocol.read_ended(attempt, "")
+        assert d.expect(Released).attempt == attempt
+    ending.join(WAIT_S)
+    assert not p.agent.thread.is_alive() and p.protocol.is_read() is not answers
+    assert (HoldEnded(hold, HoldEnd.DONE) in take_events(p)) is answers

@@ -121,6 +121,23 @@ def test_the_control_thread_s_end_frees_what_nobody_has_claimed(holder):
     assert holder.shut(2.0) == [HoldEnded(other, HoldEnd.CLOSED)] and holder.holds.states() == {HOLD: ONE}
 
 
+def test_b22_an_engine_that_ends_has_its_readers_stop(holder, reader):
+    """Its memory ends with it: what a read brings after the denial is not used, however it ends."""
+    other = m.Attempt("p", "random", 8)
+    holder.holds.add(0.0, other, DIGEST, [7])
+    holder.receive(1.0, "d", claim())
+    started(reader)
+    ended, denied = holder.holds.close()
+    assert ended == HoldEnded(other, HoldEnd.CLOSED) and denied.peer == "d"
+    fallback, stop = reader.receive(2.0, "p", denied.message)
+    assert fallback.reason is FallbackReason.HOLD and stop == StopRead(ONE)
+    (again,) = holder.receive(3.0, "d", claim())
+    assert isinstance(again.message, m.HoldDenied) and holder.holds.readers() == {"d"}
+    released, done = reader.reads.ended(ONE, "")
+    assert released == Released(ONE)
+    assert holder.receive(4.0, "d", done.message) == [HoldEnded(HOLD, HoldEnd.DONE)] and not holder.holds.readers()
+
+
 def test_a_read_that_ends_well_is_the_end_of_the_attempt(reader):
     started(reader)
     assert reader.reads.ended(ONE, "") == [Prefilled(ONE, m.Timings()), ToPrefill("p", m.HoldDone(ONE, HOLD))]

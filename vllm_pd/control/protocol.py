@@ -265,6 +265,16 @@ class PeerProtocol:
         self._do(self._prefill.holds.close_unclaimed())
 
     @_locked
+    def close_holds(self) -> None:
+        """The memory of this engine's blocks is about to end: no decode engine is to use any more what it reads there."""
+        self._do(self._prefill.holds.close())
+
+    @_locked
+    def is_read(self) -> bool:
+        """Whether a decode engine may read here."""
+        return bool(self._prefill.holds.readers())
+
+    @_locked
     def jobs(self) -> set[m.Attempt]:
         """The jobs of peers that have a record here."""
         return set(self._prefill.states())

@@ -22,6 +22,7 @@ logger = logging.getLogger("vllm.pd")
 
 WARNING_S = 5.0
 LINGER_MS = 100
+READS_S = 1.0  # how long the end of this engine waits for decode engines to end their reads of its blocks
 
 
 class ControlThread:
@@ -98,19 +99,20 @@ class ControlThread:
             self.liveness.close()
 
     def _leave(self) -> None:
-        """Send what the engine still has to say, cancel what it had asked for, and say goodbye."""
+        """Send what the engine still has to say, cancel what it had asked for, have others end their reads, and say
+        goodbye."""
         self._protocol.abort_all()
+        self._protocol.close_holds()
         self._transmit()
+        until = self._clock() + READS_S
+        while self._protocol.is_read() and (left_s := until - self._clock()) > 0:
+            self._receive_all(left_s)
+            self._transmit()
         self.sockets.to_broker(m.Leave())
 
     def _turn(self) -> None:
         """Wait and receive. First send what comes of it, for which others wait; then do what is due, and send that."""
-        for source, sender, message in self.sockets.receive(self.sockets.poll(self._timeout_s())):
-            try:
-                self._receive(source, sender, message)
-            except Exception:  # one peer's message must not silence the engine for all others
-                self.sockets.counters["frame_stumble"] += 1
-                logger.exception("unexpected error in a %s from %s", type(message).__name__, sender)
+        self._receive_all(self._timeout_s())
         self._transmit()
         self._wake_engine()
         self._lifeline.accept_waiting()
@@ -130,6 +132,15 @@ class ControlThread:
         return max(0.0, min(when for when in due if when is not None) - self._clock())
 
     # What comes in.
+
+    def _receive_all(self, timeout_s: float) -> None:
+        """Wait for messages, at most so long, and receive what has come."""
+        for source, sender, message in self.sockets.receive(self.sockets.poll(timeout_s)):
+            try:
+                self._receive(source, sender, message)
+            except Exception:  # one peer's message must not silence the engine for all others
+                self.sockets.counters["frame_stumble"] += 1
+                logger.exception("unexpected error in a %s from %s", type(message).__name__, sender)
 
     def _receive(self, source: MessageSource, sender: str, message: m.Message) -> None:
         if source in (MessageSource.OPERATOR, MessageSource.FRONT):

@@ -48,6 +48,7 @@ class Holds:
     def __init__(self, limits: HoldLimits, dropped: m.Counters):
         self.limits = limits
         self.dropped = dropped
+        self._closing = False  # no claim is granted any more
         self._holds: dict[m.Attempt, _Hold] = {}
         self._queues: dict[float, dict[m.Attempt, None]] = {}  # by `wait_s`: names in the order of `due`
         self._read_by: dict[str, dict[m.Attempt, None]] = {}  # by incarnation: the names of what a D has claimed
@@ -74,6 +75,16 @@ class Holds:
             actions += self._end(hold, HoldEnd.CLOSED)
         return actions
 
+    def close(self) -> list[Action]:
+        """The engine, and with it the memory of its blocks, is about to end: end what nobody has claimed, and deny what
+        is claimed and all that is asked for. The Ds use nothing that their reads bring from then on, and say when those
+        have ended: `readers` is empty then."""
+        self._closing = True
+        actions = self.close_unclaimed()
+        return actions + [ToDecode(hold.reader.incarnation,
+                                   m.HoldDenied(hold.reader, hold.name, m.DenyReason.UNKNOWN))
+                          for hold in self._holds.values()]
+
     # Messages of a D, and its death.
 
     def claim(self, now: float, sender: str, message: m.ClaimHold) -> list[Action]:
@@ -81,7 +92,7 @@ class Holds:
         if message.attempt.incarnation != sender:
             return self._drop("hold_foreign")
         hold = self._holds.get(message.hold)
-        reason = self._reason_to_deny(hold, message)
+        reason = m.DenyReason.UNKNOWN if self._closing else self._reason_to_deny(hold, message)
         if reason is not None:
             self.dropped["hold_" + reason.value] += 1
             return [ToDecode(sender, m.HoldDenied(message.attempt, message.hold, reason))]
