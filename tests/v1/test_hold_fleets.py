@@ -163,10 +163,6 @@ def test_b102_b20_storms(model_folder, in_flight, capsys):
 class FreesByTime(Holds):
     """What is claimed ends by time, too."""
 
-    @staticmethod
-    def _due(hold):
-        return hold.until
-
     def _query(self, now, hold):
         return self._end(hold, HoldEnd.EXPIRED)
 

@@ -266,7 +266,8 @@ class PeerProtocol:
 
     @_locked
     def close_holds(self) -> None:
-        """The memory of this engine's blocks is about to end: no decode engine is to use any more what it reads there."""
+        """The memory of this engine's blocks is about to end: what a decode engine reads there is not to be used any
+        more."""
         self._do(self._prefill.holds.close())
 
     @_locked

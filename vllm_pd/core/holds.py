@@ -10,7 +10,7 @@ A hold that nobody has claimed is free again after `hold_s`: nobody knows its bl
 is one for another prompt, and one by another attempt than that which has it.
 
 There may be tens of thousands. All that wait equally long for their next deadline are in one queue, in the order of
-their deadlines, so that a turn looks at the first of each queue: `hold_s`, `drain_s`, and the few pauses that there are.
+their deadlines, so that a turn looks at the first of each queue: for `hold_s`, `drain_s`, and the few pauses.
 """
 import itertools
 from typing import Any
