@@ -328,6 +328,7 @@ def test_b43_a_draining_engine_holds_nothing_new_and_waits_for_what_it_holds(bot
     assert not both.hold(both.next_attempt("random"), DIGEST, [2])
     if peers:
         assert both.open_attempts() == [ours] and isinstance(both.poll_event(), AddPeer)
+        assert both._prefill.holds.next_timeout() == 3.0, "at second 0"
         both.close_unclaimed_holds()
     assert both.poll_event() == HoldEnded(ours, HoldEnd.CLOSED) and not both.open_attempts()
 
