@@ -71,7 +71,7 @@ class IgnoresTokens(Holds):
 
 
 class NeverAsks(Holds):
-    """D's word is not asked for, so a lost one is lost."""
+    """D's message is not asked for, so a lost one is lost."""
 
     def _query(self, now, hold):
         self._wait(now, hold, 1e6)
@@ -101,7 +101,7 @@ class IgnoresSender(HoldReads):
 
 
 class SaysDoneEarly(HoldReads):
-    """P is told at the end of the attempt, not of its read."""
+    """P gets its message at the end of the attempt, not of its read."""
 
     def _end(self, read, outcome, reason, detail=""):
         early = self._done(read.peer, read.attempt, read.hold) if read.state is ReadState.READING else []
@@ -134,7 +134,7 @@ BROKEN = {  # what is broken, the scene, how deep, what is found
     "the tokens are not checked": ({"holds": IgnoresTokens}, HoldScene("B"), 10, OTHER),
     "a name means another hold after a restart": ({"holds": ForgetsIncarnation, "reads": IgnoresSender}, REBORN, 10,
                                                   OTHER),
-    "D's word is not asked for": ({"holds": NeverAsks}, HoldScene(pauses=2), 8, "never ends"),
+    "D's message is not asked for": ({"holds": NeverAsks}, HoldScene(pauses=2), 8, "never ends"),
     "done before the read has ended": ({"reads": SaysDoneEarly}, HoldScene(aborts=1), 10, REUSES),
     "a question is answered while the read stops": ({"reads": AnswersWhileItStops}, HoldScene(pauses=3, aborts=1), 12,
                                                     REUSES),

@@ -818,7 +818,7 @@ def test_b24_restarts_leave_no_descriptor_and_no_thread(broker, engine, monkeypa
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_b22_b102_an_engine_that_ends_waits_for_those_that_read_its_blocks(pair, monkeypatch, answers):
-    """Not longer than it may: a D that stands still does not hold it up."""
+    """Not longer than it may: a D that is stopped does not hold it up."""
     monkeypatch.setattr(control_thread, "READS_S", WAIT_S if answers else 0.2)
     d, p = pair
     wait_for(lambda: d.protocol.knows_holder(p.agent.member.incarnation), d.protocol.debug_state, WAIT_S)

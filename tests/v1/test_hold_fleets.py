@@ -168,7 +168,7 @@ class FreesByTime(Holds):
 
 
 class SaysDoneEarly(HoldReads):
-    """P is told when the attempt ends, not its read."""
+    """P gets its message when the attempt ends, not its read."""
 
     def _end(self, read, outcome, reason, detail=""):
         early = self._done(read.peer, read.attempt, read.hold) if read.state is ReadState.READING else []

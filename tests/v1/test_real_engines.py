@@ -42,7 +42,8 @@ def done(engine: RealEngine) -> float:
     return engine.figures().get("vllm:pd_attempts_total:done", 0)
 
 
-def test_b1_b2_tokens_are_those_of_one_stock_engine(mono, pair):
+def check_tokens(mono, pair) -> None:
+    """D says what one stock engine says, to one prompt after the other and to many at once."""
     _, d = pair
     before = done(d)
     for one in prompts(1):
@@ -50,6 +51,10 @@ def test_b1_b2_tokens_are_those_of_one_stock_engine(mono, pair):
     assert done(d) >= before + 8
     many = prompts(2, [random.Random(3).randrange(20, 600) for _ in range(16)])
     assert d.generate(many) == mono.generate(many)
+
+
+def test_b1_b2_tokens_are_those_of_one_stock_engine(mono, pair):
+    check_tokens(mono, pair)
 
 
 def test_b5_b97_a_prefix_that_d_has_is_not_sent_again(mono, pair):
@@ -83,7 +88,8 @@ def test_b94_an_engine_that_waits_for_a_peer_rests(mono, pair):
     assert d.generate(after) == mono.generate(after)
 
 
-def test_b21_p_is_killed_and_d_answers_by_itself(mono, pair):
+def check_killed(mono, pair) -> None:
+    """P is killed while it has jobs of D: D answers by itself, and its blocks come free."""
     p, d = pair
     many = prompts(8, (900, 1000, 1100, 800))
     right = mono.generate(many)
@@ -93,3 +99,7 @@ def test_b21_p_is_killed_and_d_answers_by_itself(mono, pair):
     assert [tokens for tokens, _ in d.answer()] == right
     wait_for(lambda: d.generate(prompts(9, (50, ))) and not d.figures().get("vllm:pd_quarantined_blocks:"),
              "blocks of a dead P are never free")
+
+
+def test_b21_p_is_killed_and_d_answers_by_itself(mono, pair):
+    check_killed(mono, pair)

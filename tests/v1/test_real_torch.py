@@ -7,18 +7,15 @@ import pytest
 from tests.v1.real_engines import RealEngine
 from tests.v1.test_real_engines import (  # noqa: F401  a fixture
     broker,
+    check_killed,
+    check_tokens,
     done,
     prompts,
-    test_b1_b2_tokens_are_those_of_one_stock_engine,
-    test_b21_p_is_killed_and_d_answers_by_itself,
 )
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 QUARANTINED = "vllm:pd_quarantined_blocks:"
-tokens_are_right, p_is_killed = (test_b1_b2_tokens_are_those_of_one_stock_engine,
-                                 test_b21_p_is_killed_and_d_answers_by_itself)
-del test_b1_b2_tokens_are_those_of_one_stock_engine, test_b21_p_is_killed_and_d_answers_by_itself
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +30,7 @@ def pair(logs, mono, broker):  # noqa: F811
 
 
 def test_b1_with_torch(mono, pair):
-    tokens_are_right(mono, pair)
+    check_tokens(mono, pair)
 
 
 def test_b22_a_stopped_p_keeps_no_block_of_d(mono, pair):
@@ -51,4 +48,4 @@ def test_b22_a_stopped_p_keeps_no_block_of_d(mono, pair):
 
 
 def test_b21_with_torch(mono, pair):
-    p_is_killed(mono, pair)
+    check_killed(mono, pair)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.brokers import BrokerProcess
 from tests.v1.real_engines import RealEngine
-from tests.v1.test_real_engines import done, prompts
+from tests.v1.test_real_engines import check_killed, done, prompts
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1500)]
@@ -73,7 +73,7 @@ def test_b25_b101_requests_that_are_aborted_harm_nobody(mono, pair):
     wait_for(lambda: d.generate(prompts(9, (50, ))) and not quarantined(d), "blocks are never free")
 
 
-def test_b22_b101_p_stands_still_past_its_lease(mono, pair):
+def test_b22_b101_p_is_stopped_past_its_lease(mono, pair):
     p, d = pair
     many = prompts(6, (1900, 600))
     right = mono.generate(many)
@@ -87,11 +87,4 @@ def test_b22_b101_p_stands_still_past_its_lease(mono, pair):
 
 
 def test_b21_b101_p_is_killed_and_d_answers_by_itself(mono, pair):
-    p, d = pair
-    many = prompts(8, (900, 1000, 1100, 800))
-    right = mono.generate(many)
-    d.ask(many)
-    time.sleep(0.1)
-    p.signal(signal.SIGKILL)
-    assert [tokens for tokens, _ in d.answer()] == right
-    wait_for(lambda: d.generate(prompts(9, (50, ))) and not quarantined(d), "blocks of a dead P are never free")
+    check_killed(mono, pair)

@@ -6,7 +6,7 @@ its own (READING); when all of that has ended well the attempt is done, and D te
 any attempt: `Prefilled`, or `Fallback`, or the engine's own `abort`.
 
 An attempt that ends while its ranks read becomes STOPPING: its blocks stay set aside until the ranks have said that no
-byte lands any more, for only they know; then come `Released`, and the word to P. An attempt without a record reads
+byte lands any more, for only they know; then come `Released`, and HoldDone to P. An attempt without a record reads
 nothing, and never will, for its number is used once. So a question of P about one is answered at once.
 
 The claim is repeated while D reads, and P's answer renews the lease: a P that is silent for that long has lost the

@@ -3,8 +3,8 @@
 
 Life of a hold: P has computed a prompt for a client that will bring it to a decode engine, and keeps its blocks under a
 name that only the answer tells (`Holds.add`). The D that the client chose claims it, and gets the ids of the blocks.
-From then on D may read them at any moment, so they are free again only by D's word (HoldDone) or by D's death as a
-fact, never by time. D's word may be lost, so P asks again and again, with growing pauses, until D has said it.
+From then on D may read them at any moment, so they are free again only by D's HoldDone or by D's death as a fact,
+never by time. That message may be lost, so P asks again and again, with growing pauses, until D has sent it.
 
 A hold that nobody has claimed is free again after `hold_s`: nobody knows its blocks. A later claim of it is denied. So
 is one for another prompt, and one by another attempt than that which has it.

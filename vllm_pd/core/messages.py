@@ -152,7 +152,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
     """Where the time of a hand-over went; `transfer_s`: after the prompt was computed. `bytes` are those of all writes,
-    `last_bytes` of the last one, 0: not told. `measured` is set once P's part (all but `queue_s`) is in."""
+    `last_bytes` of the last one, 0: not known. `measured` is set once P's part (all but `queue_s`) is in."""
     queue_s: Seconds = 0.0
     claim_s: Seconds = 0.0
     prefill_s: Seconds = 0.0

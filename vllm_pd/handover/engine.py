@@ -21,7 +21,7 @@ from vllm_pd.core.measured import StepSpeed, StepTimer
 from vllm_pd.core.messages import Load
 from vllm_pd.core.mutual import JobPatience
 from vllm_pd.handover.decode import DecodeHandover
-from vllm_pd.handover.holds import HOLD_EVENTS, HeldPrompts
+from vllm_pd.handover.holds import HELD_PROMPT_EVENTS, HeldPrompts
 from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
@@ -85,7 +85,7 @@ class HandoverEngine(ABC):
                 self._guard(self.prefill_jobs.refused, refusal)
         for event in iter(self.protocol.poll_event, None):
             self.stalled = False
-            if self.holds is not None and isinstance(event, HOLD_EVENTS):
+            if self.holds is not None and isinstance(event, HELD_PROMPT_EVENTS):
                 self._guard(self.holds.handle, event, self._progress)
             self._guard(self._handler(event), event, self._progress)
         self._guard(self.remote_prefills.give_back, self._progress, self.stalled)

@@ -3,8 +3,8 @@
 
 On P: a client's request has ended that asked for it (`keep`). Its blocks get references of ours, and its answer the
 name of the hold; the references go with the `HoldEnded` of the protocol. Prompts that begin alike share blocks, which
-count once. On D: the request is parked and its attempt
-begun by `vllm_pd.handover.decode`, as any; here its ranks are asked to read, and the end of that is reported.
+count once. On D: the request is parked and its attempt begun by `vllm_pd.handover.decode`, as any; here its ranks are
+asked to read, and the end of that is reported.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
-HOLD_EVENTS = (ReadHold, StopRead, HoldEnded, DropPeer)
+HELD_PROMPT_EVENTS = (ReadHold, StopRead, HoldEnded, DropPeer)
 LEAST_BLOCKS = 2  # of a prompt that is held: the last token is computed again, and with it most of one block
 
 
@@ -76,7 +76,7 @@ class HeldPrompts:
         self._reads: dict[str, ReadHold] = {}  # by key, until their end
         self._known: set[str] = set()  # the peers that our ranks can read from
         if self._most_blocks and config.max_parked_fraction == 1:
-            logger.warning("max_parked_fraction=1 with hold_s=%g: decode engines that stand still while they read may "
+            logger.warning("max_parked_fraction=1 with hold_s=%g: decode engines that are stopped while they read may "
                            "leave no block for this engine's own requests; use less than 1, or hold_s 0",
                            config.hold_s)
 
@@ -99,7 +99,7 @@ class HeldPrompts:
         return None if hold is None else hold_params(hold)
 
     def handle(self, event: Event, progress: Progress) -> None:
-        """Handle one of HOLD_EVENTS."""
+        """Handle one of HELD_PROMPT_EVENTS."""
         if isinstance(event, ReadHold):
             self._read(event)
         elif isinstance(event, StopRead):
@@ -122,7 +122,7 @@ class HeldPrompts:
             self._metrics.transfer_bytes(end.bytes)
             self._metrics.handover("transfer", end.seconds)
         else:
-            self._known.discard(read.peer)  # it may be that they were told to drop it
+            self._known.discard(read.peer)  # its ranks may have dropped it
         self._protocol.read_ended(read.attempt, "" if end.ok else end.error or "the read failed")
 
     def debug_state(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by vLLM only where a configuration names PDStoreConnector. Changes one method of vLLM:
-`Worker.reload_weights`, in the worker. Raises ConfigError for
-a vLLM that lacks what the connectors stand on (`vllm_pd.v1.required`)."""
+"""Imported by vLLM only where a configuration names PDStoreConnector. Changes one method of vLLM, in the worker:
+`Worker.reload_weights`. Raises ConfigError for a vLLM that lacks what the connectors stand on (`vllm_pd.v1.required`).
+"""
 from vllm_pd.v1.required import check_installed
 
 check_installed()

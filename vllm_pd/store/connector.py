@@ -92,8 +92,8 @@ class PDStoreConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The worker's cache is known: open the store."""
-        told = metadata[0]
-        self._view = StoreView(self._settings, told.slot_bytes, told.model)
+        theirs = metadata[0]
+        self._view = StoreView(self._settings, theirs.slot_bytes, theirs.model)
         self._plan = StorePlan(self._block_size, self._view.contains)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

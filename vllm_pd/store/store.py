@@ -37,8 +37,8 @@ class _FileJob:
 
 
 class BlockStore:
-    """A process's way to the store. Thread-safe. Owns the arena's map and, from the first
-    block on that gets a file, a thread; `close` ends them.
+    """A process's way to the store. Thread-safe. Owns the arena's map and, from the first block on that gets a file, a
+    thread; `close` ends them.
 
     `counts`: by what has become of each call, in `BLOCK_EVENTS`. Of `put` the values of `PutResult`; of `fetch`
     "memory", "file", "missing"; of the thread "written", "no_room", "gone" (before its file was written), "not_queued";

@@ -73,7 +73,7 @@ def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None =
     if heads is not None and not heads:
         return []
     layers = overlap(range(ours.first_layer, ours.first_layer + ours.layers),
-                      range(theirs.first_layer, theirs.first_layer + theirs.layers))
+                     range(theirs.first_layer, theirs.first_layer + theirs.layers))
     shared = overlap(_heads(ours), _heads(theirs))
     heads = shared if heads is None else overlap(shared, heads)
     if not layers or not heads:

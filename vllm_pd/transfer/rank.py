@@ -42,8 +42,8 @@ MAX_ERROR_CHARS = 2000
 
 
 class AttachRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """EngineCore's first message to a rank. `receives`: whether peers write into this engine, or read
-    from it."""
+    """EngineCore's first message to a rank. `receives`: whether peers write into this engine, or read from
+    it."""
     incarnation: str
     receives: bool
     transport: TransportChoice = NIXL
