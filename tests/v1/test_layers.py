@@ -7,7 +7,6 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -22,6 +21,11 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.v1.connector import PDConnector
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 SHAPE = dict(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 LATENT = dict(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders of events that leave some requests without blocks or steps, on V1's real schedulers: all others go on."""
+import itertools
+import time
+import types
+
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
@@ -73,8 +77,11 @@ def test_b32_requests_that_fall_back_together_keep_their_order(model_folder, in_
     end(engine)
 
 
-def test_b32_batches_that_fell_back_are_as_far_apart_as_configured(model_folder, in_flight):
-    """Also those that come with an event, not from a step."""
+def test_b32_batches_that_fell_back_are_as_far_apart_as_configured(model_folder, in_flight, monkeypatch):
+    """Also those that come with an event, not from a step. Each look at the clock takes a second."""
+    looks = itertools.count()
+    monkeypatch.setattr("vllm_pd.handover.decode.time",
+                        types.SimpleNamespace(monotonic=lambda: float(next(looks)), time=time.time))
     engine = Engine(model_folder, in_flight, blocks=200, batch_tokens=128, role="kv_consumer", max_fallback_share=0.01)
     for number in range(4):
         engine.add(f"x{number}", prompt(120))

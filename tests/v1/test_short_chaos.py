@@ -8,6 +8,7 @@ from _chaos.session import ChaosSettings, EngineKind, chaos
 SEED = 88  # as for V0
 
 
+@pytest.mark.e2e
 @pytest.mark.heavy
 @pytest.mark.timeout(3000)
 def test_b20_to_b34_chaos():

@@ -12,7 +12,7 @@ from vllm_pd.store.arena import BlockArena
 
 BLOCK = 32
 MEMORY_GIB = 0.02
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
