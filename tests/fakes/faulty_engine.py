@@ -52,6 +52,7 @@ class FaultyEngine:
         self.cards: list[dict] = []  # of /v1/models; else one of `model`
         self.strict = False  # whether other models than its own get a 404
         self.raw: tuple[bytes, bool] | None = None  # the answer to a request, and whether the connection then goes on
+        self.survives = False  # what kills others
         self.params: object = None  # `kv_transfer_params` of its whole answers, if it is a prefill engine
         self.refuses = Fault.NONE  # what a request with "refuse me" in it gets
         self.notices: list[tuple[int, dict]] = []  # answers to GET /pd/events, the last for ever; else 404
@@ -113,7 +114,7 @@ class FaultyEngine:
         fault = self.sick if probe else Fault.ERROR if b"poison" in body else self.fault
         if b"refuse me" in body:
             fault = self.refuses
-        if b"kill" in body:
+        if b"kill" in body and not self.survives:
             self._server.close()
             return False
         if not probe and self.strict and json.loads(body)["model"] != self.model:

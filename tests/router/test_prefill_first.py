@@ -11,6 +11,7 @@ from tests.router.test_ending import end
 from tests.router.test_front import TestMembership as _TestMembership
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
+from vllm_pd.router.fatal_requests import PREFILL_REMEMBERED_S
 from vllm_pd.router.options import RequestOrder, RouterOptions
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.workers import WorkerState
@@ -249,6 +250,44 @@ async def test_b102_a_request_that_crashes_p_and_d_crashes_no_third_engine():
         assert sum(len(engine.asked) for engine in engines) == 2
         assert (await served.ask(prompt="kill")).status == 502
         assert sum(len(engine.asked) for engine in engines) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_b63_b102_a_request_that_crashes_ps_alone_crashes_no_third_p(stream):
+    """D's answers say nothing of the next P. Other requests still go there."""
+    async with serving(1, prefills=4) as (served, [d, *ps]):
+        d.survives = True
+        for p in ps:
+            p.params = PARAMS
+        for lost in (1, 2, 2, 2):
+            assert (await served.ask(stream, prompt="kill")).status == 200
+            assert sum(p._server.is_serving() for p in ps) == 4 - lost
+        assert served.count(OUTCOMES, outcome="broken") == served.count(OUTCOMES, outcome="fatal") == 2
+        assert all("kv_transfer_params" not in body for body in bodies(d))
+        for p in ps:
+            p.survives = True
+            if not p._server.is_serving():
+                await p.start()
+        await served.until(lambda: all(served.worker(p).state is WorkerState.UP for p in ps))
+        assert (await served.ask(stream, prompt="another")).status == 200
+        assert served.count(OUTCOMES, outcome="prefilled") == 1
+        assert (await served.ask(stream, prompt="kill")).status == 200
+        assert served.count(OUTCOMES, outcome="fatal") == 3
+        now_s = served.router.proxy.fatal._now
+        served.router.proxy.fatal._now = lambda: now_s() + PREFILL_REMEMBERED_S
+        assert (await served.ask(stream, prompt="kill")).status == 200
+        assert served.count(OUTCOMES, outcome="prefilled") == 2
+
+
+async def test_b63_b102_a_p_that_computes_a_request_makes_an_earlier_loss_chance():
+    async with serving(1, prefills=4) as (served, [d, *ps]):
+        d.survives = True
+        for survives, outcome in ((False, "broken"), (True, "prefilled"), (False, "broken"), (True, "prefilled")):
+            for p in ps:
+                p.params, p.survives = PARAMS, survives
+            before = served.count(OUTCOMES, outcome=outcome)
+            assert (await served.ask(prompt="kill")).status == 200
+            assert served.count(OUTCOMES, outcome=outcome) == before + 1
 
 
 async def test_b102_p_is_chosen_by_its_prefix():

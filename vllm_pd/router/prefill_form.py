@@ -32,6 +32,7 @@ class PrefillOutcome(StrEnum):
     ADAPTER = "adapter"  # LoRA
     NO_PREFILL = "no_prefill"  # no P is up that serves the model and is not full
     NO_DECODE = "no_decode"  # the same of D
+    FATAL = "fatal"  # Ps were lost while they had an equal request
     REFUSED = "refused"  # P's status is none of 200, 404, 429, 500 and above
     NO_PARAMS = "no_params"  # P's answer has none
     BAD_PARAMS = "bad_params"  # they are no JSON object, or too long, or the answer can't be read

@@ -61,11 +61,14 @@ class PrefillSender:
         self._now = asyncio.get_running_loop().time
 
     async def run(self, request: "RouterRequest", plan: PlacementPlan, headers: Headers,
-                  client: ClientConnection) -> PrefillLeg:
-        """Have a P compute the request's prompt, if the request is covered and there is a P. Where the client has sent
-        no request id, one is added to `headers`: some engines match both legs by it. Raises ClientGone."""
+                  client: ClientConnection, is_fatal: bool) -> PrefillLeg:
+        """Have a P compute the request's prompt, if the request is covered and there is a P, unless it `is_fatal` to
+        Ps. Where the client has sent no request id, one is added to `headers`: some engines match both legs by it.
+        Raises ClientGone."""
         leg = PrefillLeg()
         try:
+            if is_fatal:
+                raise NotPrefilled(PrefillOutcome.FATAL)
             fields = prefill_form.read_fields(request.body)
             leg.worker = worker = self._choose(plan)
             if responses.find(headers, REQUEST_ID) is None:

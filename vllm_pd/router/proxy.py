@@ -32,6 +32,7 @@ from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import MAX_TRIES, RequestOrder, RouterOptions
 from vllm_pd.router.placing import PlacementPlan, Placer
 from vllm_pd.router.policy import Choice
+from vllm_pd.router.prefill_form import PrefillOutcome
 from vllm_pd.router.prefill_leg import PrefillLeg, PrefillSender
 from vllm_pd.router.responses import Headers, RouterResponse
 from vllm_pd.router.worker_client import TryFailed, WorkerClient, WorkerResponse, WorkerResponseBroken
@@ -158,8 +159,13 @@ class RouterProxy:
                                    client: ClientConnection) -> bool:
         """Have a P compute the prompt, before a D gets the request. Returns whether the request may be what has crashed
         that P and another engine. Raises ClientGone."""
-        leg = request.prefill_leg = await self._prefills.run(request, plan, headers, client)
-        return leg.outcome is WorkerFailure.BROKEN and await self._is_fatal(leg.worker, request)
+        path, body = request.path, request.body
+        leg = request.prefill_leg = await self._prefills.run(request, plan, headers, client,
+                                                             self.fatal.is_known_at_prefill(path, body))
+        if leg.outcome is PrefillOutcome.PREFILLED:
+            self.fatal.prefilled(path, body)
+        return leg.outcome is WorkerFailure.BROKEN and await self.fatal.connection_broke(leg.worker, path, body,
+                                                                                         at_prefill=True)
 
     async def _try_all(self, request: RouterRequest, plan: PlacementPlan, headers: Headers,
                        client: ClientConnection) -> int:
