@@ -82,6 +82,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Request.prefill_stats", "what a client's usage says about cached tokens"),
         Required("Request.is_prefill_chunk", "whether a request that fell back is computed"),
         Required("Request.client_index", "our own requests have no client"),
+        Required("Request.priority", "a prompt's turn"),
         Required("Request.arrival_time", "changes with a request's place in the queue"),
     ),
     "v1/core/block_pool.py": (
