@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_pd.core.actions import Prefill
-from vllm_pd.core.job_order import JobOrder
+from vllm_pd.core.job_order import JobOrder, may_begin
 from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.prefill import PrefillCapacity, PrefillHandover
 from vllm_pd.handover.progress import Progress
@@ -38,6 +40,9 @@ class FakeEngineJobs(PrefillHandover):
     def _is_waiting(self, job):
         return False
 
+    def _is_ready(self, prompt):
+        return prompt.request.ready
+
     def _tokens_left(self, prompt):
         return prompt.request.left
 
@@ -45,8 +50,12 @@ class FakeEngineJobs(PrefillHandover):
         return self.cached
 
     def client(self, name: str, tokens: int, priority: int = 0):
-        self.add_prompt(name, SimpleNamespace(left=tokens), tokens, priority)
+        self.add_prompt(name, SimpleNamespace(left=tokens, ready=True), tokens, priority)
         return self._to_keep[name]
+
+    def who_passes(self, running, waiting) -> list[str]:
+        turns = {one.request_id: self.turn(one) for one in (*running, *waiting)}
+        return names(self.passing(running, sorted(waiting, key=self.turn), turns))
 
 
 @pytest.fixture
@@ -70,7 +79,7 @@ def test_jobs_wait_for_each_other_and_not_for_a_client_s_prompt(jobs):
 def test_a_job_that_is_shorter_passes_a_client_s_prompt(jobs):
     jobs.client("a", 5 * STEP)
     jobs.take(1, 100)
-    assert names(jobs.passing([jobs._to_keep["a"]], [one for one in jobs.begun if one.request_id != "a"])) == ["1"]
+    assert jobs.who_passes([jobs._to_keep["a"]], [one for one in jobs.begun if one.request_id != "a"]) == ["1"]
 
 
 @pytest.mark.parametrize("count, passing", [(1, 1), (3, 3), (4, 4), (9, 4)])
@@ -78,14 +87,46 @@ def test_only_those_pass_that_the_next_step_would_begin(jobs, count, passing):
     """Of 300 tokens each, in the order of their arrival."""
     running = jobs.client("long", 20 * STEP)
     waiting = [jobs.client(str(number), 300) for number in range(count)]
-    assert names(jobs.passing([running], waiting[::-1])) == [str(number) for number in range(passing)]
+    assert jobs.who_passes([running], waiting[::-1]) == [str(number) for number in range(passing)]
 
 
 def test_nobody_passes_where_nothing_runs_and_none_that_is_longer(jobs):
     short, long = jobs.client("short", 50), jobs.client("long", 100)
-    assert jobs.passing([], [short]) == [] == jobs.passing([short], [long])
+    assert jobs.who_passes([], [short]) == [] == jobs.who_passes([short], [long])
     jobs._by_priority, long.priority = True, -1
-    assert jobs.passing([short], [long]) == [long]
+    assert jobs.who_passes([short], [long]) == ["long"]
+
+
+PROMPTS = st.lists(st.tuples(st.integers(1, 3 * STEP), st.integers(0, 3 * STEP), st.integers(-1, 1)), max_size=6)
+
+
+@given(PROMPTS, PROMPTS)
+def test_one_passes_where_it_would_begin_as_a_job_does(running, waiting):
+    """Prompts of so many tokens, of which so many are left, with a priority."""
+    jobs, sides = FakeEngineJobs(), []
+    jobs._by_priority = True
+    for side, prompts in (("running", running), ("waiting", waiting)):
+        sides.append([jobs.client(f"{side} {number}", tokens, priority)
+                      for number, (tokens, _, priority) in enumerate(prompts)])
+        for prompt, (_, left, _) in zip(sides[-1], prompts, strict=True):
+            prompt.request.left = min(left, prompt.tokens)
+    running, waiting = (sorted(side, key=jobs.turn) for side in sides)
+    begun, expected = [jobs._begun_job(one) for one in running], []
+    for one in waiting if running else ():
+        if jobs.turn(one) >= jobs.turn(running[-1]) or not may_begin(jobs.turn(one), begun, STEP):
+            break
+        expected.append(one.request_id)
+        begun.append(jobs._begun_job(one))
+    assert jobs.who_passes(running, waiting) == expected
+
+
+def test_a_prompt_that_waits_for_something_else_has_no_turn_meanwhile(jobs):
+    """As one that is parked, of which nothing is left to be computed, or one whose grammar is not there."""
+    prompt = jobs.client("a", 5)
+    prompt.request.ready = False
+    assert not jobs.begun
+    prompt.request.ready = True
+    assert jobs.begun == [prompt]
 
 
 def test_a_prompt_has_its_turn_by_what_is_not_cached_until_its_last_tokens_are_in_a_step(jobs):

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, Engine
-from tests.v1.test_hazards import prompt
+from tests.v1.test_hazards import PARKED, prompt
 from tests.v1.test_holds import ASKS
 from tests.v1.test_job_order import STEP, engine_with, sizes
-from vllm_pd.core.actions import HoldEnd, HoldEnded
+from vllm_pd.core.actions import HoldEnd, HoldEnded, Released
 from vllm_pd.core.job_order import START_TOKENS_PER_S
 from vllm_pd.v1.prefill import InternalRequests
 
@@ -195,19 +195,6 @@ def test_one_that_v1_has_preempted_waits_for_its_turn(engine):
     finish(engine, ["short", "long"])
 
 
-def test_b31_a_job_behind_a_prompt_that_finds_no_room_beside_parked_requests_is_given_back(model_folder, in_flight):
-    """Its decode engine may hold blocks for requests that wait for this engine's in turn."""
-    engine = engine_with(model_folder, in_flight, role="kv_both", blocks=20)
-    engine.add("parked", prompt(200))
-    engine.run()
-    add(engine, "held", 200)
-    job = engine.job(prompt(250))
-    engine.run()
-    assert engine.protocol.calls == [("failed", job)] and engine.status("held") is RequestStatus.WAITING
-    engine.prefilled("parked")
-    finish(engine, ["parked", "held"])
-
-
 @pytest.mark.parametrize("settings", [{"hold_s": 0}, {"role": "kv_consumer"}], ids=["no holds", "no prefill engine"])
 def test_an_engine_that_keeps_nothing_leaves_all_to_v1(model_folder, in_flight, settings):
     engine = engine_with(model_folder, in_flight, threshold=10_000, **settings)
@@ -218,6 +205,57 @@ def test_an_engine_that_keeps_nothing_leaves_all_to_v1(model_folder, in_flight, 
     engine.run()
     assert max(sum(step.values()) for step in steps) == 256
     finish(engine, ["long", "short"])
+
+
+@pytest.mark.parametrize("fenced", [False, True], ids=["parked", "quarantined"])
+def test_b31_a_job_does_not_wait_behind_a_prompt_that_finds_no_room_beside_parked_requests(model_folder, in_flight,
+                                                                                          fenced):
+    """The peer whose job it is may hold blocks for requests that wait for this engine's in turn."""
+    engine = engine_with(model_folder, in_flight, blocks=64, role="kv_both", prefill_overtaking=0)
+    engine.add("parked", prompt(900))
+    engine.run()
+    attempt = engine.attempt("parked")
+    engine.protocol.peers = 0
+    if fenced:
+        engine.abort("parked")
+    add(engine, "held", 300)
+    engine.run()
+    assert engine.status("held") is RequestStatus.WAITING
+    jobs = [engine.job(prompt(300), number=number) for number in range(2)]
+    engine.run()
+    assert [call for call in engine.protocol.calls if call[0] == "failed"] == [("failed", job) for job in jobs]
+    engine.tell(Released(attempt)) if fenced else engine.prefilled("parked")
+    finish(engine, ["parked", "held"])
+
+
+def test_no_room_is_left_in_a_step_for_a_prompt_whose_grammar_is_not_there(engine):
+    job = engine.job(prompt(640))
+    engine.turn()
+    guided = engine.add("guided", prompt(40), params=SamplingParams(
+        max_tokens=1, extra_args={"kv_transfer_params": ASKS},
+        structured_outputs=StructuredOutputsParams(regex="a*")))
+    steps = sizes(engine)
+    for _ in range(20):
+        engine.turn()
+    assert guided.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    assert len(steps) >= 8 and all(step == {f"pd-{job}": STEP} for step in steps)
+    engine.abort("guided")
+    finish(engine, ["guided"])
+
+
+def test_steps_are_not_cut_for_a_prompt_that_is_computed_elsewhere(model_folder, in_flight):
+    """It is to be kept, and its client has asked that a peer compute it first."""
+    engine = engine_with(model_folder, in_flight, role="kv_both")
+    add(engine, "elsewhere", 300, asks={**ASKS, "pd": "remote"})
+    engine.run()
+    assert engine.status("elsewhere") is PARKED
+    engine.protocol.peers = 0
+    steps = sizes(engine)
+    add(engine, "plain", 640, asks=None)
+    engine.run()
+    assert max(sum(step.values()) for step in steps) == 256
+    engine.prefilled("elsewhere")
+    finish(engine, ["plain", "elsewhere"])
 
 
 TRAFFIC = st.lists(st.tuples(st.booleans(), st.sampled_from([1, 20, 40, 64, 90, 300, 500]), st.integers(0, 3)),

@@ -243,8 +243,8 @@ def test_a_prompt_is_computed_whole_where_v1_does_not_chunk_it(engine):
     jobs = [engine.job(prompt(tokens), number=tokens) for tokens in (250, 200)]
     steps = sizes(engine)
     engine.run()
-    assert [list(step.values()) for step in steps] == [[200], [250]]
-    finish(engine, jobs[::-1])
+    assert [list(step.values()) for step in steps] == [[250], [200]]
+    finish(engine, jobs)
 
 
 def test_a_job_passes_two_that_are_being_computed(model_folder, in_flight):

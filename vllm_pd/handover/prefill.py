@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -170,8 +170,9 @@ class PrefillHandover(ABC):
 
     @property
     def begun(self) -> list[PromptInTurn]:
-        """The prompts in turn that the scheduler has, and that are not computed yet."""
-        return [*(job for job in self._jobs.values() if job.state is JobStage.COMPUTING), *self._to_keep.values()]
+        """The prompts in turn that the scheduler has and may compute, and that are not computed yet."""
+        return [*(job for job in self._jobs.values() if job.state is JobStage.COMPUTING),
+                *filter(self._is_ready, self._to_keep.values())]
 
     def begin(self) -> None:
         """Add the requests of those queued jobs that the next step would compute, in their turn. Clients' prompts don't
@@ -183,17 +184,23 @@ class PrefillHandover(ABC):
                 return
             self._begin(job)
 
-    def passing(self, running: list[PromptInTurn], waiting: Iterable[PromptInTurn]) -> list[PromptInTurn]:
+    def passing(self, running: list[PromptInTurn], waiting: Iterable[PromptInTurn],
+                turns: Mapping[str, job_order.Turn]) -> list[PromptInTurn]:
         """Those of the `waiting` prompts, all begun, that the next step would begin before the end of one that is
-        `running`, in their turn. `running` is in that order."""
+        `running`. Both are in the order of their `turns`, which are by request id."""
         found: list[PromptInTurn] = []
-        before = [self._begun_job(prompt) for prompt in running]
-        for prompt in sorted(waiting, key=self.turn) if before else ():
-            job = self._begun_job(prompt)
-            if job.turn >= before[len(running) - 1].turn or not job_order.may_begin(job.turn, before, self.step_tokens):
+        tokens, place = 0, 0  # how many are left before this prompt, and how many of the `running` that counts
+        for prompt in waiting if running else ():
+            turn = turns[prompt.request_id]
+            if turn >= turns[running[-1].request_id]:
+                break
+            while turns[running[place].request_id] <= turn:
+                tokens += self.tokens_left(running[place])
+                place += 1
+            if tokens >= self.step_tokens:
                 break
             found.append(prompt)
-            before.append(job)
+            tokens += self.tokens_left(prompt)
         return found
 
     def tokens_left(self, prompt: PromptInTurn) -> int:
@@ -533,6 +540,10 @@ class PrefillHandover(ABC):
     @abstractmethod
     def _is_waiting(self, job: PeerJob) -> bool:
         """Whether the job's request waits for its first step."""
+
+    @abstractmethod
+    def _is_ready(self, prompt: PromptInTurn) -> bool:
+        """Whether a client's prompt is being computed or waits for nothing but a step."""
 
     @abstractmethod
     def _tokens_left(self, prompt: PromptInTurn) -> int:

@@ -45,6 +45,9 @@ class PrefillJobs(PrefillHandover):
         from vllm.sequence import SequenceStatus
         return job.request.first_seq.status is SequenceStatus.WAITING
 
+    def _is_ready(self, prompt: PromptInTurn) -> bool:
+        return True  # no client's prompt has a turn
+
     def _tokens_left(self, prompt: PromptInTurn) -> int:
         return prompt.request.first_seq.data.get_num_uncomputed_tokens()
 

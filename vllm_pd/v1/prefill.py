@@ -127,29 +127,33 @@ class InternalRequests(PrefillHandover):
     def arrange(self) -> StepShare | None:
         """Bring the requests that have a turn into that order: those that wait, and, behind the clients that decode,
         those that run. Returns what the step that is about to be scheduled is to compute; None: what V1 would."""
-        begun = {one.request_id: one for one in self.begun}
-        if not begun:
+        prompts = self.begun
+        if not prompts:
             return None
         scheduler = self._scheduler
-        turns = {request_id: self.turn(one) for request_id, one in begun.items()}
+        turns = {one.request_id: self.turn(one) for one in prompts}
+        begun = {one.request_id: one for one in sorted(prompts, key=lambda one: turns[one.request_id])}
         self._arrange_waiting(turns)
         running = scheduler.running
         decoding = [one for one in running if one.request_id not in begun and not one.is_prefill_chunk]
         prefilling = [one for one in running if one.request_id in begun or one.is_prefill_chunk]
-        jobs = sorted((begun.pop(one.request_id) for one in prefilling if one.request_id in begun), key=self.turn)
+        ours = {one.request_id for one in prefilling if one.request_id in begun}
+        jobs = [one for one in begun.values() if one.request_id in ours]
+        waiting = [one for one in begun.values() if one.request_id not in ours]
         in_turn = iter(jobs)
-        ours = {job.request_id for job in jobs}
         running[:] = decoding + [next(in_turn).request if one.request_id in ours else one for one in prefilling]
         if scheduler.max_num_encoder_input_tokens or not scheduler.scheduler_config.enable_chunked_prefill:
             return None  # V1 may have to compute the tokens of an image, or a whole prompt, in one step
         tokens = self.step_tokens
         others = sum(one.request_id not in turns for one in (*prefilling, *scheduler.waiting))
-        passing = [self.tokens_left(one) for one in self.passing(jobs, begun.values())  # of others none passes another
+        passing = [self.tokens_left(one) for one in self.passing(jobs, waiting, turns)  # of others none passes another
                    if (others < 2 or self.is_internal(one.request_id)) and self._has_room(one, prefilling)]
         return StepShare(min(self._batch_tokens, tokens + len(decoding)),
                          job_order.tokens_of_each(tokens, max(passing), len(prefilling)) if passing else 0)
 
     def _arrange_waiting(self, turns: dict[str, job_order.Turn]) -> None:
+        if all(map(self.is_internal, turns)):
+            return  # jobs are begun in their turn
         waiting = self._scheduler.waiting
         before = list(waiting)
         after = job_order.in_turn(before, lambda one: turns.get(one.request_id))
@@ -256,6 +260,9 @@ class InternalRequests(PrefillHandover):
 
     def _is_waiting(self, job: PeerJob) -> bool:
         return job.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+    def _is_ready(self, prompt: PromptInTurn) -> bool:
+        return prompt.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING)
 
     def _tokens_left(self, prompt: PromptInTurn) -> int:
         return prompt.request.num_tokens - prompt.request.num_computed_tokens
