@@ -94,11 +94,12 @@ class PDConfig:
         65536, "A prefill engine takes no further job while those that it has not computed yet have this many prompt "
         "tokens together. The last one may go beyond, so a prompt of any length is taken.", least=1)
     prefill_step_s: float = _key(
-        0.75, "How long a step of a prefill engine may take that computes jobs, as it has measured its speed; a job "
-        "that arrives waits that long at most before its turn is looked at.", above=0, most=3600)
+        0.75, "How long a step of a prefill engine may take that computes jobs, or clients' prompts that it is to "
+        "keep, as it has measured its speed; a job that arrives waits that long at most before its turn is looked at.",
+        above=0, most=3600)
     prefill_overtaking: float = _key(
-        8.0, "A job may be passed by shorter ones that arrive within so many times its own computing time after it; "
-        "0: first in, first out.", least=0, most=1000)
+        8.0, "A job, or a client's prompt that is to be kept, may be passed by shorter ones that arrive within so many "
+        "times its own computing time after it; 0: first in, first out.", least=0, most=1000)
     prefix_reads: str = _key(
         PrefixReads.AUTO.value, "Whether a prefill engine reads the part of a prompt that only the decode engine has "
         "in its prefix cache, instead of computing it: `auto` where that takes less time.",

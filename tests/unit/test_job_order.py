@@ -8,6 +8,7 @@ from vllm_pd.core.job_order import (
     BegunJob,
     Turn,
     due_s,
+    in_turn,
     may_begin,
     step_tokens,
     tokens_of_each,
@@ -42,6 +43,34 @@ def test_a_short_job_passes_a_long_one_that_came_a_while_before():
     long = due_s(0.0, 1300, 500, 8, 30)
     assert due_s(20.0, 40, 500, 8, 30) < long < due_s(20.5, 40, 500, 8, 30)
     assert due_s(29.0, 40, 500, 8, 30) < due_s(0.0, 30_000, 500, 8, 30) < due_s(30.0, 40, 500, 8, 30)
+
+
+QUEUES = st.lists(st.one_of(st.none(), TURNS), max_size=30).map(lambda turns: list(enumerate(turns)))
+
+
+@given(QUEUES)
+def test_b102_jobs_that_wait_next_to_each_other_are_in_their_turn_and_nobody_passes_another(queue):
+    ordered = in_turn(queue, lambda one: one[1])
+    assert sorted(ordered, key=lambda one: one[0]) == queue
+    assert in_turn(ordered, lambda one: one[1]) == ordered, "it is in order then"
+    for place, (number, turn) in enumerate(ordered):
+        if turn is None:
+            assert place == number
+            assert {other for other, _ in ordered[:place]} == set(range(number))
+        elif place and ordered[place - 1][1] is not None:
+            assert (ordered[place - 1][1], ordered[place - 1][0]) <= (turn, number), "and of equals the first is first"
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 100_000)), max_size=20), st.floats(1, 1e5),
+       st.floats(0, 1000), st.floats(0, 60))
+def test_b102_nobody_is_passed_by_one_that_comes_after_it_is_due(jobs, speed, overtaking, most):
+    """Jobs in the order of their arrival, in seconds, and their tokens."""
+    arrived = sorted(jobs, key=lambda job: job[0])
+    due = {place: due_s(at, tokens, speed, overtaking, most) for place, (at, tokens) in enumerate(arrived)}
+    ordered = in_turn(range(len(arrived)), lambda place: Turn(0, due[place]))
+    for one in ordered:
+        passed_by = [other for other in ordered[:ordered.index(one)] if other > one]
+        assert all(arrived[other][0] < due[one] <= arrived[one][0] + most for other in passed_by)
 
 
 @given(SPEEDS, st.floats(0.001, 3600), st.integers(1, 1 << 20))

@@ -579,7 +579,7 @@ class Engine:
         assert not any(self.binding.holds.debug_state().values())
         assert not self.binding.remote_prefills.parked_ids() and not self.binding.remote_prefills._matched
         jobs = self.binding.prefill_jobs
-        assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open)
+        assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open or jobs._to_keep)
         assert self.pool.get_num_free_blocks() == self.free_at_start
         assert sum(block.ref_cnt for block in self.pool.blocks if not block.is_null) == 0
         assert not scheduler.has_requests()

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order a prefill engine computes its jobs, and how many tokens in one step. Pure.
 
+Jobs are the prompts that decode engines have asked for, and those that clients bring so that a decode engine reads them
+(prefill first): here all of them are alike. Other prompts have no turn, and no job passes one that waits.
+
 A job is due when `overtaking` times its own computing time has passed since it arrived, a given time at most, and the
 job that is due first comes first. So a short job passes a long one, but only if it arrives within that time after it:
 nobody is passed without end. With `overtaking` 0 the order is that of arrival.
@@ -8,13 +11,15 @@ nobody is passed without end. With `overtaking` 0 the order is that of arrival.
 A step is as long as may be computed in `step_s`, so that a job that arrives waits for no more than that before its
 turn comes.
 """
-from collections.abc import Iterable
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 START_TOKENS_PER_S = 5e3  # of an engine that has not measured any
 MIN_STEP_TOKENS = 64  # below, the cost of a step itself counts
+T = TypeVar("T")
 
 
 class JobOrder(msgspec.Struct, frozen=True):
@@ -45,6 +50,16 @@ def due_s(arrived_s: float, tokens: int, tokens_per_s: float, overtaking: float,
     """When a job of so many tokens is due, on the clock of `arrived_s`; `most_s` after it arrived at the latest.
     `tokens_per_s` 0: not measured yet."""
     return arrived_s + min(most_s, overtaking * tokens / (tokens_per_s or START_TOKENS_PER_S))
+
+
+def in_turn(queue: Iterable[T], turn: Callable[[T], Turn | None]) -> list[T]:
+    """The queue, in which jobs that wait next to each other are in their turn. Those without a turn (None) keep their
+    places: no job passes one of them, in either direction."""
+    ordered: list[T] = []
+    for has_turn, those in itertools.groupby(queue, lambda one: turn(one) is not None):
+        group = list(those)
+        ordered += sorted(group, key=turn) if has_turn else group
+    return ordered
 
 
 def step_tokens(tokens_per_s: float, step_s: float, most: int) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm_pd.core.actions import DropPeer, Event, HoldEnded, ReadHold, StopRead
 from vllm_pd.core.hashes import token_digest
-from vllm_pd.core.holds import asks_for_hold, hold_params
+from vllm_pd.core.holds import asks_for_hold, hold_params, named_hold
 from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.progress import Progress
 from vllm_pd.transfer.requests import (
@@ -79,6 +79,11 @@ class HeldPrompts:
             logger.warning("max_parked_fraction=1 with hold_s=%g: decode engines that are stopped while they read may "
                            "leave no block for this engine's own requests; use less than 1, or hold_s 0",
                            config.hold_s)
+
+    def has_turn(self, extra_args: Any) -> bool:
+        """Whether a client's request with these `extra_args` is one of those whose prompts are computed in their turn:
+        it is to be kept for a decode engine, and not read from another engine."""
+        return bool(self._most_blocks) and asks_for_hold(extra_args) and named_hold(extra_args) is None
 
     def keep(self, request_id: str, extra_args: Any, token_ids: list[int],
              block_ids: list[int]) -> dict[str, Any] | None:

@@ -14,6 +14,9 @@ Where the peer has more of the prompt in its prefix cache than this engine, and 
 it, the request is parked before it is computed, and the read goes into its pending blocks (READING). When it has ended
 they enter this engine's prefix cache and the request waits again, in front. That is so only if the read succeeded and
 the lease is still valid: of a read that failed, or ended too late, nothing is kept.
+
+A client's prompt that this engine is to keep (prefill first) has its turn among the jobs, but is the scheduler's from
+the beginning: it is in `begun` until a step computes the last of it.
 """
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -53,20 +56,29 @@ class JobStage(Enum):
 _NOT_COMPUTED = (JobStage.QUEUED, JobStage.COMPUTING, JobStage.READING)
 
 
-@dataclass
-class PeerJob:
-    """One job of a peer, from its `Prefill` to the end of its last write."""
-    prefill: Prefill
+@dataclass(kw_only=True)
+class PromptInTurn:
+    """A prompt that is computed in its turn: a job of a peer, or a client's that is to be kept. `new_tokens`: those of
+    its `tokens` that are to be computed, as far as was known when it came. `request` is the engine's own."""
     request_id: str
     started_at: float
+    priority: int
+    tokens: int
+    new_tokens: int
+    cached_tokens: int = 0  # when it began: those that were cached here, or worth reading from the peer
+    request: Any = None
+
+
+@dataclass(kw_only=True)
+class PeerJob(PromptInTurn):
+    """One job of a peer, from its `Prefill` to the end of its last write."""
+    prefill: Prefill
     writes: AttemptWrites
     state: JobStage = JobStage.QUEUED
     prefill_s: float = 0.0
     waited_s: float = 0.0  # how long the last write waited for the one before, once the prompt was computed
     cancelled: bool = False
-    cached_tokens: int = 0  # when it began: those of its prompt that were cached here, or worth reading from the peer
     read_tokens: int = 0  # how many of the peer's tokens were asked for
-    request: Any = None  # the engine's own
 
 
 class OpenTransfer(NamedTuple):
@@ -100,6 +112,7 @@ class PrefillHandover(ABC):
         self._order = config.job_order
         self._batch_tokens = capacity.batch_tokens
         self._jobs: dict[Attempt, PeerJob] = {}
+        self._to_keep: dict[str, PromptInTurn] = {}  # clients' prompts that are to be kept, by request id
         self._open: dict[str, OpenTransfer] = {}  # by key, until the step loop has seen the end
         self._writes_lock = threading.Lock()  # for `PeerJob.writes` and `cancelled`, and between a write and its cancel
         # Executes transfer requests at once, in any thread. None: they travel with steps, and a job has one write.
@@ -150,32 +163,78 @@ class PrefillHandover(ABC):
         """How many tokens a step with jobs computes, at most."""
         return job_order.step_tokens(self._speed.tokens_per_s, self._order.step_s, self._batch_tokens)
 
-    def turn(self, job: PeerJob) -> job_order.Turn:
-        """The job's place in the order of jobs."""
-        return job_order.Turn(job.prefill.priority if self._by_priority else 0, self._order.due_s(
-            job.started_at, job.prefill.new_tokens(self._block_size), self._speed.tokens_per_s))
+    def turn(self, prompt: PromptInTurn) -> job_order.Turn:
+        """The prompt's place in the order of jobs."""
+        return job_order.Turn(prompt.priority if self._by_priority else 0, self._order.due_s(
+            prompt.started_at, prompt.new_tokens, self._speed.tokens_per_s))
+
+    @property
+    def begun(self) -> list[PromptInTurn]:
+        """The prompts in turn that the scheduler has and may compute, and that are not computed yet."""
+        return [*(job for job in self._jobs.values() if job.state is JobStage.COMPUTING),
+                *filter(self._is_ready, self._to_keep.values())]
 
     def begin(self) -> None:
-        """Add the requests of those queued jobs that the next step would compute, in their turn."""
+        """Add the requests of those queued jobs that the next step would compute, in their turn. Clients' prompts don't
+        count: where one of them finds no room, the jobs behind it are given back."""
         while queued := [job for job in self._jobs.values() if job.state is JobStage.QUEUED]:
             job = min(queued, key=self.turn)
-            begun = [job_order.BegunJob(self.turn(one), self.tokens_left(one)) for one in self._jobs.values()
-                     if one.state is JobStage.COMPUTING]
+            begun = [self._begun_job(one) for one in self._jobs.values() if one.state is JobStage.COMPUTING]
             if not job_order.may_begin(self.turn(job), begun, self.step_tokens):
                 return
             self._begin(job)
 
-    def tokens_left(self, job: PeerJob) -> int:
-        """How many tokens of a job that is COMPUTING have to be computed yet."""
-        left = self._tokens_left(job)
-        return left if left < len(job.prefill.token_ids) else max(1, left - job.cached_tokens)
+    def passing(self, running: list[PromptInTurn], waiting: Iterable[PromptInTurn],
+                turns: Mapping[str, job_order.Turn]) -> list[PromptInTurn]:
+        """Those of the `waiting` prompts, all begun, that the next step would begin before the end of one that is
+        `running`. Both are in the order of their `turns`, which are by request id."""
+        found: list[PromptInTurn] = []
+        tokens, place = 0, 0  # how many are left before this prompt, and how many of the `running` that counts
+        for prompt in waiting if running else ():
+            turn = turns[prompt.request_id]
+            if turn >= turns[running[-1].request_id]:
+                break
+            while turns[running[place].request_id] <= turn:
+                tokens += self.tokens_left(running[place])
+                place += 1
+            if tokens >= self.step_tokens:
+                break
+            found.append(prompt)
+            tokens += self.tokens_left(prompt)
+        return found
+
+    def tokens_left(self, prompt: PromptInTurn) -> int:
+        """How many tokens of a prompt that has begun have to be computed yet."""
+        left = self._tokens_left(prompt)
+        return left if left < prompt.tokens else max(1, left - prompt.cached_tokens)
+
+    def _begun_job(self, prompt: PromptInTurn) -> job_order.BegunJob:
+        return job_order.BegunJob(self.turn(prompt), self.tokens_left(prompt))
+
+    def add_prompt(self, request_id: str, request: Any, tokens: int, priority: int) -> None:
+        """A client's request has come with a prompt of so many tokens, which is to be kept: it is computed in its
+        turn."""
+        prompt = PromptInTurn(request_id=request_id, started_at=time.monotonic(), priority=priority, tokens=tokens,
+                              new_tokens=tokens, request=request)
+        prompt.cached_tokens = self._cached_tokens(prompt)
+        prompt.new_tokens = max(1, tokens - prompt.cached_tokens)
+        self._to_keep[request_id] = prompt
+
+    def drop_prompt(self, request_id: str) -> None:
+        """This request has ended. No effect for any other."""
+        self._to_keep.pop(request_id, None)
+
+    def drop_computed(self, request_ids: Collection[str]) -> None:
+        """A step was scheduled that computes these requests. Those whose prompt it ends have no turn any more."""
+        for request_id in self._to_keep.keys() & set(request_ids):
+            if self._tokens_left(self._to_keep[request_id]) <= 0:
+                del self._to_keep[request_id]
 
     @property
     def job_tokens(self) -> int:
         """Tokens of the jobs that are not computed yet, without what their decode engines have cached. What is cached
         here counts: it is known of a job when it begins, and the broker compares whole jobs with those it offered."""
-        return sum(job.prefill.new_tokens(self._block_size) for job in self._jobs.values()
-                   if job.state in _NOT_COMPUTED)
+        return sum(job.new_tokens for job in self._jobs.values() if job.state in _NOT_COMPUTED)
 
     def give_back(self, attempts: Iterable[Attempt], reason: str, progress: Progress) -> None:
         """Give up these jobs, which are `queued` or `computing`: their decode engines try another peer."""
@@ -416,7 +475,10 @@ class PrefillHandover(ABC):
     def _take(self, prefill: Prefill) -> None:
         attempt, token_ids = prefill.attempt, prefill.token_ids
         if 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            self._jobs[attempt] = PeerJob(prefill, f"pd-{attempt}", time.monotonic(), AttemptWrites(prefill.block_ids))
+            self._jobs[attempt] = PeerJob(
+                request_id=f"pd-{attempt}", started_at=time.monotonic(), priority=prefill.priority,
+                tokens=len(token_ids), new_tokens=prefill.new_tokens(self._block_size), prefill=prefill,
+                writes=AttemptWrites(prefill.block_ids))
         else:
             self._refuse(attempt, f"a token id is outside the vocabulary of {self._vocab_size}")
 
@@ -480,12 +542,16 @@ class PrefillHandover(ABC):
         """Whether the job's request waits for its first step."""
 
     @abstractmethod
-    def _tokens_left(self, job: PeerJob) -> int:
-        """How many tokens of a job that is COMPUTING are in no step yet. Until its first step these are all."""
+    def _is_ready(self, prompt: PromptInTurn) -> bool:
+        """Whether a client's prompt is being computed or waits for nothing but a step."""
 
     @abstractmethod
-    def _cached_tokens(self, job: PeerJob) -> int:
-        """How many tokens at the beginning of the job's prompt are in this engine's prefix cache now."""
+    def _tokens_left(self, prompt: PromptInTurn) -> int:
+        """How many tokens of a prompt that has begun are in no step yet. Until its first step these are all."""
+
+    @abstractmethod
+    def _cached_tokens(self, prompt: PromptInTurn) -> int:
+        """How many tokens at the beginning of the prompt are in this engine's prefix cache now."""
 
     @property
     @abstractmethod

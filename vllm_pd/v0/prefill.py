@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core.measured import StepSpeed
-from vllm_pd.handover.prefill import PeerJob, PrefillCapacity, PrefillHandover
+from vllm_pd.handover.prefill import PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0.fingerprint import token_bytes
 
@@ -45,11 +45,14 @@ class PrefillJobs(PrefillHandover):
         from vllm.sequence import SequenceStatus
         return job.request.first_seq.status is SequenceStatus.WAITING
 
-    def _tokens_left(self, job: PeerJob) -> int:
-        return job.request.first_seq.data.get_num_uncomputed_tokens()
+    def _is_ready(self, prompt: PromptInTurn) -> bool:
+        return True  # no client's prompt has a turn
 
-    def _cached_tokens(self, job: PeerJob) -> int:
-        blocks, seq = self._engine.scheduler[0].block_manager, job.request.first_seq
+    def _tokens_left(self, prompt: PromptInTurn) -> int:
+        return prompt.request.first_seq.data.get_num_uncomputed_tokens()
+
+    def _cached_tokens(self, prompt: PromptInTurn) -> int:
+        blocks, seq = self._engine.scheduler[0].block_manager, prompt.request.first_seq
         tokens = blocks.get_num_cached_tokens(seq)
         blocks.remove_seq_from_computed_blocks_tracker(seq)  # it remembers the hit, which may be longer by its turn
         return tokens

@@ -114,6 +114,8 @@ class EngineHandover(HandoverEngine):
         else:
             self.remote_prefills.withdraw(request.request_id)
             self.remote_prefills.settle_hold(request)
+            if self.prefill_jobs is not None:
+                self.prefill_jobs.drop_prompt(request.request_id)
             if request.status in _COMPUTED and can_go_remote(request):
                 params = self._guard(self.holds.keep, request.request_id, request.sampling_params.extra_args,
                                      request.prompt_token_ids, block_ids)
@@ -143,8 +145,15 @@ class EngineHandover(HandoverEngine):
             self._apply_updates()
             self._metrics_stale = True
 
+    def added(self, request: Request) -> None:
+        """A request has come, maybe one that has its turn among the jobs."""
+        self.changed()
+        if (self.prefill_jobs is not None and can_go_remote(request)
+                and self.holds.has_turn(request.sampling_params.extra_args)):
+            self._guard(self.prefill_jobs.add_prompt, request.request_id, request, request.num_tokens, request.priority)
+
     def changed(self) -> None:
-        """A request has come or gone, or the engine is paused or resumed: steps make sense again."""
+        """A request has gone, or the engine is paused or resumed: steps make sense again."""
         self.stalled = False
         self._look_due = 0.0
         self._metrics_stale = True

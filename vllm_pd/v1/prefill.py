@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import itertools
 import time
-from collections.abc import Container
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core import job_order
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
-from vllm_pd.handover.prefill import JobStage, PeerJob, PrefillCapacity, PrefillHandover
+from vllm_pd.handover.prefill import JobStage, PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v1.fence import BlockFence
@@ -125,28 +125,45 @@ class InternalRequests(PrefillHandover):
         return self._parked.pop(attempt, None)
 
     def arrange(self) -> StepShare | None:
-        """Bring our running requests into the order of their turns, behind the clients that decode. Returns what the
-        step that is about to be scheduled is to compute; None: what V1 would."""
-        begun = {job.request_id: job for job in self._jobs.values() if job.state is JobStage.COMPUTING}
-        if not begun:
+        """Bring the requests that have a turn into that order: those that wait, and, behind the clients that decode,
+        those that run. Returns what the step that is about to be scheduled is to compute; None: what V1 would."""
+        prompts = self.begun
+        if not prompts:
             return None
         scheduler = self._scheduler
+        turns = {one.request_id: self.turn(one) for one in prompts}
+        begun = {one.request_id: one for one in sorted(prompts, key=lambda one: turns[one.request_id])}
+        self._arrange_waiting(turns)
         running = scheduler.running
         decoding = [one for one in running if one.request_id not in begun and not one.is_prefill_chunk]
         prefilling = [one for one in running if one.request_id in begun or one.is_prefill_chunk]
-        jobs = sorted((begun.pop(one.request_id) for one in prefilling if one.request_id in begun), key=self.turn)
+        ours = {one.request_id for one in prefilling if one.request_id in begun}
+        jobs = [one for one in begun.values() if one.request_id in ours]
+        waiting = [one for one in begun.values() if one.request_id not in ours]
         in_turn = iter(jobs)
-        ours = {job.request_id for job in jobs}
         running[:] = decoding + [next(in_turn).request if one.request_id in ours else one for one in prefilling]
         if scheduler.max_num_encoder_input_tokens or not scheduler.scheduler_config.enable_chunked_prefill:
             return None  # V1 may have to compute the tokens of an image, or a whole prompt, in one step
         tokens = self.step_tokens
-        passing = [self.tokens_left(job) for job in begun.values()
-                   if jobs and self.turn(job) < self.turn(jobs[-1]) and self._has_room(job, prefilling)]
+        others = sum(one.request_id not in turns for one in (*prefilling, *scheduler.waiting))
+        passing = [self.tokens_left(one) for one in self.passing(jobs, waiting, turns)  # of others none passes another
+                   if (others < 2 or self.is_internal(one.request_id)) and self._has_room(one, prefilling)]
         return StepShare(min(self._batch_tokens, tokens + len(decoding)),
                          job_order.tokens_of_each(tokens, max(passing), len(prefilling)) if passing else 0)
 
-    def _has_room(self, job: PeerJob, prefilling: list[Request]) -> bool:
+    def _arrange_waiting(self, turns: dict[str, job_order.Turn]) -> None:
+        if all(map(self.is_internal, turns)):
+            return  # jobs are begun in their turn
+        waiting = self._scheduler.waiting
+        before = list(waiting)
+        after = job_order.in_turn(before, lambda one: turns.get(one.request_id))
+        if after != before:
+            waiting.remove_requests(before)
+            for one, arrived in zip(after, [one.arrival_time for one in before], strict=True):
+                one.arrival_time = arrived  # by which V1 orders those of equal priority
+                waiting.add_request(one)
+
+    def _has_room(self, job: PromptInTurn, prefilling: list[Request]) -> bool:
         """Whether V1 would begin this job, or the request before it, now: beside those that are being computed, and
         without taking blocks that they will need. A job that a read has brought some tokens has its blocks."""
         scheduler, size = self._scheduler, self._block_size
@@ -159,8 +176,9 @@ class InternalRequests(PrefillHandover):
             -(-one.num_tokens // size) - one.num_computed_tokens // size for one in prefilling)
         return needed <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def scheduled(self, step: int, request_ids: Container[str]) -> None:
+    def scheduled(self, step: int, request_ids: Collection[str]) -> None:
         """This step was scheduled. It computes these requests."""
+        self.drop_computed(request_ids)
         for attempt, job in self._jobs.items() if self._pushes_chunks else ():
             request = job.request
             if (job.state is JobStage.COMPUTING and job.request_id in request_ids
@@ -243,12 +261,15 @@ class InternalRequests(PrefillHandover):
     def _is_waiting(self, job: PeerJob) -> bool:
         return job.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
-    def _tokens_left(self, job: PeerJob) -> int:
-        return job.request.num_tokens - job.request.num_computed_tokens
+    def _is_ready(self, prompt: PromptInTurn) -> bool:
+        return prompt.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING)
 
-    def _cached_tokens(self, job: PeerJob) -> int:
+    def _tokens_left(self, prompt: PromptInTurn) -> int:
+        return prompt.request.num_tokens - prompt.request.num_computed_tokens
+
+    def _cached_tokens(self, prompt: PromptInTurn) -> int:
         find = self._scheduler.kv_cache_manager.block_pool.get_cached_block
-        hits = itertools.takewhile(lambda name: find(name, [0]) is not None, job.request.block_hashes)
+        hits = itertools.takewhile(lambda name: find(name, [0]) is not None, prompt.request.block_hashes)
         return self._block_size * sum(1 for _ in hits)
 
     @property

@@ -68,6 +68,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/sched/request_queue.py": (
         Required("RequestQueue.remove_request", "a request begins anew", takes=("request", )),
         Required("RequestQueue.prepend_request", "a request begins anew", takes=("request", )),
+        Required("RequestQueue.remove_requests", "requests change places", takes=("requests", )),
+        Required("RequestQueue.add_request", "requests change places", takes=("request", )),
     ),
     "v1/request.py": (
         Required("RequestStatus.WAITING_FOR_REMOTE_KVS", "an id goes into the scheduler's sets while this holds only"),
@@ -80,6 +82,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Request.prefill_stats", "what a client's usage says about cached tokens"),
         Required("Request.is_prefill_chunk", "whether a request that fell back is computed"),
         Required("Request.client_index", "our own requests have no client"),
+        Required("Request.priority", "a prompt's turn"),
+        Required("Request.arrival_time", "changes with a request's place in the queue"),
     ),
     "v1/core/block_pool.py": (
         Required("BlockPool.touch", "raises a fence", takes=("blocks", )),

@@ -116,7 +116,7 @@ class HandoverScheduling(Scheduler):
         request.kv_transfer_params = None
         super().add_request(request)
         if self.binding is not None:
-            self.binding.changed()
+            self.binding.added(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """V1's; parked requests are gone at once, and our own are not among those that are returned."""

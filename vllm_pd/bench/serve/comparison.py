@@ -23,7 +23,10 @@ FIGURES = {  # of the table, by path: text, digits after the point
     TTFT_SHORT: ("TTFT short p50, ms", 0), "short.ttft_ms.p99": ("TTFT short p99, ms", 0),
     TTFT_LONG: ("TTFT long p50, ms", 0), "long.ttft_ms.p99": ("TTFT long p99, ms", 0),
     "answer_tokens_per_s": ("answer tokens/s", 1), "good_share": ("share within the limits", 2),
-    "cpu_share": ("share of the cores in use", 2)}
+    "cpu_share": ("share of the cores in use", 2), "handover.megabytes": ("KV handed over, MB", 0),
+    "handover.decode_steps": ("steps of decode engines", 0),
+    "handover.kept_blocks.mean": ("blocks kept at prefill engines, mean", 1),
+    "handover.kept_blocks.max": ("blocks kept at prefill engines, max", 0)}
 RATIOS = (  # text, path, beside what
     ("ITL p99 / alone", ITL_P99, "alone"), ("ITL p99 / mixed", ITL_P99, "mixed"),
     ("longest pause p90 / alone", PAUSE_P90, "alone"), ("longest pause p90 / mixed", PAUSE_P90, "mixed"),

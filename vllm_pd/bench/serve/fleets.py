@@ -23,9 +23,11 @@ STOP_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True)
 class RunningArm:
-    """An arm that is ready. `entries`: where requests go, in turn. `pids`: of its engines, where they are ours."""
+    """An arm that is ready. `entries`: where requests go, in turn. `pids`: of its engines, where they are ours.
+    `engines`: those that hand over prefills to each other."""
     entries: tuple[EntryPoint, ...]
     pids: tuple[int, ...] = ()
+    engines: tuple[EnginePlan, ...] = ()
 
     def cpu_s(self) -> float:
         """CPU seconds that the engines have used. Raises PDError where one has ended."""
@@ -45,7 +47,7 @@ def running(plan: ArmPlan, say: Say, timeout_s: float) -> Iterator[RunningArm]:
             urls = ((state["router"]["url"], ) if "router" in state
                     else tuple(engine.url for engine in plan.engines if engine.role.decodes))
             entries = entry_points(plan.engines) if plan.prefill_first else tuple(map(EntryPoint, urls))
-            yield RunningArm(entries, tuple(engine["pid"] for engine in state["engines"]))
+            yield RunningArm(entries, tuple(engine["pid"] for engine in state["engines"]), plan.engines)
         return
     with Servers(say, STOP_TIMEOUT_S) as servers:
         started = _start(servers, plan, timeout_s)

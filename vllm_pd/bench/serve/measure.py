@@ -24,6 +24,7 @@ from vllm_pd.bench.serve.figures import SloLimits, point_figures, timeline
 from vllm_pd.bench.serve.fleets import RunningArm, running
 from vllm_pd.bench.serve.settings import ServeBench
 from vllm_pd.bench.serve.traffic import points, warm_up
+from vllm_pd.bench.serve.watch import EngineWatch
 from vllm_pd.bench.servers import log_to
 from vllm_pd.errors import PDError
 
@@ -80,10 +81,11 @@ class ServeRun:
         found = []
         for point in points(self._shape, turn, arm.with_long):
             used_s = ready.cpu_s()
-            served = asyncio.run(send_load(ready.entries, model, point, self._bench.token_ids))
+            with EngineWatch(ready.engines) as watch:
+                served = asyncio.run(send_load(ready.entries, model, point, self._bench.token_ids))
             cores = len(self._fleet.cores)
             share = (ready.cpu_s() - used_s) / served.took_s / cores if cores and ready.pids else None
-            figures = point_figures(point, served, limits, share)
+            figures = point_figures(point, served, limits, share) | {"handover": watch.figures()}
             self.report["different"] += self._book.add(arm.name, turn, point.label, served)
             found.append(figures)
             self._show(_progress(self._bench, arm, turn, figures))

@@ -92,7 +92,7 @@ def summary(report: dict[str, Any]) -> list[str]:
 
 
 def _words(report: dict[str, Any], arm: str, label: str) -> str:
-    """One arm at one point: ITL p99, pauses, TTFTs, cores, each beside the bases."""
+    """One arm at one point: ITL p99, pauses, TTFTs, cores, each beside the bases; and what was handed over."""
     parts = []
     for text, path in (("ITL p99", ITL_P99), ("longest pause of an answer p90", PAUSE_P90), ("TTFT short", TTFT_SHORT),
                        ("TTFT long", TTFT_LONG)):
@@ -104,4 +104,10 @@ def _words(report: dict[str, Any], arm: str, label: str) -> str:
                   if (times := ratio(report, arm, base, label, path))]
         parts.append(f"{text} {found['median']:,.0f} ms" + (f" ({', '.join(beside)})" if beside else ""))
     busy = over_rounds(report, arm, label, "cpu_share")
-    return "; ".join([*parts, *([f"{busy['median']:.0%} of the cores in use"] if busy else [])])
+    parts += [f"{busy['median']:.0%} of the cores in use"] if busy else []
+    moved, steps, mean, most = (over_rounds(report, arm, label, f"handover.{name}") for name in (
+        "megabytes", "decode_steps", "kept_blocks.mean", "kept_blocks.max"))
+    if moved:
+        parts.append(f"{moved['median']:,.0f} MB handed over, {steps['median']:,.0f} steps of decode engines, "
+                     f"{mean['median']:,.1f} blocks kept at prefill engines ({most['median']:,.0f} at most)")
+    return "; ".join(parts)
