@@ -50,7 +50,7 @@ SENDER, RECEIVER = "sender", "receiver"
 POLL_S, CHECK_S, DEADLINE_S = 0.0005, 0.0002, 600.0
 
 
-class Load(NamedTuple):
+class PushLoad(NamedTuple):
     """One prompt of `tokens`, in chunks, beside `chats` answers behind `context` tokens each."""
     model: str
     tokens: int
@@ -68,7 +68,7 @@ class Load(NamedTuple):
 class Model:
     """The model on one core, and a KV cache of blocks as V1 has them on the CPU: [blocks, heads, tokens, K and V]."""
 
-    def __init__(self, load: Load, core: int) -> None:
+    def __init__(self, load: PushLoad, core: int) -> None:
         os.sched_setaffinity(0, {core})
         torch.set_num_threads(1)
         self.load = load
@@ -94,7 +94,7 @@ class Model:
         return value
 
 
-def decode(pipe: Connection, load: Load, core: int) -> None:
+def decode(pipe: Connection, load: PushLoad, core: int) -> None:
     """The decoding process. Sends its metadata; then, for each `("end", monotonic time of the start)`, the durations of
     the steps since then, the time of the notice and the checksum; ends when the pipe closes."""
     model = Model(load, core)
@@ -136,7 +136,7 @@ def watch(agent: NixlAgent, notices: queue.Queue[float]) -> None:
         time.sleep(POLL_S)
 
 
-class Sender:
+class LayerSender:
     """Writes blocks of some layers to the decoding process, in a thread, one write after the other."""
 
     def __init__(self, model: Model, metadata: bytes) -> None:
@@ -185,10 +185,10 @@ class Sender:
             raise RuntimeError("a write failed")
 
 
-class Prefill:
+class ComputedPrompts:
     """The prefilling process: computes prompts and has their KV sent."""
 
-    def __init__(self, model: Model, sender: Sender) -> None:
+    def __init__(self, model: Model, sender: LayerSender) -> None:
         self._model, self._sender = model, sender
         self._after_layer: Callable[[int], None] = lambda layer: None
         for number, layer in enumerate(model.body.layers):
@@ -223,7 +223,7 @@ class Prefill:
 
 
 @contextlib.contextmanager
-def fleet(load: Load, cores: list[int]) -> Iterator[tuple[Prefill, Model, Connection]]:
+def fleet(load: PushLoad, cores: list[int]) -> Iterator[tuple[ComputedPrompts, Model, Connection]]:
     """Both processes; this one prefills."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -233,12 +233,12 @@ def fleet(load: Load, cores: list[int]) -> Iterator[tuple[Prefill, Model, Connec
     model = Model(load, cores[0])
     if not pipe.poll(DEADLINE_S):
         raise SystemExit("the decoding process has not started")
-    yield Prefill(model, Sender(model, pipe.recv())), model, pipe
+    yield ComputedPrompts(model, LayerSender(model, pipe.recv())), model, pipe
     pipe.send(None)
     process.join(30)
 
 
-def measure(load: Load, cores: list[int], rounds: int) -> dict[str, Any]:
+def measure(load: PushLoad, cores: list[int], rounds: int) -> dict[str, Any]:
     """All ways in turns; medians over the rounds."""
     found: dict[str, dict[str, list[float]]] = {way: {"prefill": [], "left": [], "itl": []} for way in WAYS}
     with torch.inference_mode(), fleet(load, cores) as (prefill, model, pipe):
@@ -285,7 +285,8 @@ def main() -> None:
                      f"--block-size {args.block_size}")
     results = []
     for wire in args.wire_gb_per_s:
-        load = Load(args.model, args.tokens, args.chunk_tokens, args.block_size, args.chats, args.context, wire * 1e9)
+        load = PushLoad(args.model, args.tokens, args.chunk_tokens, args.block_size, args.chats, args.context,
+                        wire * 1e9)
         results.append(measure(load, args.cores, args.rounds))
         Console(width=110).print(table(
             ["way", "left ms", "most", "prefill ms", "/ none", "ITL p50", "p90", "p99"],
