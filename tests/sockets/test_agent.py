@@ -67,6 +67,7 @@ class Settings:
     max_prefill_tokens: int = 65536
     decides_by_time: bool = False
     is_two_sided: bool = False
+    metaserver_urls: tuple[str, ...] = ()
     hold_s: float = 30.0
     heartbeat_s: float = 0.1
     ttl_s: float = 60.0

@@ -16,6 +16,7 @@ from vllm_pd.frontend.access import key_of
 from vllm_pd.frontend.asked import AskedMiddleware
 from vllm_pd.frontend.drain import DrainMiddleware, ServerDrain
 from vllm_pd.frontend.edge import limit_headers
+from vllm_pd.frontend.metaserver import DirectJobMiddleware
 
 if TYPE_CHECKING:
     import uvicorn
@@ -44,6 +45,8 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
     app.user_middleware.append(Middleware(AskedMiddleware))  # after vLLM's own, which asks for the key
     drain = ServerDrain(fronts, config.drain_timeout_s, stop_as_before, _base_url(server.config, config),
                         cut_s)
+    if config.role.prefills:
+        app.user_middleware.append(Middleware(DirectJobMiddleware, run=drain.run_job))
     app.add_middleware(DrainMiddleware, drain=drain)
     app.add_middleware(routes.GenerateMiddleware, key=key)
     app.add_middleware(routes.RoutesMiddleware, routes=routes.operator_routes(drain, key), prefix=routes.PREFIX)

@@ -33,6 +33,7 @@ class EngineConnection:
         self._socket = sockets.client(self._context, address, only_connected=False)
         self._updated = asyncio.Event()
         self._asking = asyncio.Lock()
+        self._jobs: dict[m.Attempt, set[asyncio.Future[str]]] = {}  # by attempt: who waits for its end
         self._listener = asyncio.get_running_loop().create_task(self._listen())
 
     async def ask(self, message: m.Message, is_answer: Callable[[m.StatusReply], bool]) -> m.StatusReply:
@@ -53,6 +54,27 @@ class EngineConnection:
             except TimeoutError:
                 raise ControlError("the engine's control thread does not answer") from None
 
+    async def run_job(self, job: m.Job) -> str:
+        """Have the engine claim and do this job now, and wait for its end. Returns why the prompt was not written,
+        empty where it was. Raises ControlError where the end does not come within the time that is left of the job."""
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        waiting = self._jobs.setdefault(job.attempt, set())
+        waiting.add(ended)
+        try:
+            if self._socket.closed:
+                raise ControlError("the server ends")
+            await self._socket.send(codec.encode(self._name, m.DirectJob(job)))
+            async with asyncio.timeout(job.deadline_s + ANSWER_S):
+                return await ended
+        except codec.BadFrame as fault:
+            return f"the job is too large: {fault}"
+        except TimeoutError:
+            raise ControlError("the engine has not ended the job in time") from None
+        finally:
+            waiting.discard(ended)
+            if not waiting and self._jobs.get(job.attempt) is waiting:
+                del self._jobs[job.attempt]
+
     def close(self) -> None:
         """Close the socket. Idempotent. Not left to the garbage collector, which may end a context before its sockets,
         and hang."""
@@ -72,3 +94,7 @@ class EngineConnection:
                 self.last = message
                 self._on_status(message)
                 self._updated.set()
+            elif isinstance(message, m.DirectJobEnd):
+                for ended in self._jobs.pop(message.attempt, ()):
+                    if not ended.done():
+                        ended.set_result(message.problem)

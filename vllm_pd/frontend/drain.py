@@ -49,6 +49,7 @@ class ServerDrain:
         self._timeout_s = timeout_s
         self._stop = stop
         self._cut_s = cut_s
+        self._next_engine = -1  # to which a job of a client went last
         self._changed = asyncio.Event()
         self._ending: asyncio.Task | None = None
         self._spreading: asyncio.Task | None = None
@@ -79,6 +80,11 @@ class ServerDrain:
         """Send a message to each engine, and return their answers, see `EngineConnection.ask`. Raises ControlError
         where one does not answer."""
         return list(await asyncio.gather(*(one.ask(message, is_answer) for one in self._connections)))
+
+    async def run_job(self, job: m.Job) -> str:
+        """Have one of the engines, each in turn, do this job: see `EngineConnection.run_job`."""
+        self._next_engine = (self._next_engine + 1) % len(self._connections)
+        return await self._connections[self._next_engine].run_job(job)
 
     async def begin(self) -> list[m.StatusReply]:
         """Tell the engines to drain. New requests are refused from the first answer on. Raises ControlError where one

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B104: the metaserver form over real sockets: D's control thread and its posts, a proxy, P's server and its control
+thread. The engines are played by the test.
+"""
+import asyncio
+import contextlib
+import threading
+import uuid
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+import uvicorn
+from aiohttp import web
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from tests.fakes.brokers import serving
+from tests.sockets.test_agent import FINGERPRINT, TOKENS, WAIT_S, Engine, Settings
+from tests.waiting import wait_for
+from vllm_pd.control import poster
+from vllm_pd.control.poster import MetaserverPoster
+from vllm_pd.core import messages as m
+from vllm_pd.core.actions import Fallback, FallbackReason, PostJob, Prefill, Prefilled, Released, StopPost
+from vllm_pd.core.metaserver import post_params, posted_name
+from vllm_pd.frontend.drain import ServerDrain
+from vllm_pd.frontend.metaserver import DirectJobMiddleware
+from vllm_pd.ports import take_free
+
+ID, SECRET = "cmpl-1-0", "0123456789abcdef" * 2
+BODY = {"model": "tiny", "prompt": "words", "max_tokens": 8}
+
+
+class Loop:
+    """An event loop on a thread, for the servers of a test."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(WAIT_S)
+
+    def close(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(WAIT_S)
+        self.loop.close()
+
+
+@pytest.fixture
+def loop():
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+class Proxy:
+    """A proxy of the form: it keeps bodies by the id that D will have, and sends them to P with what D posts. `answer`:
+    the status of its metaserver, in place of asking P."""
+
+    def __init__(self, loop):
+        self.port = take_free("127.0.0.1")
+        self.url = f"http://127.0.0.1:{self.port}/v1/metaserver"
+        self.posts, self.answers, self.answer, self.producers = [], [], None, []
+        self.change = lambda params: params
+        self._loop = loop
+        app = web.Application(client_max_size=1 << 24)
+        self.handle = self._metaserver
+        app.router.add_post("/v1/metaserver", lambda request: self.handle(request))
+        app.router.add_route("*", "/elsewhere", self._elsewhere)
+        self.strayed = 0
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        loop.run(self._start())
+
+    async def _start(self):
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+
+    async def _elsewhere(self, request):
+        self.strayed += 1
+        return web.Response()
+
+    async def _metaserver(self, request):
+        params = await request.json()
+        self.posts.append(params)
+        if self.answer is not None:
+            return web.Response(status=self.answer, headers={"Location": "/elsewhere"})
+        body = {**BODY, "max_tokens": 1, "stream": False, "kv_transfer_params": self.change(params)}
+        async with aiohttp.ClientSession() as session:
+            answered = await asyncio.gather(*(self._ask(session, url, body) for url in self.producers))
+        self.answers += answered
+        return web.json_response(None)
+
+    async def _ask(self, session, url, body):
+        async with session.post(f"{url}/v1/completions", json=body) as answer:
+            return answer.status, await answer.json()
+
+    def close(self):
+        self._loop.run(self._runner.cleanup())
+
+
+class Producer:
+    """P: its control thread, and its server, whose application answers what is not a job."""
+
+    def __init__(self, settings, loop, folder):
+        front = f"ipc://{folder}/{uuid.uuid4().hex}"
+        self.engine = Engine(settings, m.Role.PREFILL, front=front)
+        self.engine.protocol.set_load(m.Load())
+        self.port = take_free("127.0.0.1")
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.others = []
+        self._loop = loop
+        self._serving = asyncio.run_coroutine_threadsafe(self._serve(front), loop.loop)
+
+    async def _serve(self, front):
+        async def completions(request):
+            self.others.append(await request.json())
+            return JSONResponse({"text": "of vLLM"})
+
+        self.drain = ServerDrain([front], 5.0, lambda: None, self.url)
+        app = DirectJobMiddleware(Starlette(routes=[Route("/v1/completions", completions, methods=["POST"]),
+                                                    Route("/v1/chat/completions", completions, methods=["POST"])]),
+                                  self.drain.run_job)
+        self.server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", self.port, log_level="error", lifespan="off"))
+        self.server.install_signal_handlers = lambda: None
+        await self.server._serve()
+        self.drain.close()
+
+    def ask(self, body, path="/v1/completions"):
+        async def post():
+            async with aiohttp.ClientSession() as session, session.post(self.url + path, json=body) as answer:
+                return answer.status, await answer.json()
+        return self._loop.run(post())
+
+    def computes(self):
+        """It computes and writes the next prompt. Returns its event."""
+        job = self.engine.expect(Prefill)
+        assert self.engine.protocol.may_write(job.attempt)
+        self.engine.protocol.sent(job.attempt, m.Timings())
+        return job
+
+    def close(self):
+        self.server.should_exit = True
+        self._serving.result(WAIT_S)
+        self.engine.close()
+
+
+@pytest.fixture
+def fleet(loop, tmp_path):
+    """D, a proxy and two Ps, which have met."""
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(serving(ttl_s=60.0))
+        proxy = Proxy(loop)
+        stack.callback(proxy.close)
+        settings = Settings(broker.address, metaserver_urls=(proxy.url,))
+        decode = Engine(settings, m.Role.DECODE)
+        stack.callback(decode.close)
+        producers = []
+        for _ in range(2):
+            producers.append(Producer(settings, loop, tmp_path))
+            stack.callback(producers[-1].close)
+        decode.expect_view(lambda view: view.prefill_peers == 2)
+        wait_for(lambda: all(one.engine.protocol.counts()["peers"] == 1 and getattr(one, "server", None)
+                             and one.server.started for one in producers))
+        proxy.producers = [producers[0].url]
+        yield SimpleNamespace(decode=decode, proxy=proxy, producers=producers)
+
+
+def posted(fleet, request_id=ID, url=None):
+    attempt = fleet.decode.protocol.next_attempt(posted_name(request_id, SECRET))
+    fleet.decode.protocol.post_job(attempt, url or fleet.proxy.url, request_id)
+    fleet.decode.protocol.submit(attempt, TOKENS, [10, 11, 12], 1)
+    return attempt
+
+
+def at_rest(fleet):
+    """Nothing is open anywhere."""
+    thread = fleet.decode.agent.thread
+    wait_for(lambda: not thread._poster.count() or thread._poster.error, "a post is open")
+    for one in fleet.producers:
+        wait_for(lambda one=one: not one.engine.protocol.open_attempts() and not len(one.engine.agent.thread._direct),
+                 "P has a job")
+        wait_for(lambda one=one: not any(connection._jobs for connection in one.drain._connections), "a client waits")
+    wait_for(lambda: not fleet.decode.protocol.open_attempts(), "D has an attempt")
+    assert not len(fleet.decode.protocol._posted) and thread.is_alive() and thread._poster.error is None
+
+
+def test_b104_through_the_proxy_to_the_prefill_engine_that_it_chooses(fleet):
+    fleet.proxy.producers = [fleet.producers[1].url]
+    attempt = posted(fleet)
+    job = fleet.producers[1].computes()
+    assert (job.attempt, job.token_ids, job.block_ids, job.cached_blocks) == (attempt, TOKENS, [11, 12], 1)
+    fleet.decode.protocol.arrived(attempt, 0)
+    assert fleet.decode.expect(Prefilled).attempt == attempt
+    wait_for(lambda: fleet.proxy.answers, "P does not answer")
+    ((status, said),) = fleet.proxy.answers
+    assert status == 200 and (said["object"], said["model"]) == ("text_completion", "tiny")
+    assert said["choices"][0]["finish_reason"] == "length" and said["kv_transfer_params"] is None
+    assert said["usage"] == {"prompt_tokens": 40, "completion_tokens": 1, "total_tokens": 41}
+    (post,) = fleet.proxy.posts
+    assert post["request_id"] == ID and post["remote_engine_id"] == attempt.incarnation
+    assert fleet.producers[0].engine.protocol.totals() == {} and not fleet.producers[1].others
+    at_rest(fleet)
+
+
+def test_b104_a_chat_is_answered_as_a_chat(fleet):
+    fleet.proxy.producers = []
+    attempt = posted(fleet)
+    wait_for(lambda: fleet.proxy.posts)
+    worker = threading.Thread(target=fleet.producers[0].computes)
+    worker.start()
+    status, said = fleet.producers[0].ask({"messages": [], "kv_transfer_params": fleet.proxy.posts[0]},
+                                          "/v1/chat/completions")
+    worker.join()
+    assert status == 200 and said["object"] == "chat.completion"
+    assert said["choices"][0]["message"] == {"role": "assistant", "content": ""}
+    fleet.decode.protocol.arrived(attempt, 0)
+    fleet.decode.expect(Prefilled)
+    at_rest(fleet)
+
+
+def test_b104_two_prefill_engines_and_a_request_that_comes_twice(fleet):
+    """One gets the blocks. The other learns that it did not, and both requests of the first one are answered."""
+    first, second = fleet.producers
+    fleet.proxy.producers = [first.url, first.url]
+    attempt = posted(fleet)
+    first.engine.expect(Prefill)
+    status, said = second.ask({**BODY, "kv_transfer_params": fleet.proxy.posts[0]})
+    assert status == 409 and "another prefill engine has it" in said["message"]
+    wait_for(lambda: len(first.engine.agent.thread._direct) == 1)
+    first.engine.protocol.sent(attempt, m.Timings())
+    fleet.decode.protocol.arrived(attempt, 0)
+    fleet.decode.expect(Prefilled)
+    wait_for(lambda: [status for status, _ in fleet.proxy.answers] == [200, 200])
+    status, said = first.ask({**BODY, "kv_transfer_params": fleet.proxy.posts[0]})
+    assert status == 409, "a request that comes after the end is denied"
+    at_rest(fleet)
+
+
+@pytest.mark.parametrize("answer, posts", [(500, 3), (404, 1), (302, 1), ("nobody", 0)])
+def test_b104_a_post_that_fails_is_a_fallback_and_no_redirect_is_followed(fleet, monkeypatch, answer, posts):
+    monkeypatch.setattr(poster, "PAUSE_S", 0.001)
+    fleet.proxy.answer = answer
+    if answer == "nobody":
+        fleet.proxy.close()
+    attempt = posted(fleet)
+    fallback = fleet.decode.expect(Fallback)
+    assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.PEER)
+    assert ("can't be reached" if answer == "nobody" else str(answer)) in fallback.detail
+    assert fleet.decode.expect(Released).attempt == attempt
+    assert len(fleet.proxy.posts) == posts and not fleet.proxy.strayed
+    at_rest(fleet)
+
+
+def test_b104_an_url_that_is_not_listed_is_posted_to_by_nobody(fleet):
+    attempt = posted(fleet, url=fleet.proxy.url.replace("/v1/metaserver", "/elsewhere"))
+    fallback = fleet.decode.expect(Fallback)
+    assert fallback.attempt == attempt and "not listed" in fallback.detail
+    assert not fleet.proxy.strayed
+    fleet.decode.expect(Released)
+    at_rest(fleet)
+
+
+def test_b104_an_answer_without_a_claim_is_a_fallback_soon(fleet):
+    fleet.proxy.answer = 200
+    fleet.decode.agent.thread._poster._claim_s = 0.05
+    posted(fleet)
+    assert fleet.decode.expect(Fallback).detail == poster.ANSWERED
+    fleet.decode.expect(Released)
+    at_rest(fleet)
+
+
+def test_b104_the_client_of_d_goes_while_the_proxy_asks(fleet):
+    """Before the claim the post ends. After it P is stopped, as always, and says so to the proxy."""
+    fleet.proxy.producers = []
+    waiting = asyncio.Event()
+
+    async def never(request):
+        fleet.proxy.posts.append(await request.json())
+        await waiting.wait()
+
+    fleet.proxy.handle = never
+    attempt = posted(fleet)
+    wait_for(lambda: fleet.decode.agent.thread._poster.count() == 1)
+    fleet.decode.protocol.abort(attempt)
+    assert fleet.decode.expect(Released).attempt == attempt
+    at_rest(fleet)
+
+
+def test_b104_p_gives_it_up_and_the_proxy_learns_why(fleet):
+    attempt = posted(fleet)
+    fleet.producers[0].engine.expect(Prefill)
+    fleet.producers[0].engine.protocol.failed(attempt, "no room")
+    fallback = fleet.decode.expect(Fallback)
+    assert fallback.reason is FallbackReason.FAILED
+    assert fallback.peer == fleet.producers[0].engine.agent.member.incarnation
+    wait_for(lambda: fleet.proxy.answers)
+    ((status, said),) = fleet.proxy.answers
+    assert status == 409 and "no room" in said["message"]
+    fleet.decode.expect(Released)
+    at_rest(fleet)
+
+
+@pytest.mark.parametrize("spoil, status, said", [
+    (lambda params: {**params, "pd_job": "AAAA"}, 400, "kv_transfer_params.pd_job can't be used"),
+    (lambda params: {**params, "pd_job": made_up(attempt=9)}, 409, "did not grant it"),
+    (lambda params: {**params, "pd_job": made_up(incarnation="x" * 32)}, 409, "no such decode engine"),
+    (lambda params: {**params, "pd_job": made_up(address="tcp://127.0.0.1:1")}, 409, "no such decode engine")],
+    ids=["no job", "wrong attempt", "wrong engine", "wrong address"])
+def test_b104_a_job_that_is_made_up_ends_with_an_error_and_changes_nothing(fleet, spoil, status, said):
+    global OF_D
+    OF_D = fleet.decode.agent.member
+    fleet.proxy.change = spoil
+    fleet.decode.agent.thread._poster._claim_s = 0.05
+    attempt = posted(fleet)
+    assert fleet.decode.expect(Fallback).attempt == attempt
+    fleet.decode.expect(Released)
+    assert fleet.proxy.answers[0][0] == status and said in fleet.proxy.answers[0][1]["message"]
+    at_rest(fleet)
+
+
+def made_up(attempt=0, incarnation=None, address=None):
+    name = posted_name(ID, SECRET[::-1] if attempt else SECRET)
+    job = m.Job(m.Attempt(incarnation or OF_D.incarnation, name, attempt), address or OF_D.address, TOKENS, 16, 60.0)
+    return post_params(job, ID, FINGERPRINT)["pd_job"]
+
+
+def test_b104_all_other_requests_are_vllms(fleet):
+    """Also one that only has the word in its prompt, one whose parameters are those of prefill first, and no JSON."""
+    producer = fleet.producers[0]
+    others = [BODY, {**BODY, "prompt": "pd_job"}, {**BODY, "kv_transfer_params": {"do_remote_decode": True}},
+              {**BODY, "kv_transfer_params": {"pd_job": "AAAA"}}, {**BODY, "kv_transfer_params": "pd_job"},
+              {**BODY, "kv_transfer_params": {"pd_job": 7, "do_remote_decode": True}}]
+    for body in others:
+        assert producer.ask(body) == (200, {"text": "of vLLM"})
+    assert producer.others == others
+
+
+# The thread that posts, alone.
+
+
+def alone(urls, ended, **more):
+    made = MetaserverPoster(urls, FINGERPRINT, lambda attempt, why: ended.append((attempt, why)), 0.01, **more)
+    made.start()
+    return made
+
+
+def post_to(url, number=0, deadline_s=60.0):
+    job = m.Job(m.Attempt("d", posted_name(ID, SECRET), number), "tcp://127.0.0.1:1", TOKENS, 0, deadline_s)
+    return PostJob(url, ID, job)
+
+
+def test_b104_posts_have_a_bound_a_deadline_and_an_end(loop, monkeypatch):
+    monkeypatch.setattr(poster, "MAX_POSTS", 2)
+    release = asyncio.Event()
+
+    async def never(request):
+        await request.read()
+        await release.wait()
+
+    async def start():
+        app = web.Application()
+        app.router.add_post("/v1/metaserver", never)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        port = take_free("127.0.0.1")
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        return runner, f"http://127.0.0.1:{port}/v1/metaserver"
+
+    runner, url = loop.run(start())
+    ended = []
+    made = alone([url], ended)
+    try:
+        actions = [post_to(url, number, 0.2 if number == 1 else 60.0) for number in range(3)]
+        for action in actions:
+            made.carry_out(action)
+        wait_for(lambda: len(ended) == 2)
+        assert [attempt.number for attempt, _ in ended] == [2, 1]
+        assert "more than 2 posts" in ended[0][1] and "in time" in ended[1][1]
+        made.carry_out(StopPost(actions[2].job.attempt))  # which is none: no effect
+        made.carry_out(StopPost(actions[0].job.attempt))
+        wait_for(lambda: len(ended) == 3)
+        made.carry_out(post_to(url, 3))
+        wait_for(lambda: made.count() == 1)
+    finally:
+        made.close()
+        loop.loop.call_soon_threadsafe(release.set)
+        loop.run(runner.cleanup())
+    assert not made._thread.is_alive() and ended[-1][0].number == 3
+    made.carry_out(post_to(url, 4))
+    made.close()
+    assert ended[-1] == (post_to(url, 4).job.attempt, "the thread that posts jobs has ended")
+
+
+def test_b104_a_thread_that_dies_ends_what_it_has_and_all_that_comes(monkeypatch):
+    ended = []
+    made = alone(["http://127.0.0.1:9/v1/metaserver"], ended)
+
+    async def die():
+        raise MemoryError("full")
+
+    wait_for(lambda: hasattr(made, "_session"))
+    monkeypatch.setattr(made._ended, "wait", die)
+    made.close()
+    assert not made._thread.is_alive()
+    made.carry_out(post_to("http://127.0.0.1:9/v1/metaserver", 1))
+    assert [attempt.number for attempt, _ in ended] == [1]
