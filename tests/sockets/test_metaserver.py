@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tests.fakes.brokers import serving
+from tests.fakes.metaserver_proxy import BODY, LoopThread, MetaserverProxy
 from tests.sockets.test_agent import FINGERPRINT, TOKENS, WAIT_S, Engine, Settings
 from tests.waiting import wait_for
 from vllm_pd.control import poster
@@ -29,76 +30,13 @@ from vllm_pd.frontend.metaserver import DirectJobMiddleware
 from vllm_pd.ports import take_free
 
 ID, SECRET = "cmpl-1-0", "0123456789abcdef" * 2
-BODY = {"model": "tiny", "prompt": "words", "max_tokens": 8}
-
-
-class Loop:
-    """An event loop on a thread, for the servers of a test."""
-
-    def __init__(self):
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever)
-        self._thread.start()
-
-    def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(WAIT_S)
-
-    def close(self):
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(WAIT_S)
-        self.loop.close()
 
 
 @pytest.fixture
 def loop():
-    loop = Loop()
+    loop = LoopThread()
     yield loop
     loop.close()
-
-
-class Proxy:
-    """A proxy of the form: it keeps bodies by the id that D will have, and sends them to P with what D posts. `answer`:
-    the status of its metaserver, in place of asking P."""
-
-    def __init__(self, loop):
-        self.port = take_free("127.0.0.1")
-        self.url = f"http://127.0.0.1:{self.port}/v1/metaserver"
-        self.posts, self.answers, self.answer, self.producers = [], [], None, []
-        self.change = lambda params: params
-        self._loop = loop
-        app = web.Application(client_max_size=1 << 24)
-        self.handle = self._metaserver
-        app.router.add_post("/v1/metaserver", lambda request: self.handle(request))
-        app.router.add_route("*", "/elsewhere", self._elsewhere)
-        self.strayed = 0
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        loop.run(self._start())
-
-    async def _start(self):
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-
-    async def _elsewhere(self, request):
-        self.strayed += 1
-        return web.Response()
-
-    async def _metaserver(self, request):
-        params = await request.json()
-        self.posts.append(params)
-        if self.answer is not None:
-            return web.Response(status=self.answer, headers={"Location": "/elsewhere"})
-        body = {**BODY, "max_tokens": 1, "stream": False, "kv_transfer_params": self.change(params)}
-        async with aiohttp.ClientSession() as session:
-            answered = await asyncio.gather(*(self._ask(session, url, body) for url in self.producers))
-        self.answers += answered
-        return web.json_response(None)
-
-    async def _ask(self, session, url, body):
-        async with session.post(f"{url}/v1/completions", json=body) as answer:
-            return answer.status, await answer.json()
-
-    def close(self):
-        self._loop.run(self._runner.cleanup())
 
 
 class Producer:
@@ -152,7 +90,7 @@ def fleet(loop, tmp_path):
     """D, a proxy and two Ps, which have met."""
     with contextlib.ExitStack() as stack:
         broker = stack.enter_context(serving(ttl_s=60.0))
-        proxy = Proxy(loop)
+        proxy = MetaserverProxy(loop)
         stack.callback(proxy.close)
         settings = Settings(broker.address, metaserver_urls=(proxy.url,))
         decode = Engine(settings, m.Role.DECODE)
