@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 import uvicorn
+import zmq
 from aiohttp import web
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -28,6 +29,7 @@ from vllm_pd.core.metaserver import post_params, posted_name
 from vllm_pd.frontend.drain import ServerDrain
 from vllm_pd.frontend.metaserver import DirectJobMiddleware
 from vllm_pd.ports import take_free
+from vllm_pd.rpc import codec
 
 ID, SECRET = "cmpl-1-0", "0123456789abcdef" * 2
 
@@ -274,6 +276,20 @@ def test_b104_all_other_requests_are_vllms(fleet):
     for body in others:
         assert producer.ask(body) == (200, {"text": "of vLLM"})
     assert producer.others == others
+
+
+def test_b104_a_job_comes_from_the_front_end_and_from_no_other_socket(fleet):
+    """Whoever reaches the control socket is not asked for a name with a secret."""
+    engine = fleet.producers[0].engine
+    job = m.Job(m.Attempt(fleet.decode.agent.member.incarnation, "r", 1), fleet.decode.agent.member.address, TOKENS, 0,
+                60.0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(engine.agent.member.address)
+        socket.send(codec.encode("me", m.DirectJob(job)))
+        wait_for(lambda: engine.agent.dropped().get("link_frame_unexpected"))
+    assert engine.protocol.totals() == {}
+    at_rest(fleet)
 
 
 # The thread that posts, alone.
