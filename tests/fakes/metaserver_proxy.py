@@ -49,7 +49,8 @@ class MetaserverProxy:
         self._loop = loop
         app = web.Application(client_max_size=1 << 24)
         app.router.add_post("/v1/metaserver", lambda request: self.handle(request))
-        app.router.add_post("/v1/completions", self._completions)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self._complete)
         app.router.add_route("*", "/elsewhere", self._elsewhere)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         loop.run(self._start())
@@ -62,12 +63,12 @@ class MetaserverProxy:
         self.strayed += 1
         return web.Response()
 
-    async def _completions(self, request: web.Request) -> web.Response:
+    async def _complete(self, request: web.Request) -> web.Response:
         body, drawn = await request.json(), str(uuid.uuid4())
-        self._bodies[f"cmpl-{drawn}-0"] = dict(body)
+        self._bodies[f"chatcmpl-{drawn}" if "messages" in body else f"cmpl-{drawn}-0"] = request.path, dict(body)
         body["kv_transfer_params"] = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self.url}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session, session.post(
-                f"{self.decode}/v1/completions", json=body, headers={"X-Request-Id": drawn}) as answer:
+                f"{self.decode}{request.path}", json=body, headers={"X-Request-Id": drawn}) as answer:
             return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
 
     async def _metaserver(self, request: web.Request) -> web.Response:
@@ -75,18 +76,19 @@ class MetaserverProxy:
         self.posts.append(params)
         if self.answer is not None:
             return web.Response(status=self.answer, headers={"Location": "/elsewhere"})
-        body = {**self._bodies.get(params["request_id"], BODY), "max_tokens": 1, "min_tokens": 1, "stream": False,
+        path, kept = self._bodies.get(params["request_id"], ("/v1/completions", BODY))
+        body = {**kept, "max_tokens": 1, "min_tokens": 1, "stream": False,
                 "kv_transfer_params": self.change(params)}
         body.pop("stream_options", None)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session:
-            self.answers += await asyncio.gather(*(self._ask(session, url, body) for url in self.producers))
+            self.answers += await asyncio.gather(*(self._ask(session, url + path, body) for url in self.producers))
         return web.json_response(None)
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, body: dict) -> tuple[int, dict]:
         """P's answer; that of the last try where P is gone."""
         for _ in range(TRIES):
             try:
-                async with session.post(f"{url}/v1/completions", json=body) as answer:
+                async with session.post(url, json=body) as answer:
                     return answer.status, await answer.json()
             except aiohttp.ClientError as error:
                 gone = str(error)

@@ -243,16 +243,14 @@ def test_b104_p_gives_it_up_and_the_proxy_learns_why(fleet):
     at_rest(fleet)
 
 
-@pytest.mark.parametrize("spoil, status, said", [
-    (lambda params: {**params, "pd_job": "AAAA"}, 400, "kv_transfer_params.pd_job can't be used"),
-    (lambda params: {**params, "pd_job": made_up(attempt=9)}, 409, "did not grant it"),
-    (lambda params: {**params, "pd_job": made_up(incarnation="x" * 32)}, 409, "no such decode engine"),
-    (lambda params: {**params, "pd_job": made_up(address="tcp://127.0.0.1:1")}, 409, "no such decode engine")],
+@pytest.mark.parametrize("changed, status, said", [
+    (None, 400, "kv_transfer_params.pd_job can't be used"), ({"number": 9}, 409, "did not grant it"),
+    ({"incarnation": "x" * 32}, 409, "no such decode engine"),
+    ({"address": "tcp://127.0.0.1:1"}, 409, "no such decode engine")],
     ids=["no job", "wrong attempt", "wrong engine", "wrong address"])
-def test_b104_a_job_that_is_made_up_ends_with_an_error_and_changes_nothing(fleet, spoil, status, said):
-    global OF_D
-    OF_D = fleet.decode.agent.member
-    fleet.proxy.change = spoil
+def test_b104_a_job_that_is_made_up_ends_with_an_error_and_changes_nothing(fleet, changed, status, said):
+    made_up = "AAAA" if changed is None else job_of(fleet.decode.agent.member, **changed)
+    fleet.proxy.change = lambda params: {**params, "pd_job": made_up}
     fleet.decode.agent.thread._poster._claim_s = 0.05
     attempt = posted(fleet)
     assert fleet.decode.expect(Fallback).attempt == attempt
@@ -261,10 +259,10 @@ def test_b104_a_job_that_is_made_up_ends_with_an_error_and_changes_nothing(fleet
     at_rest(fleet)
 
 
-def made_up(attempt=0, incarnation=None, address=None):
-    name = posted_name(ID, SECRET[::-1] if attempt else SECRET)
-    job = m.Job(m.Attempt(incarnation or OF_D.incarnation, name, attempt), address or OF_D.address, TOKENS, 16, 60.0)
-    return post_params(job, ID, FINGERPRINT)["pd_job"]
+def job_of(decode, number=0, incarnation=None, address=None):
+    """A job of D's present attempt, or of another one, as a client might make it up."""
+    attempt = m.Attempt(incarnation or decode.incarnation, posted_name(ID, SECRET), number)
+    return post_params(m.Job(attempt, address or decode.address, TOKENS, 16, 60.0), ID, FINGERPRINT)["pd_job"]
 
 
 def test_b104_all_other_requests_are_vllms(fleet):

@@ -53,6 +53,14 @@ def complete(url, tokens):
     return json.loads(said)["choices"][0]["token_ids"]
 
 
+def chat(url):
+    status, _, said = asking.request(url, "POST", "/v1/chat/completions", {
+        "model": MODEL, "messages": [{"role": "user", "content": "one two three " * 60}], "max_tokens": TOKENS,
+        "temperature": 0, "ignore_eos": True}, END_S)
+    assert status == 200, said
+    return json.loads(said)["choices"][0]["message"]["content"]
+
+
 def gauges(url):
     return json.loads(asking.request(url, "GET", "/pd/status")[2])["gauges"]
 
@@ -82,6 +90,11 @@ def test_b104_answers_of_a_stock_engine_and_p_is_killed_in_the_middle(mono, prox
     right = mono.generate(many, TOKENS)
     with concurrent.futures.ThreadPoolExecutor(len(many)) as pool:
         assert list(pool.map(functools.partial(complete, proxy.base), many)) == right
+    posted = len(proxy.posts)
+    assert chat(proxy.base) == chat(producer)
+    assert len(proxy.posts) == posted + 1 and proxy.posts[-1]["request_id"].startswith("chatcmpl-")
+    wait_for(lambda: len(proxy.answers) == len(proxy.posts))
+    assert proxy.answers[-1][1]["object"] == "chat.completion"
     at_rest(decode, producer)
     assert (gauges(decode)["free_blocks"], gauges(producer)["free_blocks"]) == free
 
