@@ -334,6 +334,9 @@ def test_b104_posts_have_a_bound_a_deadline_and_an_end(loop, monkeypatch):
         made.carry_out(StopPost(actions[2].job.attempt))  # which is none: no effect
         made.carry_out(StopPost(actions[0].job.attempt))
         wait_for(lambda: len(ended) == 3)
+        unwanted = post_to(url, 9)
+        made._loop.call_soon_threadsafe(lambda: (made._begin(unwanted), made._stop(StopPost(unwanted.job.attempt))))
+        wait_for(lambda: not made.count(), "one that ended before it began stays")
         made.carry_out(post_to(url, 3))
         wait_for(lambda: made.count() == 1)
     finally:

@@ -110,7 +110,8 @@ class MetaserverPoster:
             self._unclaimable(attempt, f"more than {MAX_POSTS} posts are open" if action.url in self._urls
                               else f"metaserver {action.url!r} is not listed")
             return
-        self._tasks[attempt] = self._loop.create_task(self._post(action))
+        self._tasks[attempt] = task = self._loop.create_task(self._post(action))
+        task.add_done_callback(lambda _: self._tasks.pop(attempt, None))  # also of one that was cancelled before it ran
 
     def _stop(self, action: StopPost) -> None:
         task = self._tasks.get(action.attempt)
@@ -130,8 +131,6 @@ class MetaserverPoster:
         except Exception as error:
             logger.exception("unexpected error in a post to %s", action.url)
             problem = f"it could not be posted: {error!r}"
-        finally:
-            del self._tasks[attempt]
         if problem:
             self._unclaimable(attempt, problem)
         else:
