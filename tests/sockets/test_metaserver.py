@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B104: the metaserver form over real sockets: D's control thread and its posts, a proxy, P's server and its control
+"""B100: the metaserver form over real sockets: D's control thread and its posts, a proxy, P's server and its control
 thread. The engines are played by the test.
 """
 import asyncio
@@ -127,7 +127,7 @@ def at_rest(fleet):
     assert not len(fleet.decode.protocol._posted) and thread.is_alive() and thread._poster.error is None
 
 
-def test_b104_through_the_proxy_to_the_prefill_engine_that_it_chooses(fleet):
+def test_b100_through_the_proxy_to_the_prefill_engine_that_it_chooses(fleet):
     fleet.proxy.producers = [fleet.producers[1].url]
     attempt = posted(fleet)
     job = fleet.producers[1].computes()
@@ -145,7 +145,7 @@ def test_b104_through_the_proxy_to_the_prefill_engine_that_it_chooses(fleet):
     at_rest(fleet)
 
 
-def test_b104_a_chat_is_answered_as_a_chat(fleet):
+def test_b100_a_chat_is_answered_as_a_chat(fleet):
     fleet.proxy.producers = []
     attempt = posted(fleet)
     wait_for(lambda: fleet.proxy.posts)
@@ -161,7 +161,7 @@ def test_b104_a_chat_is_answered_as_a_chat(fleet):
     at_rest(fleet)
 
 
-def test_b104_two_prefill_engines_and_a_request_that_comes_twice(fleet):
+def test_b100_two_prefill_engines_and_a_request_that_comes_twice(fleet):
     """One gets the blocks. The other learns that it did not, and both requests of the first one are answered."""
     first, second = fleet.producers
     fleet.proxy.producers = [first.url, first.url]
@@ -180,7 +180,7 @@ def test_b104_two_prefill_engines_and_a_request_that_comes_twice(fleet):
 
 
 @pytest.mark.parametrize("answer, posts", [(500, 3), (404, 1), (302, 1), ("nobody", 0)])
-def test_b104_a_post_that_fails_is_a_fallback_and_no_redirect_is_followed(fleet, monkeypatch, answer, posts):
+def test_b100_a_post_that_fails_is_a_fallback_and_no_redirect_is_followed(fleet, monkeypatch, answer, posts):
     monkeypatch.setattr(poster, "PAUSE_S", 0.001)
     fleet.proxy.answer = answer
     if answer == "nobody":
@@ -194,7 +194,7 @@ def test_b104_a_post_that_fails_is_a_fallback_and_no_redirect_is_followed(fleet,
     at_rest(fleet)
 
 
-def test_b104_an_url_that_is_not_listed_is_posted_to_by_nobody(fleet):
+def test_b100_an_url_that_is_not_listed_is_posted_to_by_nobody(fleet):
     attempt = posted(fleet, url=fleet.proxy.url.replace("/v1/metaserver", "/elsewhere"))
     fallback = fleet.decode.expect(Fallback)
     assert fallback.attempt == attempt and "not listed" in fallback.detail
@@ -203,7 +203,7 @@ def test_b104_an_url_that_is_not_listed_is_posted_to_by_nobody(fleet):
     at_rest(fleet)
 
 
-def test_b104_an_answer_without_a_claim_is_a_fallback_soon(fleet):
+def test_b100_an_answer_without_a_claim_is_a_fallback_soon(fleet):
     fleet.proxy.answer = 200
     fleet.decode.agent.thread._poster._claim_s = 0.05
     posted(fleet)
@@ -212,7 +212,7 @@ def test_b104_an_answer_without_a_claim_is_a_fallback_soon(fleet):
     at_rest(fleet)
 
 
-def test_b104_the_client_of_d_goes_while_the_proxy_asks(fleet):
+def test_b100_the_client_of_d_goes_while_the_proxy_asks(fleet):
     """Before the claim the post ends. After it P is stopped, as always, and says so to the proxy."""
     fleet.proxy.producers = []
     waiting = asyncio.Event()
@@ -229,7 +229,7 @@ def test_b104_the_client_of_d_goes_while_the_proxy_asks(fleet):
     at_rest(fleet)
 
 
-def test_b104_p_gives_it_up_and_the_proxy_learns_why(fleet):
+def test_b100_p_gives_it_up_and_the_proxy_learns_why(fleet):
     attempt = posted(fleet)
     fleet.producers[0].engine.expect(Prefill)
     fleet.producers[0].engine.protocol.failed(attempt, "no room")
@@ -248,7 +248,7 @@ def test_b104_p_gives_it_up_and_the_proxy_learns_why(fleet):
     ({"incarnation": "x" * 32}, 409, "no such decode engine"),
     ({"address": "tcp://127.0.0.1:1"}, 409, "no such decode engine")],
     ids=["no job", "wrong attempt", "wrong engine", "wrong address"])
-def test_b104_a_job_that_is_made_up_ends_with_an_error_and_changes_nothing(fleet, changed, status, said):
+def test_b100_a_job_that_is_made_up_ends_with_an_error_and_changes_nothing(fleet, changed, status, said):
     made_up = "AAAA" if changed is None else job_of(fleet.decode.agent.member, **changed)
     fleet.proxy.change = lambda params: {**params, "pd_job": made_up}
     fleet.decode.agent.thread._poster._claim_s = 0.05
@@ -265,7 +265,7 @@ def job_of(decode, number=0, incarnation=None, address=None):
     return post_params(m.Job(attempt, address or decode.address, TOKENS, 16, 60.0), ID, FINGERPRINT)["pd_job"]
 
 
-def test_b104_all_other_requests_are_vllms(fleet):
+def test_b100_all_other_requests_are_vllms(fleet):
     """Also one that only has the word in its prompt, one whose parameters are those of prefill first, and no JSON."""
     producer = fleet.producers[0]
     others = [BODY, {**BODY, "prompt": "pd_job"}, {**BODY, "kv_transfer_params": {"do_remote_decode": True}},
@@ -276,7 +276,7 @@ def test_b104_all_other_requests_are_vllms(fleet):
     assert producer.others == others
 
 
-def test_b104_a_job_comes_from_the_front_end_and_from_no_other_socket(fleet):
+def test_b100_a_job_comes_from_the_front_end_and_from_no_other_socket(fleet):
     """Whoever reaches the control socket is not asked for a name with a secret."""
     engine = fleet.producers[0].engine
     job = m.Job(m.Attempt(fleet.decode.agent.member.incarnation, "r", 1), fleet.decode.agent.member.address, TOKENS, 0,
@@ -304,7 +304,7 @@ def post_to(url, number=0, deadline_s=60.0):
     return PostJob(url, ID, job)
 
 
-def test_b104_posts_have_a_bound_a_deadline_and_an_end(loop, monkeypatch):
+def test_b100_posts_have_a_bound_a_deadline_and_an_end(loop, monkeypatch):
     monkeypatch.setattr(poster, "MAX_POSTS", 2)
     release = asyncio.Event()
 
@@ -349,7 +349,7 @@ def test_b104_posts_have_a_bound_a_deadline_and_an_end(loop, monkeypatch):
     assert ended[-1] == (post_to(url, 4).job.attempt, "the thread that posts jobs has ended")
 
 
-def test_b104_a_thread_that_dies_ends_what_it_has_and_all_that_comes(monkeypatch):
+def test_b100_a_thread_that_dies_ends_what_it_has_and_all_that_comes(monkeypatch):
     ended = []
     made = alone(["http://127.0.0.1:9/v1/metaserver"], ended)
 

@@ -128,12 +128,12 @@ def test_b80_values_that_contradict_each_other(name, extra):
 @pytest.mark.parametrize("value", ["", ",", "http://", "10.0.0.5:9000", "ftp://a/b", "http://me:word@a/b", "http://a:0/b",
                                    "http://a:b/c", "http://a/b#c", "http://a/b c", "http://a/b,", "http://a/\nb",
                                    "file:///etc/passwd"])
-def test_b104_what_is_no_url_of_a_metaserver(value):
+def test_b100_what_is_no_url_of_a_metaserver(value):
     error = refused("kv_consumer", {**BROKER, "metaservers": value})
     assert error.key == "metaservers" and "write it like http://" in str(error)
 
 
-def test_b104_only_an_engine_that_decodes_posts():
+def test_b100_only_an_engine_that_decodes_posts():
     urls = {**BROKER, "metaservers": "http://a:1/v1/metaserver, https://[::1]/x"}
     assert PDConfig.parse("kv_consumer", urls).metaserver_urls == ("http://a:1/v1/metaserver", "https://[::1]/x")
     assert PDConfig.parse("kv_producer", urls).metaserver_urls == ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B104, the pure part of the metaserver form: its messages, which jobs are posted, which are taken past the queue."""
+"""B100, the pure part of the metaserver form: its messages, which jobs are posted, which are taken past the queue."""
 import base64
 
 import msgspec
@@ -66,7 +66,7 @@ def granted(protocol):
 # The messages.
 
 
-def test_b104_what_is_posted_has_the_fields_of_the_form_and_the_job_and_no_block():
+def test_b100_what_is_posted_has_the_fields_of_the_form_and_the_job_and_no_block():
     params = post_params(job(), "cmpl-1-0", FINGERPRINT)
     carried = params.pop("pd_job")
     assert params == {"request_id": "cmpl-1-0", "do_remote_decode": True, "do_remote_prefill": False, "token_ids": [],
@@ -81,7 +81,7 @@ def test_b104_what_is_posted_has_the_fields_of_the_form_and_the_job_and_no_block
                                    base64.b64encode(msgspec.msgpack.encode(job("posted-" + ID))).decode()],
                          ids=["empty", "no base64", "no job", "deep", "surrogate", "not ASCII", "not posted",
                               "no secret"])
-def test_b104_what_carries_no_posted_job_is_refused(value):
+def test_b100_what_carries_no_posted_job_is_refused(value):
     with pytest.raises(ValueError):
         carried_job(value)
 
@@ -89,11 +89,11 @@ def test_b104_what_carries_no_posted_job_is_refused(value):
 @pytest.mark.parametrize("request_id, outside", [
     ("cmpl-1-0-12345678", "cmpl-1-0"), ("chatcmpl-a-deadbeef", "chatcmpl-a"), ("a", None),
     ("chatcmpl-0a1b2c3d-0123-0123-0123-0123456789ab", None), ("cmpl-1-0-1234567g", None)])
-def test_b104_the_proxy_gets_the_id_that_it_knows(request_id, outside):
+def test_b100_the_proxy_gets_the_id_that_it_knows(request_id, outside):
     assert external_id(request_id) == (outside or request_id)
 
 
-def test_b104_only_a_name_with_a_secret_is_a_posted_one():
+def test_b100_only_a_name_with_a_secret_is_a_posted_one():
     assert is_posted(job().attempt)
     for name in (ID, "posted-", f"posted-{SECRET[:-1]}-r", f"cmpl-posted-{SECRET}-r", f"posted-{SECRET.upper()}-r"):
         assert not is_posted(m.Attempt("d", name, 1)), name
@@ -103,7 +103,7 @@ def test_b104_only_a_name_with_a_secret_is_a_posted_one():
     ({"do_remote_prefill": True, "metaserver": URL}, URL), ({"do_remote_prefill": False, "metaserver": URL}, None),
     ({"metaserver": URL}, None), ({"do_remote_prefill": 1, "metaserver": URL}, None), ([URL], None), (None, None),
     ({"do_remote_prefill": True, "metaserver": [URL]}, None), ({"do_remote_prefill": True}, None)])
-def test_b104_a_request_names_a_metaserver(params, found):
+def test_b100_a_request_names_a_metaserver(params, found):
     assert named_metaserver({"kv_transfer_params": params}) == found
     assert named_metaserver(params) is None
 
@@ -111,7 +111,7 @@ def test_b104_a_request_names_a_metaserver(params, found):
 # D.
 
 
-def test_b104_the_job_is_posted_once_and_never_queued(engine, clock):
+def test_b100_the_job_is_posted_once_and_never_queued(engine, clock):
     attempt = posted(engine)
     (post,) = about_jobs(engine)
     assert (post.url, post.request_id, post.job.attempt, post.job.cached_tokens) == (URL, "cmpl-1-0", attempt, 16)
@@ -125,7 +125,7 @@ def test_b104_the_job_is_posted_once_and_never_queued(engine, clock):
     assert [action.message.job.attempt for action in about_jobs(engine)] == [other], "what is not posted is queued"
 
 
-def test_b104_a_posted_job_is_claimed_granted_and_done_as_any(engine):
+def test_b100_a_posted_job_is_claimed_granted_and_done_as_any(engine):
     attempt = granted(engine)
     engine.unclaimable(attempt, "the metaserver has answered")  # which comes late, or after the claim
     assert events(engine) == []
@@ -135,7 +135,7 @@ def test_b104_a_posted_job_is_claimed_granted_and_done_as_any(engine):
     assert not any(isinstance(action, StopPost) for action in transmitted(engine))
 
 
-def test_b104_a_post_that_fails_ends_the_attempt_and_another_engine_may_help(engine):
+def test_b100_a_post_that_fails_ends_the_attempt_and_another_engine_may_help(engine):
     attempt = posted(engine)
     engine.unclaimable(attempt, "it can't be reached")
     fallback, released = events(engine)
@@ -147,7 +147,7 @@ def test_b104_a_post_that_fails_ends_the_attempt_and_another_engine_may_help(eng
 
 
 @pytest.mark.parametrize("end", ["abort", "deadline", "broker", "shut"])
-def test_b104_every_end_of_a_posted_attempt_stops_the_post_and_leaves_nothing(engine, clock, end):
+def test_b100_every_end_of_a_posted_attempt_stops_the_post_and_leaves_nothing(engine, clock, end):
     attempt = posted(engine)
     if end == "abort":
         engine.abort(attempt)
@@ -163,7 +163,7 @@ def test_b104_every_end_of_a_posted_attempt_stops_the_post_and_leaves_nothing(en
         assert about_jobs(engine)[-1] == StopPost(attempt)
 
 
-def test_b104_a_second_prefill_engine_is_denied(engine):
+def test_b100_a_second_prefill_engine_is_denied(engine):
     attempt = granted(engine)
     transmitted(engine)
     engine.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 8))
@@ -184,7 +184,7 @@ def producer(clock):
     return protocol
 
 
-def test_b104_a_job_that_a_client_brings_is_claimed_at_once(producer):
+def test_b100_a_job_that_a_client_brings_is_claimed_at_once(producer):
     assert producer.take_job(job()) == ""
     (claim,) = [action.message for action in transmitted(producer) if hasattr(action, "peer")]
     assert isinstance(claim, m.Claim) and claim.attempt == job().attempt
@@ -192,7 +192,7 @@ def test_b104_a_job_that_a_client_brings_is_claimed_at_once(producer):
     assert [type(event) for event in events(producer)][-1] is Prefill
 
 
-def test_b104_the_same_job_twice_is_one_job(producer):
+def test_b100_the_same_job_twice_is_one_job(producer):
     assert producer.take_job(job()) == producer.take_job(job()) == ""
     claims = [action for action in transmitted(producer) if hasattr(action, "peer")]
     assert len(claims) == 1 and list(producer._prefill.states().values()) == [JobState.CLAIMING]
@@ -201,12 +201,12 @@ def test_b104_the_same_job_twice_is_one_job(producer):
 @pytest.mark.parametrize("changed, said", [
     ({"address": "tcp://10.0.0.5:22"}, "no such decode engine"), ({"incarnation": "made-up"}, "no such decode engine"),
     ({"incarnation": "us", "address": US.address}, "no such decode engine")], ids=["address", "incarnation", "own"])
-def test_b104_a_client_makes_an_engine_connect_to_nobody(producer, changed, said):
+def test_b100_a_client_makes_an_engine_connect_to_nobody(producer, changed, said):
     assert said in producer.take_job(job(**changed))
     assert transmitted(producer) == [] and producer.open_attempts() == []
 
 
-def test_b104_an_engine_that_drains_or_only_decodes_takes_no_job(producer, engine):
+def test_b100_an_engine_that_drains_or_only_decodes_takes_no_job(producer, engine):
     producer.drain()
     assert "drains" in producer.take_job(job())
     engine.set_role(m.Role.DECODE)
@@ -217,7 +217,7 @@ def test_b104_an_engine_that_drains_or_only_decodes_takes_no_job(producer, engin
 @pytest.mark.parametrize("last, problem", [
     (m.Sent(job().attempt, 1, m.Timings()), ""), (m.Failed(job().attempt, 1, "too long"), "too long"),
     (m.Stopped(job().attempt, 1), "its decode engine gave it up"), (None, NOT_CLAIMED)])
-def test_b104_each_client_learns_the_end_of_its_job_once(last, problem):
+def test_b100_each_client_learns_the_end_of_its_job_once(last, problem):
     jobs, attempt = DirectJobs(), job().attempt
     jobs.add(attempt, "one")
     jobs.add(attempt, "two")
@@ -233,7 +233,7 @@ def test_b104_each_client_learns_the_end_of_its_job_once(last, problem):
     assert jobs.poll(set()) == [] and len(jobs) == 0 and not jobs._problems
 
 
-def test_b104_a_fallback_without_a_claim_names_no_peer(engine):
+def test_b100_a_fallback_without_a_claim_names_no_peer(engine):
     posted(engine)
     engine.unclaimable(next(iter(engine.open_attempts())), "why")
     assert [event.peer for event in events(engine) if isinstance(event, Fallback)] == [""]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B103 on V1's real schedulers: a request says where its prompt is to be prefilled. B104: whom its job is posted to."""
+"""B103 on V1's real schedulers: a request says where its prompt is to be prefilled. B100: whom its job is posted to."""
 import logging
 
 import pytest
@@ -75,7 +75,7 @@ def test_b102_a_proxy_of_the_metaserver_form_gets_what_any_client_gets(engine, t
     assert counted(engine) == [("decision", *decision)]
 
 
-def test_b104_a_job_goes_to_a_metaserver_that_is_listed(listing):
+def test_b100_a_job_goes_to_a_metaserver_that_is_listed(listing):
     add_named(listing, "cmpl-1-0-12345678", LONG)
     (attempt, (url, request_id)), = listing.protocol.posted.items()
     assert is_posted(attempt) and (url, request_id) == (METASERVER, "cmpl-1-0")
@@ -84,7 +84,7 @@ def test_b104_a_job_goes_to_a_metaserver_that_is_listed(listing):
     end(listing)
 
 
-def test_b104_what_the_policy_keeps_here_is_not_posted_and_what_asks_to_go_is(listing):
+def test_b100_what_the_policy_keeps_here_is_not_posted_and_what_asks_to_go_is(listing):
     add_named(listing, "a", SHORT)
     assert "a" in listing.ended and not listing.protocol.posted
     add_named(listing, "b", prompt(BLOCK_SIZE + 1), pd="remote")
@@ -93,7 +93,7 @@ def test_b104_what_the_policy_keeps_here_is_not_posted_and_what_asks_to_go_is(li
     end(listing)
 
 
-def test_b104_another_attempt_goes_through_the_broker(listing):
+def test_b100_another_attempt_goes_through_the_broker(listing):
     add_named(listing, "a", LONG)
     first = listing.attempt("a")
     listing.lost(first, peer="")
@@ -105,7 +105,7 @@ def test_b104_another_attempt_goes_through_the_broker(listing):
     end(listing)
 
 
-def test_b104_a_metaserver_that_is_not_listed_is_said_once_with_its_key(listing, caplog, monkeypatch):
+def test_b100_a_metaserver_that_is_not_listed_is_said_once_with_its_key(listing, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm.pd"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for name in ("a", "b"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B104 with real V1 servers behind a proxy of the metaserver form. By hand: `heavy`, for its servers take minutes."""
+"""B100 with real V1 servers behind a proxy of the metaserver form. By hand: `heavy`, for its servers take minutes."""
 import concurrent.futures
 import functools
 import json
@@ -72,7 +72,7 @@ def at_rest(*urls):
             lambda url=url: gauges(url))
 
 
-def test_b104_answers_of_a_stock_engine_and_p_is_killed_in_the_middle(mono, proxied):
+def test_b100_answers_of_a_stock_engine_and_p_is_killed_in_the_middle(mono, proxied):
     proxy, fleet = proxied
     decode, producer = (engine.url for engine in fleet.plan.engines)
     wait_for(lambda: gauges(decode)["peers"] and complete(proxy.base, prompts(0, (100, ))[0]) and proxy.answers,
