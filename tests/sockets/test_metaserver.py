@@ -26,10 +26,12 @@ from vllm_pd.control.poster import MetaserverPoster
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Fallback, FallbackReason, PostJob, Prefill, Prefilled, Released, StopPost
 from vllm_pd.core.metaserver import post_params, posted_name
+from vllm_pd.frontend import connection
 from vllm_pd.frontend.drain import ServerDrain
 from vllm_pd.frontend.metaserver import DirectJobMiddleware
 from vllm_pd.ports import take_free
 from vllm_pd.rpc import codec
+from vllm_pd.rpc.sockets import HIGH_WATER_MESSAGES
 
 ID, SECRET = "cmpl-1-0", "0123456789abcdef" * 2
 
@@ -159,6 +161,38 @@ def test_b100_a_chat_is_answered_as_a_chat(fleet):
     fleet.decode.protocol.arrived(attempt, 0)
     fleet.decode.expect(Prefilled)
     at_rest(fleet)
+
+
+def test_b100_p_s_control_thread_dies_and_its_server_lives(fleet, loop, monkeypatch):
+    """What is open ends at once. What comes later ends soon, also when nothing more fits into the socket."""
+    monkeypatch.setattr(connection, "ANSWER_S", 0.3)
+    producer = fleet.producers[0]
+    attempt = posted(fleet)
+    producer.engine.expect(Prefill)
+
+    def die():
+        raise MemoryError("full")
+
+    monkeypatch.setattr(producer.engine.agent.thread, "_check_liveness", die)
+    producer.engine.protocol.wake()
+    wait_for(lambda: fleet.proxy.answers, "P does not answer")
+    ((status, said),) = fleet.proxy.answers
+    assert status == 409 and "control thread" in said["message"]
+    wait_for(lambda: not producer.engine.agent.thread.is_alive())
+    carrier = {**BODY, "kv_transfer_params": fleet.proxy.posts[0]}
+    assert producer.ask(carrier)[0] == 503
+    (speaks,) = producer.drain._connections
+
+    async def fill():
+        with pytest.raises(zmq.Again):
+            for _ in range(10 * HIGH_WATER_MESSAGES):
+                await speaks._socket.send(b"more", zmq.NOBLOCK)
+
+    loop.run(fill())
+    status, said = producer.ask(carrier)
+    assert status == 503 and "does not answer" in said["message"]
+    assert not speaks._jobs
+    fleet.decode.protocol.abort(attempt)
 
 
 def test_b100_two_prefill_engines_and_a_request_that_comes_twice(fleet):

@@ -29,8 +29,9 @@ class DirectJobs:
                 "" if isinstance(message, m.Sent) else
                 message.reason if isinstance(message, m.Failed) else "its decode engine gave it up")
 
-    def poll(self, jobs: Set[m.Attempt]) -> list[tuple[str, m.DirectJobEnd]]:
-        """Whom to tell what. `jobs` are open, as of a moment since which everything has been transmitted."""
+    def poll(self, jobs: Set[m.Attempt], otherwise: str = NOT_CLAIMED) -> list[tuple[str, m.DirectJobEnd]]:
+        """Whom to tell what. `jobs` are open, as of a moment since which everything has been transmitted. `otherwise`:
+        why those have ended of which the decode engine was sent nothing."""
         ended = [attempt for attempt in self._fronts if attempt not in jobs]
         return [(front, m.DirectJobEnd(attempt, problem)) for attempt in ended
-                for problem in (self._problems.pop(attempt, NOT_CLAIMED),) for front in self._fronts.pop(attempt)]
+                for problem in (self._problems.pop(attempt, otherwise),) for front in self._fronts.pop(attempt)]

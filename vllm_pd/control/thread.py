@@ -4,10 +4,10 @@ decided by the `PeerProtocol`.
 """
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from vllm_pd.control.degraded import DegradedLog
-from vllm_pd.control.direct_jobs import DirectJobs
+from vllm_pd.control.direct_jobs import NOT_CLAIMED, DirectJobs
 from vllm_pd.control.notices import Notices
 from vllm_pd.control.poster import MetaserverPoster
 from vllm_pd.control.protocol import MessageSource, PeerProtocol
@@ -98,6 +98,7 @@ class ControlThread:
             self.error = error
             self._protocol.shut(f"the control thread ended: {error!r}")
             self._wake()
+            self._end_direct(frozenset(), "the control thread of this engine has ended")
         finally:
             self._protocol.set_wakeup(None)
             if self._poster is not None:
@@ -115,6 +116,7 @@ class ControlThread:
         while self._protocol.is_read() and (left_s := until - self._clock()) > 0:
             self._receive_all(left_s)
             self._transmit()
+        self._end_direct(frozenset(), "this engine ends")
         self.sockets.to_broker(m.Leave())
 
     def _turn(self) -> None:
@@ -131,8 +133,7 @@ class ControlThread:
             logger.warning(line)
         jobs = self._protocol.jobs()
         self._transmit()
-        for front, end in self._direct.poll(jobs):
-            self.sockets.to_front(front, end)
+        self._end_direct(jobs)
         self.sockets.holding(self._protocol.jobs())
         self._show_state()
         self._wake_engine()
@@ -172,6 +173,7 @@ class ControlThread:
 
     def _take_job(self, front: str, job: m.Job) -> None:
         problem = self._protocol.take_job(job)
+        self.sockets.to_front(front, m.DirectJobTaken(job.attempt))
         if problem:
             self.sockets.to_front(front, m.DirectJobEnd(job.attempt, problem))
         else:
@@ -246,6 +248,11 @@ class ControlThread:
             self.sockets.disconnect(action.peer)
         elif isinstance(action, PostJob | StopPost) and self._poster is not None:
             self._poster.carry_out(action)
+
+    def _end_direct(self, jobs: Set[m.Attempt], otherwise: str = NOT_CLAIMED) -> None:
+        """Tell the front end which jobs of its clients have ended; `jobs` are open."""
+        for front, end in self._direct.poll(jobs, otherwise):
+            self.sockets.to_front(front, end)
 
     def _show_state(self) -> None:
         """Send the status to the front end when something has changed that it goes by."""

@@ -440,6 +440,11 @@ class DirectJob(WireMessage):
     job: Job
 
 
+class DirectJobTaken(WireMessage):
+    """Answer to `DirectJob`, at once: it has come, and its `DirectJobEnd` will."""
+    attempt: Attempt
+
+
 class DirectJobEnd(WireMessage):
     """Answer to `DirectJob`, once nothing is done for it any more. `problem`: empty if the prompt was written."""
     attempt: Attempt
@@ -453,13 +458,12 @@ TO_BROKER: tuple[type[WireMessage], ...] = (Register, Leave, Put, Withdraw, Cred
 TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Status)  # from an operator
 TO_OPERATOR: tuple[type[WireMessage], ...] = (StatusReply,)
 FROM_FRONT: tuple[type[WireMessage], ...] = (*TO_ENGINE, DirectJob)
-TO_FRONT: tuple[type[WireMessage], ...] = (*TO_OPERATOR, DirectJobEnd)
 FROM_BROKER: tuple[type[WireMessage], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
 Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
            | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Credit | Offer | ListMembers
            | Drain | SetRole | Status | StatusReply | ClaimHold | HoldGrant | HoldDenied | HoldQuery | HoldDone
-           | DirectJob | DirectJobEnd)
+           | DirectJob | DirectJobTaken | DirectJobEnd)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

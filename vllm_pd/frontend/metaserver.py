@@ -53,7 +53,7 @@ class DirectJobMiddleware:
                                     f"{PARAMS_KEY}.{JOB_KEY} can't be used: {error}; pass on what the decode engine "
                                     "posted, as it is")
         except ControlError as error:
-            answer = error_response(HTTPStatus.GATEWAY_TIMEOUT, str(error))
+            answer = error_response(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         else:
             answer = (error_response(HTTPStatus.CONFLICT, f"job {job.attempt.number} was not done here: {problem}")
                       if problem else JSONResponse(one_token(route_path(scope), request.model, job)))
