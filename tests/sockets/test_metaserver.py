@@ -304,10 +304,43 @@ def test_b100_all_other_requests_are_vllms(fleet):
     producer = fleet.producers[0]
     others = [BODY, {**BODY, "prompt": "pd_job"}, {**BODY, "kv_transfer_params": {"do_remote_decode": True}},
               {**BODY, "kv_transfer_params": {"pd_job": "AAAA"}}, {**BODY, "kv_transfer_params": "pd_job"},
-              {**BODY, "kv_transfer_params": {"pd_job": 7, "do_remote_decode": True}}]
+              {**BODY, "kv_transfer_params": {"pd_job": None, "do_remote_decode": True}}]
     for body in others:
         assert producer.ask(body) == (200, {"text": "of vLLM"})
     assert producer.others == others
+
+
+@pytest.mark.parametrize("body, found", [
+    ({"pd_job": 7}, 400), ({"pd_job": {"job": "AAAA"}}, 400), ({"pd_job": []}, 400), ({}, 409), ({"model": None}, 409),
+    ({"model": 7}, 409)], ids=str)
+def test_b100_what_carries_a_job_is_never_vllms(fleet, body, found):
+    """vLLM would compute it, and hold its blocks. 409: it is a job, of an attempt that D does not know."""
+    producer, fields = fleet.producers[0], dict(body)
+    params = {"do_remote_decode": True, "pd_job": fields.pop("pd_job", job_of(fleet.decode.agent.member))}
+    status, said = producer.ask({**BODY, **fields, "kv_transfer_params": params})
+    assert status == found and ("is not a string" in said["message"]) == (found == 400)
+    assert not producer.others
+    at_rest(fleet)
+
+
+def test_b100_a_job_that_comes_twice_goes_to_the_same_rank():
+    """Of a server with several: the other one would be denied it while the first one does it."""
+    async def ask():
+        drain = ServerDrain(["inproc://0", "inproc://1"], 5.0, lambda: None, "")
+        ranks = [[], []]
+        for made, one in zip(ranks, drain._connections, strict=True):
+            async def run_job(job, made=made):
+                made.append(job.attempt.number)
+                return ""
+            one.run_job = run_job
+        try:
+            for number in (3, 3, 4, 4, 3):
+                await drain.run_job(post_to("", number).job)
+        finally:
+            drain.close()
+        return ranks
+
+    assert sorted(asyncio.run(ask())) == [[3, 3, 3], [4, 4]]
 
 
 def test_b100_a_job_comes_from_the_front_end_and_from_no_other_socket(fleet):

@@ -76,11 +76,12 @@ def test_b100_what_is_posted_has_the_fields_of_the_form_and_the_job_and_no_block
     assert carried_job(carried) == job()
 
 
-@pytest.mark.parametrize("value", ["", "?", "AAAA", base64.b64encode(b"\x91" * 100_000).decode(), "\ud800", "ä" * 10,
-                                   base64.b64encode(msgspec.msgpack.encode(job(ID))).decode(),
-                                   base64.b64encode(msgspec.msgpack.encode(job("posted-" + ID))).decode()],
-                         ids=["empty", "no base64", "no job", "deep", "surrogate", "not ASCII", "not posted",
-                              "no secret"])
+@pytest.mark.parametrize("value", [
+    7, {"job": 1}, "", "?", "AAAA", base64.b64encode(b"\x91" * 100_000).decode(), "\ud800", "ä" * 10,
+    base64.b64encode(msgspec.msgpack.encode(job(ID))).decode(),
+    base64.b64encode(msgspec.msgpack.encode(job("posted-" + ID))).decode()],
+    ids=["a number", "an object", "empty", "no base64", "no job", "deep", "surrogate", "not ASCII", "not posted",
+         "no secret"])
 def test_b100_what_carries_no_posted_job_is_refused(value):
     with pytest.raises(ValueError):
         carried_job(value)
@@ -178,7 +179,7 @@ def producer(clock):
     """A prefill engine that has no credit left, in a registry with D, which has answered."""
     us = msgspec.structs.replace(US, role=m.Role.PREFILL)
     protocol = PeerProtocol(CONFIG, us, b"memory", clock)
-    from_broker(protocol, m.Peers("b", 1, [us, D], 0))
+    from_broker(protocol, m.Peers("b", 1, [us, D, P], 0))
     protocol.receive(MessageSource.DECODE, "d", m.HelloReply(D, b"memory"))
     transmitted(protocol)
     return protocol
@@ -200,7 +201,9 @@ def test_b100_the_same_job_twice_is_one_job(producer):
 
 @pytest.mark.parametrize("changed, said", [
     ({"address": "tcp://10.0.0.5:22"}, "no such decode engine"), ({"incarnation": "made-up"}, "no such decode engine"),
-    ({"incarnation": "us", "address": US.address}, "no such decode engine")], ids=["address", "incarnation", "own"])
+    ({"incarnation": "us", "address": US.address}, "no such decode engine"),
+    ({"incarnation": "p", "address": P.address}, "no such decode engine")],
+    ids=["address", "incarnation", "own", "of a prefill engine"])
 def test_b100_a_client_makes_an_engine_connect_to_nobody(producer, changed, said):
     assert said in producer.take_job(job(**changed))
     assert transmitted(producer) == [] and producer.open_attempts() == []

@@ -237,8 +237,8 @@ class PeerProtocol:
         Nothing is connected to because a client says so: a decode engine of the registry must be at that address."""
         if not self.state.takes_jobs:
             return f"this engine takes no jobs: it {'drains' if self.state.draining else 'only decodes'}"
-        if not any(member.incarnation == job.attempt.incarnation and member.address == job.address
-                   for member in self._cluster.members()):
+        if not any(member.role.decodes and (member.incarnation, member.address)
+                   == (job.attempt.incarnation, job.address) for member in self._cluster.members()):
             return "the registry has no such decode engine at that address"
         self._do(self._prefill.offer(self._clock(), job))
         return "" if job.attempt in self._prefill.states() else "this engine has too many jobs, or the two don't fit"

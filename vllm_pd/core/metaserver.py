@@ -70,8 +70,10 @@ def post_params(job: m.Job, request_id: str, fingerprint: m.Fingerprint) -> dict
             JOB_KEY: base64.b64encode(msgspec.msgpack.encode(job)).decode()}
 
 
-def carried_job(value: str) -> m.Job:
-    """The job in `pd_job`. Raises ValueError where there is none."""
+def carried_job(value: Any) -> m.Job:
+    """The job in `pd_job`, which may hold anything. Raises ValueError where there is none."""
+    if not isinstance(value, str):
+        raise ValueError("it is not a string")
     try:
         job = _jobs.decode(base64.b64decode(value, validate=True))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -49,7 +49,6 @@ class ServerDrain:
         self._timeout_s = timeout_s
         self._stop = stop
         self._cut_s = cut_s
-        self._next_engine = -1  # to which a job of a client went last
         self._changed = asyncio.Event()
         self._ending: asyncio.Task | None = None
         self._spreading: asyncio.Task | None = None
@@ -82,9 +81,8 @@ class ServerDrain:
         return list(await asyncio.gather(*(one.ask(message, is_answer) for one in self._connections)))
 
     async def run_job(self, job: m.Job) -> str:
-        """Have one of the engines, each in turn, do this job: see `EngineConnection.run_job`."""
-        self._next_engine = (self._next_engine + 1) % len(self._connections)
-        return await self._connections[self._next_engine].run_job(job)
+        """Have one of the engines do this job, the same one each time: see `EngineConnection.run_job`."""
+        return await self._connections[job.attempt.number % len(self._connections)].run_job(job)
 
     async def begin(self) -> list[m.StatusReply]:
         """Tell the engines to drain. New requests are refused from the first answer on. Raises ControlError where one

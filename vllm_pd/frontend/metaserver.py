@@ -56,7 +56,7 @@ class DirectJobMiddleware:
             answer = error_response(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         else:
             answer = (error_response(HTTPStatus.CONFLICT, f"job {job.attempt.number} was not done here: {problem}")
-                      if problem else JSONResponse(one_token(route_path(scope), request.model, job)))
+                      if problem else JSONResponse(one_token(route_path(scope), str(request.model or ""), job)))
         await answer(scope, receive, send)
 
 
@@ -72,14 +72,14 @@ def one_token(path: str, model: str, job: Job) -> dict[str, Any]:
 
 
 class _JobParams(msgspec.Struct):
-    pd_job: str | None = None
+    pd_job: Any = None
     do_remote_decode: bool = False
 
 
 class _CarryingBody(msgspec.Struct):
-    """All other fields are skipped."""
+    """All other fields are skipped. What these may be, beyond what they must be: vLLM must not compute a job."""
     kv_transfer_params: _JobParams | None = None
-    model: str = ""
+    model: Any = None
 
 
 def _carrier(body: bytes) -> _CarryingBody | None:
