@@ -113,7 +113,7 @@ class PDConfig:
         choices=tuple(kind.value for kind in TransportKind))
     metaservers: str | None = _key(
         None, "The URLs, with commas between them, of the metaservers to which a decode engine may post the jobs of "
-        "requests that name one of them. Without it, it posts to none.")
+        "requests that name one of them. Without it, it posts to none. On V1; V0 refuses it.")
     lease_s: float = _key(
         30.0, "How long a prefill engine may write after a grant that is not renewed.", least=0.1, most=3600)
     hold_s: float = _key(
