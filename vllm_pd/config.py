@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_pd.core.job_order import JobOrder
 from vllm_pd.core.messages import Role
+from vllm_pd.core.metaserver import is_metaserver
 from vllm_pd.core.policy import PolicyConfig
 from vllm_pd.core.prefix import PrefixReads
 from vllm_pd.errors import ConfigError
@@ -111,6 +112,9 @@ class PDConfig:
         TransportKind.NIXL.value, "What carries the KV: `nixl`, or `torch` (gloo, on the CPU only), which needs no "
         "library but torch, is slower, and reads no prefixes. All engines of a fleet must have the same.",
         choices=tuple(kind.value for kind in TransportKind))
+    metaservers: str | None = _key(
+        None, "The URLs, with commas between them, of the metaservers to which a decode engine may post the jobs of "
+        "requests that name one of them. Without it, it posts to none. On V1; V0 refuses it.")
     lease_s: float = _key(
         30.0, "How long a prefill engine may write after a grant that is not renewed.", least=0.1, most=3600)
     hold_s: float = _key(
@@ -201,6 +205,11 @@ class PDConfig:
         return self.role.prefills and self.hold_s > 0 and not self.is_two_sided
 
     @property
+    def metaserver_urls(self) -> tuple[str, ...]:
+        """Those of `metaservers`."""
+        return tuple(self.metaservers.split(",")) if self.metaservers and self.role.decodes else ()
+
+    @property
     def transport_choice(self) -> TransportChoice:
         """The transport, which listens where the control socket does."""
         return TransportChoice(TransportKind(self.transport), self.bind.removeprefix("tcp://").rpartition(":")[0])
@@ -274,6 +283,7 @@ _TEXTS = {
     "nats_credentials": "write the name of a file",
     "nats_ca": "write the name of a file",
     "nats_prefix": f"write it like {DEFAULT_PREFIX}",
+    "metaservers": "write it like http://10.0.0.5:9000/v1/metaserver, with commas between several",
 }
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
@@ -288,6 +298,12 @@ def _checked_text(name: str, value: str, values: Mapping[str, Any]) -> str:
         Keys.load(value)
     elif name == "nats_credentials":
         check_credentials(name, value)
+    elif name == "metaservers":
+        urls = [url.strip() for url in value.split(",")]
+        for url in urls:
+            if not is_metaserver(url):
+                raise ConfigError(name, value, f"each part must be the URL of a server: {_TEXTS[name]}")
+        return ",".join(urls)
     elif name == "nats_ca":
         check_certificates(name, value)
     elif not _PREFIX.fullmatch(value):

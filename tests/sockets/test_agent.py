@@ -67,6 +67,7 @@ class Settings:
     max_prefill_tokens: int = 65536
     decides_by_time: bool = False
     is_two_sided: bool = False
+    metaserver_urls: tuple[str, ...] = ()
     hold_s: float = 30.0
     heartbeat_s: float = 0.1
     ttl_s: float = 60.0
@@ -448,6 +449,7 @@ class Settings:
     max_prefill_tokens: int = 65536; decides_by_time: bool = False; is_two_sided: bool = False; hold_s: float = 30.0
     claim_retry_s: float = 10.0; heartbeat_s: float = 0.1; ttl_s: float = 60.0; keys: str | None = None
     nats_prefix: str = "test"; nats_credentials: str | None = None; nats_ca: str | None = None
+    metaserver_urls: tuple = ()
 bell = threading.Event()
 fingerprint = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 agent = ControlAgent(Settings(), local_member(m.Role(sys.argv[1]), fingerprint), b"m", bell.set)

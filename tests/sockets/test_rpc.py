@@ -28,7 +28,8 @@ MESSAGES = [
     m.Register(MEMBER, "b", 2), m.Heard("b", 1),
     m.Peers("b", 1, [MEMBER], 2), m.Leave(), m.Put(JOB), m.PutReply(ATTEMPT, m.PutRefusal.FULL, 3), m.Withdraw(ATTEMPT),
     m.Credit(1, 2), m.Offer(JOB, 3), m.ListMembers(), m.Drain(), m.SetRole(m.Role.PREFILL), m.Status(),
-    m.StatusReply(MEMBER, "why", {"peers": 1}),
+    m.StatusReply(MEMBER, "why", {"peers": 1}), m.DirectJob(JOB), m.DirectJobTaken(ATTEMPT),
+    m.DirectJobEnd(ATTEMPT, "why"),
 ]
 
 
@@ -39,8 +40,8 @@ def test_every_message_survives_the_wire(message):
 
 def test_every_message_is_listed_and_has_a_direction():
     kinds = {type(message) for message in MESSAGES}
-    assert kinds == set(m.Message.__args__) == {*m.TO_DECODE, *m.TO_PREFILL, *m.TO_BROKER, *m.FROM_BROKER, *m.TO_ENGINE,
-                                                    *m.TO_OPERATOR}
+    assert kinds == set(m.Message.__args__) == {*m.TO_DECODE, *m.TO_PREFILL, *m.TO_BROKER, *m.FROM_BROKER,
+                                                    *m.FROM_FRONT, *m.TO_OPERATOR, m.DirectJobTaken, m.DirectJobEnd}
 
 
 def raw(*parts, version=m.PROTOCOL):

@@ -52,7 +52,8 @@ def test_every_key_can_be_set(files):
              "prefill_step_s": 1, "prefill_overtaking": 0, "attempt_deadline_s": 8.5, "attempts": 3,
              "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never",
              "push_chunks": True, "transport": "torch", "drain_timeout_s": 5, "max_prefill_tokens": 9,
-             "log_decisions": True, "nats_prefix": "mine", "hold_s": 0, **files}
+             "log_decisions": True, "nats_prefix": "mine", "hold_s": 0,
+             "metaservers": "http://127.0.0.1:9000/v1/metaserver", **files}
     auto = {"max_local_prefill_tokens": "auto", "itl_target_ms": 80}
     assert {*extra, *auto} == {key.name for key in PDConfig.settings()}
     for given in (extra, {**extra, **auto}):
@@ -122,6 +123,21 @@ def test_b80_impossible_value(name, value):
 def test_b80_values_that_contradict_each_other(name, extra):
     error = refused("kv_consumer", {**BROKER, **extra})
     assert error.key == name and "write" in str(error)
+
+
+@pytest.mark.parametrize("value", ["", ",", "http://", "10.0.0.5:9000", "ftp://a/b", "http://me:word@a/b", "http://a:0/b",
+                                   "http://a:b/c", "http://a/b#c", "http://a/b c", "http://a/b,", "http://a/\nb",
+                                   "file:///etc/passwd"])
+def test_b100_what_is_no_url_of_a_metaserver(value):
+    error = refused("kv_consumer", {**BROKER, "metaservers": value})
+    assert error.key == "metaservers" and "write it like http://" in str(error)
+
+
+def test_b100_only_an_engine_that_decodes_posts():
+    urls = {**BROKER, "metaservers": "http://a:1/v1/metaserver, https://[::1]/x"}
+    assert PDConfig.parse("kv_consumer", urls).metaserver_urls == ("http://a:1/v1/metaserver", "https://[::1]/x")
+    assert PDConfig.parse("kv_producer", urls).metaserver_urls == ()
+    assert PDConfig.parse("kv_both", BROKER).metaserver_urls == ()
 
 
 @pytest.mark.parametrize("value", ["Auto", "automatic", "", "1000", "never"])

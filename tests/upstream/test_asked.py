@@ -104,3 +104,17 @@ def test_b103_an_engine_that_hands_nothing_over_counts_nobody_else(decoder):
     decoder.engine.add("r", list(PROMPT))
     decoder.run()
     assert counted(decoder) == []
+
+
+def test_b100_a_metaserver_that_a_request_names_is_nothing_to_v0(decoder, caplog):
+    """Nor is it said that the key metaservers would help, which V0 refuses."""
+    decoder.engine.add("r", list(PROMPT))
+    decoder.engine.groups["r"].sampling_params.extra_args = {
+        "kv_transfer_params": {"do_remote_prefill": True, "metaserver": "http://a:1/v1/metaserver"}}
+    decoder.step()
+    attempt = decoder.engine.attempt_of("r")
+    assert attempt.request_id == "r" and "metaserver" not in caplog.text
+    decoder.engine.write_remotely(attempt)
+    decoder.tell(Prefilled(attempt, Timings()))
+    decoder.run()
+    decoder.engine.check_at_rest()

@@ -4,15 +4,22 @@
 import json
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
+import uvicorn
+from fastapi import FastAPI
 from vllm import envs
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils import FlexibleArgumentParser
 
+from vllm_pd import hooks
 from vllm_pd.errors import ConfigError
+from vllm_pd.frontend import attach
+from vllm_pd.frontend.drain import DrainMiddleware
+from vllm_pd.frontend.metaserver import DirectJobMiddleware
 from vllm_pd.v0 import SETTINGS_KEY
 from vllm_pd.v0.selection import V0Selection
 
@@ -57,6 +64,23 @@ def test_an_engine_that_prefills_processes_its_output_at_once(model, role, on, m
 def test_a_second_configuration_from_the_same_arguments_is_the_same(model):
     args = arguments(model)
     assert args.create_engine_config().additional_config == args.create_engine_config().additional_config
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
+def test_b80_metaservers_are_for_v1(model, role):
+    with pytest.raises(ConfigError) as caught:
+        arguments(model, role, {**BROKER, "metaservers": "http://a:1/v1/metaserver"}).create_engine_config()
+    assert caught.value.key == "metaservers" and "use V1" in str(caught.value)
+
+
+def test_b100_a_server_of_v0_takes_no_jobs_of_its_clients(model, monkeypatch):
+    monkeypatch.setattr(attach, "ServerDrain", lambda *arguments: SimpleNamespace(run_job=None, on_sigterm=None))
+    monkeypatch.setattr(attach, "limit_headers", lambda config: None)
+    app = FastAPI()
+    app.state.vllm_config = arguments(model, "kv_producer").create_engine_config()
+    hooks.attach_server(app, uvicorn.Server(uvicorn.Config(app)), lambda: None)
+    attached = [one.cls for one in app.user_middleware]
+    assert DrainMiddleware in attached and DirectJobMiddleware not in attached
 
 
 def test_b50_another_connector_is_left_alone(model):

@@ -34,6 +34,7 @@ from vllm_pd.control.own_jobs import PrefillLoads
 from vllm_pd.core import actions, messages
 from vllm_pd.core.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
 from vllm_pd.core.messages import Attempt
+from vllm_pd.core.metaserver import request_of
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.transfer.requests import Finished, Read, TransferProgress, Write
 from vllm_pd.v1 import scheduler as scheduler_module
@@ -103,6 +104,7 @@ class FakeProtocol:
         self.aborted: list[Attempt] = []
         self.notices: list[tuple[Attempt, int]] = []
         self.claimed: dict[Attempt, tuple[Attempt, bytes]] = {}
+        self.posted: dict[Attempt, tuple[str, str]] = {}
         self.held: dict[Attempt, tuple[bytes, list[int]]] = {}
         self.holds = True
         self.calls: list[tuple] = []
@@ -116,6 +118,10 @@ class FakeProtocol:
     def next_attempt(self, request_id):
         self._numbers += 1
         return Attempt(OWN, request_id, self._numbers)
+
+    def post_job(self, attempt, url, request_id):
+        assert attempt not in self.jobs
+        self.posted[attempt] = url, request_id
 
     def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0):
         assert attempt not in self.jobs
@@ -355,7 +361,7 @@ class Engine:
 
     def attempt(self, request_id: str) -> Attempt:
         """The last attempt of a request."""
-        return [attempt for attempt in self.protocol.jobs if attempt.request_id == request_id][-1]
+        return [attempt for attempt in self.protocol.jobs if request_of(attempt) == request_id][-1]
 
     def grant(self, attempt: Attempt) -> list[int]:
         """The blocks that a peer may write for it."""
@@ -547,7 +553,7 @@ class Engine:
                              if block in self._blocks_of(request)] for block in self.grant(attempt)}
             for block, names in users.items():
                 assert self.pool.blocks[block].ref_cnt >= 1, f"block {block} of {attempt} is free"
-                assert set(names) <= {attempt.request_id}, f"block {block} of {attempt} is used by {names}"
+                assert set(names) <= {request_of(attempt)}, f"block {block} of {attempt} is used by {names}"
 
     def _blocks_of(self, request: Request) -> list[int]:
         return self.block_ids(request.request_id)

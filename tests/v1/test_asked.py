@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B103 on V1's real schedulers: a request says where its prompt is to be prefilled."""
+"""B103 on V1's real schedulers: a request says where its prompt is to be prefilled. B100: whom its job is posted to."""
+import logging
+
 import pytest
 from vllm.sampling_params import SamplingParams
 
 from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import PARKED, end, parked, prompt
+from vllm_pd.core.actions import Released
+from vllm_pd.core.metaserver import is_posted
 
 SHORT, LONG = prompt(BLOCK_SIZE + 1), prompt(6 * BLOCK_SIZE)
 THRESHOLD = 3 * BLOCK_SIZE
+METASERVER = "http://127.0.0.1:9/v1/metaserver"
 
 
 @pytest.fixture
@@ -18,6 +23,20 @@ def engine(model_folder, in_flight):
 def add(engine, request_id, tokens, place):
     engine.add(request_id, tokens, params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True,
                                                          extra_args={"kv_transfer_params": {"pd": place}}))
+    engine.run()
+
+
+@pytest.fixture
+def listing(model_folder, in_flight):
+    """An engine that may post to METASERVER."""
+    return Engine(model_folder, in_flight, threshold=THRESHOLD, metaservers=METASERVER)
+
+
+def add_named(engine, request_id, tokens, **params):
+    """A request as a proxy of the metaserver form sends it."""
+    engine.add(request_id, tokens, params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, extra_args={
+        "kv_transfer_params": {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": METASERVER,
+                               **params}}))
     engine.run()
 
 
@@ -47,15 +66,55 @@ def test_b103_a_long_prompt_stays_where_it_asks_for_that(engine):
                          ids=["long", "short"])
 def test_b102_a_proxy_of_the_metaserver_form_gets_what_any_client_gets(engine, tokens, decision):
     """The URL is not used: an engine connects nowhere because a client says so."""
-    engine.add("a", tokens, params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, extra_args={
-        "kv_transfer_params": {"do_remote_decode": False, "do_remote_prefill": True,
-                               "metaserver": "http://127.0.0.1:9/v1/metaserver"}}))
-    engine.run()
+    add_named(engine, "a", tokens)
+    assert not engine.protocol.posted
     if decision[0] == "remote":
         assert engine.status("a") is PARKED
         engine.prefilled("a")
     end(engine)
     assert counted(engine) == [("decision", *decision)]
+
+
+def test_b100_a_job_goes_to_a_metaserver_that_is_listed(listing):
+    add_named(listing, "cmpl-1-0-12345678", LONG)
+    (attempt, (url, request_id)), = listing.protocol.posted.items()
+    assert is_posted(attempt) and (url, request_id) == (METASERVER, "cmpl-1-0")
+    assert listing.status("cmpl-1-0-12345678") is PARKED and list(listing.protocol.jobs) == [attempt]
+    listing.prefilled("cmpl-1-0-12345678")
+    end(listing)
+
+
+def test_b100_what_the_policy_keeps_here_is_not_posted_and_what_asks_to_go_is(listing):
+    add_named(listing, "a", SHORT)
+    assert "a" in listing.ended and not listing.protocol.posted
+    add_named(listing, "b", prompt(BLOCK_SIZE + 1), pd="remote")
+    assert list(listing.protocol.posted) == list(listing.protocol.jobs)
+    listing.prefilled("b")
+    end(listing)
+
+
+def test_b100_another_attempt_goes_through_the_broker(listing):
+    add_named(listing, "a", LONG)
+    first = listing.attempt("a")
+    listing.lost(first, peer="")
+    listing.run()
+    second = listing.attempt("a")
+    assert second != first and list(listing.protocol.posted) == [first] and second.request_id == "a"
+    listing.tell(Released(first))
+    listing.prefilled("a")
+    end(listing)
+
+
+def test_b100_a_metaserver_that_is_not_listed_is_said_once_with_its_key(listing, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm.pd"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for name in ("a", "b"):
+        add_named(listing, name, prompt(6 * BLOCK_SIZE), metaserver=METASERVER + "/../x")
+        listing.prefilled(name)
+    assert not listing.protocol.posted
+    (said,) = [one.getMessage() for one in caplog.records if "metaserver" in one.getMessage()]
+    assert METASERVER + "/../x" in said and "the key metaservers" in said
+    end(listing)
 
 
 @pytest.mark.parametrize("spoil, reason", [("no peer", "peer"), ("role", "role"), ("short", "threshold"),

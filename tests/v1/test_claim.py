@@ -4,15 +4,21 @@ import json
 import os
 import pickle
 import socket
+from types import SimpleNamespace
 
 import pytest
+import uvicorn
+from fastapi import FastAPI
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd import checks
 from vllm_pd.errors import ConfigError
+from vllm_pd.frontend import attach
+from vllm_pd.frontend.drain import DrainMiddleware
+from vllm_pd.frontend.metaserver import DirectJobMiddleware
 from vllm_pd.source_names import Required
-from vllm_pd.v1 import required
+from vllm_pd.v1 import front, required
 from vllm_pd.v1.claim import SCHEDULER
 from vllm_pd.v1.settings import OWN_KEY, front_of_rank, fronts_of_server, read_settings
 
@@ -42,6 +48,19 @@ def transfer(role: str = "kv_consumer", extra: dict | None = None, **more) -> KV
 def configure(kv: KVTransferConfig | None, **more) -> VllmConfig:
     return EngineArgs(model=os.environ["VLLM_PD_TINY_MODEL"], dtype="float32", max_model_len=512, enforce_eager=True,
                       kv_transfer_config=kv, **more).create_engine_config()
+
+
+@pytest.mark.parametrize("role, carries", [("kv_consumer", False), ("kv_producer", True), ("kv_both", True)])
+def test_b100_a_server_whose_engine_prefills_takes_jobs_of_its_clients(role, carries, monkeypatch):
+    monkeypatch.setattr(front.asyncio, "get_running_loop", lambda: SimpleNamespace(
+        add_signal_handler=lambda number, call: None))
+    monkeypatch.setattr(attach, "ServerDrain", lambda *arguments: SimpleNamespace(run_job=None, on_sigterm=None))
+    monkeypatch.setattr(attach, "limit_headers", lambda config: None)
+    app = FastAPI()
+    app.state.engine_client = SimpleNamespace(vllm_config=configure(transfer(role)))
+    front._attach(app, SimpleNamespace(config=uvicorn.Config(app)))
+    attached = [one.cls for one in app.user_middleware]
+    assert DrainMiddleware in attached and (DirectJobMiddleware in attached) == carries
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from vllm_pd.control.poster import MetaserverPoster
 from vllm_pd.control.protocol import PeerProtocol, merged
 from vllm_pd.control.sockets import ControlSockets
 from vllm_pd.control.thread import ControlThread
@@ -49,8 +50,13 @@ class ControlAgent:
         self._lifeline = Lifeline(self.member.incarnation, urlsplit(sockets.address).hostname)
         member = msgspec.structs.replace(self.member, address=sockets.address, lifeline=self._lifeline.address)
         self.protocol = PeerProtocol(self._config, member, self._metadata, self._clock)
+        poster = None
+        if self._config.metaserver_urls:
+            poster = MetaserverPoster(self._config.metaserver_urls, member.fingerprint, self.protocol.unclaimable,
+                                      self.protocol.stop_posting)
+            poster.start()
         self.thread = ControlThread(self.protocol, sockets, self._lifeline, self._wake, self._clock, self._is_gone,
-                                    self._look)
+                                    self._look, poster)
         self.thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:

@@ -8,6 +8,7 @@ read under the lock, from the clock that is passed in, so it never runs backward
 """
 import collections
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -20,6 +21,7 @@ from vllm_pd.control.cluster import ClusterView, QueueView
 from vllm_pd.control.credits import JobCredits
 from vllm_pd.control.degraded import Cause, Degraded
 from vllm_pd.control.own_jobs import OwnJobs, PrefillLoads
+from vllm_pd.control.posted_jobs import PostedJobs
 from vllm_pd.control.state import EngineState
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
@@ -97,6 +99,8 @@ class PeerProtocol:
         self._credits = JobCredits(config.max_prefill_tokens)
         self.ttl_s = config.ttl_s
         self._own_jobs = OwnJobs() if config.decides_by_time else None
+        self._posted = PostedJobs()
+        self._posts = True
         self._broker = config.broker
         self._wakeup: Callable[[], None] | None = None
         self._events: collections.deque[Event] = collections.deque()
@@ -138,6 +142,23 @@ class PeerProtocol:
             return
         self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s,
                                      priority))
+
+    @_locked
+    def post_job(self, attempt: m.Attempt, url: str, request_id: str) -> None:
+        """The job of this attempt, which is submitted next, goes to the metaserver at `url`, whose proxy knows the
+        request as `request_id`, and not to the broker. To the broker all the same after `stop_posting`."""
+        if self._posts:
+            self._posted.add(attempt, url, request_id)
+
+    @_locked
+    def stop_posting(self) -> None:
+        """Nothing can be posted any more."""
+        self._posts = False
+
+    @_locked
+    def unclaimable(self, attempt: m.Attempt, detail: str) -> None:
+        """Nobody will claim this attempt, whose job was posted. No effect once somebody has."""
+        self._do(self._decode.unclaimable(self._clock(), attempt, detail))
 
     @_locked
     def abort(self, attempt: m.Attempt) -> None:
@@ -217,6 +238,18 @@ class PeerProtocol:
         self._credits.set(jobs, queued_tokens)
         if self._new_credit() is not None:
             self.wake()
+
+    @_locked
+    def take_job(self, job: m.Job) -> str:
+        """A client brought this job, past the queue: claim it. Returns why not, empty where it has a record now.
+        Nothing is connected to because a client says so: a decode engine of the registry must be at that address."""
+        if not self.state.takes_jobs:
+            return f"this engine takes no jobs: it {'drains' if self.state.draining else 'only decodes'}"
+        if not any(member.role.decodes and (member.incarnation, member.address)
+                   == (job.attempt.incarnation, job.address) for member in self._cluster.members()):
+            return "the registry has no such decode engine at that address"
+        self._do(self._prefill.offer(self._clock(), job))
+        return "" if job.attempt in self._prefill.states() else "this engine has too many jobs, or the two don't fit"
 
     @_locked
     def may_write(self, attempt: m.Attempt) -> bool:
@@ -586,7 +619,7 @@ class PeerProtocol:
 
     def _do(self, actions: list[Action]) -> None:
         """Sort what a half answered: events for the engine, the rest to be sent."""
-        for action in actions:
+        for action in itertools.chain.from_iterable(map(self._posted.divert, actions)):
             if isinstance(action, EVENTS):
                 self._events.append(action)
                 self._announced = False

@@ -31,7 +31,7 @@ MAX_FRONTS = 256  # processes of one server
 BATCH_MESSAGES = 128
 
 
-_EXPECTED = {MessageSource.DECODE: m.TO_PREFILL, MessageSource.PREFILL: m.TO_DECODE, MessageSource.FRONT: m.TO_ENGINE}
+_EXPECTED = {MessageSource.DECODE: m.TO_PREFILL, MessageSource.PREFILL: m.TO_DECODE, MessageSource.FRONT: m.FROM_FRONT}
 
 
 class ControlSockets:

@@ -4,14 +4,16 @@ decided by the `PeerProtocol`.
 """
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from vllm_pd.control.degraded import DegradedLog
+from vllm_pd.control.direct_jobs import NOT_CLAIMED, DirectJobs
 from vllm_pd.control.notices import Notices
+from vllm_pd.control.poster import MetaserverPoster
 from vllm_pd.control.protocol import MessageSource, PeerProtocol
 from vllm_pd.control.sockets import ControlSockets
 from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Action, Connect, Disconnect, ToBroker, ToDecode, ToPrefill
+from vllm_pd.core.actions import Action, Connect, Disconnect, PostJob, StopPost, ToBroker, ToDecode, ToPrefill
 from vllm_pd.errors import ControlError
 from vllm_pd.liveness import process
 from vllm_pd.liveness.lifeline import Lifeline
@@ -26,18 +28,21 @@ READS_S = 1.0  # how long the end of this engine waits for decode engines to end
 
 
 class ControlThread:
-    """Owns `sockets`, which it closes at its end, and borrows `lifeline`. `wake` is called from the thread when there
-    are new events. `look` is called now and then while a transfer's notice is due, which only the engine can see.
-    `error` is what the thread died of; from then on nothing is sent."""
+    """Owns `sockets` and `poster`, which it closes at its end, and borrows `lifeline`. `wake` is called from the thread
+    when there are new events. `look` is called now and then while a transfer's notice is due, which only the engine can
+    see. `error` is what the thread died of; from then on nothing is sent."""
 
     def __init__(self, protocol: PeerProtocol, sockets: ControlSockets, lifeline: Lifeline, wake: Callable[[], None],
-                 clock: Callable[[], float], is_gone: Callable[[m.Member], bool], look: Callable[[], None]):
+                 clock: Callable[[], float], is_gone: Callable[[m.Member], bool], look: Callable[[], None],
+                 poster: MetaserverPoster | None = None):
         self.error: BaseException | None = None
         self._protocol = protocol
         self.sockets = sockets
         self._lifeline = lifeline
         self.liveness = LivenessMonitor()
         self._notices = Notices()
+        self._direct = DirectJobs()
+        self._poster = poster
         self._wake = wake
         self._look = look
         self._clock = clock
@@ -93,8 +98,11 @@ class ControlThread:
             self.error = error
             self._protocol.shut(f"the control thread ended: {error!r}")
             self._wake()
+            self._end_direct(frozenset(), "the control thread of this engine has ended")
         finally:
             self._protocol.set_wakeup(None)
+            if self._poster is not None:
+                self._poster.close()
             self.sockets.close(LINGER_MS)
             self.liveness.close()
 
@@ -108,6 +116,7 @@ class ControlThread:
         while self._protocol.is_read() and (left_s := until - self._clock()) > 0:
             self._receive_all(left_s)
             self._transmit()
+        self._end_direct(frozenset(), "this engine ends")
         self.sockets.to_broker(m.Leave())
 
     def _turn(self) -> None:
@@ -122,7 +131,9 @@ class ControlThread:
         line = self._degraded_log.line(self._clock(), self._protocol.last_degraded)
         if line is not None:
             logger.warning(line)
+        jobs = self._protocol.jobs()
         self._transmit()
+        self._end_direct(jobs)
         self.sockets.holding(self._protocol.jobs())
         self._show_state()
         self._wake_engine()
@@ -143,7 +154,9 @@ class ControlThread:
                 logger.exception("unexpected error in a %s from %s", type(message).__name__, sender)
 
     def _receive(self, source: MessageSource, sender: str, message: m.Message) -> None:
-        if source in (MessageSource.OPERATOR, MessageSource.FRONT):
+        if isinstance(message, m.DirectJob):
+            self._take_job(sender, message.job)
+        elif source in (MessageSource.OPERATOR, MessageSource.FRONT):
             self._answer_operator(source, sender, message)
         elif not self._protocol.receive(source, sender, message):
             self.sockets.counters["dead_sender"] += 1
@@ -157,6 +170,14 @@ class ControlThread:
             self.liveness.watch_soon(now)
         if source is MessageSource.PREFILL and isinstance(message, (m.Writing, m.Sent)):
             self._notices.look_soon(now)
+
+    def _take_job(self, front: str, job: m.Job) -> None:
+        problem = self._protocol.take_job(job)
+        self.sockets.to_front(front, m.DirectJobTaken(job.attempt))
+        if problem:
+            self.sockets.to_front(front, m.DirectJobEnd(job.attempt, problem))
+        else:
+            self._direct.add(job.attempt, front)
 
     def _answer_operator(self, source: MessageSource, sender: str, message: m.Message) -> None:
         problem = ""
@@ -218,12 +239,20 @@ class ControlThread:
                 self._protocol.transmit_failed(action.message)
         elif isinstance(action, ToDecode):
             self.sockets.to_decode(action.peer, action.message)
+            self._direct.transmitted(action.message)
         elif isinstance(action, ToPrefill):
             self.sockets.to_prefill(action.peer, action.message)
         elif isinstance(action, Connect):
             self.sockets.connect(action.peer, action.address)
         elif isinstance(action, Disconnect):
             self.sockets.disconnect(action.peer)
+        elif isinstance(action, PostJob | StopPost) and self._poster is not None:
+            self._poster.carry_out(action)
+
+    def _end_direct(self, jobs: Set[m.Attempt], otherwise: str = NOT_CLAIMED) -> None:
+        """Tell the front end which jobs of its clients have ended; `jobs` are open."""
+        for front, end in self._direct.poll(jobs, otherwise):
+            self.sockets.to_front(front, end)
 
     def _show_state(self) -> None:
         """Send the status to the front end when something has changed that it goes by."""

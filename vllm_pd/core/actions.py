@@ -8,7 +8,7 @@ from typing import get_args
 
 import msgspec
 
-from vllm_pd.core.messages import Attempt, Message, Timings
+from vllm_pd.core.messages import Attempt, Job, Message, Timings
 
 
 class AttemptEnd(StrEnum):
@@ -160,5 +160,18 @@ class Disconnect(msgspec.Struct, frozen=True):
     peer: str
 
 
-Action = Event | ToBroker | ToPrefill | ToDecode | Connect | Disconnect
+class PostJob(msgspec.Struct, frozen=True):
+    """D: post this job to the metaserver at `url`, for the request that its proxy knows as `request_id`."""
+    url: str
+    request_id: str
+    job: Job
+
+
+class StopPost(msgspec.Struct, frozen=True):
+    """D: the post of this attempt, which has ended, is not wanted any more; after `after_s`, if it is open then."""
+    attempt: Attempt
+    after_s: float = 0.0
+
+
+Action = Event | ToBroker | ToPrefill | ToDecode | Connect | Disconnect | PostJob | StopPost
 EVENTS = get_args(Event)

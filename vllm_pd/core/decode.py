@@ -201,6 +201,13 @@ class DecodeProtocol:
             return []
         return self._end(now, record, AttemptEnd.FAILED, FallbackReason.BROKER, "the broker can't be reached")
 
+    def unclaimable(self, now: float, attempt: m.Attempt, detail: str) -> list[Action]:
+        """No P will claim this attempt, whose job went another way than the queue. No effect once one has."""
+        record = self._records.get(attempt)
+        if record is None or record.state is not AttemptState.QUEUED:
+            return []
+        return self._end(now, record, AttemptEnd.FAILED, FallbackReason.PEER, detail)
+
     def broker_is(self, now: float, up: bool) -> list[Action]:
         """Whether the broker answers. Jobs wait `ttl_s` for its return, and are put again when it is back."""
         if not up:

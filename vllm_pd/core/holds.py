@@ -204,13 +204,13 @@ class Holds:
 def asks_for_hold(extra_args: Any) -> bool:
     """Whether a request asks that its prompt be kept for a decode engine, by the `extra_args` of its sampling
     parameters, which may hold anything."""
-    return _params(extra_args).get("do_remote_decode") is True
+    return transfer_params(extra_args).get("do_remote_decode") is True
 
 
 def named_hold(extra_args: Any) -> m.Attempt | None:
     """The hold whose blocks a request wants to be read; None where it names none. Nothing else in those parameters is
     used: an address that a client names is connected to by nobody."""
-    params = _params(extra_args)
+    params = transfer_params(extra_args)
     incarnation, name = params.get("remote_engine_id"), params.get("remote_request_id")
     if params.get("do_remote_prefill") is not True or not (isinstance(incarnation, str) and isinstance(name, str)):
         return None
@@ -228,6 +228,7 @@ def hold_params(hold: m.Attempt) -> dict[str, Any]:
             "remote_port": None}
 
 
-def _params(extra_args: Any) -> dict[str, Any]:
+def transfer_params(extra_args: Any) -> dict[str, Any]:
+    """The kv_transfer_params among those of a request; empty where there are none, or no object."""
     params = extra_args.get(PARAMS_KEY) if isinstance(extra_args, dict) else None
     return params if isinstance(params, dict) else {}

@@ -432,17 +432,38 @@ class StatusReply(WireMessage):
     degraded: Text = ""
 
 
+# Between an engine and its own front end.
+
+
+class DirectJob(WireMessage):
+    """A client of the front end brought this job: claim it now, past the queue."""
+    job: Job
+
+
+class DirectJobTaken(WireMessage):
+    """Answer to `DirectJob`, at once: it has come, and its `DirectJobEnd` will."""
+    attempt: Attempt
+
+
+class DirectJobEnd(WireMessage):
+    """Answer to `DirectJob`, once nothing is done for it any more. `problem`: empty if the prompt was written."""
+    attempt: Attempt
+    problem: Text = ""
+
+
 TO_DECODE: tuple[type[WireMessage], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped, HoldGrant, HoldDenied,
                                             HoldQuery)
 TO_PREFILL: tuple[type[WireMessage], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel, ClaimHold, HoldDone)
 TO_BROKER: tuple[type[WireMessage], ...] = (Register, Leave, Put, Withdraw, Credit, ListMembers)
 TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Status)  # from an operator
 TO_OPERATOR: tuple[type[WireMessage], ...] = (StatusReply,)
+FROM_FRONT: tuple[type[WireMessage], ...] = (*TO_ENGINE, DirectJob)
 FROM_BROKER: tuple[type[WireMessage], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
 Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
            | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Credit | Offer | ListMembers
-           | Drain | SetRole | Status | StatusReply | ClaimHold | HoldGrant | HoldDenied | HoldQuery | HoldDone)
+           | Drain | SetRole | Status | StatusReply | ClaimHold | HoldGrant | HoldDenied | HoldQuery | HoldDone
+           | DirectJob | DirectJobTaken | DirectJobEnd)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every middleware of this package needs: the path of a request, and errors in the form of vLLM's own."""
+"""What every middleware of this package needs: the path and the body of a request, and errors in the form of vLLM's
+own.
+"""
 from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
 from vllm_pd.frontend.edge import error_body
 
 if TYPE_CHECKING:
-    from starlette.types import Scope
+    from starlette.types import Receive, Scope
 
 
 def route_path(scope: Scope) -> str:
@@ -22,3 +24,22 @@ def route_path(scope: Scope) -> str:
 def error_response(status: HTTPStatus, text: str, headers: Mapping[str, str] | None = None) -> Response:
     """A response with this error as JSON."""
     return Response(error_body(status, text), status.value, headers, "application/json")
+
+
+def posts_json(scope: Scope) -> bool:
+    """Whether this is a POST request with a JSON body."""
+    return (scope["type"] == "http" and scope["method"] == "POST"
+            and any(name == b"content-type" and b"json" in value.lower() for name, value in scope["headers"]))
+
+
+async def read_body(receive: Receive) -> tuple[bytes, Receive]:
+    """The body of a request, and an ASGI `receive` that gives it again, as it came, and then what follows."""
+    messages = [await receive()]
+    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
+        messages.append(await receive())
+    unread = messages[::-1]
+
+    async def receive_again() -> dict[str, Any]:
+        return unread.pop() if unread else await receive()
+
+    return b"".join(message.get("body", b"") for message in messages), receive_again

@@ -7,15 +7,15 @@ A request may say where its prompt is to be prefilled: `"kv_transfer_params": {"
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm_pd.core.policy import PARAMS_KEY, PLACE_KEY, PLACES
-from vllm_pd.frontend.asgi import error_response
+from vllm_pd.frontend.asgi import error_response, posts_json, read_body
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 SHOWN_BYTES = 80  # of a value that is refused
 
@@ -29,17 +29,15 @@ class AskedMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["type"] != "http" or scope["method"] != "POST" or not _is_json(scope):
+        if not posts_json(scope):
             await self._app(scope, receive, send)
             return
-        messages = [await receive()]
-        while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
-            messages.append(await receive())
-        refused = place_refusal(b"".join(message.get("body", b"") for message in messages))
+        body, receive = await read_body(receive)
+        refused = place_refusal(body)
         if refused is not None:
             await error_response(HTTPStatus.BAD_REQUEST, refused)(scope, receive, send)
             return
-        await self._app(scope, _receive_again(messages, receive), send)
+        await self._app(scope, receive, send)
 
 
 def place_refusal(body: bytes) -> str | None:
@@ -72,17 +70,3 @@ def _is_place(value: msgspec.Raw) -> bool:
         return msgspec.json.decode(value) in PLACES
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False
-
-
-def _is_json(scope: Scope) -> bool:
-    return any(name == b"content-type" and b"json" in value.lower() for name, value in scope["headers"])
-
-
-def _receive_again(messages: list[Message], receive: Receive) -> Receive:
-    """An ASGI `receive` that gives these messages, and then what follows them."""
-    unread = messages[::-1]
-
-    async def receive_next() -> dict[str, Any]:
-        return unread.pop() if unread else await receive()
-
-    return receive_next

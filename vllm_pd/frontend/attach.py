@@ -16,6 +16,7 @@ from vllm_pd.frontend.access import key_of
 from vllm_pd.frontend.asked import AskedMiddleware
 from vllm_pd.frontend.drain import DrainMiddleware, ServerDrain
 from vllm_pd.frontend.edge import limit_headers
+from vllm_pd.frontend.metaserver import DirectJobMiddleware
 
 if TYPE_CHECKING:
     import uvicorn
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 
 def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[str, Any],
                           stop: Callable[[], None], fronts: Sequence[str],
-                          cut_s: float | None = None) -> Callable[[], None]:
+                          cut_s: float | None = None, takes_jobs: bool = False) -> Callable[[], None]:
     """Give the server of an engine with disaggregation its routes, its drain and limits for headers. `stop` is what
     SIGTERM calls upstream; returns what it is to call instead. `fronts` are the addresses at which the engine of each
-    data-parallel rank expects the server. `cut_s`: see `ServerDrain`. The server must not have started yet."""
+    data-parallel rank expects the server. `cut_s`: see `ServerDrain`. `takes_jobs`: whether its
+    clients may bring jobs (`vllm_pd.frontend.metaserver`). The server must not have started yet."""
     config = PDConfig.parse(settings["kv_role"], settings["extra"])
     exit_as_before = server.handle_exit
 
@@ -44,6 +46,8 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
     app.user_middleware.append(Middleware(AskedMiddleware))  # after vLLM's own, which asks for the key
     drain = ServerDrain(fronts, config.drain_timeout_s, stop_as_before, _base_url(server.config, config),
                         cut_s)
+    if takes_jobs and config.role.prefills:
+        app.user_middleware.append(Middleware(DirectJobMiddleware, run=drain.run_job))
     app.add_middleware(DrainMiddleware, drain=drain)
     app.add_middleware(routes.GenerateMiddleware, key=key)
     app.add_middleware(routes.RoutesMiddleware, routes=routes.operator_routes(drain, key), prefix=routes.PREFIX)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq.asyncio
 
@@ -20,6 +21,13 @@ from vllm_pd.rpc import codec, sockets
 logger = logging.getLogger("vllm.pd")
 
 ANSWER_S = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class _JobAnswers:
+    """What comes of one job of a client: that the engine has it, and why its prompt was not written."""
+    taken: asyncio.Event
+    ended: asyncio.Future[str]
 
 
 class EngineConnection:
@@ -33,6 +41,7 @@ class EngineConnection:
         self._socket = sockets.client(self._context, address, only_connected=False)
         self._updated = asyncio.Event()
         self._asking = asyncio.Lock()
+        self._jobs: dict[m.Attempt, list[_JobAnswers]] = {}  # what those wait for who have brought a job
         self._listener = asyncio.get_running_loop().create_task(self._listen())
 
     async def ask(self, message: m.Message, is_answer: Callable[[m.StatusReply], bool]) -> m.StatusReply:
@@ -42,9 +51,9 @@ class EngineConnection:
             if self._socket.closed:
                 raise ControlError("the server ends")
             self._updated.clear()
-            await self._socket.send(codec.encode(self._name, message))
             try:
                 async with asyncio.timeout(ANSWER_S):
+                    await self._socket.send(codec.encode(self._name, message))
                     while True:
                         await self._updated.wait()
                         self._updated.clear()
@@ -52,6 +61,32 @@ class EngineConnection:
                             return self.last
             except TimeoutError:
                 raise ControlError("the engine's control thread does not answer") from None
+
+    async def run_job(self, job: m.Job) -> str:
+        """Have the engine claim and do this job now, and wait for its end. Returns why the prompt was not written,
+        empty where it was. Raises ControlError where the engine does not confirm the job within 5 s, or does not end it
+        within the time that is left of it."""
+        mine = _JobAnswers(asyncio.Event(), asyncio.get_running_loop().create_future())
+        waiting = self._jobs.setdefault(job.attempt, [])
+        waiting.append(mine)
+        problem = "the engine's control thread does not answer"
+        try:
+            if self._socket.closed:
+                raise ControlError("the server ends")
+            async with asyncio.timeout(ANSWER_S):
+                await self._socket.send(codec.encode(self._name, m.DirectJob(job)))
+                await mine.taken.wait()
+            problem = "the engine has not ended the job in time"
+            async with asyncio.timeout(job.deadline_s + ANSWER_S):
+                return await mine.ended
+        except codec.BadFrame as fault:
+            return f"the job is too large: {fault}"
+        except TimeoutError:
+            raise ControlError(problem) from None
+        finally:
+            waiting.remove(mine)
+            if not waiting and self._jobs.get(job.attempt) is waiting:
+                del self._jobs[job.attempt]
 
     def close(self) -> None:
         """Close the socket. Idempotent. Not left to the garbage collector, which may end a context before its sockets,
@@ -72,3 +107,11 @@ class EngineConnection:
                 self.last = message
                 self._on_status(message)
                 self._updated.set()
+            elif isinstance(message, m.DirectJobTaken):
+                for waiting in self._jobs.get(message.attempt, ()):
+                    waiting.taken.set()
+            elif isinstance(message, m.DirectJobEnd):
+                for waiting in self._jobs.pop(message.attempt, ()):
+                    waiting.taken.set()
+                    if not waiting.ended.done():
+                        waiting.ended.set_result(message.problem)

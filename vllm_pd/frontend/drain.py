@@ -80,6 +80,10 @@ class ServerDrain:
         where one does not answer."""
         return list(await asyncio.gather(*(one.ask(message, is_answer) for one in self._connections)))
 
+    async def run_job(self, job: m.Job) -> str:
+        """Have one of the engines do this job, the same one each time: see `EngineConnection.run_job`."""
+        return await self._connections[job.attempt.number % len(self._connections)].run_job(job)
+
     async def begin(self) -> list[m.StatusReply]:
         """Tell the engines to drain. New requests are refused from the first answer on. Raises ControlError where one
         does not answer."""

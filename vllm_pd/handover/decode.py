@@ -14,6 +14,7 @@ one's blocks.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -30,6 +31,7 @@ from vllm_pd.core.hashes import token_digest
 from vllm_pd.core.holds import asks_for_hold, named_hold
 from vllm_pd.core.measured import DecodeMeasures, StepSpeed
 from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.core.metaserver import external_id, named_metaserver, posted_name, request_of
 from vllm_pd.core.pace import FallbackPace
 from vllm_pd.core.policy import AskedPlace, Decision, PolicyInput, Reason, asked_place, decide, may_read_hold
 from vllm_pd.handover.progress import ArrivalNotice, Progress
@@ -58,6 +60,7 @@ class RemoteRequest:
     failed_peers: tuple[str, ...] = ()
     hold_settled: bool = False  # the hold that it names is claimed, or not wanted
     hold: Attempt | None = None  # to be claimed when it is parked
+    metaserver: str | None = None  # where the job of its present attempt is posted
 
 
 class AttemptStage(Enum):
@@ -104,6 +107,8 @@ class DecodeHandover(ABC, Generic[R]):
         self._local: list[tuple[R, int]] = []  # requests that stay and are not computed yet, and their tokens
         self._unmeasured: dict[Attempt, tuple[int, float]] = {}  # done, without timings: tokens, time in all
         self._deadline_s = config.attempt_deadline_s
+        self._metaservers = frozenset(config.metaserver_urls)
+        self._warned_of_url = False
         self._batch_tokens = capacity.batch_tokens
         self._requests: weakref.WeakKeyDictionary[R, RemoteRequest] = weakref.WeakKeyDictionary()
         self._attempts: dict[Attempt, RemoteAttempt] = {}
@@ -176,7 +181,11 @@ class DecodeHandover(ABC, Generic[R]):
         if remote.began_at is None:
             remote.began_at = time.monotonic()
         remote.attempts += 1
-        return self._protocol.next_attempt(self._request_id(request))
+        request_id = self._request_id(request)
+        # Later attempts go through the queue: the proxy may choose the same prefill engine again.
+        remote.metaserver = self._metaserver(request) if remote.attempts == 1 and remote.hold is None else None
+        return self._protocol.next_attempt(posted_name(request_id, secrets.token_hex(16)) if remote.metaserver
+                                           else request_id)
 
     def settle_hold(self, request: R, decision: Decision | None = None) -> None:
         """The hold that the request names, if any, is to be claimed, or is not wanted: its prefill engine learns that.
@@ -207,6 +216,8 @@ class DecodeHandover(ABC, Generic[R]):
             return
         if self.send_grants is not None:
             self.send_grants([OpenGrant(str(attempt), list(block_ids[cached_blocks:]))])
+        if remote.metaserver is not None:
+            self._protocol.post_job(attempt, remote.metaserver, external_id(self._request_id(request)))
         self._protocol.submit(attempt, self._prompt(request), list(block_ids), cached_blocks, remote.failed_peers,
                               self._time_left_s(remote), self._priority(request))
 
@@ -347,6 +358,17 @@ class DecodeHandover(ABC, Generic[R]):
         """The hold of a prefill engine that it names."""
         return named_hold(self._extra_args(request))
 
+    def _metaserver(self, request: R) -> str | None:
+        """The metaserver that it names, if this engine may post there."""
+        url = named_metaserver(self._extra_args(request))
+        if url is None or url in self._metaservers:
+            return url
+        if not self._warned_of_url:  # once: a client must not write a line for each request
+            self._warned_of_url = True
+            logger.warning("kv_transfer_params.metaserver=%r is not used: if it is your proxy's, add it to the key "
+                           "metaservers of this engine; its prompts go through the broker", url[:200])
+        return None
+
     def _count_blocks(self) -> int:
         """Blocks that are set aside for attempts, quarantined ones included."""
         return sum(remote.blocks for remote in self._attempts.values())
@@ -360,7 +382,7 @@ class DecodeHandover(ABC, Generic[R]):
         attempt = event.attempt
         # A name that a client has made up must not write a line for each request; `totals` has the reasons.
         level = logging.DEBUG if event.reason is FallbackReason.HOLD else logging.WARNING
-        logger.log(level, "remote prefill %d of request %s has ended (%s): %s", attempt.number, attempt.request_id,
+        logger.log(level, "remote prefill %d of request %s has ended (%s): %s", attempt.number, request_of(attempt),
                    event.reason.value, event.detail)
         self._metrics.attempt(event.outcome.value)
         if attempt not in self._parked():

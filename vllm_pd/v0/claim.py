@@ -41,6 +41,8 @@ def claim(engine_args: EngineArgs) -> None:
     transfer = engine_args.kv_transfer_config
     extra = dict(transfer.kv_connector_extra_config or {})
     config = PDConfig.parse(transfer.kv_role, extra)
+    if config.metaservers is not None:
+        raise ConfigError("metaservers", config.metaservers, "leave it out, or use V1: engines of V0 post no jobs")
     _check_arguments(engine_args)
     require_free_bind(config.bind)
     selection.select(CONNECTOR)

@@ -54,6 +54,9 @@ class RemotePrefills(DecodeHandover["SequenceGroup"]):
     def _hold(self, request: SequenceGroup) -> Attempt | None:
         return None  # this engine's ranks have no reads that need no step
 
+    def _metaserver(self, request: SequenceGroup) -> str | None:
+        return None  # engines of V0 post no jobs: see `vllm_pd.v0.claim`
+
     def _request_id(self, request: SequenceGroup) -> str:
         return request.request_id
 

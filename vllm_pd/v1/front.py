@@ -55,7 +55,7 @@ def _attach(app: FastAPI, server: Any) -> None:
     stopping = SimpleNamespace(config=server.config, handle_exit=lambda number, frame: None)
     on_sigterm = attach_disaggregation(app, stopping, read_settings(client.vllm_config)._asdict(),
                                        lambda: signal.raise_signal(signal.SIGINT), fronts,
-                                       client.vllm_config.shutdown_timeout + CUT_S)
+                                       client.vllm_config.shutdown_timeout + CUT_S, takes_jobs=True)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
     if publishes_events(client.vllm_config):
         attach_events(app, lambda: find_events(client.vllm_config, client))
