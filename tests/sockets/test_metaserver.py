@@ -5,6 +5,7 @@ thread. The engines are played by the test.
 import asyncio
 import contextlib
 import threading
+import time
 import uuid
 from types import SimpleNamespace
 
@@ -21,10 +22,19 @@ from tests.fakes.brokers import serving
 from tests.fakes.metaserver_proxy import BODY, LoopThread, MetaserverProxy
 from tests.sockets.test_agent import FINGERPRINT, TOKENS, WAIT_S, Engine, Settings
 from tests.waiting import wait_for
-from vllm_pd.control import poster
+from vllm_pd.control import posted_jobs, poster
 from vllm_pd.control.poster import MetaserverPoster
 from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Fallback, FallbackReason, PostJob, Prefill, Prefilled, Released, StopPost
+from vllm_pd.core.actions import (
+    Cancelled,
+    Fallback,
+    FallbackReason,
+    PostJob,
+    Prefill,
+    Prefilled,
+    Released,
+    StopPost,
+)
 from vllm_pd.core.metaserver import post_params, posted_name
 from vllm_pd.frontend import connection
 from vllm_pd.frontend.drain import ServerDrain
@@ -238,28 +248,69 @@ def test_b100_an_url_that_is_not_listed_is_posted_to_by_nobody(fleet):
 
 
 def test_b100_an_answer_without_a_claim_is_a_fallback_soon(fleet):
+    """Whatever `ttl_s` is, which is 60 here."""
     fleet.proxy.answer = 200
-    fleet.decode.agent.thread._poster._claim_s = 0.05
     posted(fleet)
     assert fleet.decode.expect(Fallback).detail == poster.ANSWERED
     fleet.decode.expect(Released)
     at_rest(fleet)
 
 
-def test_b100_the_client_of_d_goes_while_the_proxy_asks(fleet):
-    """Before the claim the post ends. After it P is stopped, as always, and says so to the proxy."""
-    fleet.proxy.producers = []
-    waiting = asyncio.Event()
-
+def silence(proxy):
+    """Its metaserver answers no post from now on."""
     async def never(request):
-        fleet.proxy.posts.append(await request.json())
-        await waiting.wait()
+        proxy.posts.append(await request.json())
+        await asyncio.Event().wait()
 
-    fleet.proxy.handle = never
+    proxy.handle = never
+
+
+def test_b100_the_client_of_d_goes_before_the_claim_and_the_post_ends(fleet):
+    silence(fleet.proxy)
     attempt = posted(fleet)
-    wait_for(lambda: fleet.decode.agent.thread._poster.count() == 1)
+    wait_for(lambda: fleet.proxy.posts)
+    assert fleet.decode.agent.thread._poster.count() == 1
     fleet.decode.protocol.abort(attempt)
     assert fleet.decode.expect(Released).attempt == attempt
+    at_rest(fleet)
+
+
+def test_b100_the_client_of_d_goes_after_the_claim_and_p_is_stopped_and_the_proxy_learns_it(fleet):
+    attempt, producer = posted(fleet), fleet.producers[0]
+    producer.engine.expect(Prefill)
+    fleet.decode.protocol.abort(attempt)
+    assert producer.engine.expect(Cancelled).attempt == attempt
+    assert not fleet.proxy.answers and fleet.decode.protocol.open_attempts() == [attempt]
+    producer.engine.protocol.ended(attempt)
+    assert fleet.decode.expect(Released).attempt == attempt
+    wait_for(lambda: fleet.proxy.answers)
+    ((status, said),) = fleet.proxy.answers
+    assert status == 409 and "gave it up" in said["message"]
+    at_rest(fleet)
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "no broker"])
+def test_b100_a_post_that_nobody_answers_ends_with_its_attempt(fleet, monkeypatch, end):
+    """Its own deadline is a minute away."""
+    monkeypatch.setattr(posted_jobs, "ANSWER_S", 0.1)
+    silence(fleet.proxy)
+    attempt, producer = posted(fleet), fleet.producers[0]
+    wait_for(lambda: fleet.proxy.posts)
+    if end == "no broker":  # then nothing is withdrawn
+        fleet.decode.protocol._decode.broker_is(time.monotonic(), False)
+        fleet.decode.protocol.abort(attempt)
+    else:
+        asked = threading.Thread(target=producer.ask, args=[{**BODY, "kv_transfer_params": fleet.proxy.posts[0]}])
+        asked.start()
+        producer.engine.expect(Prefill)
+        if end == "done":
+            producer.engine.protocol.sent(attempt, m.Timings())
+            fleet.decode.protocol.arrived(attempt, 0)
+            fleet.decode.expect(Prefilled)
+        else:
+            producer.engine.protocol.failed(attempt, "no room")
+            fleet.decode.expect(Fallback)
+        asked.join()
     at_rest(fleet)
 
 
@@ -285,7 +336,6 @@ def test_b100_p_gives_it_up_and_the_proxy_learns_why(fleet):
 def test_b100_a_job_that_is_made_up_ends_with_an_error_and_changes_nothing(fleet, changed, status, said):
     made_up = "AAAA" if changed is None else job_of(fleet.decode.agent.member, **changed)
     fleet.proxy.change = lambda params: {**params, "pd_job": made_up}
-    fleet.decode.agent.thread._poster._claim_s = 0.05
     attempt = posted(fleet)
     assert fleet.decode.expect(Fallback).attempt == attempt
     fleet.decode.expect(Released)
@@ -360,10 +410,9 @@ def test_b100_a_job_comes_from_the_front_end_and_from_no_other_socket(fleet):
 # The thread that posts, alone.
 
 
-def alone(urls, ended, **more):
-    made = MetaserverPoster(urls, FINGERPRINT, lambda attempt, why: ended.append((attempt, why)), 0.01, **more)
-    made.start()
-    return made
+def alone(urls, ended):
+    return MetaserverPoster(urls, FINGERPRINT, lambda attempt, why: ended.append((attempt, why)),
+                            lambda: ended.append("died"))
 
 
 def post_to(url, number=0, deadline_s=60.0):
@@ -391,6 +440,7 @@ def test_b100_posts_have_a_bound_a_deadline_and_an_end(loop, monkeypatch):
     runner, url = loop.run(start())
     ended = []
     made = alone([url], ended)
+    made.start()
     try:
         actions = [post_to(url, number, 0.2 if number == 1 else 60.0) for number in range(3)]
         for action in actions:
@@ -400,7 +450,8 @@ def test_b100_posts_have_a_bound_a_deadline_and_an_end(loop, monkeypatch):
         assert "more than 2 posts" in ended[0][1] and "in time" in ended[1][1]
         made.carry_out(StopPost(actions[2].job.attempt))  # which is none: no effect
         made.carry_out(StopPost(actions[0].job.attempt))
-        wait_for(lambda: len(ended) == 3)
+        wait_for(lambda: not made.count())
+        assert len(ended) == 2, "who stops it knows that"
         unwanted = post_to(url, 9)
         made._loop.call_soon_threadsafe(lambda: (made._begin(unwanted), made._stop(StopPost(unwanted.job.attempt))))
         wait_for(lambda: not made.count(), "one that ended before it began stays")
@@ -413,19 +464,43 @@ def test_b100_posts_have_a_bound_a_deadline_and_an_end(loop, monkeypatch):
     assert not made._thread.is_alive() and ended[-1][0].number == 3
     made.carry_out(post_to(url, 4))
     made.close()
-    assert ended[-1] == (post_to(url, 4).job.attempt, "the thread that posts jobs has ended")
+    assert ended[-1] == (post_to(url, 4).job.attempt, poster.ENDED) and "died" not in ended
 
 
 def test_b100_a_thread_that_dies_ends_what_it_has_and_all_that_comes(monkeypatch):
-    ended = []
-    made = alone(["http://127.0.0.1:9/v1/metaserver"], ended)
+    url, ended = "http://127.0.0.1:9/v1/metaserver", []
+    made = alone([url], ended)
+    held = threading.Event()
 
     async def die():
+        while not made.count():
+            await asyncio.sleep(0.001)
+        held.wait(WAIT_S)  # a second one comes during this turn, a third one after the last turn
         raise MemoryError("full")
 
-    wait_for(lambda: hasattr(made, "_session"))
+    close = made._loop.close
+    monkeypatch.setattr(made._loop, "close", lambda: (made.carry_out(post_to(url, 3)), close()))
     monkeypatch.setattr(made._ended, "wait", die)
-    made.close()
-    assert not made._thread.is_alive()
-    made.carry_out(post_to("http://127.0.0.1:9/v1/metaserver", 1))
-    assert [attempt.number for attempt, _ in ended] == [1]
+    made.start()
+    made.carry_out(post_to(url, 1))
+    wait_for(lambda: made.count() == 1)
+    made.carry_out(post_to(url, 2))
+    held.set()
+    made._thread.join(WAIT_S)
+    assert len(ended) == 4 and isinstance(made.error, MemoryError)
+    made.carry_out(post_to(url, 4))
+    refused = [(post_to(url, number).job.attempt, poster.ENDED) for number in (1, 2, 3, 4)]
+    assert ended == [*refused[:2], "died", *refused[2:]]
+
+
+def test_b100_after_that_thread_has_died_all_jobs_go_through_the_broker(fleet):
+    posts = fleet.decode.agent.thread._poster
+    posts._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(posts._loop)])
+    posts._thread.join(WAIT_S)
+    attempt = posted(fleet)
+    fleet.producers[0].engine.protocol.set_credits(1)
+    assert fleet.producers[0].engine.expect(Prefill).attempt == attempt
+    fleet.producers[0].engine.protocol.sent(attempt, m.Timings())
+    fleet.decode.protocol.arrived(attempt, 0)
+    fleet.decode.expect(Prefilled)
+    assert not fleet.proxy.posts

@@ -7,10 +7,19 @@ import pytest
 
 from tests.unit.test_peer_protocol import CONFIG, FINGERPRINT, US, Clock, events, from_broker
 from vllm_pd.control.direct_jobs import NOT_CLAIMED, DirectJobs
+from vllm_pd.control.posted_jobs import ANSWER_S
 from vllm_pd.control.protocol import MessageSource, PeerProtocol
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Fallback, FallbackReason, PostJob, Prefill, Prefilled, Released, StopPost, ToBroker
-from vllm_pd.core.metaserver import carried_job, external_id, is_posted, named_metaserver, post_params, posted_name
+from vllm_pd.core.metaserver import (
+    carried_job,
+    external_id,
+    is_posted,
+    named_metaserver,
+    post_params,
+    posted_name,
+    request_of,
+)
 from vllm_pd.core.prefill import JobState
 
 URL = "http://127.0.0.1:9000/v1/metaserver"
@@ -95,9 +104,9 @@ def test_b100_the_proxy_gets_the_id_that_it_knows(request_id, outside):
 
 
 def test_b100_only_a_name_with_a_secret_is_a_posted_one():
-    assert is_posted(job().attempt)
+    assert is_posted(job().attempt) and request_of(job().attempt) == ID
     for name in (ID, "posted-", f"posted-{SECRET[:-1]}-r", f"cmpl-posted-{SECRET}-r", f"posted-{SECRET.upper()}-r"):
-        assert not is_posted(m.Attempt("d", name, 1)), name
+        assert not is_posted(m.Attempt("d", name, 1)) and request_of(m.Attempt("d", name, 1)) == name, name
 
 
 @pytest.mark.parametrize("params, found", [
@@ -133,7 +142,8 @@ def test_b100_a_posted_job_is_claimed_granted_and_done_as_any(engine):
     engine.arrived(attempt, 0)
     (done,) = events(engine)
     assert isinstance(done, Prefilled) and engine.open_attempts() == [] and not len(engine._posted)
-    assert not any(isinstance(action, StopPost) for action in transmitted(engine))
+    stops = [action for action in transmitted(engine) if isinstance(action, StopPost)]
+    assert stops == [StopPost(attempt, ANSWER_S)], "it is about to be answered"
 
 
 def test_b100_a_post_that_fails_ends_the_attempt_and_another_engine_may_help(engine):
@@ -147,21 +157,57 @@ def test_b100_a_post_that_fails_ends_the_attempt_and_another_engine_may_help(eng
     assert [action.message.reason for action in transmitted(engine)] == [m.DenyReason.UNKNOWN], "P comes late"
 
 
-@pytest.mark.parametrize("end", ["abort", "deadline", "broker", "shut"])
-def test_b100_every_end_of_a_posted_attempt_stops_the_post_and_leaves_nothing(engine, clock, end):
+@pytest.mark.parametrize("end", ["abort", "abort without a broker", "deadline", "broker"])
+def test_b100_every_end_of_a_posted_attempt_stops_the_post_once_and_leaves_nothing(engine, clock, end):
     attempt = posted(engine)
     if end == "abort":
         engine.abort(attempt)
-    elif end == "shut":
-        engine.shut("over")
     else:
         clock.now = CONFIG.attempt_deadline_s + 1
         if end == "deadline":
             from_broker(engine, m.Heard("b", 0))
+        if end == "abort without a broker":
+            engine._decode.broker_is(clock.now, False)
+            engine.abort(attempt)
         engine.handle_timeout()
     assert Released(attempt) in events(engine) and engine.open_attempts() == [] and not len(engine._posted)
-    if end in ("abort", "deadline"):
-        assert about_jobs(engine)[-1] == StopPost(attempt)
+    assert about_jobs(engine)[1:] == [StopPost(attempt)] and not engine._posted._posts
+
+
+@pytest.mark.parametrize("end", ["failed", "lease", "dead", "aborted"])
+def test_b100_the_post_of_a_claimed_job_ends_with_its_attempt(engine, clock, end):
+    """Its metaserver may never answer, and P may write still."""
+    attempt = granted(engine)
+    about_jobs(engine)
+    if end == "failed":
+        engine.receive(MessageSource.PREFILL, "p", m.Failed(attempt, 7, "no room"))
+    elif end == "lease":
+        clock.now = CONFIG.lease_s + 0.1
+        engine.handle_timeout()
+        assert engine.open_attempts() == [attempt]
+    elif end == "dead":
+        engine.peer_dead("p")
+    else:
+        engine.abort(attempt)
+        assert about_jobs(engine) == [], "P stops, and its answer ends it"
+        engine.receive(MessageSource.PREFILL, "p", m.Stopped(attempt, 7))
+    assert about_jobs(engine) == [StopPost(attempt)]
+    if end == "lease":
+        engine.receive(MessageSource.PREFILL, "p", m.Stopped(attempt, 7))
+        assert about_jobs(engine) == []
+    assert engine.open_attempts() == [] and not len(engine._posted) and not engine._posted._posts
+
+
+def test_b100_nothing_of_a_posted_attempt_is_left_after_the_end_of_the_thread(engine):
+    attempt = posted(engine)
+    engine.shut("over")
+    assert Released(attempt) in events(engine) and not len(engine._posted) and not engine._posted._posts
+
+
+def test_b100_once_nothing_can_be_posted_jobs_are_queued(engine):
+    engine.stop_posting()
+    attempt = posted(engine)
+    assert [action.message.job.attempt for action in about_jobs(engine)] == [attempt] and not len(engine._posted)
 
 
 def test_b100_a_second_prefill_engine_is_denied(engine):

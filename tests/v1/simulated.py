@@ -34,7 +34,7 @@ from vllm_pd.control.own_jobs import PrefillLoads
 from vllm_pd.core import actions, messages
 from vllm_pd.core.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
 from vllm_pd.core.messages import Attempt
-from vllm_pd.core.metaserver import is_posted
+from vllm_pd.core.metaserver import request_of
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.transfer.requests import Finished, Read, TransferProgress, Write
 from vllm_pd.v1 import scheduler as scheduler_module
@@ -63,11 +63,6 @@ def write_model(folder: Path) -> Path:
               "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def request_of(attempt: Attempt) -> str:
-    """The id of the request that it is of, also where it has a name for a metaserver."""
-    return attempt.request_id.split("-", 2)[2] if is_posted(attempt) else attempt.request_id
 
 
 def digest(past: int, token: int) -> int:

@@ -53,7 +53,7 @@ class ControlAgent:
         poster = None
         if self._config.metaserver_urls:
             poster = MetaserverPoster(self._config.metaserver_urls, member.fingerprint, self.protocol.unclaimable,
-                                      self._config.ttl_s)
+                                      self.protocol.stop_posting)
             poster.start()
         self.thread = ControlThread(self.protocol, sockets, self._lifeline, self._wake, self._clock, self._is_gone,
                                     self._look, poster)

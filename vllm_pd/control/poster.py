@@ -8,6 +8,8 @@ has claimed the job, has its attempt end, and the request goes on as after any f
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -24,7 +26,9 @@ MAX_POSTS = 1024  # open at a time
 TRIES = 3
 PAUSE_S = 0.2  # before the second try, twice that before the third
 CONNECT_S = 5.0
+CLAIM_S = 0.5  # for a claim that was sent before the metaserver's answer, and is not read yet
 CLOSE_S = 2.0
+ENDED = "the thread that posts jobs has ended"
 ANSWERED = "the metaserver has answered, and no prefill engine has claimed it"
 
 
@@ -37,17 +41,19 @@ class _PostFailed(Exception):
 
 
 class MetaserverPoster:
-    """Posts to `urls` only. `unclaimable` is called in the thread with an attempt and the reason, `claim_s` after a
-    post was answered or as soon as it has failed; it has no effect on one that was claimed. `start`ed once, `close`d
-    once; `carry_out` may be called in any thread, also after the end."""
+    """Posts to `urls` only. `unclaimable` is called with an attempt and the reason, `CLAIM_S` after a post was answered
+    or as soon as it has failed; it has no effect on one that was claimed. `died` is called where the thread ends by an
+    error, which `error` is then. `start`ed once, `close`d once; `carry_out` may be called in any thread,
+    also after the end."""
 
     def __init__(self, urls: Collection[str], fingerprint: m.Fingerprint,
-                 unclaimable: Callable[[m.Attempt, str], None], claim_s: float) -> None:
+                 unclaimable: Callable[[m.Attempt, str], None], died: Callable[[], None]) -> None:
         self.error: BaseException | None = None
         self._urls = frozenset(urls)
         self._fingerprint = fingerprint
         self._unclaimable = unclaimable
-        self._claim_s = claim_s
+        self._died = died
+        self._handed: collections.deque[PostJob | StopPost] = collections.deque()
         self._tasks: dict[m.Attempt, asyncio.Task] = {}
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
@@ -59,11 +65,11 @@ class MetaserverPoster:
 
     def carry_out(self, action: PostJob | StopPost) -> None:
         """Begin this post, or end it."""
+        self._handed.append(action)
         try:
-            self._loop.call_soon_threadsafe(self._begin if isinstance(action, PostJob) else self._stop, action)
+            self._loop.call_soon_threadsafe(self._take)
         except RuntimeError:  # the loop is closed
-            if isinstance(action, PostJob):
-                self._unclaimable(action.job.attempt, "the thread that posts jobs has ended")
+            self._refuse_handed()
 
     def close(self) -> None:
         """End all posts and the thread, and wait for that. Idempotent."""
@@ -84,25 +90,44 @@ class MetaserverPoster:
         try:
             self._loop.run_until_complete(self._serve())
         except BaseException as error:
-            logger.exception("the thread that posts jobs to metaservers has ended; all go through the broker")
+            logger.exception("the thread that posts jobs to metaservers ended; from now on all go through the broker")
             self.error = error
+            self._died()
         finally:
             self._loop.close()
+            self._refuse_handed()  # what came after its last turn
 
     async def _serve(self) -> None:
         import aiohttp
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        try:
-            # No proxy of the environment: a URL is what the operator has listed.
-            async with aiohttp.ClientSession(timeout=timeout, trust_env=False,
-                                             connector=aiohttp.TCPConnector(limit=MAX_POSTS)) as self._session:
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)  # the look-up of the name included
+        # No proxy of the environment: a URL is what the operator has listed.
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False,
+                                         connector=aiohttp.TCPConnector(limit=MAX_POSTS)) as self._session:
+            try:
                 await self._ended.wait()
-                for task in list(self._tasks.values()):
+            finally:
+                self._ended.set()
+                open_posts = dict(self._tasks)
+                for attempt, task in open_posts.items():
                     task.cancel()
-                await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        finally:
-            for attempt in list(self._tasks):
-                self._unclaimable(attempt, "the thread that posts jobs has ended")
+                    self._unclaimable(attempt, ENDED)
+                await asyncio.gather(*open_posts.values(), return_exceptions=True)
+
+    def _refuse_handed(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                action = self._handed.popleft()
+                if isinstance(action, PostJob):
+                    self._unclaimable(action.job.attempt, ENDED)
+
+    def _take(self) -> None:
+        action = self._handed.popleft()
+        if isinstance(action, StopPost):
+            self._stop(action)
+        elif self._ended.is_set():
+            self._unclaimable(action.job.attempt, ENDED)
+        else:
+            self._begin(action)
 
     def _begin(self, action: PostJob) -> None:
         attempt = action.job.attempt
@@ -115,7 +140,9 @@ class MetaserverPoster:
 
     def _stop(self, action: StopPost) -> None:
         task = self._tasks.get(action.attempt)
-        if task is not None:
+        if task is not None and action.after_s:
+            self._loop.call_later(action.after_s, task.cancel)
+        elif task is not None:
             task.cancel()
 
     async def _post(self, action: PostJob) -> None:
@@ -126,15 +153,12 @@ class MetaserverPoster:
                 problem = await self._deliver(action)
         except TimeoutError:
             problem = "the metaserver has not answered in time"
-        except asyncio.CancelledError:
-            problem = "it is not wanted any more"
         except Exception as error:
             logger.exception("unexpected error in a post to %s", action.url)
             problem = f"it could not be posted: {error!r}"
-        if problem:
-            self._unclaimable(attempt, problem)
-        else:
-            self._loop.call_later(self._claim_s, self._unclaimable, attempt, ANSWERED)
+        if not problem:
+            await asyncio.sleep(CLAIM_S)
+        self._unclaimable(attempt, problem or ANSWERED)
 
     async def _deliver(self, action: PostJob) -> str:
         """Post until a try is answered well, or the last has failed. Returns why; empty after an answer."""

@@ -8,6 +8,7 @@ read under the lock, from the clock that is passed in, so it never runs backward
 """
 import collections
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -99,6 +100,7 @@ class PeerProtocol:
         self.ttl_s = config.ttl_s
         self._own_jobs = OwnJobs() if config.decides_by_time else None
         self._posted = PostedJobs()
+        self._posts = True
         self._broker = config.broker
         self._wakeup: Callable[[], None] | None = None
         self._events: collections.deque[Event] = collections.deque()
@@ -144,8 +146,14 @@ class PeerProtocol:
     @_locked
     def post_job(self, attempt: m.Attempt, url: str, request_id: str) -> None:
         """The job of this attempt, which is submitted next, goes to the metaserver at `url`, whose proxy knows the
-        request as `request_id`, and not to the broker."""
-        self._posted.add(attempt, url, request_id)
+        request as `request_id`, and not to the broker. To the broker all the same after `stop_posting`."""
+        if self._posts:
+            self._posted.add(attempt, url, request_id)
+
+    @_locked
+    def stop_posting(self) -> None:
+        """Nothing can be posted any more."""
+        self._posts = False
 
     @_locked
     def unclaimable(self, attempt: m.Attempt, detail: str) -> None:
@@ -611,11 +619,11 @@ class PeerProtocol:
 
     def _do(self, actions: list[Action]) -> None:
         """Sort what a half answered: events for the engine, the rest to be sent."""
-        for action in map(self._posted.divert, actions):
+        for action in itertools.chain.from_iterable(map(self._posted.divert, actions)):
             if isinstance(action, EVENTS):
                 self._events.append(action)
                 self._announced = False
-            elif action is not None:
+            else:
                 self._outbox.append(action)
         if actions:
             self.wake()

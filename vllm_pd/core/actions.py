@@ -168,8 +168,9 @@ class PostJob(msgspec.Struct, frozen=True):
 
 
 class StopPost(msgspec.Struct, frozen=True):
-    """D: the job of this attempt is not wanted any more, whether or not it is posted."""
+    """D: the post of this attempt, which has ended, is not wanted any more; after `after_s`, if it is open then."""
     attempt: Attempt
+    after_s: float = 0.0
 
 
 Action = Event | ToBroker | ToPrefill | ToDecode | Connect | Disconnect | PostJob | StopPost

@@ -21,7 +21,7 @@ from vllm_pd.core.holds import transfer_params
 
 URL_KEY = "metaserver"
 JOB_KEY = "pd_job"
-_POSTED = re.compile(r"posted-[0-9a-f]{32}-.*", re.DOTALL)
+_POSTED = re.compile(r"posted-[0-9a-f]{32}-(.*)", re.DOTALL)
 _RANDOM_END = re.compile(r"-[0-9a-f]{8}$")  # what V1 puts behind the id of each request
 _jobs = msgspec.msgpack.Decoder(m.Job)
 
@@ -52,6 +52,12 @@ def posted_name(request_id: str, secret: str) -> str:
 def is_posted(attempt: m.Attempt) -> bool:
     """Whether `posted_name` made the name of this attempt."""
     return _POSTED.fullmatch(attempt.request_id) is not None
+
+
+def request_of(attempt: m.Attempt) -> str:
+    """The id of the request that it is of, whether or not it is posted."""
+    posted = _POSTED.fullmatch(attempt.request_id)
+    return attempt.request_id if posted is None else posted[1]
 
 
 def external_id(request_id: str) -> str:

@@ -31,7 +31,7 @@ from vllm_pd.core.hashes import token_digest
 from vllm_pd.core.holds import asks_for_hold, named_hold
 from vllm_pd.core.measured import DecodeMeasures, StepSpeed
 from vllm_pd.core.messages import Attempt, Timings
-from vllm_pd.core.metaserver import external_id, named_metaserver, posted_name
+from vllm_pd.core.metaserver import external_id, named_metaserver, posted_name, request_of
 from vllm_pd.core.pace import FallbackPace
 from vllm_pd.core.policy import AskedPlace, Decision, PolicyInput, Reason, asked_place, decide, may_read_hold
 from vllm_pd.handover.progress import ArrivalNotice, Progress
@@ -182,7 +182,7 @@ class DecodeHandover(ABC, Generic[R]):
             remote.began_at = time.monotonic()
         remote.attempts += 1
         request_id = self._request_id(request)
-        # A second attempt goes through the queue: the proxy may choose the same prefill engine again.
+        # Later attempts go through the queue: the proxy may choose the same prefill engine again.
         remote.metaserver = self._metaserver(request) if remote.attempts == 1 and remote.hold is None else None
         return self._protocol.next_attempt(posted_name(request_id, secrets.token_hex(16)) if remote.metaserver
                                            else request_id)
@@ -382,7 +382,7 @@ class DecodeHandover(ABC, Generic[R]):
         attempt = event.attempt
         # A name that a client has made up must not write a line for each request; `totals` has the reasons.
         level = logging.DEBUG if event.reason is FallbackReason.HOLD else logging.WARNING
-        logger.log(level, "remote prefill %d of request %s has ended (%s): %s", attempt.number, attempt.request_id,
+        logger.log(level, "remote prefill %d of request %s has ended (%s): %s", attempt.number, request_of(attempt),
                    event.reason.value, event.detail)
         self._metrics.attempt(event.outcome.value)
         if attempt not in self._parked():
