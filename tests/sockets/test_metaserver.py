@@ -487,8 +487,8 @@ def test_b100_a_thread_that_dies_ends_what_it_has_and_all_that_comes(monkeypatch
     made.carry_out(post_to(url, 2))
     held.set()
     made._thread.join(WAIT_S)
+    assert len(ended) == 4 and isinstance(made.error, MemoryError)
     made.carry_out(post_to(url, 4))
-    assert isinstance(made.error, MemoryError)
     refused = [(post_to(url, number).job.attempt, poster.ENDED) for number in (1, 2, 3, 4)]
     assert ended == [*refused[:2], "died", *refused[2:]]
 
