@@ -41,6 +41,8 @@ def claim(engine_args: EngineArgs) -> None:
     transfer = engine_args.kv_transfer_config
     extra = dict(transfer.kv_connector_extra_config or {})
     config = PDConfig.parse(transfer.kv_role, extra)
+    if config.store is not None:
+        raise ConfigError("store", extra["store"], "leave it out: V0 has no KV store")
     _check_arguments(engine_args)
     require_free_bind(config.bind)
     selection.select(CONNECTOR)
