@@ -32,6 +32,7 @@ class StoredEngine(Engine):
     def make_binding(self, *arguments):
         self.open_loads: dict[str, list[tuple[bytes, int]]] = {}
         self.loads: list[str] = []  # requests that were loaded for
+        self.puts: list[int] = []  # blocks that were put with each step
         self.ended_loads: dict[str, bool] = {}
         self.holds_loads = False  # else a load ends with the step that begins it
         paired = self.scheduler.connector
@@ -41,6 +42,7 @@ class StoredEngine(Engine):
 
     def run_workers(self, output, work):
         result, step = self.execute(work), output.kv_connector_metadata.store
+        self.puts.append(len(step.puts))
         for name, block_id in step.puts:
             self.stored[name] = [self.slots.get((block_id, offset)) for offset in range(BLOCK_SIZE)]
         assert not step.loads.keys() & self.open_loads.keys(), "an id is loaded for twice at a time"
@@ -73,10 +75,13 @@ class StoredEngine(Engine):
 
 
 class FakeView:
+    asked = 0  # by all engines of a test
+
     def __init__(self, settings, slot_bytes, model):
         self.stored = StoredEngine.stored
 
     def contains(self, name):
+        FakeView.asked += 1
         return name in self.stored
 
     def close(self):
@@ -89,6 +94,7 @@ def make(model_folder, in_flight, monkeypatch):
     monkeypatch.setattr(connector, "StoreView", FakeView)
     monkeypatch.setattr(connector, "check_store", lambda config: None)  # the store is refused with stages, for now
     monkeypatch.setattr(StoredEngine, "stored", {})
+    monkeypatch.setattr(FakeView, "asked", 0)
     return lambda **settings: StoredEngine(model_folder, in_flight, **settings)
 
 
@@ -266,6 +272,96 @@ def test_b104_equal_prompts_are_loaded_for_once(make):
     engine.end()
     assert engine.loads == ["a"] and engine.cached["a"] == 80
     assert min(engine.cached.values()) == 80, "what was loaded for one is the hit of the others"
+
+
+def test_b104_b97_a_step_asks_the_store_about_nobody_who_waits_for_a_load(make):
+    """B104, B97: a look at the store takes long. Those behind a load wait for it without one, in each step."""
+    engine, asked = make(threshold=1000), prompt(100)
+    put(asked, 5)
+    engine.holds_loads = True
+    for name in "abcdefgh":
+        engine.add(name, asked + [ord(name)] * 5)
+    while not engine.open_loads:
+        engine.turn()
+    before = FakeView.asked
+    for _ in range(20):
+        engine.turn()
+    assert FakeView.asked == before
+    engine.end_load("a")
+    engine.end()
+    assert min(engine.cached.values()) == 80
+
+
+def test_b104_b97_a_request_that_waits_for_blocks_is_counted_once_in_a_while(make, monkeypatch):
+    """B104, B97: V1 asks for the head of its queue in each step. What is found is counted anew after `COUNT_S`."""
+    engine, asked = make(blocks=12, threshold=1000), prompt(100)
+    put(asked, 5)
+    engine.add("first", prompt(100), 60)
+    engine.turn()
+    engine.add("a", asked)
+    engine.turn()
+    before = FakeView.asked
+    for _ in range(20):
+        engine.turn()
+    assert FakeView.asked == before and "a" not in engine.loads
+    monkeypatch.setattr("vllm_pd.store.handover.COUNT_S", 0.0)
+    engine.binding._offers.clear()
+    engine.turn()
+    engine.turn()
+    assert FakeView.asked >= before + 10
+    engine.end()
+    assert engine.loads == ["a"] and engine.cached["a"] == 80
+
+
+def test_b104_b25_nobody_waits_for_the_load_of_a_request_that_is_gone(make):
+    """B104, B25: nothing of it will be a hit. The retry of a client loads by itself, at once."""
+    engine, asked = make(threshold=1000), prompt(100)
+    put(asked, 5)
+    engine.holds_loads = True
+    engine.add("a", asked)
+    while not engine.open_loads:
+        engine.turn()
+    engine.abort("a")
+    engine.add("b", asked)
+    for _ in range(5):
+        engine.turn()
+    assert list(engine.open_loads) == ["a", "b"]
+    engine.end_load("b")
+    for _ in range(20):
+        engine.turn()
+    assert engine.cached["b"] == 80
+    engine.end_load("a")
+    engine.end()
+
+
+def test_b104_a_long_prompt_that_arrived_is_put_over_several_steps(make, monkeypatch):
+    """B104: the running decodes wait while a step puts. What the step itself has filled comes on top."""
+    monkeypatch.setattr(connector, "LATE_BYTES", 2)
+    engine, asked, other = make(), prompt(10 * BLOCK_SIZE + 3), prompt(9 * BLOCK_SIZE + 3)
+    for name, tokens in (("a", asked), ("b", other)):
+        engine.add(name, tokens, 40)
+    engine.run()
+    assert not any(engine.puts)
+    engine.prefilled("a")
+    engine.prefilled("b")
+    engine.end()
+    assert max(engine.puts) <= 2 + 2
+    check_stored(asked + engine.outputs["a"][:-BLOCK_SIZE], other + engine.outputs["b"][:-BLOCK_SIZE])
+
+
+def test_b104_what_was_loaded_is_not_put_again(make):
+    """B104: and all of a load that failed is put when it is computed: the store may have it no more."""
+    for ok in (True, False):
+        engine, asked = make(threshold=1000), prompt(100)
+        put(asked, 5)
+        engine.holds_loads = True
+        engine.add("a", asked)
+        while not engine.open_loads:
+            engine.turn()
+        engine.end_load("a", ok)
+        engine.end()
+        assert sum(engine.puts) == (1 if ok else 6)
+        check_stored(asked[:6 * BLOCK_SIZE])
 
 
 def test_b104_b102_a_hold_is_read_after_what_the_store_has(make):

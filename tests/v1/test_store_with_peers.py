@@ -3,6 +3,7 @@
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,11 +75,12 @@ def worker(model_folder, monkeypatch):
     shutil.rmtree(folder)
 
 
-def run(connector, number, puts=(), loads=None, error=None):
-    """One step, which fills these blocks and begins these loads. Its output."""
+def run(connector, number, puts=(), loads=None, error=None, gone=()):
+    """One step, which fills these blocks and begins these loads; these requests have ended before it. Its output."""
     step = with_peers.StoreStep(number, True, loads or {}, [block_named(one) for one in puts])
     metadata = with_peers.PairedStep(with_peers.StepMetadata(number, number == 2), step)
-    output = SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set())
+    output = SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=False,
+                             finished_req_ids=set(gone))
     connector.handle_preemptions(metadata)
     with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as found:
         for name in NAMES:
@@ -96,9 +98,12 @@ def is_stored(connector, block):
 def test_b104_a_step_that_fails_puts_nothing_and_neither_do_later_ones(worker):
     """B104: nothing of an aborted forward pass is published, whoever of the layers had ended."""
     run(worker, 1, [1])
-    worker._store._worker.steps._layers |= {"one more"}
+    steps = worker._store._worker.steps
+    every = steps._layers
+    steps._layers = every | {"one that has not ended"}
     with pytest.raises(RuntimeError):
         run(worker, 2, [2], error=RuntimeError("in the forward pass"))
+    steps._layers = every
     run(worker, 3, [3])
     assert [is_stored(worker, block) for block in (1, 2, 3)] == [True, False, False]
     assert worker._rank.steps == [("begins", False), ("ends", 1, None), ("begins", True), ("ends", 2, RuntimeError),
@@ -120,6 +125,36 @@ def test_b104_b95_ends_of_loads_are_not_in_the_sets_of_v1(worker):
             ended, failed = ended | report.ended, failed | report.failed
         found, number = run(worker, number), number + 1
     assert failed == {"wrong"} and found.kv_connector_worker_meta is None
+
+
+def test_b104_b25_the_load_of_a_request_that_is_gone_stops(worker, monkeypatch):
+    """B104, B25: after the block that it is at. It is reported: its blocks wait for that."""
+    store, copies, begun, goes_on = worker._store._worker.store, [], threading.Event(), threading.Event()
+    get = store.get
+
+    def slow(key, rows, load):
+        copies.append(key)
+        begun.set()
+        goes_on.wait(30)
+        return get(key, rows, load)
+
+    monkeypatch.setattr(store, "get", slow)
+    run(worker, 1, [1, 2, 3])
+    run(worker, 2, loads={"a": [block_named(one) for one in (1, 2, 3)]})
+    assert begun.wait(30)
+    found, number = run(worker, 3, gone=["a", "never loaded"]), 4
+    goes_on.set()
+    deadline_s = time.monotonic() + 30
+    while found.kv_connector_worker_meta is None:
+        assert time.monotonic() < deadline_s
+        found, number = run(worker, number), number + 1
+    assert found.kv_connector_worker_meta.failed == {"a"} and len(copies) == 1
+    found = run(worker, number, loads={"a": [block_named(1)]}, gone=["a"])
+    while found.kv_connector_worker_meta is None:
+        assert time.monotonic() < deadline_s
+        number += 1
+        found = run(worker, number)
+    assert not found.kv_connector_worker_meta.failed, "one that begins with this step is of another request"
 
 
 def test_the_handshake_has_both(worker):

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+LATE_BYTES = 64 << 20  # put with one step of what earlier steps did not compute, as a prompt that came from a peer
+
 
 @dataclass(frozen=True)
 class StoreHandshake(KVConnectorHandshakeMetadata):
@@ -81,7 +83,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         """The worker's cache is known: open the store."""
         theirs = metadata[0]
         self._view = StoreView(self._settings, theirs.slot_bytes, theirs.model)
-        self._plan = StorePlan(self._block_size, self._view.contains)
+        self._plan = StorePlan(self._block_size, self._view.contains, max(1, LATE_BYTES // theirs.slot_bytes))
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """It knows the blocks of each request."""
@@ -93,9 +95,21 @@ class PDStoreConnector(KVConnectorBase_V1):
             self._requests[request.request_id] = request
             self._plan.add(request.request_id)
 
+    def first_name(self, request: Request, computed_tokens: int) -> bytes | None:
+        """The name of the block that a load for this request would begin with, whether the store has it or not; None
+        where the request is not loaded for."""
+        if self._plan is None or request.num_preemptions:
+            return None
+        return self._plan.first_name(request.request_id, self._names(request), request.num_tokens, computed_tokens)
+
+    def load_failed(self, request: Request) -> None:
+        """Its load failed: it is not tried again, and its blocks are put when they are computed."""
+        if self._plan is not None and self._requests.get(request.request_id) is request:
+            self._plan.failed(request.request_id)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that are loaded, True), or (0, False): compute it."""
-        if self._plan is None or request.num_preemptions:
+        if self.first_name(request, num_computed_tokens) is None:
             return 0, False
         tokens = self._plan.loadable_tokens(request.request_id, self._names(request), request.num_tokens,
                                             num_computed_tokens)
@@ -120,13 +134,14 @@ class PDStoreConnector(KVConnectorBase_V1):
             return step
         step.loads, self._loads = {one: [tuple(block) for block in blocks] for one, blocks in self._loads.items()}, {}
         cached = scheduler_output.scheduled_cached_reqs
+        self._plan.begin_step()
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, before in computed.items():
             if (request := self._requests.get(request_id)) is not None:
                 after = before + scheduler_output.num_scheduled_tokens[request_id]
                 step.puts += map(tuple, self._plan.puts(request_id, self._names(request), lambda one=request_id:
-                                                        self._manager.get_block_ids(one)[0], after))
+                                                        self._manager.get_block_ids(one)[0], before, after))
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -181,6 +196,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         if step.stops:
             self._worker.stop("the cache was reset")
         self._worker.end_step(step.number, step.has_tokens, [NamedBlock(*one) for one in step.puts])
+        self._worker.stop_loads(finished_req_ids)
         self._worker.begin_loads({one: [NamedBlock(*block) for block in blocks] for one, blocks in step.loads.items()})
         ended, failed = self._worker.take_ended()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)

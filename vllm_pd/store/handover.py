@@ -35,12 +35,15 @@ if TYPE_CHECKING:
     from vllm_pd.store.connector import PDStoreConnector
 
 LOADS_S = 10.0  # how long a reset of the prefix cache waits for loads
+COUNT_S = 1.0  # how long it counts what the store was found to have of a request, which V1 asks for in each step
 
 
 class OfferedLoad(NamedTuple):
-    """What `match` has answered: the prefix hit, and the tokens after it that are in the store."""
+    """What `match` has answered: the prefix hit, and the tokens after it that are in the store. It is not counted anew
+    until `until_s`."""
     cached_tokens: int
     tokens: int
+    until_s: float
 
 
 class OpenLoad(NamedTuple):
@@ -69,16 +72,19 @@ class HandoverWithStore(EngineHandover):
 
     def match(self, request: Request, cached_tokens: int) -> int | None:
         """As without the store, but what that has comes first. None also while these blocks are loaded for another
-        request, whose hit they are to be."""
-        self._offers.pop(request.request_id, None)
-        tokens = self._stored_tokens(request, cached_tokens)
-        if not tokens:
-            return super().match(request, cached_tokens)
-        first = request.block_hashes[cached_tokens // self._scheduler.block_size]
-        if any(load.first == first for load in self._loads.values()):
+        request, whose hit they are to be; what is loaded for one that is gone will be nobody's."""
+        offer, now = self._offers.pop(request.request_id, None), time.monotonic()
+        first = self._first_name(request, cached_tokens)
+        if first is not None and any(load.first == first and not load.request.is_finished()
+                                     for load in self._loads.values()):
             return None
-        self._offers[request.request_id] = OfferedLoad(cached_tokens, tokens)
-        return tokens
+        if first is not None and (offer is None or offer.cached_tokens != cached_tokens or now >= offer.until_s):
+            tokens, _ = self._store.get_num_new_matched_tokens(request, cached_tokens)
+            offer = OfferedLoad(cached_tokens, tokens, now + COUNT_S)
+        if first is None or not offer.tokens:
+            return super().match(request, cached_tokens)
+        self._offers[request.request_id] = offer
+        return offer.tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, remote_tokens: int) -> None:
         """The request has these blocks; it is being parked where `remote_tokens` is more than 0."""
@@ -116,6 +122,7 @@ class HandoverWithStore(EngineHandover):
         for request_id in [one for one in reversed(self._loads) if one in ended]:  # each goes to the front
             request = self._loads.pop(request_id).request
             if not ended[request_id]:
+                self._store.load_failed(request)
                 self._scheduler.fail_parked(request)
             elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self._scheduler.begin_anew(request)
@@ -135,10 +142,11 @@ class HandoverWithStore(EngineHandover):
         deadline = time.monotonic() + LOADS_S
         self._access.finish_steps(lambda: bool(self._loads) and time.monotonic() < deadline)
 
-    def _stored_tokens(self, request: Request, cached_tokens: int) -> int:
+    def _first_name(self, request: Request, cached_tokens: int) -> bytes | None:
+        """The name of the first block of a load for this request; None where there is to be none."""
         if request.request_id in self._loaded or request.request_id in self._loads or request.skip_reading_prefix_cache:
-            return 0
-        return self._store.get_num_new_matched_tokens(request, cached_tokens)[0]
+            return None
+        return self._store.first_name(request, cached_tokens)
 
 
 def _load_key(request_id: str) -> Attempt:
