@@ -2,7 +2,7 @@
 """The scheduler of an engine with disaggregation: V1's own class, sync or async, with a mixin before it.
 
 The mixin resumes, fails and aborts parked requests through the scheduler's own sets, in the scheduler's own thread.
-Nothing is ever reported through a connector's output: an id that V1 does not expect there ends the engine. The request
+Nothing is ever reported in a connector's sets of ids: one that V1 does not expect there ends the engine. The request
 itself is V1's throughout; the blocks that a peer may still touch are held by `vllm_pd.v1.fence` alone.
 
     parked                 status WAITING_FOR_REMOTE_KVS, in `kv_holding_waiting`
