@@ -23,6 +23,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.addresses import EXAMPLE_BROKER, parse_endpoint, parse_nats
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
+from vllm_pd.store_settings import StoreSettings
 from vllm_pd.transfer.choice import TransportChoice, TransportKind
 
 AUTO = "auto"  # of max_local_prefill_tokens
@@ -139,6 +140,9 @@ class PDConfig:
     log_decisions: bool = _key(
         False, "Whether a decode engine logs where each prompt is prefilled and why; with `max_local_prefill_tokens` "
         "`auto` with all that was compared.")
+    store: StoreSettings | None = _key(
+        None, "On V1: the KV store that the engines of this host share, as an object of its own keys. What is there "
+        "counts as a prefix hit.")
     drain_timeout_s: float = _key(
         30.0, "How long a server may go on after the signal to stop with what is open, before that is ended.", least=0,
         most=86400)
@@ -252,6 +256,10 @@ def _checked(key: dataclasses.Field, value: Any, values: Mapping[str, Any]) -> A
         if not isinstance(value, str):
             raise ConfigError(key.name, value, f"it must be a string: {_TEXTS[key.name]}")
         return _checked_text(key.name, value, values)
+    if key.name == "store":
+        if not isinstance(value, dict):
+            raise ConfigError(key.name, value, 'it must be an object, like {"memory_gib": 4}, or {} for all defaults')
+        return StoreSettings.parse(value)
     if key.type is bool:
         if not isinstance(value, bool):
             raise ConfigError(key.name, value, "it must be true or false, without quotes")

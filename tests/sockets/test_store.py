@@ -21,9 +21,9 @@ from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
 from vllm_pd.store.files import FOLDER, SHARE, FileTier
-from vllm_pd.store.settings import StoreSettings
 from vllm_pd.store.slots import PutResult
 from vllm_pd.store.store import BlockStore
+from vllm_pd.store_settings import StoreSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 100_000  # bytes; not a whole number of pages

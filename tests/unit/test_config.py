@@ -17,6 +17,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.launch.plan import parse_setting
 from vllm_pd.rpc.addresses import parse_endpoint
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.store_settings import StoreSettings
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -53,13 +54,20 @@ def test_every_key_can_be_set(files):
              "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never",
              "push_chunks": True, "transport": "torch", "drain_timeout_s": 5, "max_prefill_tokens": 9,
              "log_decisions": True, "nats_prefix": "mine", "hold_s": 0,
-             "metaservers": "http://127.0.0.1:9000/v1/metaserver", **files}
+             "metaservers": "http://127.0.0.1:9000/v1/metaserver",
+             "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2}, **files}
     auto = {"max_local_prefill_tokens": "auto", "itl_target_ms": 80}
     assert {*extra, *auto} == {key.name for key in PDConfig.settings()}
     for given in (extra, {**extra, **auto}):
         config = dataclasses.asdict(PDConfig.parse("kv_both", given))
         assert {**config, **given} == config
     assert isinstance(config["lease_s"], float) and isinstance(config["max_parked_fraction"], float)
+
+
+def test_b80_the_store_has_keys_of_its_own():
+    assert PDConfig.parse("kv_both", {**BROKER, "store": {}}).store == StoreSettings()
+    for given, key in (({"memory": 4}, "memory"), ({"memory_gib": "4"}, "memory_gib"), ({"file_gib": 4}, "file_gib")):
+        assert refused("kv_both", {**BROKER, "store": given}).key == key
 
 
 @pytest.mark.parametrize("kv_role", [None, "", "decode", "KV_CONSUMER", 1])
@@ -91,7 +99,8 @@ def test_b80_missing_broker(extra):
 
 WRONG_TYPES = [(key.name, value)
                for key in PDConfig.settings() for value in (None, [], {}, "1" if key.type is not str else 1,
-                                                            True if key.type is not bool else 1)]
+                                                            True if key.type is not bool else 1)
+               if (key.name, value) != ("store", {})]
 
 
 @pytest.mark.parametrize("name, value", WRONG_TYPES + [("max_queue_length", 1.5), ("max_local_prefill_tokens", 2.0)])

@@ -2,6 +2,7 @@
 """Real V1 engines with the tiny model, each in a process tree of its own. It is forked from a server that has made the
 imports, most of an engine's start, and has no threads: the tests' process has, whose locks a fork would copy.
 """
+import functools
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,22 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobi
                "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "vllm_pd"}
 
 
+def count_tokens() -> Any:
+    """From now on an engine that is forked from this process adds up the tokens that its steps compute. Returns the
+    sum, shared with it."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    schedule, computed = Scheduler.schedule, _FORK.Value("q", 0)
+
+    @functools.wraps(schedule)
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        output = schedule(*arguments, **keywords)
+        computed.value += output.total_num_scheduled_tokens
+        return output
+
+    Scheduler.schedule = counting
+    return computed
+
+
 def serve(connection, role: str | None, extra: dict[str, Any], log: str, **arguments: Any) -> None:
     """The child: an engine that answers what comes over the connection. `role` None: without disaggregation."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -33,6 +50,7 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
     for module in (vllm.utils.system_utils, vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
         module.get_mp_context = lambda: _FORK
     from vllm import LLM, SamplingParams
+    computed = count_tokens()
     if role is not None:
         arguments["kv_transfer_config"] = {"kv_connector": "PDConnector", "kv_role": role,
                                            "kv_connector_extra_config": extra}
@@ -63,6 +81,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
             time.sleep(after_s)
             llm.llm_engine.abort_request(ids)
             connection.send(None)
+        elif order == "computed":
+            connection.send(computed.value)
         elif order == "params":
             connection.send([one.kv_transfer_params for one in outputs])
         elif order == "figures":
@@ -115,6 +135,11 @@ class RealEngine:
 
     def figures(self) -> dict[str, float]:
         self._connection.send(("figures", ))
+        return self._receive(ANSWER_S)
+
+    def computed_tokens(self) -> int:
+        """How many tokens its steps have computed, for whomever."""
+        self._connection.send(("computed", ))
         return self._receive(ANSWER_S)
 
     def processes(self) -> list[psutil.Process]:

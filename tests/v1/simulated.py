@@ -264,9 +264,9 @@ class FakeAccess:
         self._engine.scheduler.add_request(made)
         return made
 
-    def finish_steps(self):
-        while self._engine.begun_steps:
-            self._engine.process()
+    def finish_steps(self, needs_step=lambda: False):
+        while self._engine.begun_steps or needs_step():
+            self._engine.turn()
 
     def publish(self, stats):
         self._engine.figures.append(stats.kv_connector_stats)
@@ -278,6 +278,9 @@ class FakeAccess:
 
 class Engine:
     """A scheduler, its memory, and the clients' answers."""
+
+    CONNECTOR, MODULE = "PDConnector", "vllm_pd.v1.connector"
+    EXTRA: dict[str, Any] = {}
 
     def __init__(self, folder: Path, in_flight: int = 1, *, blocks: int = 64, max_num_seqs: int = 8,
                  batch_tokens: int = 128, role: str = "kv_both", vllm_role: str = "kv_both", caching: bool = True,
@@ -293,8 +296,9 @@ class Engine:
                                              max_model_len=1024, is_encoder_decoder=False, policy=policy,
                                              enable_chunked_prefill=True, async_scheduling=in_flight > STAGES),
             cache_config=CacheConfig(block_size=self.block_size, enable_prefix_caching=caching),
-            kv_transfer_config=KVTransferConfig(kv_connector="PDConnector",
-                                                kv_connector_module_path="vllm_pd.v1.connector", kv_role=vllm_role,
+            kv_transfer_config=KVTransferConfig(kv_connector=self.CONNECTOR,
+                                                kv_connector_module_path=self.MODULE, kv_role=vllm_role,
+                                                kv_connector_extra_config=self.EXTRA,
                                                 kv_load_failure_policy="recompute"))
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.scheduler_config.async_scheduling = in_flight > STAGES  # the CPU platform switches it off
@@ -317,9 +321,9 @@ class Engine:
         self.access = (access or FakeAccess)(self)
         agent = SimpleNamespace(protocol=self.protocol, error=None, dropped=lambda: {}, close=lambda: None,
                                 end_lifeline=lambda: None)
-        self.binding = EngineHandover(settings, self.scheduler, self.access, agent, self.transfer,
-                                      PrefillCapacity(self.block_size, VOCAB, 1, 1 << 16, caching,
-                                                      self.scheduler.max_num_scheduled_tokens), MetricsRecorder())
+        self.binding = self.make_binding(settings, self.scheduler, self.access, agent, self.transfer,
+                                         PrefillCapacity(self.block_size, VOCAB, 1, 1 << 16, caching,
+                                                         self.scheduler.max_num_scheduled_tokens), MetricsRecorder())
         self.scheduler.connector.binding = self.binding
         self.slots: dict[tuple[int, int], int] = {}
         self.prompts: dict[str, list[int]] = {}
@@ -336,6 +340,9 @@ class Engine:
         self.tokens_computed = 0
         self._known: dict[str, list[int]] = {}  # as the model runner has them: prompt and sampled tokens
         self.begun_steps: collections.deque = collections.deque()
+
+    def make_binding(self, *arguments: Any) -> EngineHandover:
+        return EngineHandover(*arguments)
 
     # Clients.
 
@@ -497,8 +504,12 @@ class Engine:
     def process(self) -> None:
         """Execute the oldest step in flight, and process its output."""
         output, work = self.begun_steps.popleft()
-        self.deliver(self.scheduler.update_from_output(output, self.execute(work)))
+        self.deliver(self.scheduler.update_from_output(output, self.run_workers(output, work)))
         self.check()
+
+    def run_workers(self, output, work: list[tuple]) -> ModelRunnerOutput:
+        """What the workers do with a step."""
+        return self.execute(work)
 
     def deliver(self, outputs) -> None:
         """What the front end does with a step's outputs."""

@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd import checks
@@ -18,11 +19,14 @@ from vllm_pd.frontend import attach
 from vllm_pd.frontend.drain import DrainMiddleware
 from vllm_pd.frontend.metaserver import DirectJobMiddleware
 from vllm_pd.source_names import Required
+from vllm_pd.store.with_peers import PDConnectorWithStore
 from vllm_pd.v1 import front, required
 from vllm_pd.v1.claim import SCHEDULER
+from vllm_pd.v1.connector import PDConnector
 from vllm_pd.v1.settings import OWN_KEY, front_of_rank, fronts_of_server, read_settings
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}
+STORED = {**BROKER, "store": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +94,18 @@ def test_b91_engines_beside_it_stay_as_they_are():
     assert other.kv_transfer_config.kv_load_failure_policy == "fail"
 
 
+def test_b104_the_store_brings_another_class_of_the_same_name():
+    """B104: V1 finds it by its module, and PDConnector's own parts find their settings as ever. Without the key all
+    stays as it was."""
+    config = configure(transfer(extra=STORED))
+    config.__post_init__()
+    for kv, expected in ((config.kv_transfer_config, PDConnectorWithStore),
+                         (configure(transfer()).kv_transfer_config, PDConnector)):
+        assert KVConnectorFactory.get_connector_class(kv) is expected
+        assert (kv.kv_connector, kv.kv_load_failure_policy) == ("PDConnector", "recompute")
+    assert config.scheduler_config.scheduler_cls == SCHEDULER and read_settings(config).extra == STORED
+
+
 def test_a_configuration_that_is_checked_again_stays_the_same():
     config = configure(transfer("kv_producer"))
     before = config.kv_transfer_config
@@ -116,7 +132,17 @@ def test_a_configuration_that_is_checked_again_stays_the_same():
     ({"kv_connector_module_path": "vllm_pd.v1.activate"}, {}, "kv_connector_module_path=.*remove it"),
     ({"kv_connector": "MultiConnector", "extra": {"connectors": [
         {"kv_connector": "PDConnector", "kv_role": "kv_both", "kv_connector_extra_config": BROKER}]}}, {},
-     "kv_connector='MultiConnector'.*by itself"),
+     "kv_connector='MultiConnector'.*by itself.*\"store\""),
+    ({"kv_connector": "MultiConnector", "extra": {"connectors": [
+        {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        for name, extra in (("PDConnector", BROKER), ("PDStoreConnector", {}))]}}, {},
+     "kv_connector='MultiConnector'.*by itself.*\"store\""),
+    ({"extra": STORED}, {"enable_prefix_caching": False}, "enable_prefix_caching=False.*prefix hit"),
+    ({"extra": STORED}, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, "tensor_parallel_size=2"),
+    ({"extra": STORED}, {"enable_lora": True}, "lora_config=.*told apart"),
+    ({"extra": STORED}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'.*other scales"),
+    ({"extra": STORED}, {"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo='xxhash'.*sha256"),
+    ({"extra": {**BROKER, "store": {"memory": 4}}}, {}, "memory=4.*memory_gib"),
 ], ids=str)
 def test_b80_what_cannot_work_is_refused_by_name(kv, more, words):
     """B80"""

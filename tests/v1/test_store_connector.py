@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu import kv_connector as second_runner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.store import connector as connector_module
 from vllm_pd.store.blocks import BlockKey
 from vllm_pd.store.connector import PDStoreConnector, StoreStep
 from vllm_pd.store.metrics import StoreFamilies
@@ -48,7 +47,7 @@ def make(settings, model_folder, monkeypatch):
     # What reads a model that is loaded.
     monkeypatch.setattr("vllm_pd.v1.fingerprint.engine_name", lambda config, layers: "engine")
     monkeypatch.setattr("vllm_pd.v1.fingerprint.fingerprint", lambda config, cache, engine: engine)
-    monkeypatch.setattr(connector_module, "pin_weights", lambda config: None)
+    monkeypatch.setattr("vllm_pd.store_checks.pin_weights", lambda config: None)
     made, reloads = [], []
 
     def one(role: KVConnectorRole) -> PDStoreConnector:

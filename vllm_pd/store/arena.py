@@ -37,7 +37,6 @@ from vllm_pd.store.blocks import (
     checksummer,
     decode,
 )
-from vllm_pd.store.settings import DEFAULT_FOLDER
 from vllm_pd.store.slots import (
     FillPayload,
     LockSlot,
@@ -59,6 +58,7 @@ from vllm_pd.store.slots import (
     lease,
     put,
 )
+from vllm_pd.store_settings import DEFAULT_FOLDER
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 Fill = Callable[[memoryview], int | None]  # fills a view; gives the checksum, or None for "not whole"

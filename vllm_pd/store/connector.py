@@ -18,14 +18,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from vllm_pd.checks import check_features, check_limits, check_model
 from vllm_pd.errors import ConfigError
-from vllm_pd.fingerprint import pin_weights
 from vllm_pd.store.plan import NamedBlock, StorePlan
-from vllm_pd.store.settings import StoreSettings
 from vllm_pd.store.stats import StorePromMetrics, StoreStats
 from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, block_parts, model_of
+from vllm_pd.store_checks import check_store
+from vllm_pd.store_settings import StoreSettings
 from vllm_pd.v1.settings import served_name
 
 if TYPE_CHECKING:
@@ -39,18 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-STABLE_HASHES = ("sha256", "sha256_cbor")  # equal in all processes, and no two prompts have the same
-ONE_RANK = "use 1: the store is not tried with blocks in several parts yet"
-STORE_LIMITS = {key: (1, ONE_RANK) for key in (
-    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
-    "decode_context_parallel_size", "nnodes")}
-STORE_FEATURES = {
-    "speculative_config": "remove it: tokens that are guessed and rejected would be stored as computed",
-    "lora_config": "remove it: adapters are known by their names only, so their KV can't be told apart",
-    "enable_sleep_mode": "remove it: a sleeping engine's cache is gone while blocks are loaded",
-    "attention_chunk_size": "serve a model without chunked local attention: its blocks are not kept",
-    "weight_transfer_config": "remove it and restart engines for new weights: KV of the old ones is stored",
-}
+LATE_BYTES = 64 << 20  # put with one step of what earlier steps did not compute, as a prompt that came from a peer
 
 
 @dataclass(frozen=True)
@@ -87,6 +75,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, list[NamedBlock]] = {}
         self._steps = 0
+        self.owner: KVConnectorBase_V1 = self  # the connector that V1 knows
 
     # The scheduler role.
 
@@ -94,7 +83,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         """The worker's cache is known: open the store."""
         theirs = metadata[0]
         self._view = StoreView(self._settings, theirs.slot_bytes, theirs.model)
-        self._plan = StorePlan(self._block_size, self._view.contains)
+        self._plan = StorePlan(self._block_size, self._view.contains, max(1, LATE_BYTES // theirs.slot_bytes))
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """It knows the blocks of each request."""
@@ -106,9 +95,21 @@ class PDStoreConnector(KVConnectorBase_V1):
             self._requests[request.request_id] = request
             self._plan.add(request.request_id)
 
+    def first_name(self, request: Request, computed_tokens: int) -> bytes | None:
+        """The name of the block that a load for this request would begin with, whether the store has it or not; None
+        where the request is not loaded for."""
+        if self._plan is None or request.num_preemptions:
+            return None
+        return self._plan.first_name(request.request_id, self._names(request), request.num_tokens, computed_tokens)
+
+    def load_failed(self, request: Request) -> None:
+        """Its load failed: it is not tried again, and its blocks are put when they are computed."""
+        if self._plan is not None and self._requests.get(request.request_id) is request:
+            self._plan.failed(request.request_id)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that are loaded, True), or (0, False): compute it."""
-        if self._plan is None or request.num_preemptions:
+        if self.first_name(request, num_computed_tokens) is None:
             return 0, False
         tokens = self._plan.loadable_tokens(request.request_id, self._names(request), request.num_tokens,
                                             num_computed_tokens)
@@ -133,13 +134,14 @@ class PDStoreConnector(KVConnectorBase_V1):
             return step
         step.loads, self._loads = {one: [tuple(block) for block in blocks] for one, blocks in self._loads.items()}, {}
         cached = scheduler_output.scheduled_cached_reqs
+        self._plan.begin_step()
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, before in computed.items():
             if (request := self._requests.get(request_id)) is not None:
                 after = before + scheduler_output.num_scheduled_tokens[request_id]
                 step.puts += map(tuple, self._plan.puts(request_id, self._names(request), lambda one=request_id:
-                                                        self._manager.get_block_ids(one)[0], after))
+                                                        self._manager.get_block_ids(one)[0], before, after))
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -171,7 +173,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         from vllm_pd.transfer.layout import describe_views
         from vllm_pd.v1.fingerprint import engine_name, fingerprint
         from vllm_pd.v1.worker import distinct_caches
-        if (named := get_kv_transfer_group()) is not self:
+        if (named := get_kv_transfer_group()) is not self.owner:
             raise ConfigError("kv_connector", type(named).__name__, "name PDStoreConnector by itself: the store is not "
                               "tried together with another connector")
         views = distinct_caches(kv_caches)
@@ -194,6 +196,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         if step.stops:
             self._worker.stop("the cache was reset")
         self._worker.end_step(step.number, step.has_tokens, [NamedBlock(*one) for one in step.puts])
+        self._worker.stop_loads(finished_req_ids)
         self._worker.begin_loads({one: [NamedBlock(*block) for block in blocks] for one, blocks in step.loads.items()})
         ended, failed = self._worker.take_ended()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
@@ -257,26 +260,3 @@ def watch_reload(worker: StoreWorker) -> None:
         load(self, *arguments, **keywords)
 
     Worker.reload_weights = reload_weights
-
-
-def check_store(config: VllmConfig) -> None:
-    """Raises ConfigError for an engine that can't use the store."""
-    transfer, cache = config.kv_transfer_config, config.cache_config
-    if transfer.kv_role != "kv_both":
-        raise ConfigError("kv_role", transfer.kv_role, "write kv_both: every engine puts and reads blocks")
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError("kv_load_failure_policy", transfer.kv_load_failure_policy, 'write "recompute" into '
-                          "--kv-transfer-config: a block that is gone or wrong is then computed, and no request fails")
-    if cache.prefix_caching_hash_algo not in STABLE_HASHES:
-        raise ConfigError("prefix_caching_hash_algo", cache.prefix_caching_hash_algo, "write one of "
-                          f"{', '.join(STABLE_HASHES)}: the names of blocks must be equal in all engines")
-    if cache.cache_dtype.startswith("fp8"):
-        raise ConfigError("kv_cache_dtype", cache.cache_dtype, "use another: with other scales the same bytes mean "
-                          "another KV")
-    parallel, model = config.parallel_config, config.model_config
-    check_limits({key: getattr(parallel, key) for key in STORE_LIMITS}, STORE_LIMITS)
-    check_features({"speculative_config": config.speculative_config, "lora_config": config.lora_config,
-                    "enable_sleep_mode": model.enable_sleep_mode, "attention_chunk_size": model.attention_chunk_size,
-                    "weight_transfer_config": config.weight_transfer_config}, STORE_FEATURES)
-    check_model(config)
-    pin_weights(config)

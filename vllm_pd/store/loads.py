@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from vllm_pd.store.plan import NamedBlock
@@ -132,10 +132,14 @@ class BlockLoader:
                            dict(self.counts), LOG_S)
         return taken
 
+    def fail(self, request_ids: Collection[str]) -> None:
+        """The present loads of these requests, if there are any, end as failed."""
+        for request_id in self._loads.keys() & request_ids:
+            self._loads[request_id].fail()
+
     def fail_all(self) -> None:
         """All present loads end as failed."""
-        for load in self._loads.values():
-            load.fail()
+        self.fail(self._loads.keys())
 
     def close(self, timeout_s: float) -> bool:
         """End the thread. Returns False if it has not ended after `timeout_s`. Idempotent."""

@@ -22,16 +22,19 @@ class NamedBlock(NamedTuple):
 class _Tracked:
     put_blocks: int = 0  # of its first blocks, how many are in the store as far as is known
     first_load: int = 0  # the block that a load begins with
+    loaded: range = range(0)  # the blocks of its load, unless that failed: the store has them
     loads: bool = True
 
 
 class StorePlan:
     """The requests of one engine. All counts are in tokens or blocks, from the beginning of the request."""
 
-    def __init__(self, block_size: int, contains: Callable[[bytes], bool]) -> None:
-        """`block_size` in tokens. `contains`: whether the store seems to have a block with this name."""
+    def __init__(self, block_size: int, contains: Callable[[bytes], bool], late_blocks: int) -> None:
+        """`block_size` in tokens. `contains`: whether the store seems to have a block with this name. `late_blocks`: of
+        those that earlier steps could have put, how many are put with one step."""
         self._block_size = block_size
         self._contains = contains
+        self._late_blocks = self._late_left = late_blocks
         self._requests: dict[str, _Tracked] = {}
 
     def __len__(self) -> int:
@@ -48,38 +51,60 @@ class StorePlan:
     def failed(self, request_id: str) -> None:
         """Its load failed."""
         if (tracked := self._requests.get(request_id)) is not None:
-            tracked.loads = False
+            tracked.loads, tracked.loaded = False, range(0)
+
+    def first_name(self, request_id: str, names: Sequence[bytes], tokens: int, computed_tokens: int) -> bytes | None:
+        """The name of the block after the first `computed_tokens` tokens; None where a load must not begin with it. As
+        `loadable_tokens`, but the store is not asked."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or not tracked.loads or computed_tokens % self._block_size:
+            return None
+        first, last = computed_tokens // self._block_size, (tokens - 1) // self._block_size
+        return names[first] if first < min(last, len(names)) else None
 
     def loadable_tokens(self, request_id: str, names: Sequence[bytes], tokens: int, computed_tokens: int) -> int:
         """How many tokens after the first `computed_tokens` the store seems to have: whole blocks, and not the last of
         the request's `tokens` tokens, which is always computed. `names`: those of the request's full blocks."""
-        tracked = self._requests.get(request_id)
-        if tracked is None or not tracked.loads or computed_tokens % self._block_size:
+        if self.first_name(request_id, names, tokens, computed_tokens) is None:
             return 0
         first, last = computed_tokens // self._block_size, (tokens - 1) // self._block_size
         found = first
         while found < min(last, len(names)) and self._contains(names[found]):
             found += 1
-        tracked.first_load = first
+        self._requests[request_id].first_load = first
         return (found - first) * self._block_size
 
     def loads(self, request_id: str, names: Sequence[bytes], block_ids: Sequence[int],
               tokens: int) -> list[NamedBlock]:
         """The blocks of a load of `tokens` tokens, as `loadable_tokens` has answered last for this request.
         `block_ids`: all its blocks, from its first token on."""
-        first = self._requests[request_id].first_load
-        last = first + tokens // self._block_size
-        return [NamedBlock(names[index], block_ids[index]) for index in range(first, last)]
+        tracked = self._requests[request_id]
+        tracked.loaded = range(tracked.first_load, tracked.first_load + tokens // self._block_size)
+        return [NamedBlock(names[index], block_ids[index]) for index in tracked.loaded]
+
+    def begin_step(self) -> None:
+        """The `puts` that follow are those of one step."""
+        self._late_left = self._late_blocks
 
     def puts(self, request_id: str, names: Sequence[bytes], find_blocks: Callable[[], Sequence[int]],
-             computed_tokens: int) -> list[NamedBlock]:
-        """The blocks to put when `computed_tokens` tokens are computed. A block whose tokens are not all known yet has
-        no name, and is put later. `find_blocks` gives all blocks of the request; it is called only if needed."""
+             before_tokens: int, computed_tokens: int) -> list[NamedBlock]:
+        """The blocks to put after a step that brings the request from `before_tokens` computed tokens to
+        `computed_tokens`: those that it fills, and of earlier ones, which came from a peer, so many that the step does
+        not take long. The others are put with later steps. A block whose tokens are not all known yet has no name, and
+        is put later, too. `find_blocks` gives all blocks of the request; it is called only if needed."""
         tracked = self._requests.get(request_id)
         if tracked is None:
             return []
         first, full = tracked.put_blocks, min(computed_tokens // self._block_size, len(names))
         if full <= first:
             return []
-        tracked.put_blocks, block_ids = full, find_blocks()
-        return [NamedBlock(names[index], block_ids[index]) for index in range(first, full)]
+        missing = [index for index in range(first, full) if index not in tracked.loaded]
+        late = sum(index < before_tokens // self._block_size for index in missing)
+        left_out = max(0, late - self._late_left)
+        self._late_left -= late - left_out
+        if left_out:
+            missing = missing[:len(missing) - left_out]
+            full = missing[-1] + 1 if missing else first
+        tracked.put_blocks = full
+        block_ids = find_blocks() if missing else ()
+        return [NamedBlock(names[index], block_ids[index]) for index in missing]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import BlockKey
 from vllm_pd.store.files import BLOCK_FORM, SET_FORM, FileTier, named_entries
-from vllm_pd.store.settings import StoreSettings
+from vllm_pd.store_settings import StoreSettings
 
 logger = logging.getLogger("vllm.pd")
 

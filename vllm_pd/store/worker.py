@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,9 +22,9 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.store.blocks import MODEL_BYTES, BlockKey
 from vllm_pd.store.loads import BlockLoad, BlockLoader, EndedLoads
 from vllm_pd.store.plan import NamedBlock
-from vllm_pd.store.settings import StoreSettings
 from vllm_pd.store.steps import WholeSteps
 from vllm_pd.store.store import CLOSE_S, BlockStore
+from vllm_pd.store_settings import StoreSettings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,6 +93,10 @@ class StoreWorker:
         """Copy computed blocks into the store. The end of a prompt first: it is then replaced first."""
         for block in reversed(blocks):
             self.store.put(BlockKey(self._model, block.name), self._rows(block))
+
+    def stop_loads(self, request_ids: Collection[str]) -> None:
+        """The loads of these requests, which are gone, fail after the block that each is at."""
+        self.loader.fail(request_ids)
 
     def begin_loads(self, loads: Mapping[str, Sequence[NamedBlock]]) -> None:
         """Begin to load the blocks of these requests."""

@@ -43,6 +43,8 @@ def claim(engine_args: EngineArgs) -> None:
     config = PDConfig.parse(transfer.kv_role, extra)
     if config.metaservers is not None:
         raise ConfigError("metaservers", config.metaservers, "leave it out, or use V1: engines of V0 post no jobs")
+    if config.store is not None:
+        raise ConfigError("store", extra["store"], "leave it out: V0 has no KV store")
     _check_arguments(engine_args)
     require_free_bind(config.bind)
     selection.select(CONNECTOR)

@@ -250,13 +250,7 @@ class EngineHandover(HandoverEngine):
             stats.num_running_reqs -= sum(map(self._is_internal, self._scheduler.running))
             stats.num_waiting_reqs -= sum(self._is_internal(request) for request in self._scheduler.waiting
                                           if request not in deferred)
-        ours, peers = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
-        requests, queries, hits, peer_queries, peer_hits = self.prefill_jobs.take_lookups()
-        for found, of_tokens, of_hits in ((ours, queries, hits), (peers, peer_queries, peer_hits)):
-            if found is not None and found.requests:  # it counts none where prefix caching is off
-                found.requests -= requests
-                found.queries -= of_tokens
-                found.hits -= of_hits
+        self.prefill_jobs.take_lookups().take_out_of(stats)
 
     def pause_changed(self, state: PauseState) -> None:
         """The engine was paused, or goes on. Jobs that would not go on are given back: their decode engines wait."""

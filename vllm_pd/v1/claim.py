@@ -31,6 +31,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.fingerprint import pin_weights
 from vllm_pd.layers import check_v1_layers
+from vllm_pd.store_checks import check_shared_store
 from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY, name_front
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 SCHEDULER = "vllm_pd.v1.scheduler.PDScheduler"
+STORE_MODULE = "vllm_pd.store.activate_peers"  # has a PDConnector, too, which V1 then takes
 END_S = 5  # for the end of a process of the server after its drain
 V1_LIMITS = {
     **LIMITS,
@@ -83,7 +85,8 @@ def claim(config: VllmConfig) -> None:
     transfer = config.kv_transfer_config
     if transfer.kv_connector != CONNECTOR:
         raise ConfigError("kv_connector", transfer.kv_connector, f"name {CONNECTOR} by itself: together with another "
-                          "connector it can't know who holds which block")
+                          "connector it can't know who holds which block. For the KV store write \"store\" into its "
+                          "kv_connector_extra_config")
     check_scheduler(config)
     check_policy(transfer)
     if OWN_KEY not in transfer.kv_connector_extra_config:
@@ -91,9 +94,12 @@ def claim(config: VllmConfig) -> None:
         check_config(config, ours)
         # A copy: the user's may be used for another engine.
         config.kv_transfer_config = dataclasses.replace(
-            transfer, kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config={
+            transfer, kv_role="kv_both", kv_load_failure_policy="recompute",
+            kv_connector_module_path=None if ours.store is None else STORE_MODULE, kv_connector_extra_config={
                 **transfer.kv_connector_extra_config,
                 OWN_KEY: {"kv_role": transfer.kv_role, "front": name_front(transfer.engine_id)}})
+        if ours.store is not None:
+            check_shared_store(config)
         if config.parallel_config._api_process_count > 1 and not config.shutdown_timeout:
             # A first process passes SIGTERM on to those that serve, and would kill them at once.
             config.shutdown_timeout = math.ceil(ours.drain_timeout_s) + END_S

@@ -2,8 +2,10 @@
 """`PDConnector`: what `kv_connector` names, in its two roles. It only passes on.
 
 Scheduler role, in EngineCore: until the engine's loop begins every request stays local; `bind_engine` then builds the
-`EngineHandover`. Worker role, in each worker: `vllm_pd.v1.worker.RankWorker`. Nothing goes between the two through a
-step but the step's number; no load, no failure and no end is ever reported in a connector's output.
+`EngineHandover`. Worker role, in each worker: `vllm_pd.v1.worker.RankWorker`. Nothing goes between the two with a
+step but its number and whether KV has come; no load, no failure and no end is ever reported in V1's sets of ids. With
+the store, what to put and to load goes with a step, too, and which loads have ended with its output
+(`vllm_pd.store.with_peers`).
 """
 from __future__ import annotations
 

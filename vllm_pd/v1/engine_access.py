@@ -124,10 +124,10 @@ class EngineAccess:
             engine.engines_running = True
             engine.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
 
-    def finish_steps(self) -> None:
-        """Process the outputs of all steps in flight. To be called while the scheduler is paused, which has none more
-        scheduled."""
-        while self._engine.batch_queue:
+    def finish_steps(self, needs_step: Callable[[], bool] = lambda: False) -> None:
+        """Process the outputs of all steps in flight, and make steps while they are needed. To be called while the
+        scheduler is paused, which schedules nothing."""
+        while self._engine.batch_queue or needs_step():
             self._engine._process_engine_step()
 
     def publish(self, stats: SchedulerStats) -> None:

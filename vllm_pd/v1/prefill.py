@@ -32,6 +32,7 @@ from vllm_pd.v1.fence import BlockFence
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
     from vllm_pd.v1.engine_access import EngineAccess
@@ -47,6 +48,15 @@ class PrefixLookups(NamedTuple):
 
     def __add__(self, other: PrefixLookups) -> PrefixLookups:
         return PrefixLookups(*map(sum, zip(self, other, strict=True)))
+
+    def take_out_of(self, stats: SchedulerStats) -> None:
+        """V1 has counted these in `stats`: count them no more."""
+        for found, queries, hits in ((stats.prefix_cache_stats, self.queries, self.hits),
+                                     (stats.connector_prefix_cache_stats, self.peer_queries, self.peer_hits)):
+            if found is not None and found.requests:  # it counts none where prefix caching is off
+                found.requests -= self.requests
+                found.queries -= queries
+                found.hits -= hits
 
 
 class StepShare(NamedTuple):

@@ -54,6 +54,9 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.reset_prefix_cache", _STEP, exactly=("reset_running_requests", "reset_connector")),
         Required("Scheduler.make_stats", _STEP),
     ),
+    "v1/outputs.py": (
+        Required("KVConnectorOutput.kv_connector_worker_meta", "which loads from the store have ended"),
+    ),
     "sampling_params.py": (Required("SamplingParams.extra_args", "a request's kv_transfer_params come in it"), ),
     "v1/core/sched/output.py": (
         Required("SchedulerOutput.num_scheduled_tokens", "how fast prompts are computed, measured step by step"),
@@ -96,6 +99,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "v1/core/kv_cache_manager.py": (
         Required("KVCacheManager.block_pool", "the pool that fences hold blocks of"),
+        Required("KVCacheManager.free", "a request with a prefix hit begins anew", takes=("request", )),
         Required("KVCacheManager.get_block_ids", "the blocks of a request that is computed", takes=("request_id", )),
         Required("KVCacheBlocks.get_block_ids", "the blocks that a request was given", takes=()),
     ),
@@ -147,10 +151,16 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorBase_V1.on_new_request", _STORE, exactly=("request", )),
         Required("KVConnectorBase_V1.update_connector_output", _STORE, exactly=("connector_output", )),
         Required("KVConnectorBase_V1.reset_cache", _STORE, exactly=()),
+        Required("KVConnectorBase_V1.has_pending_push_work", _STORE, exactly=()),
+        Required("KVConnectorBase_V1.build_connector_worker_meta", _STORE, exactly=()),
+        Required("KVConnectorBase_V1.bind_connector_metadata", _STORE, exactly=("connector_metadata", )),
+        Required("KVConnectorBase_V1.clear_connector_metadata", _STORE, exactly=()),
+        Required("KVConnectorBase_V1.save_kv_layer", _STORE, takes=("layer_name", "kv_layer", "attn_metadata")),
         Required("KVConnectorBase_V1._get_connector_metadata", "the number of the step, in a worker", takes=()),
         Required("KVConnectorBase_V1._kv_cache_config", "the groups of the cache"),
         Required("KVConnectorTransferResults", "what get_transfer_results returns"),
         Required("KVConnectorHandshakeMetadata", "what a rank reports to EngineCore"),
+        Required("KVConnectorWorkerMetadata", "which loads from the store have ended"),
     ),
     "distributed/kv_transfer/kv_connector/utils.py": (
         Required("get_current_attn_backends", "the fingerprint names them", takes=("vllm_config", "layer_names")),
@@ -211,6 +221,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "config/kv_transfer.py": (
         Required("KVTransferConfig.kv_load_failure_policy", "set to recompute"),
+        Required("KVTransferConfig.kv_connector_module_path", "names another class for ours, with the store"),
         Required("KVTransferConfig.has_connector", "finds our name", takes=("connector_name", )),
     ),
     "config/scheduler.py": (

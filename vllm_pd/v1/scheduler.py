@@ -2,12 +2,13 @@
 """The scheduler of an engine with disaggregation: V1's own class, sync or async, with a mixin before it.
 
 The mixin resumes, fails and aborts parked requests through the scheduler's own sets, in the scheduler's own thread.
-Nothing is ever reported through a connector's output: an id that V1 does not expect there ends the engine. The request
+Nothing is ever reported in a connector's sets of ids: one that V1 does not expect there ends the engine. The request
 itself is V1's throughout; the blocks that a peer may still touch are held by `vllm_pd.v1.fence` alone.
 
     parked                 status WAITING_FOR_REMOTE_KVS, in `kv_holding_waiting`
     its KV is there        id in `finished_recving_kv_req_ids`: hashed and scheduled by the next `schedule`
     its KV will not come   `_handle_failed_recving`, then the same and freed at once; in `waiting` again, in front
+    some of it has come    hashed and freed at once: a prefix hit; in `waiting` again, in front
     aborted                id in that set before `finish_requests`: nothing is delayed, it is gone at once
 """
 from __future__ import annotations
@@ -55,11 +56,17 @@ class HandoverScheduling(Scheduler):
         """The request's KV will not come: its blocks are freed, and it begins anew in fresh ones, before all others
         that hold none. Among those that hold blocks it must not stay, as V1 has it: where no block is free it would
         stop those behind it whose KV is there. No effect on one that is not parked."""
-        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return
-        self._handle_failed_recving({request.request_id})
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._handle_failed_recving({request.request_id})
+            self.begin_anew(request)
+
+    def begin_anew(self, request: Request) -> None:
+        """A parked request begins anew, as `fail_parked` says. What of its KV has come is its prefix hit by then."""
         self.finished_recving_kv_req_ids.add(request.request_id)
-        self._handle_blocked_waiting_request(request)
+        self._handle_blocked_waiting_request(request)  # frees its blocks, or makes them prefix hits
+        if request.num_computed_tokens:
+            self.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
         self.kv_holding_waiting.remove_request(request)
         self.deferred_waiting.discard(request)
         self._inflight_prefills.discard(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 
-def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], RankHandshake]) -> EngineHandover:
-    """Attach to the engine's ranks, start the control thread, and bind the scheduler. Raises ConfigError and
-    ControlError, which end the engine before it serves anybody."""
+def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], RankHandshake],
+                   make: Callable[..., EngineHandover] = EngineHandover) -> EngineHandover:
+    """Attach to the engine's ranks, start the control thread, and bind the scheduler by what `make` makes. Raises
+    ConfigError and ControlError, which end the engine before it serves anybody."""
     from vllm_pd.v1.fingerprint import token_bytes
     from vllm_pd.v1.worker import attach_ranks
     vllm_config = engine.vllm_config
@@ -45,7 +46,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
                                vllm_config.parallel_config.world_size, token_bytes(vllm_config),
                                bool(vllm_config.cache_config.enable_prefix_caching),
                                engine.scheduler.max_num_scheduled_tokens)
-    binding = EngineHandover(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
+    binding = make(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
     if publishes_events(vllm_config):
         binding.end_reports = report_load(config, front, engine.scheduler, binding)
     logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation, agent.member.address)

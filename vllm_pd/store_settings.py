@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the store: `kv_connector_extra_config` of an engine that names PDStoreConnector."""
+"""The settings of the KV store: `store` in those of PDConnector, or all of `kv_connector_extra_config` with
+PDStoreConnector.
+"""
 from __future__ import annotations
 
 import math
