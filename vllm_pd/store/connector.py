@@ -170,9 +170,8 @@ class PDStoreConnector(KVConnectorBase_V1):
         import vllm
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        from vllm_pd.transfer.layout import describe_views
+        from vllm_pd.transfer.layout import describe_views, distinct_caches
         from vllm_pd.v1.fingerprint import engine_name, fingerprint
-        from vllm_pd.v1.worker import distinct_caches
         if (named := get_kv_transfer_group()) is not self.owner:
             raise ConfigError("kv_connector", type(named).__name__, "name PDStoreConnector by itself: the store is not "
                               "tried together with another connector")

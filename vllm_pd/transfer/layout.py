@@ -28,6 +28,8 @@ What a head's run contains is up to the attention backend: `Fingerprint.engine` 
 """
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -226,6 +228,19 @@ def describe_views(views: list[torch.Tensor], *, num_blocks: int, block_size: in
                             block_stride_bytes=first.stride(0) * element_bytes,
                             planes=tuple(view.data_ptr() + head * view.stride(1) * element_bytes
                                          for view in views for head in range(0, heads, plane_heads)))
+
+
+def distinct_caches(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The caches in the order of their layers' numbers, without those of layers that share another layer's cache."""
+    views: dict[int, tuple[str, torch.Tensor]] = {}
+    for name in sorted(kv_caches, key=_numbers_in):
+        views.setdefault(kv_caches[name].data_ptr(), (name, kv_caches[name]))
+    return dict(views.values())
+
+
+def _numbers_in(name: str) -> list[tuple[int, str]]:
+    """A sort key by which "layers.10" comes after "layers.9"."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def regions(caches: list[torch.Tensor]) -> list[tuple[int, int]]:

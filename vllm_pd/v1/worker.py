@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from vllm_pd.transfer.choice import NIXL, TransportChoice
 from vllm_pd.transfer.device import CudaDevice, Device, HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
 from vllm_pd.transfer.gather import RankTransfers
-from vllm_pd.transfer.layout import CacheDescription, Memory, describe_views
+from vllm_pd.transfer.layout import CacheDescription, Memory, describe_views, distinct_caches
 from vllm_pd.transfer.plan import head_range
 from vllm_pd.transfer.rank import AttachRank, RankServer, connect_ranks
 from vllm_pd.transfer.ranks import RankedTransport
@@ -166,19 +165,6 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
     processes = dict.fromkeys([*member.processes, *(Process(*rank.process) for rank in ranks)])
     return (msgspec.structs.replace(member, processes=tuple(processes)), RanksMetadata(metadata).encode(),
             RemoteEngineTransfer(RankTransfers(connections)))
-
-
-def distinct_caches(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The caches in the order of their layers' numbers, without those of layers that share another layer's cache."""
-    views: dict[int, tuple[str, torch.Tensor]] = {}
-    for name in sorted(kv_caches, key=_numbers_in):
-        views.setdefault(kv_caches[name].data_ptr(), (name, kv_caches[name]))
-    return dict(views.values())
-
-
-def _numbers_in(name: str) -> list[tuple[int, str]]:
-    """A sort key by which "layers.10" comes after "layers.9"."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _parent_pid() -> int:
