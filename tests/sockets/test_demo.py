@@ -92,7 +92,7 @@ def test_the_chapter_comes_while_the_answer_is_running(monkeypatch):
     running, chapter = one.served.requests
     assert (running.kind, chapter.kind) == (PromptKind.SHORT, PromptKind.LONG)
     assert 0.2 <= chapter.at_s < running.answer.arrivals_s[-1]
-    assert one.longest_s >= 0.2 and one.chapter_tokens == 1600
+    assert one.longest_s >= 0.15 and one.chapter_tokens == 1600  # of gaps of 0.2 s, as they were read
     assert all(body["stream"] and body["ignore_eos"] for body in engine.bodies)
 
 

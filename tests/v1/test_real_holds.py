@@ -83,7 +83,8 @@ def test_b102_tokens_are_those_of_one_stock_engine(mono, pair):
     for one in (first, second, second):
         assert through(p, d, [one]) == mono.generate([one], TOKENS)
     at_rest(p, d)
-    assert events(p, "made") == events(p, "done") + events(p, "dropped") and not events(p, "lost")
+    ended = {name: events(p, name) for name in ("done", "dropped", "expired")}  # expired: on a machine that is too busy
+    assert events(p, "made") == sum(ended.values()) and ended["done"] >= len(LENGTHS) and not events(p, "lost"), ended
     check_what_is_refused(mono, p, d)
 
 
