@@ -36,18 +36,19 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
+from bench_transfer import complete
 from rich.console import Console
 from transformers import AutoModel, DynamicCache
 
 from vllm_pd.bench.report import MS, summary, table
-from vllm_pd.transfer.agent import NixlAgent, TransferState
+from vllm_pd.transfer.agent import NixlAgent
 from vllm_pd.transfer.layout import CacheDescription, describe_views, regions
 from vllm_pd.transfer.plan import descriptor_rows, plan
 from vllm_pd.transfer.transport import PeerMetadata
 
 WAYS = ("none", "whole", "chunks", "layers")
 SENDER, RECEIVER = "sender", "receiver"
-POLL_S, CHECK_S, DEADLINE_S = 0.0005, 0.0002, 600.0
+POLL_S, DEADLINE_S = 0.0005, 600.0
 
 
 class PushLoad(NamedTuple):
@@ -175,14 +176,7 @@ class LayerSender:
         indices = (first + torch.tensor(blocks)).ravel().to(torch.int32).numpy()
         if self._wire:
             time.sleep(len(indices) * self._ours.block_bytes / self._wire)
-        handle = self._agent.make_write(self._lists[0], indices, self._lists[1], indices, notice)
-        state = self._agent.post(handle)
-        while state is TransferState.OPEN:
-            time.sleep(CHECK_S)
-            state = self._agent.check(handle)
-        self._agent.release(handle)
-        if state is not TransferState.DONE:
-            raise RuntimeError("a write failed")
+        complete(self._agent, self._agent.make_write(self._lists[0], indices, self._lists[1], indices, notice))
 
 
 class ComputedPrompts:

@@ -124,20 +124,24 @@ class Raw:
         mine = descriptor_indices([a for a, _ in pairs], self._lanes, self._ours)
         other = descriptor_indices([b for _, b in pairs], self._lanes, self._theirs)
         started_s = time.perf_counter()
-        handle = self._agent.make_write(self._local, mine, self._remote, other, b"raw")
-        state = self._agent.post(handle)
-        while state is TransferState.OPEN:
-            time.sleep(CHECK_S)
-            state = self._agent.check(handle)
-        self._agent.release(handle)
-        if state is not TransferState.DONE:
-            raise SystemExit("the raw NIXL transfer failed")
+        complete(self._agent, self._agent.make_write(self._local, mine, self._remote, other, b"raw"))
         return time.perf_counter() - started_s
 
     def close(self) -> None:
         self._agent.release_prepared(self._local)
         self._agent.release_prepared(self._remote)
         self._agent.deregister(self._registered)
+
+
+def complete(agent: NixlAgent, handle: int) -> None:
+    """Posts a write that was made, waits for its end and releases it."""
+    state = agent.post(handle)
+    while state is TransferState.OPEN:
+        time.sleep(CHECK_S)
+        state = agent.check(handle)
+    agent.release(handle)
+    if state is not TransferState.DONE:
+        raise SystemExit("the raw NIXL transfer failed")
 
 
 def ours_s(transport: NixlTransport | TorchTransport, local: list[int], remote: list[int]) -> float:
