@@ -87,6 +87,13 @@ def test_b101_a_sliding_window_in_some_layers(loads):
     hooks.check_engine(configuration(hf_overrides=windows, disable_sliding_window=True, max_model_len=64))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_b101_fp8(loads, dtype):
+    """Its answers would be others than those of one engine."""
+    config = configuration(dtype=dtype, kv_cache_dtype="fp8_e5m2", enable_prefix_caching=False)
+    assert_refused(config, loads, "kv_cache_dtype='fp8_e5m2'.*use auto, or V1")
+
+
 def test_b101_layers_whose_kv_differs_in_shape(loads):
     blocks = [{"attention": {"n_heads_in_group": heads}} for heads in (2, 4)]
     assert_refused(configuration(hf_overrides={"block_configs": blocks}), loads, "block_configs=.*one shape")

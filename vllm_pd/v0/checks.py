@@ -32,6 +32,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     ours = PDConfig.parse(settings["kv_role"], settings["extra"])
     check_model(config)
     check_windows(config)
+    check_cache_type(config)
     check_parallel(config)
     check_transport(ours, config.parallel_config.tensor_parallel_size)
     ours.transport_choice.check_device(config.device_config.device_type)
@@ -51,6 +52,15 @@ def check_windows(config: VllmConfig) -> None:
     if window is not None:
         raise ConfigError("sliding_window", window, "add --disable-sliding-window, or use V1: a window in some layers "
                           "was not tried on V0")
+
+
+def check_cache_type(config: VllmConfig) -> None:
+    """On the CPU V0 computes a prompt with fp8 from keys and values that are not rounded, so after a remote prefill the
+    answer would be another one. vLLM has no prefix caching there with fp8, either."""
+    kind = config.cache_config.cache_dtype
+    if config.device_config.device_type == "cpu" and kind.startswith("fp8"):
+        raise ConfigError("kv_cache_dtype", kind, "use auto, or V1: on the CPU V0 computes a prompt from KV that is not "
+                          "rounded, and a decode engine would have the rounded KV only")
 
 
 def check_transport(config: PDConfig, ranks: int) -> None:
