@@ -139,9 +139,8 @@ class V1Bench:
         return spin | wire
 
     def _stock_server(self, tp: int) -> BenchServer:
-        transfer = {"kv_connector": "ParkingConnector", "kv_connector_module_path": "parking", "kv_role": "kv_both"}
-        server = BenchServer(self.stock, self.args.model, transfer, tp, self.out / f"stock{tp}.log",
-                        (Path(waiting.__file__).parent, ))
+        server = BenchServer(self.stock, self.args.model, waiting.PARKING, tp, self.out / f"stock{tp}.log",
+                             (Path(waiting.__file__).parent, ))
         self._stack.callback(server.close)
         return server
 
@@ -188,9 +187,10 @@ def show(found: dict[str, Any]) -> None:
     """Prints the summary."""
     for kind in STEPS:
         for name, one in found.get(kind, {}).get("verdicts", {}).items():
-            print(f"{kind:10} {name:12} {one['step_a_s'] * 1e6:8.1f} us stock {one['step_b_s'] * 1e6:8.1f} us  ratio "
-                  f"{one['cpu_ratio']:.4f} [{one['low']:.4f}, {one['high']:.4f}], wall {one['wall_ratio']:.4f}, "
-                  f"goal {GOALS[name]:.2f}; {'same' if one['same_decisions'] else 'DIFFERENT'} decisions")
+            goal = "" if GOALS[name] is None else f", goal {GOALS[name]:.2f}"
+            print(f"{kind:10} {name:13} {one['step_a_s'] * 1e6:8.1f} us stock {one['step_b_s'] * 1e6:8.1f} us  ratio "
+                  f"{one['cpu_ratio']:.4f} [{one['low']:.4f}, {one['high']:.4f}], wall {one['wall_ratio']:.4f}{goal}; "
+                  f"{'same' if one['same_decisions'] else 'DIFFERENT'} decisions")
     for name, shares in found.get("waiting", {}).get("shares", {}).items():
         for state, processes in shares.items():
             print(f"waiting    {name}, {state}: " + ", ".join(f"{one} {share:.3f}" for one, share in processes.items())

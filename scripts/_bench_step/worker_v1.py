@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that times steps of engine V1, as `worker` does those of V0.
 
-Its first argument is a JSON object with the fields of `StepLoad`. A second one turns disaggregation on: the address of
-a broker. The engine and its only rank are in this process, without a front end, so that one clock shows all that a step
-costs. CPU time is that of the process: the threads of the plugin count.
+Its first argument is a JSON object with the fields of `StepLoad`. A second one is the engine's `--kv-transfer-config`.
+The engine and its only rank are in this process, without a front end, so that one clock shows all that a step costs.
+CPU time is that of the process: the threads of the plugin count.
 """
 
 import json
@@ -22,17 +22,16 @@ POOL_TOKENS = 4  # times what the batch needs
 class V1Steps:
     """What both kinds share: the configuration, and a batch of requests that never end."""
 
-    def __init__(self, load: StepLoad, broker: str | None) -> None:
+    def __init__(self, load: StepLoad, transfer: dict | None) -> None:
         from vllm.engine.arg_utils import EngineArgs
 
-        self.load, self.broker, self.length, self.admitted = load, broker, 0, 0
+        self.load, self.length, self.admitted = load, 0, 0
+        self.settings = transfer if transfer and transfer["kv_connector"] == "PDConnector" else None
         blocks = POOL_TOKENS * load.batch * (load.context_tokens // load.block_size + 2)
-        transfer = {} if broker is None else {"kv_transfer_config": {
-            "kv_connector": "PDConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"broker": broker}}}
         self.config = EngineArgs(
             model=load.model, dtype="float32", max_model_len=2 * load.context_tokens, max_num_seqs=load.batch,
             max_num_batched_tokens=2 * load.context_tokens, block_size=load.block_size, seed=0, enforce_eager=True,
-            enable_prefix_caching=load.prefix_caching, num_gpu_blocks_override=blocks, **transfer,
+            enable_prefix_caching=load.prefix_caching, num_gpu_blocks_override=blocks, kv_transfer_config=transfer,
         ).create_engine_config()
         self.config.cache_config.num_gpu_blocks = blocks
 
@@ -55,8 +54,8 @@ class V1Steps:
 class V1EngineSteps(V1Steps):
     """EngineCore's step on a full decode batch: schedule, compute, process the output."""
 
-    def __init__(self, load: StepLoad, broker: str | None) -> None:
-        super().__init__(load, broker)
+    def __init__(self, load: StepLoad, transfer: dict | None) -> None:
+        super().__init__(load, transfer)
         from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -66,7 +65,7 @@ class V1EngineSteps(V1Steps):
         self.config.parallel_config.distributed_executor_backend = "uni"
         EngineCore.__init__(self.core, self.config, UniProcExecutor, log_stats=True)
         self.scheduler, self.hasher = self.core.scheduler, self.core.request_block_hasher
-        if broker is not None:
+        if self.settings is not None:
             self.scheduler.get_kv_connector().bind_engine(self.core)
 
     def prefill(self) -> None:
@@ -89,8 +88,8 @@ class V1EngineSteps(V1Steps):
 class V1SchedulerSteps(V1Steps):
     """Scheduler.schedule and update_from_output, with no model between them."""
 
-    def __init__(self, load: StepLoad, broker: str | None) -> None:
-        super().__init__(load, broker)
+    def __init__(self, load: StepLoad, transfer: dict | None) -> None:
+        super().__init__(load, transfer)
         import torch
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -99,7 +98,7 @@ class V1SchedulerSteps(V1Steps):
 
         init_none_hash(sha256)
         self.hasher = None
-        if load.prefix_caching or broker is not None:  # as EngineCore does
+        if load.prefix_caching or transfer is not None:  # as EngineCore does
             self.hasher = get_request_block_hasher(load.block_size, sha256)
         spec = FullAttentionSpec(block_size=load.block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
         cache = KVCacheConfig(self.config.cache_config.num_gpu_blocks, [], [KVCacheGroupSpec(["l"], spec)])
@@ -107,7 +106,7 @@ class V1SchedulerSteps(V1Steps):
             vllm_config=self.config, kv_cache_config=cache, block_size=load.block_size,
             structured_output_manager=StructuredOutputManager(self.config), hash_block_size=load.block_size,
             log_stats=True)
-        if broker is not None:
+        if self.settings is not None:
             self.bind()
 
     def bind(self) -> None:
@@ -130,7 +129,7 @@ class V1SchedulerSteps(V1Steps):
                                  _idle_state_callbacks=[], batch_queue=None)
         access = EngineAccess(engine)
         fingerprint = Fingerprint(1, "bench", "float32", "float32", self.load.block_size, 1, 2, 32, "LBHNC")
-        config = PDConfig.parse("kv_both", {"broker": self.broker})
+        config = PDConfig.parse(self.settings["kv_role"], self.settings["kv_connector_extra_config"])
         agent = ControlAgent(config, local_member(Role.BOTH, fingerprint), b"", access.wake)
         agent.start()
         self.scheduler.connector.binding = EngineHandover(
@@ -176,8 +175,8 @@ def about() -> dict:
 def main() -> int:
     load = StepLoad(**json.loads(sys.argv[1]))
     steps = {"engine": V1EngineSteps, "scheduler": V1SchedulerSteps}[load.kind]
-    broker = sys.argv[2] if len(sys.argv) > 2 else None
-    take_turns(load, lambda load: steps(load, broker), about, time.process_time)
+    transfer = json.loads(sys.argv[2]) if len(sys.argv) > 2 else None
+    take_turns(load, lambda load: steps(load, transfer), about, time.process_time)
     return 0
 
 

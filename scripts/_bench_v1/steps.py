@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step times: stock vLLM, the plugin installed and off, the plugin on without a job; each against stock, in pairs."""
+"""Step times against stock vLLM, in pairs: the plugin installed and off, the plugin on without a job, and a connector
+that does nothing, whose share is vLLM's own.
+"""
 
 import json
 from collections.abc import Callable
@@ -11,10 +13,12 @@ from _bench_step.turns import StepWorker
 from _bench_step.worker import StepLoad
 
 from _bench_v1.installations import BenchInstallation
+from _bench_v1.waiting import PARKING
 
 WORKER = Path(__file__).resolve().parents[1] / "_bench_step" / "worker_v1.py"
 STEPS = {"engine": 8, "scheduler": 100}  # of a round: short, so that other work on the machine hits all of it
-GOALS = {"stock again": 1.0, "off": 1.0, "on": 1.02}
+EMPTY = "any connector"  # without a goal
+GOALS = {"stock again": 1.0, "off": 1.0, EMPTY: None, "on": 1.02}
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,14 @@ class StepComparison:
         return StepFigures({name: judge(kind, found) for name, found in pairs.items()}, about)
 
     def _start(self, name: str, load: StepLoad) -> StepWorker:
-        where = self.stock if name.startswith("stock") else self.plugin
-        command = [where.python, str(WORKER), json.dumps(asdict(load)), *([self.broker] if name == "on" else [])]
-        return StepWorker(command, where.environment(), self.core, self.log)
+        where = self.stock if name.startswith("stock") or name == EMPTY else self.plugin
+        command = [where.python, str(WORKER), json.dumps(asdict(load))]
+        if name == "on":
+            command.append(json.dumps({"kv_connector": "PDConnector", "kv_role": "kv_both",
+                                       "kv_connector_extra_config": {"broker": self.broker}}))
+        elif name == EMPTY:
+            command.append(json.dumps(PARKING))  # its requests are too short for it
+        return StepWorker(command, where.environment(Path(__file__).parent), self.core, self.log)
 
 
 def untouched(about: dict, stock: dict) -> bool:

@@ -11,6 +11,8 @@ import time
 
 from _bench_v1.servers import BenchServer
 
+# A connector of stock vLLM, in this folder, which does nothing but let long prompts wait.
+PARKING = {"kv_connector": "ParkingConnector", "kv_connector_module_path": "parking", "kv_role": "kv_both"}
 PARKED = 4
 PROMPT_TOKENS = 300
 HOPS = 100
