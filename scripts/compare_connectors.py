@@ -147,10 +147,10 @@ class Results:
 
     def is_as_promised(self) -> bool:
         """Whether none of our answers was wrong, and nothing of ours hung, died or leaked."""
-        ours = self.values["faults"].get(ConnectorName.OURS.value, {}).values()
-        return ConnectorName.OURS.value not in self.values["given_up"] and not any(
-            tally[AnswerEnd.WRONG.value] or tally[AnswerEnd.HANG.value] or tally["dead"] or tally["left"]
-            for tally in ours)
+        ours = [one.value for one in ConnectorName if one.is_ours]
+        return not any(tally[AnswerEnd.WRONG.value] or tally[AnswerEnd.HANG.value] or tally["dead"] or tally["left"]
+                       for name in ours for tally in self.values["faults"].get(name, {}).values()) and not any(
+            name in self.values["given_up"] for name in ours)
 
 
 def names_of_all() -> list[str]:

@@ -7,9 +7,9 @@ hold blocks for a peer keep stepping, and would slow all others down. First P co
 own (upstream's connectors: the proxy's first request). Then the clock starts when the request is written to D, and
 stops when the first token of the stream is here. A measurement in which D got no KV from P is made again.
 
-So upstream's leg is: D's front end, the scheduler, the read of P's blocks, the last token's step. Ours is that and
-more: the job goes through the broker, P claims it, finds its prefix hit, computes what a hit leaves out (the rest of
-the last block), and writes.
+So upstream's leg is: D's front end, the scheduler, the read of P's blocks, the last token's step. Ours is the same,
+where P is asked first. Else it is that and more: the job goes through the broker, P claims it, finds its prefix hit,
+computes what a hit leaves out (the rest of the last block), and writes.
 """
 import asyncio
 import random
@@ -20,7 +20,7 @@ from typing import Any
 
 from _chaos.load import VOCABULARY
 
-from _connectors.pair import EnginePair
+from _connectors.pair import ConnectorName, EnginePair
 from vllm_pd.bench.connection import LoadError
 from vllm_pd.bench.report import MS, ShowLine, summary
 from vllm_pd.launch.plan import ROLE_NAMES
@@ -57,7 +57,7 @@ async def measure_alone(pair: EnginePair, pairs: list[EnginePair], tokens: int, 
 
 async def measure_legs(pairs: list[EnginePair], tokens: int, count: int, seed: int, say: ShowLine) -> dict[str, Any]:
     """`count` pairs of measurements with prompts of `tokens` tokens. Milliseconds by connector, and the quotients of
-    the pairs' first and each other connector."""
+    each order of ours and each of upstream's connectors."""
     draw = random.Random(f"legs {tokens} {seed}")
     taken: list[dict[str, float]] = []
     for number in range(count + 1):
@@ -68,10 +68,17 @@ async def measure_legs(pairs: list[EnginePair], tokens: int, count: int, seed: i
         say(f"D's leg at {tokens} tokens, {number}/{count}: "
             + ", ".join(f"{name} {MS * took_s:.1f} ms" for name, took_s in taken[-1].items()))
     taken = taken[1:]  # the first connects the engines
-    ours, *others = [pair.connector.value for pair in pairs]
+    names = [pair.connector.value for pair in pairs]
+    theirs = [pair.connector.value for pair in pairs if not pair.connector.is_ours]
     return {"tokens": tokens, "pairs": count,
-            "ms": {name: summary((one[name] for one in taken), FIGURES, MS) for name in (ours, *others)},
-            "ours_to_theirs": {name: {"p50": round(statistics.median(one[ours] / one[name] for one in taken), 3),
-                                      **summary((one[ours] / one[name] for one in taken), "p10 p90")}
-                               for name in others},
+            "ms": {name: summary((one[name] for one in taken), FIGURES, MS) for name in names},
+            "ours_to_theirs": {name: _quotients(taken, ConnectorName.OURS.value, name) for name in theirs
+                               if ConnectorName.OURS.value in names},
+            "prefill_first_to_theirs": {name: _quotients(taken, ConnectorName.OURS_FIRST.value, name) for name in theirs
+                                        if ConnectorName.OURS_FIRST.value in names},
             "samples_ms": [{name: round(MS * took_s, 2) for name, took_s in one.items()} for one in taken]}
+
+
+def _quotients(taken: list[dict[str, float]], ours: str, theirs: str) -> dict[str, float]:
+    return {"p50": round(statistics.median(one[ours] / one[theirs] for one in taken), 3),
+            **summary((one[ours] / one[theirs] for one in taken), "p10 p90")}

@@ -4,7 +4,8 @@
 Both are `vllm serve`, each in a process group of its own, so that a signal reaches all of its processes. A request goes
 to D where the connector is ours. Upstream's need a proxy: P gets the prompt first, for one token and with
 `do_remote_decode`; then D gets it with the `kv_transfer_params` of P's answer. `EnginePair.ask` does both in the way of
-upstream's toy proxy server, with the same X-Request-Id for both engines, which the push connector needs.
+upstream's toy proxy server, with the same X-Request-Id for both engines, which the push connector needs. Ours takes
+requests in that way, too: that is `OURS_FIRST`.
 """
 import asyncio
 import itertools
@@ -38,14 +39,19 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "V
 
 
 class ConnectorName(Enum):
-    """A connector, by vLLM's name of it."""
+    """A connector, by vLLM's name of it, and the order in which it is used."""
     OURS = "PDConnector"
+    OURS_FIRST = "PDConnector, prefill first"
     PULL = "NixlConnector"
     PUSH = "NixlPushConnector"
 
     @property
+    def is_ours(self) -> bool:
+        return self in (ConnectorName.OURS, ConnectorName.OURS_FIRST)
+
+    @property
     def prefill_first(self) -> bool:
-        """Whether it needs a proxy that asks P before D."""
+        """Whether a proxy asks P before D."""
         return self is not ConnectorName.OURS
 
 
@@ -75,7 +81,7 @@ class EnginePair:
         self._broker = f"tcp://{HOST}:{take_free(HOST)}"
         self._servers_by_role: dict[Role, ForkedServer] = {}
         self._beside = Servers(lambda *_: None)
-        if connector is ConnectorName.OURS:
+        if connector.is_ours:
             self._beside.start("broker", 0, [*BROKER, "--bind", self._broker])
 
     @property
@@ -161,7 +167,7 @@ class EnginePair:
             connection.close()
 
     async def prefill(self, prompt: list[int], headers: dict[str, str] | None = None) -> dict[str, Any] | None:
-        """Has P compute a prompt. What its answer says for D; None where the connector is ours."""
+        """Has P compute a prompt. What its answer says for D; None where D gets requests first."""
         params = REMOTE_DECODE if self.connector.prefill_first else None
         return await prefill_at(self.p.url, self.shape.model, prompt, headers, params)
 
@@ -192,7 +198,7 @@ class EnginePair:
         return {name: count for name, count in gauges.items() if count}
 
     def _configuration(self, role: Role) -> str:
-        if self.connector is ConnectorName.OURS:
+        if self.connector.is_ours:
             return transfer_config(role, self._broker, OURS)
         return json.dumps({"kv_connector": self.connector.value, "kv_role": role.value, "kv_buffer_device": "cpu",
                            "kv_load_failure_policy": self._policy, "kv_connector_extra_config": UPSTREAM})

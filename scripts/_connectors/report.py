@@ -40,11 +40,14 @@ def legs(results: dict[str, Any]) -> Table:
     lines = []
     for prompt, found in results["legs"].items():
         for name, ms in found["ms"].items():
-            quotient = found["ours_to_theirs"].get(name, {})
-            shown = f"{quotient['p50']:.2f} ({quotient['p10']:.2f} to {quotient['p90']:.2f})" if quotient else ""
             figures = [f"{ms[key]:.1f}" for key in ("p10", "p50", "p90")]
-            lines.append([f"{prompt}, {name}", *figures, shown])
-    return table(["D's leg, ms", "p10", "p50", "p90", "ours / theirs"], lines)
+            quotients = [_shown(found.get(key, {}).get(name)) for key in ("ours_to_theirs", "prefill_first_to_theirs")]
+            lines.append([f"{prompt}, {name}", *figures, *quotients])
+    return table(["D's leg, ms", "p10", "p50", "p90", "ours / theirs", "ours, prefill first / theirs"], lines)
+
+
+def _shown(quotient: dict[str, float] | None) -> str:
+    return f"{quotient['p50']:.2f} ({quotient['p10']:.2f} to {quotient['p90']:.2f})" if quotient else ""
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -59,8 +59,8 @@ def check_cache_type(config: VllmConfig) -> None:
     answer would be another one. vLLM has no prefix caching there with fp8, either."""
     kind = config.cache_config.cache_dtype
     if config.device_config.device_type == "cpu" and kind.startswith("fp8"):
-        raise ConfigError("kv_cache_dtype", kind, "use auto, or V1: on the CPU V0 computes a prompt from KV that is not "
-                          "rounded, and a decode engine would have the rounded KV only")
+        raise ConfigError("kv_cache_dtype", kind, "use auto, or V1: on the CPU V0 computes a prompt from KV that is "
+                          "not rounded, and a decode engine would have the rounded KV only")
 
 
 def check_transport(config: PDConfig, ranks: int) -> None:
