@@ -278,6 +278,17 @@ class TestReading:
         assert progress.failed_prefills == progress.finished_transfers == [ATTEMPT] and not progress.read_prefixes
         assert jobs.find(ATTEMPT) is JobStage.COMPUTING and agent.calls == []
 
+    def test_b34_a_read_that_failed_and_may_land_waits_for_the_peers_death(self, jobs, agent, engine, reading):
+        progress = Progress()
+        engine.abort_request = lambda request_id: jobs.aborted(ATTEMPT)  # as the scheduler calls it, once
+        agent.is_dead = lambda incarnation: False
+        end(jobs, transfer.Finished(reading.key, False, error="ERR", may_land=True), progress)
+        jobs.free_dead(progress)
+        assert agent.names() == ["read_unproven"] and not progress and not jobs.has_jobs
+        agent.is_dead = lambda incarnation: incarnation == "decode-incarnation"
+        jobs.free_dead(progress)
+        assert progress.finished_transfers == [ATTEMPT]
+
     def test_b22_a_read_that_outlived_its_lease_leaves_nothing(self, jobs, agent, reading):
         progress = Progress()
         agent.lease_is_over = True

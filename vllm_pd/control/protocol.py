@@ -192,9 +192,14 @@ class PeerProtocol:
         self._do(self._decode.reads.claim(self._clock(), attempt, hold, digest, block_ids, cached_blocks, deadline_s))
 
     @_locked
-    def read_ended(self, attempt: m.Attempt, error: str) -> None:
-        """The answer to `ReadHold`: no byte of it lands any more. `error`: empty if all has arrived."""
-        self._do(self._decode.reads.ended(attempt, error))
+    def read_ended(self, attempt: m.Attempt, error: str, may_land: bool = False) -> None:
+        """The answer to `ReadHold`: no byte of it lands any more, unless it failed and `may_land`. `error`: empty if
+        all has arrived."""
+        reads = self._decode.reads
+        if may_land and not self._cluster.is_dead(reads.peer_of(attempt)):
+            self._do(reads.unproven(attempt, error))
+        else:
+            self._do(reads.ended(attempt, error))
 
     @_locked
     def drop_hold(self, hold: m.Attempt) -> None:
@@ -283,6 +288,29 @@ class PeerProtocol:
         self._do(self._prefill.ended(self._clock(), attempt))
 
     @_locked
+    def unproven(self, attempt: m.Attempt, reason: str) -> None:
+        """A write of the job has failed, and its bytes may land until this engine or D has ended. To be called while
+        the engine still has that write as open: what it reports of the job later has no effect."""
+        if self._cluster.is_dead(attempt.incarnation):
+            self._do(self._prefill.ended(self._clock(), attempt))
+        else:
+            self._do(self._prefill.unproven(attempt, reason))
+
+    @_locked
+    def read_unproven(self, attempt: m.Attempt, reason: str) -> None:
+        """The job has failed, for the read of D's prefix has, and that may land in our blocks until D has ended
+        (`is_dead`). To be called while the job is the protocol's: D may be forgotten afterwards."""
+        if self._cluster.is_dead(attempt.incarnation):
+            self._do(self._prefill.failed(self._clock(), attempt, reason))
+        else:
+            self._do(self._prefill.read_unproven(self._clock(), attempt, reason))
+
+    @_locked
+    def is_dead(self, incarnation: str) -> bool:
+        """Whether the process of this engine is known to be gone."""
+        return self._cluster.is_dead(incarnation)
+
+    @_locked
     def hold(self, hold: m.Attempt, digest: bytes, block_ids: list[int]) -> bool:
         """Let a decode engine read these blocks of a whole prompt, whose tokens have this digest. False: not in this
         engine's state. Else the caller keeps them until the `HoldEnded` of this name, which must be new."""
@@ -307,6 +335,14 @@ class PeerProtocol:
     def is_read(self) -> bool:
         """Whether a decode engine may read here."""
         return bool(self._prefill.holds.readers())
+
+    @_locked
+    def is_reached(self) -> bool:
+        """Whether a peer may read or write this engine's memory by itself, or a read of ours that has failed may still
+        fill it."""
+        writers = self._decode.fenced() if not self._decode.limits.own_fence else ()
+        return (self.is_read() or bool(writers) or bool(self._prefill.unproven_reads())
+                or bool(self._decode.reads.unproven_reads()))
 
     @_locked
     def jobs(self) -> set[m.Attempt]:
@@ -351,9 +387,10 @@ class PeerProtocol:
 
     @_locked
     def open_attempts(self) -> list[m.Attempt]:
-        """Every attempt with a record, in either half: empty when all has ended and all fences are down."""
+        """Every attempt with a record, in either half, and every read that may still land: empty when all has ended and
+        all fences are down."""
         return [*self._decode.states(), *self._decode.reads.states(), *self._prefill.states(),
-                *self._prefill.holds.states()]
+                *self._prefill.holds.states(), *self._prefill.unproven_reads()]
 
     @_locked
     def counts(self) -> dict[str, int]:
@@ -586,7 +623,11 @@ class PeerProtocol:
         """Send goodbye once the drain is complete: nothing is open, nothing waits to be sent or to be polled."""
         if not self.state.draining or self.state.left:
             return
-        is_open = bool(self.open_attempts() or self._outbox or self._events)
+        # What nothing but a death ends: a peer's, or that of this engine.
+        unproven = (self._prefill.unproven_jobs() | self._prefill.unproven_reads() | self._decode.given_up()
+                    | self._decode.reads.unproven_reads())
+        attempts = set(self.open_attempts()) - unproven
+        is_open = bool(attempts or self._outbox or self._events)
         if self.state.is_drained(is_open, self._cluster.up):
             self.state.left = True
             self._outbox.append(ToBroker(m.Leave()))

@@ -32,7 +32,7 @@ from vllm_pd.core.actions import (
 from vllm_pd.core.hold_reads import HoldReads
 from vllm_pd.errors import PeerMismatch
 
-_LONG_AGO = float("-inf")
+_LONG_AGO, _NEVER = float("-inf"), float("inf")
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
 
 
@@ -75,6 +75,7 @@ class _Record:
         self.cached_blocks = cached_blocks
         self.state = AttemptState.QUEUED
         self.fenced = False
+        self.given_up = False  # by P, whose writes may land until P or this engine has ended
         self.submitted = self.deadline = self.next_put = 0.0
         self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
         self.peers_lost_at: float | None = None
@@ -111,6 +112,7 @@ class DecodeProtocol:
             m.Writing: self._on_writing,
             m.Sent: self._on_sent,
             m.Failed: self._on_failed,
+            m.GaveUp: self._on_gave_up,
             m.Stopped: self._on_stopped,
             m.HoldGrant: self._on_hold,
             m.HoldDenied: self._on_hold,
@@ -266,8 +268,9 @@ class DecodeProtocol:
 
     def next_timeout(self) -> float | None:
         """When `handle_timeout` is next due; None where nothing is."""
-        due = [self.reads.next_timeout(), *(self._due(record) for record in self._records.values())]
-        return min((when for when in due if when is not None), default=None)
+        held = self.reads.next_timeout()
+        due = min([_NEVER if held is None else held, *(self._due(record) for record in self._records.values())])
+        return None if due == _NEVER else due
 
     # State, for the engine and the tests.
 
@@ -296,6 +299,10 @@ class DecodeProtocol:
     def fenced(self) -> dict[m.Attempt, str]:
         """Attempts whose blocks a P may write, and which P."""
         return {attempt: record.peer for attempt, record in self._records.items() if record.fenced}
+
+    def given_up(self) -> set[m.Attempt]:
+        """Attempts that end with P's death or with this engine."""
+        return {attempt for attempt, record in self._records.items() if record.given_up}
 
     def busy_peers(self) -> set[str]:
         """Ps that may write, or are read from."""
@@ -413,6 +420,15 @@ class DecodeProtocol:
             return self._drop("failed_unknown")
         return self._p_stopped(now, record, FallbackReason.FAILED, message.reason)
 
+    def _on_gave_up(self, now: float, sender: str, message: m.GaveUp) -> list[Action]:
+        record = self._held_by(sender, message)
+        if record is None or record.given_up:
+            return self._drop("gave_up_unknown")
+        record.given_up = True
+        if record.state.ended:
+            return self._cancel(now, record)
+        return self._end(now, record, AttemptEnd.FAILED, FallbackReason.FAILED, message.reason)
+
     def _on_stopped(self, now: float, sender: str, message: m.Stopped) -> list[Action]:
         record = self._held_by(sender, message)
         if record is None:
@@ -452,6 +468,9 @@ class DecodeProtocol:
 
     def _cancel(self, now: float, record: _Record) -> list[Action]:
         limits = self.limits
+        if record.given_up:  # P has said all that it ever will
+            record.next_cancel = _NEVER
+            return []
         record.cancel_retry_s = min(limits.cancel_retry_max_s, 2 * record.cancel_retry_s or limits.claim_retry_s / 4)
         record.next_cancel = now + record.cancel_retry_s
         return [ToPrefill(record.peer, m.Cancel(record.attempt, record.claim))]

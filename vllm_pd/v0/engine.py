@@ -22,7 +22,7 @@ import zmq
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.messages import Attempt, Load
-from vllm_pd.handover.engine import HandoverEngine, guarded, ignore_end
+from vllm_pd.handover.engine import HandoverEngine, close_engine, guarded, ignore_end
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer.device import Device
@@ -282,7 +282,5 @@ class Disaggregation(HandoverEngine, EngineBinding):
                     len(scheduler.waiting), scheduler.block_manager.get_num_free_gpu_blocks())
 
 def _shut(agent: ControlAgent, transfer: EngineTransfer, wakeup: LoopWakeup) -> None:
-    agent.close()
-    if transfer.close():
-        agent.end_lifeline()
+    close_engine(agent, transfer)
     wakeup.close()
