@@ -346,8 +346,8 @@ class PeerProtocol:
 
     @_locked
     def jobs(self) -> set[m.Attempt]:
-        """The jobs of peers that have a record here."""
-        return set(self._prefill.states())
+        """The jobs of peers that something is still done for here."""
+        return self._prefill.states().keys() - self._prefill.unproven_jobs()
 
     # For either engine.
 
