@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from vllm_pd.config import PDConfig
+from vllm_pd.control.degraded import Cause
 from vllm_pd.control.protocol import MessageSource, PeerProtocol
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
@@ -23,6 +24,7 @@ from vllm_pd.core.actions import (
     Fallback,
     FallbackReason,
     HoldEnded,
+    Prefill,
     ReadHold,
     Released,
     ToBroker,
@@ -343,12 +345,12 @@ class Pair:
         self.clock = Clock()
         self.ranks = CacheRank("p", 1), CacheRank("d", 2)
         settings = {"broker": "tcp://127.0.0.1:9"}
-        self.config = PDConfig.parse("kv_producer", settings)
+        self.config = PDConfig.parse("kv_producer", {**settings, "prefix_reads": "always"})
         self.p = PeerProtocol(self.config, P, self.ranks[0].transport.metadata(), self.clock)
-        self.d = PeerProtocol(PDConfig.parse("kv_consumer", settings), D, self.ranks[1].transport.metadata(),
-                              self.clock)
-        self.jobs = Jobs(self.config, self.p, PrefillCapacity(BLOCK_SIZE, 100, 1, 8, True, 64), PDMetrics("m"),
-                         StepSpeed())
+        self.d = PeerProtocol(PDConfig.parse("kv_consumer", {**settings, "max_local_prefill_tokens": "auto"}), D,
+                              self.ranks[1].transport.metadata(), self.clock)
+        self.jobs = Jobs(self.config, self.p, PrefillCapacity(BLOCK_SIZE, 100, 1, 8, True, 64),
+                         PDMetrics("m"), StepSpeed())
         self.progress = Progress()
         self.events: list[object] = []  # of D
         self.dropped: list[object] = []  # of P
@@ -366,8 +368,10 @@ class Pair:
                 while (action := us.poll_transmit()) is not None:
                     moved = True
                     if isinstance(action, ToBroker):
-                        if isinstance(action.message, m.Put):
+                        if isinstance(action.message, m.Put) and "p" not in action.message.job.avoid:
                             self.p.receive(MessageSource.BROKER, "b", m.Offer(action.message.job, 1))
+                        elif isinstance(action.message, m.Register):
+                            us.receive(MessageSource.BROKER, "b", m.Heard("b", 0))
                     elif hasattr(action, "message"):
                         source = MessageSource.PREFILL if isinstance(action, ToDecode) else MessageSource.DECODE
                         them.receive(source, us.member.incarnation, action.message)
@@ -538,9 +542,11 @@ def test_b27_d_has_its_blocks_back_after_a_failed_read_of_its_prefix(pair, unrea
 @pytest.mark.parametrize("d_is_leaving", [False, True])
 @pytest.mark.parametrize("what", ["failed", "unread"])
 def test_b27_a_job_of_a_d_that_p_is_parted_from_goes_back_at_once(pair, request, what, d_is_leaving):
-    """P does not compute what it could not send. D learns it, and need not wait for another P to take the job."""
+    """P does not compute what it could not send. D, whom the first message has not reached, learns it now, and need not
+    wait for another P to take the job."""
     request.getfixturevalue(what)
     pair.events.clear()
+    pair.d._decode.parted.clear()
     if d_is_leaving:
         pair.p._do(pair.p._prefill.peer_lost(pair.clock.now, "d"))
     attempt = pair.d.next_attempt("r")
@@ -548,11 +554,150 @@ def test_b27_a_job_of_a_d_that_p_is_parted_from_goes_back_at_once(pair, request,
     pair.pump()
     assert not pair.jobs.has_jobs and pair.kinds() == [Fallback, Released]
     assert (pair.events[0].attempt, pair.events[0].reason, pair.events[0].peer) == (attempt, FallbackReason.FAILED, "p")
-    assert "restart one" in pair.events[0].detail
+    assert "restart one" in pair.events[0].detail and pair.d._decode.parted == {"p"}
     pair.p.peer_dead("d")
     reborn = m.Attempt("d2", "r", 0)
     pair.p.receive(MessageSource.BROKER, "b", m.Offer(m.Job(reborn, "tcp://127.0.0.1:3", TOKENS, 0, 60.0), 3))
     assert pair.p.jobs() == {reborn}, "one that has come back is another one"
+
+
+@pytest.mark.parametrize("what", ["failed", "unread", "unheld"])
+def test_b27_d_takes_its_prompts_to_other_ps_than_the_one_that_it_is_parted_from(pair, request, what):
+    """That one looks idle. D says so where it has no other one, and knows better when P is dead."""
+    def put():
+        pair.d.submit(pair.d.next_attempt("r"), TOKENS, [5, 6], 0, ("x",))
+        [job] = [action.message.job for action in iter(pair.d.poll_transmit, None)
+                 if isinstance(action, ToBroker) and isinstance(action.message, m.Put)]
+        return job
+
+    pair.passes(1)
+    assert pair.d.view().prefill_peers == len(pair.d.prefill_loads().busy) == 1 and pair.d.degraded() is None
+    assert put().avoid == ("x",) and pair.d.knows_holder("p")
+    pair.d.abort_all()
+    pair.pump()
+    request.getfixturevalue(what)
+    pair.events.clear()
+    assert pair.d.view().prefill_peers == len(pair.d.prefill_loads().busy) == 0
+    assert pair.d.degraded().cause is Cause.PEER and "restart one" in pair.d.degraded().detail
+    assert "p" in pair.d.watched_peers().busy and not pair.d.knows_holder("p")
+    job = put()
+    assert job.avoid == ("x", "p")
+    pair.passes(pair.d.ttl_s + 1)
+    assert [(event.attempt, event.reason) for event in pair.events if isinstance(event, Fallback)] == [
+        (job.attempt, FallbackReason.PEER)], "nobody else comes"
+    again = msgspec.structs.replace(P, incarnation="p2")
+    pair.d.peer_dead("p")
+    pair.d.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [again, D], 0))
+    pair.d.receive(MessageSource.PREFILL, "p2", m.Hello(again, b""))
+    assert pair.d.view().prefill_peers == 1 and pair.d.degraded() is None and put().avoid == ("x",)
+
+
+def test_b27_a_p_that_is_parted_from_every_d_says_so(pair, unread):
+    pair.p.set_role(m.Role.PREFILL)
+    assert pair.p.degraded().cause is Cause.PEER and "restart one" in pair.p.degraded().detail
+    other = msgspec.structs.replace(D, incarnation="d2")
+    pair.p.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [P, D, other], 0))
+    pair.p.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b""))
+    assert pair.p.degraded() is None
+
+
+def test_b27_a_job_names_no_more_ps_to_avoid_than_a_broker_reads(pair):
+    """Those that are parted beyond that may get the job, and give it back."""
+    pair.d._decode.parted.update(f"p{number:02}" for number in range(2 * m.MAX_AVOIDED))
+    pair.d.submit(pair.d.next_attempt("r"), TOKENS, [5, 6], 0, ("x", "p01"))
+    [put] = [action.message for action in iter(pair.d.poll_transmit, None)
+             if isinstance(action, ToBroker) and isinstance(action.message, m.Put)]
+    assert put.job.avoid[:3] == ("x", "p01", "p00") and len(set(put.job.avoid)) == m.MAX_AVOIDED
+
+
+@pytest.mark.parametrize("d_is_leaving", [False, True])
+def test_b102_a_d_that_p_is_parted_from_is_denied_a_hold_at_once(pair, unread, d_is_leaving):
+    """It could not read it, and one that is leaving is never met anew."""
+    if d_is_leaving:
+        pair.p._do(pair.p._prefill.peer_lost(pair.clock.now, "d"))
+    hold, attempt = m.Attempt("p", "h", 1), pair.d.next_attempt("r")
+    assert pair.p.hold(hold, token_digest(TOKENS), [1, 2])
+    pair.events.clear()
+    pair.d.claim_hold(attempt, hold, token_digest(TOKENS), [5, 6], 0, 60.0)
+    pair.pump()
+    assert [(type(event), event.attempt) for event in pair.events] == [(Fallback, attempt), (Released, attempt)]
+    assert pair.events[0].reason is FallbackReason.HOLD and pair.p._prefill.holds.states() == {hold: None}
+    pair.d.drop_hold(hold)
+    pair.pump()
+    assert not pair.p._prefill.holds.states(), "P hears what D does not want"
+
+
+def test_b102_what_d_reads_already_it_may_read_on(pair, reading):
+    """P's read of D's prefix fails meanwhile."""
+    attempt, _ = reading
+    job = parked(pair)
+    pair.transfer(pair.jobs.take_requests(pair.progress))
+    assert pair.p._prefill.unproven_reads() == {job}
+    pair.passes(40)  # longer than the lease
+    assert attempt not in [event.attempt for event in pair.events] and len(pair.p._prefill.holds.states()) == 1
+
+
+@pytest.fixture
+def both():
+    """An engine of both roles, beside another one, `o`: the two have met in both directions."""
+    us, other = (msgspec.structs.replace(D, incarnation=name, role=m.Role.BOTH) for name in "uo")
+    protocol = PeerProtocol(PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"}), us, b"", Clock())
+    protocol.receive(MessageSource.BROKER, "b", m.Peers("b", 1, [us, other], 0))
+    protocol.receive(MessageSource.PREFILL, "o", m.Hello(other, b""))
+    protocol.receive(MessageSource.DECODE, "o", m.HelloReply(other, b""))
+    return protocol
+
+
+def told(protocol, kind):
+    """What it sends of this kind now."""
+    return [action.message for action in iter(protocol.poll_transmit, None)
+            if isinstance(getattr(action, "message", None), kind)]
+
+
+def begin_read(both):
+    """An attempt that reads a hold of the other one."""
+    attempt, hold = both.next_attempt("r"), m.Attempt("o", "h", 1)
+    both.claim_hold(attempt, hold, token_digest(TOKENS), [3, 4], 0, 60.0)
+    both.receive(MessageSource.PREFILL, "o", m.HoldGrant(attempt, hold, [1, 2]))
+    return attempt
+
+
+def begin_job(both, number=0):
+    """A job of the other one that was granted."""
+    attempt = m.Attempt("o", "r", number)
+    both.receive(MessageSource.BROKER, "b", m.Offer(m.Job(attempt, "tcp://127.0.0.1:2", TOKENS, 0, 60.0), number + 1))
+    [claim] = told(both, m.Claim)
+    both.receive(MessageSource.DECODE, "o", m.Grant(attempt, claim.claim, [1, 2], 0, 60.0))
+    return attempt
+
+
+def test_b34_an_engine_of_both_roles_writes_nothing_to_one_that_it_could_not_read_from(both):
+    """Nor does its half that prefills have the ranks forget what has failed, while the other one lives."""
+    both.read_ended(begin_read(both), "failed", may_land=True)
+    attempt = begin_job(both)
+    [end] = told(both, m.Failed)
+    assert end.attempt == attempt and end.parted and not any(isinstance(one, Prefill) for one in events(both))
+    both._do(both._prefill.peer_lost(0.0, "o"))
+    assert not any(isinstance(one, DropPeer) for one in events(both))
+    both.peer_dead("o")
+    assert DropPeer("o") in events(both)
+
+
+def test_b34_an_engine_of_both_roles_does_not_forget_whom_a_write_may_still_reach(both):
+    """Its half that decodes knows too many. The transport would count what has failed as ended."""
+    both.read_ended(begin_read(both), "")
+    both.unproven(begin_job(both), "failed")
+    events(both)
+    both._decode.limits = msgspec.structs.replace(both._decode.limits, max_peers=1)
+    for number in range(5):
+        name = f"x{number}"
+        both.receive(MessageSource.PREFILL, name, m.Hello(msgspec.structs.replace(P, incarnation=name), b""))
+    assert not any(isinstance(one, DropPeer) for one in events(both)) and not both.knows_holder("o")
+    assert len(both._decode.peers) == 2 and not both.view(("x4",)).prefill_peers
+
+
+def events(protocol):
+    return list(iter(protocol.poll_event, None))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -591,12 +736,11 @@ def test_b22_memory_that_a_failed_read_may_fill_outlives_the_engine(pair, reques
     assert bool(kept._caches) is not dies and ended == [True] * dies
 
 
-@pytest.mark.parametrize("side", "pd")
-@pytest.mark.parametrize("what", ["failed", "unread", "unheld"])
-def test_b54_either_side_of_a_transfer_that_failed_can_be_drained(pair, request, what, side):
+@pytest.mark.parametrize("what, side", [("failed", "p"), ("failed", "d"), ("unread", "p"), ("unheld", "d")])
+def test_b54_an_engine_that_keeps_something_of_a_failed_transfer_can_be_drained(pair, request, what, side):
     """Both live, and neither waits for what ends with it."""
-    request.getfixturevalue(what)
-    assert drains(getattr(pair, side), pair)
+    attempt = request.getfixturevalue(what)
+    assert getattr(pair, side).open_attempts() == [attempt] and drains(getattr(pair, side), pair)
 
 
 def test_b54_a_d_that_did_not_hear_that_p_gave_up_asks_and_can_be_drained(pair, monkeypatch):

@@ -90,11 +90,12 @@ class PeerProtocol:
         self.last_degraded: Degraded | None = None
         self._clock = clock
         self._lock = threading.RLock()
+        self._parted: set[str] = set()  # see DecodeProtocol
         self._decode = DecodeProtocol(member, transfer_metadata, DecodeLimits(
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
-            ttl_s=config.ttl_s, own_fence=config.is_two_sided))
+            ttl_s=config.ttl_s, own_fence=config.is_two_sided), self._parted)
         self._prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(
-            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)))
+            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)), self._parted)
         self._cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
         self._credits = JobCredits(config.max_prefill_tokens)
         self.ttl_s = config.ttl_s
@@ -178,7 +179,7 @@ class PeerProtocol:
     @_locked
     def knows_holder(self, incarnation: str) -> bool:
         """Whether this engine can read from that prefill engine: over a two-sided transport from none."""
-        return not (self._shut_detail or self._decode.limits.own_fence) and self._decode.reads.knows(incarnation)
+        return self._reaches_holder(incarnation) and incarnation not in self._parted
 
     @_locked
     def claim_hold(self, attempt: m.Attempt, hold: m.Attempt, digest: bytes, block_ids: list[int], cached_blocks: int,
@@ -195,8 +196,9 @@ class PeerProtocol:
     def read_ended(self, attempt: m.Attempt, error: str, may_land: bool = False) -> None:
         """The answer to `ReadHold`: no byte of it lands any more, unless it failed and `may_land`. `error`: empty if
         all has arrived."""
-        reads = self._decode.reads
-        if may_land and not self._cluster.is_dead(reads.peer_of(attempt)):
+        reads, peer = self._decode.reads, self._decode.reads.peer_of(attempt)
+        if may_land and peer and not self._cluster.is_dead(peer):
+            self._parted.add(peer)
             self._do(reads.unproven(attempt, error))
         else:
             self._do(reads.ended(attempt, error))
@@ -207,13 +209,13 @@ class PeerProtocol:
         message = m.HoldDone(self.next_attempt(hold.request_id), hold)
         if hold.incarnation == self.member.incarnation:
             self._do(self._prefill.holds.done(hold.incarnation, message))
-        elif self.knows_holder(hold.incarnation):
+        elif self._reaches_holder(hold.incarnation):
             self._do([ToPrefill(hold.incarnation, message)])
 
     @_locked
     def view(self, avoid: Collection[str] = ()) -> QueueView:
         """The cluster as the policy needs it, for a request that is not to go to the Ps in `avoid` again."""
-        return self._cluster.view(self._clock(), self._decode.queued(), self._decode.peers, avoid)
+        return self._cluster.view(self._clock(), self._decode.queued(), self._greeted(), avoid)
 
     @_locked
     def prefill_loads(self, avoid: Collection[str] = ()) -> PrefillLoads:
@@ -223,7 +225,7 @@ class PeerProtocol:
         if self._own_jobs is None:
             raise ValueError("loads are followed with max_local_prefill_tokens auto only")
         cluster, taken = self._cluster, self._decode.taken(self._clock())
-        reported = cluster.prefill_loads(self._decode.peers, avoid)
+        reported = cluster.prefill_loads(self._greeted(), avoid)
         found = self._own_jobs.corrected(self._decode.uncomputed(), cluster.queue_tokens, cluster.queue_length,
                                          reported)
         return msgspec.structs.replace(found, ours=tuple(tuple(taken.get(one.incarnation, ())) for one in reported))
@@ -378,12 +380,13 @@ class PeerProtocol:
         if not self._cluster.up:
             return Degraded(Cause.BROKER, f"the broker {self._broker} does not answer")
         decodes = self.state.role.decodes
-        if self._cluster.prefills(self._decode.peers) if decodes else self._prefill.peers():
+        if self._cluster.prefills(self._greeted()) if decodes else self._prefill.peers().keys() - self._parted:
             return None
         mismatch = self._cluster.find_mismatch(self._clock())
         if mismatch is not None:
             return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
-        return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there")
+        parted = ", but one whose transfers with this one have failed: restart one of the two" if self._parted else ""
+        return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there{parted}")
 
     @_locked
     def open_attempts(self) -> list[m.Attempt]:
@@ -515,7 +518,7 @@ class PeerProtocol:
         self._leave_if_drained()
         self._heartbeat(now)
         self._check_broker(now)
-        self._decode.peers_are(now, self._cluster.prefills(self._decode.peers))
+        self._decode.peers_are(now, self._cluster.prefills(self._greeted()))
         self._do(self._decode.handle_timeout(now))
         self._do(self._prefill.handle_timeout(now))
         degraded = self.degraded()
@@ -550,7 +553,8 @@ class PeerProtocol:
         introduced = {name: peer for name, peer in {**self._decode.peers, **self._prefill.peers()}.items()
                       if not self._cluster.is_dead(name)}
         listed = {member.incarnation: member for member in self._cluster.members()}
-        return WatchedPeers(listed | introduced, introduced, self._decode.busy_peers() | self._prefill.busy_peers())
+        busy = self._decode.busy_peers() | self._prefill.busy_peers() | self._parted
+        return WatchedPeers(listed | introduced, introduced, busy)
 
     @_locked
     def peer_dead(self, incarnation: str) -> None:
@@ -591,6 +595,14 @@ class PeerProtocol:
         self._outbox.clear()
 
     # Inside.
+
+    def _greeted(self) -> set[str]:
+        """The prefill engines that have greeted this one and can hand a prefill over to it."""
+        return self._decode.peers.keys() - self._parted
+
+    def _reaches_holder(self, incarnation: str) -> bool:
+        """Whether that prefill engine may hold something for this one, and can be told of it."""
+        return not (self._shut_detail or self._decode.limits.own_fence) and self._decode.reads.knows(incarnation)
 
     def _receive_from_broker(self, sender: str, message: m.Message) -> None:
         now = self._clock()

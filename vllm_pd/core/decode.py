@@ -88,9 +88,12 @@ class _Record:
 
 
 class DecodeProtocol:
-    """All attempts of one decode engine. No method blocks, reads a clock, or raises because of what a peer does."""
+    """All attempts of one decode engine. No method blocks, reads a clock, or raises because of what a peer does.
+    `parted` are the engines with which a transfer has failed that may still land: no further one begins until they are
+    dead. Both halves of an engine have the same set, and add to it."""
 
-    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits):
+    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits,
+                 parted: set[str] | None = None):
         self.member = member
         self.limits = limits
         self.mismatch: str | None = None
@@ -98,6 +101,7 @@ class DecodeProtocol:
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.peers: dict[str, m.Member] = {}
+        self.parted: set[str] = set() if parted is None else parted
         self.reads = HoldReads(member, limits.ttl_s, limits.claim_retry_s / 4, limits.lease_s, self.counters,
                                self.dropped)
         self._records: dict[m.Attempt, _Record] = {}
@@ -242,6 +246,7 @@ class DecodeProtocol:
     def peer_dead(self, now: float, incarnation: str) -> list[Action]:
         """The process of a P is gone, as a fact: it will never write again."""
         self.peers.pop(incarnation, None)
+        self.parted.discard(incarnation)
         actions = self.reads.peer_dead(incarnation)
         for record in [r for r in self._records.values() if r.fenced and r.peer == incarnation]:
             actions += self._p_stopped(now, record, FallbackReason.PEER, "the prefill engine died")
@@ -349,7 +354,7 @@ class DecodeProtocol:
 
     def _forget_idle_peers(self) -> list[Action]:
         """Keep the table bounded. A P that was forgotten is denied its next claim (UNPEERED) and sends Hello again."""
-        busy = self.busy_peers() if len(self.peers) >= self.limits.max_peers else set()
+        busy = self.busy_peers() | self.parted if len(self.peers) >= self.limits.max_peers else set()
         actions: list[Action] = []
         while len(self.peers) >= self.limits.max_peers + len(busy):
             forgotten = next(name for name in self.peers if name not in busy)
@@ -418,6 +423,8 @@ class DecodeProtocol:
         record = self._held_by(sender, message)
         if record is None:
             return self._drop("failed_unknown")
+        if message.parted:
+            self.parted.add(sender)
         return self._p_stopped(now, record, FallbackReason.FAILED, message.reason)
 
     def _on_gave_up(self, now: float, sender: str, message: m.GaveUp) -> list[Action]:
@@ -425,6 +432,7 @@ class DecodeProtocol:
         if record is None or record.given_up:
             return self._drop("gave_up_unknown")
         record.given_up = True
+        self.parted.add(sender)
         if record.state.ended:
             return self._cancel(now, record)
         return self._end(now, record, AttemptEnd.FAILED, FallbackReason.FAILED, message.reason)
@@ -477,8 +485,9 @@ class DecodeProtocol:
 
     def _put(self, now: float, record: _Record) -> list[Action]:
         record.next_put = now + self.limits.claim_retry_s
+        avoid = (*record.avoid, *sorted(self.parted.difference(record.avoid)))[:m.MAX_AVOIDED]
         job = m.Job(record.attempt, self.member.address, record.token_ids, self._cached_tokens(record),
-                    max(0.0, record.deadline - now), avoid=record.avoid, priority=record.priority)
+                    max(0.0, record.deadline - now), avoid=avoid, priority=record.priority)
         return [ToBroker(m.Put(job))]
 
     def _cached_tokens(self, record: _Record) -> int:

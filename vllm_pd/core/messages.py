@@ -181,9 +181,9 @@ class PutRefusal(StrEnum):
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
     """A prefill that wants a P: goes from D through the queue. It names no block; only a grant does. The Ps in `avoid`
-    have failed at it before. `priority` is that of the request: lower comes first, where P schedules by priority.
-    `prefer` is the incarnation of the P that D would choose, where nobody chooses for all (NATS); empty: none. One of
-    an older release has neither, and an older P ignores them."""
+    have failed at it before, or can't reach D any more. `priority` is that of the request: lower comes first, where P
+    schedules by priority. `prefer` is the incarnation of the P that D would choose, where nobody chooses for all
+    (NATS); empty: none. One of an older release has neither, and an older P ignores them."""
     attempt: Attempt
     address: Text
     token_ids: TokenIds
@@ -280,10 +280,12 @@ class Sent(WireMessage):
 
 
 class Failed(WireMessage):
-    """P gave the attempt up and does not write any more."""
+    """P gave the attempt up and does not write any more. `parted`: a transfer between the two has failed and may still
+    land, so P takes no further job of D."""
     attempt: Attempt
     claim: Count
     reason: Text
+    parted: bool = False
 
 
 class GaveUp(WireMessage):

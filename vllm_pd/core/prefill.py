@@ -7,7 +7,7 @@ of the lease or the loss of D moves it to STOPPING: the engine gets `Cancelled`,
 A job is UNPROVEN where a write of it has failed whose bytes may still land. It stays so until D is dead: D is told
 that the job was given up, but nothing that would take its fence down. After such a failure of the read of D's prefix
 the job has failed, for nothing was written; only the read is remembered until D is dead. While there is either, the
-two are *parted*: a job of that D is claimed only to tell D so.
+two are *parted*: a job of that D is claimed only to tell D so, and a hold is denied to it.
 
 The lease counts from before the claim was sent, on this engine's clock, so it ends here before it ends on D. A record
 is deleted only when nothing of the job can land any more; so a cancel of a claim without a record is answered at once.
@@ -65,14 +65,17 @@ class _OfferedJob:
 
 
 class PrefillProtocol:
-    """All jobs of one prefill engine. No method blocks, reads a clock, or raises because of what a peer does."""
+    """All jobs of one prefill engine. No method blocks, reads a clock, or raises because of what a peer does. `parted`:
+    see `DecodeProtocol`, whose set it is in an engine."""
 
-    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits):
+    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits,
+                 parted: set[str] | None = None):
         self.member = member
         self.limits = limits
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.mismatch: str | None = None
+        self.parted: set[str] = set() if parted is None else parted
         self._jobs: dict[m.Attempt, _OfferedJob] = {}
         self._unproven_reads: set[m.Attempt] = set()  # of prefixes, for these jobs: they may land here
         self.holds = Holds(limits.holds, self.dropped)
@@ -121,8 +124,8 @@ class PrefillProtocol:
         if job is None:
             return []
         self.counters["failed"] += 1
-        failed = self._to_decode(job, m.Failed(attempt, job.claim, reason[:1000]))
-        return failed + self._drop_idle(now, attempt.incarnation)
+        failed = m.Failed(attempt, job.claim, reason[:1000], attempt.incarnation in self.parted)
+        return self._to_decode(job, failed) + self._drop_idle(now, attempt.incarnation)
 
     def ended(self, now: float, attempt: m.Attempt) -> list[Action]:
         """The engine's answer to `Cancelled`: no handle of it can write any more."""
@@ -138,6 +141,7 @@ class PrefillProtocol:
         if job is None or job.state is JobState.UNPROVEN:
             return []
         job.state = JobState.UNPROVEN
+        self.parted.add(attempt.incarnation)
         self.counters["unproven"] += 1
         return self._to_decode(job, m.GaveUp(attempt, job.claim, reason[:1000]))
 
@@ -145,6 +149,7 @@ class PrefillProtocol:
         """The read of D's prefix for this job has failed, and its bytes may land here until this engine or D has ended.
         The engine gives the job up, of which nothing was written: D may reuse all of its blocks."""
         self._unproven_reads.add(attempt)
+        self.parted.add(attempt.incarnation)
         self.counters["read_unproven"] += 1
         return self.failed(now, attempt, reason)
 
@@ -164,7 +169,7 @@ class PrefillProtocol:
             return self._drop("offer_refused_peer")
         record = self._jobs[attempt] = _OfferedJob(job, now)
         record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
-        if peer.state is PeerState.PEER or self._is_parted(attempt.incarnation):
+        if peer.state is PeerState.PEER or attempt.incarnation in self.parted:
             actions += self._claim(now, record)
         return actions
 
@@ -197,6 +202,7 @@ class PrefillProtocol:
             if job.state is JobState.UNPROVEN:
                 del self._jobs[job.attempt]
         self._unproven_reads = {one for one in self._unproven_reads if one.incarnation != incarnation}
+        self.parted.discard(incarnation)
         return self.holds.peer_dead(incarnation) + self.peer_lost(now, incarnation)
 
     def shut(self, now: float) -> list[Action]:
@@ -293,7 +299,7 @@ class PrefillProtocol:
         if problem:
             self.dropped["grant_bad"] += 1
             return self.failed(now, job.attempt, problem)
-        if self._is_parted(sender):
+        if sender in self.parted:
             self.counters["parted"] += 1
             return self.failed(now, job.attempt, "an earlier transfer between the two failed: restart one of them")
         job.state = JobState.RUNNING
@@ -351,10 +357,12 @@ class PrefillProtocol:
         return self._to_decode(job, m.Stopped(job.attempt, job.claim))
 
     def _on_claim_hold(self, now: float, sender: str, message: m.ClaimHold) -> list[Action]:
-        # One that is leaving is to be met anew before it claims more. What it reads already it may read on.
-        if (self._peering.find(sender).state is not PeerState.PEER
-                and not self.holds.has_claimed(message.attempt, message.hold)):
-            return self._drop("hold_not_peer")  # it asks again
+        if not self.holds.has_claimed(message.attempt, message.hold):  # what it reads already it may read on
+            if sender in self.parted:  # nobody can say when it may: it is to go on at once
+                self.counters["parted"] += 1
+                return [ToDecode(sender, m.HoldDenied(message.attempt, message.hold, m.DenyReason.UNKNOWN))]
+            if self._peering.find(sender).state is not PeerState.PEER:  # one that is leaving is to be met anew
+                return self._drop("hold_not_peer")  # it asks again
         return self.holds.claim(now, sender, message)
 
     def _on_hold_done(self, now: float, sender: str, message: m.HoldDone) -> list[Action]:
@@ -396,7 +404,7 @@ class PrefillProtocol:
     def _drop_idle(self, now: float, incarnation: str) -> list[Action]:
         """Drop a peer that is leaving, once no job of it can write, and it reads nothing. It could not say so
         without a connection."""
-        if incarnation in self.holds.readers() or self._is_parted(incarnation) or any(
+        if incarnation in self.holds.readers() or incarnation in self.parted or any(
                 job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
                 for job in self._jobs.values()):
             return []
@@ -433,10 +441,6 @@ class PrefillProtocol:
         return self._to_decode(job, m.Renew(job.attempt, job.claim, job.stamp))
 
     # Helpers.
-
-    def _is_parted(self, incarnation: str) -> bool:
-        """Whether a transfer with this D has failed that may still land. Then nothing more is moved between the two."""
-        return any(attempt.incarnation == incarnation for attempt in self._unproven_reads | self.unproven_jobs())
 
     def _held(self, sender: str, message: m.Message, state: JobState) -> _OfferedJob | None:
         """The job that this answer is about; None where its state, claim or sender is another."""
