@@ -33,7 +33,7 @@ from vllm_pd.core.actions import (
 from vllm_pd.core.hashes import token_digest
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.errors import TransferError
-from vllm_pd.handover.engine import close_engine
+from vllm_pd.handover.engine import HandoverEngine, close_engine
 from vllm_pd.handover.prefill import PrefillCapacity, PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
@@ -43,11 +43,20 @@ from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.gather import GatheredEnds
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
 from vllm_pd.transfer.ranks import RankedTransport
-from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, DropTransferPeer, Finished, Read, Write
+from vllm_pd.transfer.requests import (
+    AddTransferPeer,
+    CancelTransfer,
+    DropTransferPeer,
+    Finished,
+    Read,
+    TransferProgress,
+    Write,
+)
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker
 
 BLOCK_SIZE, BLOCK_BYTES, BLOCKS = 4, 32, 8
+MOST_READS = 8  # of prompts of TOKENS, as half of P's pool has room for
 TOKENS = list(range(10, 18))  # two blocks
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "f", "f", BLOCK_SIZE, 1, 1, 64, "hnd")
 P = m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:1", FINGERPRINT)
@@ -338,6 +347,23 @@ class Jobs(PrefillHandover):
     _by_priority = False
 
 
+class Steps(HandoverEngine):
+    """What P's engine collects between two steps. It decodes nothing."""
+
+    def __init__(self, pair: "Pair") -> None:
+        agent = SimpleNamespace(protocol=pair.p, error=None)
+        super().__init__(pair.config, agent, SimpleNamespace(take_progress=lambda: TransferProgress([], [], [])),
+                         PDMetrics("m"))
+        self.remote_prefills = SimpleNamespace(waiting_for_peers=False, give_back=lambda progress, stalled: None)
+        self.prefill_jobs = pair.jobs
+
+    def _load(self) -> m.Load:
+        return m.Load()
+
+    def _has_running(self) -> bool:
+        return False
+
+
 class Pair:
     """P and D: the real protocol of both, P's jobs, and both transports over `LateAgent`."""
 
@@ -349,7 +375,7 @@ class Pair:
         self.p = PeerProtocol(self.config, P, self.ranks[0].transport.metadata(), self.clock)
         self.d = PeerProtocol(PDConfig.parse("kv_consumer", {**settings, "max_local_prefill_tokens": "auto"}), D,
                               self.ranks[1].transport.metadata(), self.clock)
-        self.jobs = Jobs(self.config, self.p, PrefillCapacity(BLOCK_SIZE, 100, 1, 8, True, 64),
+        self.jobs = Jobs(self.config, self.p, PrefillCapacity(BLOCK_SIZE, 100, 1, 8, True, 64, 4 * MOST_READS),
                          PDMetrics("m"), StepSpeed())
         self.progress = Progress()
         self.events: list[object] = []  # of D
@@ -523,6 +549,44 @@ def test_b20_reads_that_failed_take_no_place_of_other_jobs(pair):
     pair.transfer(pair.jobs.take_requests(pair.progress))
     pair.jobs.set_credits()
     assert pair.p._credits.jobs == len(attempts) and pair.p.counts()["prefill_jobs"] == 0
+
+
+def test_b20_reads_that_may_fail_leave_blocks_for_others(pair):
+    """Not more than a part of the pool, for it may be long until their peers are dead."""
+    def may_read():
+        return pair.jobs.wants_prefix(granted(pair, cached_blocks=1), 0)
+
+    for _ in range(MOST_READS):
+        assert may_read()
+        pair.jobs.park(list(pair.jobs._jobs)[-1])
+    assert not may_read() and pair.jobs.unproven_blocks == 0
+    pair.transfer(pair.jobs.take_requests(pair.progress))
+    job = list(pair.jobs._jobs)[-1]
+    assert not pair.jobs.wants_prefix(job, 0) and pair.jobs.unproven_blocks == 2 * MOST_READS
+    pair.p.peer_dead("d")
+    pair.jobs.free_dead(pair.progress)
+    assert pair.jobs.wants_prefix(job, 0) and pair.jobs.unproven_blocks == 0
+
+
+def test_b20_a_death_that_is_seen_while_the_engine_collects_frees_in_the_same_turn(pair, unread):
+    """Its event is among those, and nothing would wake the engine again."""
+    poll = pair.p.poll_event
+    dies = iter([lambda: pair.p.peer_dead("d")])
+    pair.p.poll_event = lambda: (next(dies, lambda: None)(), poll())[1]
+    steps = Steps(pair)
+    steps._collect()
+    assert steps._progress.finished_transfers == [unread] and not pair.p.announce()
+
+
+def test_b34_what_may_land_is_kept_whatever_the_scheduler_raises(pair):
+    attempt = parked(pair)
+    pair.jobs._abort_request = lambda job: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        pair.transfer(pair.jobs.take_requests(pair.progress))
+    assert not pair.jobs.has_jobs and pair.progress.finished_transfers == []
+    pair.p.peer_dead("d")
+    pair.jobs.free_dead(pair.progress)
+    assert pair.progress.finished_transfers == [attempt]
 
 
 @pytest.mark.parametrize("d_falls_silent", [False, True])

@@ -59,7 +59,8 @@ class Engine:
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000, dtype=torch.float32,
                                             get_num_layers=lambda parallel: 2, get_total_num_kv_heads=lambda: 2,
                                             get_head_size=lambda: 8)
-        self.cache_config = SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto")
+        self.cache_config = SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto",
+                                            num_gpu_blocks=100)
         self.parallel_config = SimpleNamespace(world_size=1)
         self.scheduler_config = SimpleNamespace(policy="fcfs", max_num_batched_tokens=512)
         self.vllm_config = self

@@ -339,7 +339,8 @@ class Engine:
                                 end_lifeline=lambda: None, member=SimpleNamespace(incarnation=OWN))
         self.binding = self.make_binding(settings, self.scheduler, self.access, agent, self.transfer,
                                          PrefillCapacity(self.block_size, VOCAB, 1, 1 << 16, caching,
-                                                         self.scheduler.max_num_scheduled_tokens), MetricsRecorder())
+                                                         self.scheduler.max_num_scheduled_tokens, blocks),
+                                         MetricsRecorder())
         self.scheduler.connector.binding = self.binding
         self.slots: dict[tuple[int, int], int] = {}
         self.prompts: dict[str, list[int]] = {}

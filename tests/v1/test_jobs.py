@@ -172,6 +172,13 @@ def test_b25_a_job_cancelled_while_it_reads_keeps_its_blocks_until_the_read_has_
     end(engine)
 
 
+def quarantined_blocks(engine):
+    """As the gauge says."""
+    engine.binding._metrics_due = 0.0
+    engine.binding._update_metrics()
+    return engine.binding._metrics._states["quarantined_blocks"][0]
+
+
 def test_b34_a_read_that_failed_and_may_land_keeps_its_blocks_until_the_peer_is_dead(engine):
     """B34: the job is given up, and the engine goes on with others."""
     attempt = engine.job(prompt(100), cached_blocks=4)
@@ -180,6 +187,7 @@ def test_b34_a_read_that_failed_and_may_land_keeps_its_blocks_until_the_peer_is_
     engine.run()
     assert engine.protocol.calls[0] == ("read_unproven", attempt) and len(engine.binding.fence) == 1
     assert not engine.scheduler.requests and not engine.scheduler.has_requests()
+    assert quarantined_blocks(engine) == 7
     other = engine.job(prompt(50), number=1)
     engine.run()
     engine.transfer.end(engine.sent(other).key)
@@ -188,6 +196,7 @@ def test_b34_a_read_that_failed_and_may_land_keeps_its_blocks_until_the_peer_is_
     engine.protocol.dead.add(PEER)
     engine.tell(DropPeer(PEER))
     engine.run()
+    assert quarantined_blocks(engine) == 0
     end(engine)
 
 

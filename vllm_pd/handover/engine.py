@@ -84,7 +84,6 @@ class HandoverEngine(ABC):
                 self._guard(self.prefill_jobs.ended, end, self._progress)
             for refusal in transfers.refused:
                 self._guard(self.prefill_jobs.refused, refusal)
-            self._guard(self.prefill_jobs.free_dead, self._progress)
         for event in iter(self.protocol.poll_event, None):
             self.stalled = False
             if self.holds is not None and isinstance(event, HELD_PROMPT_EVENTS):
@@ -92,6 +91,7 @@ class HandoverEngine(ABC):
             self._guard(self._handler(event), event, self._progress)
         self._guard(self.remote_prefills.give_back, self._progress, self.stalled)
         if self.prefill_jobs is not None:
+            self._guard(self.prefill_jobs.free_dead, self._progress)  # after the events: a later death wakes us again
             self._guard(self._give_back_jobs)
             self._guard(self.prefill_jobs.begin)
             self.prefill_jobs.set_credits()
@@ -137,7 +137,7 @@ class HandoverEngine(ABC):
         if now >= self._metrics_due:
             self._metrics_due = now + METRICS_PERIOD_S
             self._metrics_stale = False
-            self.remote_prefills.update_metrics()
+            self.remote_prefills.update_metrics(0 if self.prefill_jobs is None else self.prefill_jobs.unproven_blocks)
             for kind, count in self.agent.dropped().items():
                 if count > self._counted.get(kind, 0):
                     self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))

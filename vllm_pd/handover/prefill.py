@@ -95,13 +95,14 @@ class OpenTransfer(NamedTuple):
 @dataclass(frozen=True)
 class PrefillCapacity:
     """The sizes of a prefill engine. `token_bytes` is the KV of one token, over all layers and ranks, `batch_tokens`
-    the tokens of one batch."""
+    the tokens of one batch, `total_blocks` its KV blocks."""
     block_size: int
     vocab_size: int
     ranks: int
     token_bytes: int
     caching: bool
     batch_tokens: int
+    total_blocks: int
 
 
 class PrefillHandover(ABC):
@@ -114,6 +115,7 @@ class PrefillHandover(ABC):
         self._speed = speed
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
+        self._most_reading_blocks = int(config.max_parked_fraction * capacity.total_blocks)
         self._order = config.job_order
         self._batch_tokens = capacity.batch_tokens
         self._jobs: dict[Attempt, PeerJob] = {}
@@ -137,6 +139,11 @@ class PrefillHandover(ABC):
     def sending(self) -> bool:
         """Whether a write or a read is under way, or its end is not processed yet."""
         return bool(self._open)
+
+    @property
+    def unproven_blocks(self) -> int:
+        """How many blocks are set aside for reads that have failed and may still land."""
+        return sum(map(self._prompt_blocks, self._unproven_reads))
 
     @property
     def has_jobs(self) -> bool:
@@ -274,9 +281,13 @@ class PrefillHandover(ABC):
         """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, is to be read
         from the peer first. At most once a job: a read that failed is not repeated. Not once some of its blocks leave:
         a job that V1 has preempted would read and write at the same time, and the first end would free the blocks of
-        the other."""
+        the other. Nor where the blocks of all reads, any of which may fail, would be more than `max_parked_fraction` of
+        the pool."""
         job = self._jobs.get(attempt)
         if job is None or job.read_tokens or job.writes.added:
+            return False
+        reading = sum(self._prompt_blocks(one.prefill) for one in self._jobs.values() if one.state is JobStage.READING)
+        if self.unproven_blocks + reading + self._prompt_blocks(job.prefill) > self._most_reading_blocks:
             return False
         return self.prefix_cost.worth_reading(job.prefill.cached_blocks * self._block_size - cached_tokens)
 
@@ -463,6 +474,9 @@ class PrefillHandover(ABC):
             del self._jobs[attempt]
             progress.finished_transfers.append(attempt)
 
+    def _prompt_blocks(self, prefill: Prefill) -> int:
+        return -(-len(prefill.token_ids) // self._block_size)
+
     def _has_open(self, job: PeerJob) -> bool:
         """Whether a transfer of this job is under way, or its end is not processed yet."""
         return any(one.job is job for one in list(self._open.values()))
@@ -480,9 +494,11 @@ class PrefillHandover(ABC):
         logger.warning("job %s is given up, for its prefix could not be read: %s", job.prefill.attempt, end.error)
         self._metrics.prefix_read("failed", 0)
         job.cancelled = True  # so that `aborted` cancels nothing
-        self._abort_request(job)
-        del self._jobs[job.prefill.attempt]
-        self._unproven_reads.append(job.prefill)
+        try:
+            self._abort_request(job)
+        finally:  # whatever it raises, it is not forgotten what may land
+            del self._jobs[job.prefill.attempt]
+            self._unproven_reads.append(job.prefill)
 
     def _read(self, job: PeerJob, end: transfer.Finished, progress: Progress) -> None:
         attempt = job.prefill.attempt
