@@ -4,8 +4,8 @@
 One-sided reads and writes need no help of the process whose memory they touch. On one host they need no registration
 either: the kernel copies whatever is at the address by then. So the caches of an engine that has closed must neither be
 freed nor used for anything else while a peer may still read or write there, which may not have heard of the end. They
-are `release`d where that is certain, and stay as they are until the end of the process everywhere else. With that end
-every such transfer fails.
+are `release`d where that is certain, as where an engine could not start, and stay as they are until the end of the
+process everywhere else. With that end every such transfer fails.
 """
 from __future__ import annotations
 

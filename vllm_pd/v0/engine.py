@@ -58,6 +58,9 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self._wakeup = LoopWakeup()
         member, metadata, transfer = attach_transfer(engine, config.role, config.transport_choice)
         agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
+        # From now on, for the start may fail. Also when the interpreter ends with the engine alive: before modules and
+        # threads are torn down.
+        self._finalizer = weakref.finalize(self, _shut, agent, transfer, self._wakeup)
         agent.start()
         super().__init__(config, agent, transfer, PDMetrics(engine.model_config.served_model_name))
         self.transfer.hold(self.agent.lifeline_fileno())
@@ -80,8 +83,6 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self._flush_due = False  # the next step may read what a peer has written
         self._was_busy = False  # whether the device was busy when it should have been idle
         self._scheduler.disagg = self
-        # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
-        self._finalizer = weakref.finalize(self, _shut, self.agent, self.transfer, self._wakeup)
         logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation,
                     self.agent.member.address)
 
