@@ -303,8 +303,10 @@ class HoldWorld:
     def heal(self, state: tuple) -> None:
         """From here on nothing goes wrong any more: what is sent arrives, once, and a P is ended by its operator where
         nobody knows whether a read of it lands. Raises Violation unless all ends, and nobody holds anything."""
-        if state[2] and any(read.unproven for read in self.engine(state, 2).side.reads._reads.values()):
-            state = (0, *state[1:])
+        for read in self.engine(state, 2).side.reads._reads.values() if state[2] else ():
+            if read.unproven:
+                index = self._index_of(read.hold)
+                state = (*state[:index], 0, *state[index + 1:])
         due = 0  # the letters on their way
         for _ in range(200):
             p, again, d = (self.engine(state, index) for index in range(3))
