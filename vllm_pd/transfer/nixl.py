@@ -342,8 +342,8 @@ class NixlTransport:
         """It has ended in an error, and more of it may land."""
         peer = self._open[key].peer
         if peer not in self._broken:
-            logger.warning("a transfer with peer %s failed (%s): nothing more is moved to it or from it. If its "
-                           "process lives, restart it or this engine", peer, error)
+            logger.warning("a transfer with peer %s failed (%s): no further one begins. If its process lives, restart "
+                           "it or this engine", peer, error)
         self._broken.add(peer)
         self._uncertain.add(peer)
         self._end(key, error, may_land=True)
