@@ -92,8 +92,8 @@ class HandoverFamilies(FamilyCollector):
             "vllm:pd_parked_seconds", "How long a request was parked that was prefilled remotely, until it was "
             "scheduled again.")
         self.parked_blocks = gauge("vllm:pd_parked_blocks", "KV blocks of requests that wait for a remote prefill.")
-        self.quarantined_blocks = gauge("vllm:pd_quarantined_blocks", "KV blocks of given-up attempts that a prefill "
-                                        "engine might still write.")
+        self.quarantined_blocks = gauge("vllm:pd_quarantined_blocks", "KV blocks of given-up attempts and jobs that a "
+                                        "transfer might still fill.")
         self.sending_blocks = gauge("vllm:pd_sending_blocks", "KV blocks that this engine is sending to a decode one.")
         self.held_blocks = gauge("vllm:pd_held_blocks", "KV blocks that this engine keeps for decode engines to read.")
         self.holds = counter("vllm:pd_holds_total", "Prompts kept for decode engines to read, by what became of them.",

@@ -130,12 +130,12 @@ def test_b27_a_read_that_fails_is_made_up_for(pair, mono, always):
     """B27, B5: the prefix is computed after all, and nothing that was not read is a hit."""
     tokens = known_to_d(pair, 6, "fails") + prompt(30, "fails")
     before = pair.p.counters()
-    pair.p.execute("from vllm_pd.transfer.agent import TransferState\n"
+    pair.p.execute("from vllm_pd.errors import TransferError\n"
                    "agent = disagg.transfer.own.transport.transport._agent\n"
-                   "agent_post = agent.post\n"
-                   "def post(handle):\n    agent_post(handle)\n    agent.post = agent_post\n"
-                   "    return TransferState.FAILED\n"
-                   "agent.post = post")
+                   "agent_make = agent.make_read\n"
+                   "def make_read(*lists):\n    agent.make_read = agent_make\n"
+                   "    raise TransferError('injected')\n"
+                   "agent.make_read = make_read")
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     counted = pair.p.counters().since(before)
     assert (counted[READS + "failed"], counted[READS + "done"], counted["prefix_read_bytes_total"]) == (1, 0, 0)

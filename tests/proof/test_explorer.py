@@ -46,6 +46,9 @@ CASES = [
          Scene(errors=1, aborts=1, shape=Shape(ranks=2, **CHUNKS)), 20, 10_000),
     Case("two chunks, P is killed and comes back",
          Scene(pauses=1, kills=1, reborn_prefills=1, aborts=1, shape=Shape(**CHUNKS)), 14, 10_000),
+    Case("a write fails, and lands later", Scene(pauses=2, kills=1, aborts=1, drifts=1), 14, 50_000),
+    Case("two chunks, two ranks, a write fails, and lands later, their D is believed dead",
+         Scene(losses=1, aborts=1, drifts=1, shape=Shape(ranks=2, **CHUNKS)), 16, 10_000),
 ]
 
 

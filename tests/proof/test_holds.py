@@ -30,6 +30,7 @@ CASES = [
     HoldCase("hold: two requests want it", HoldScene("AA", pauses=2, aborts=1, errors=1), 11, 5_000),
     HoldCase("hold: a request of another prompt wants it", HoldScene("BA", pauses=2, aborts=1), 12, 3_000),
     HoldCase("hold: engines are killed", HoldScene("AA", pauses=2, aborts=1, kills=2), 10, 5_000),
+    HoldCase("hold: a read fails, and lands later", HoldScene("AA", pauses=2, aborts=1, drifts=1, kills=1), 10, 5_000),
     HoldCase("hold: P comes back with another one", HoldScene("A", pauses=3, aborts=1, kills=1, reborn=True), 11,
              2_000),
 ]
@@ -126,6 +127,13 @@ class ReleasesEarly(HoldReads):
         return super()._end(read, outcome, reason, detail) + early
 
 
+class TrustsErrors(HoldReads):
+    """A read that has failed has ended."""
+
+    def unproven(self, attempt, error):
+        return self.ended(attempt, error)
+
+
 REUSES, OTHER = "P reuses blocks", "the KV of another prompt"
 REBORN = HoldScene(kills=1, reborn=True)
 BROKEN = {  # what is broken, the scene, how deep, what is found
@@ -138,6 +146,7 @@ BROKEN = {  # what is broken, the scene, how deep, what is found
     "done before the read has ended": ({"reads": SaysDoneEarly}, HoldScene(aborts=1), 10, REUSES),
     "a question is answered while the read stops": ({"reads": AnswersWhileItStops}, HoldScene(pauses=3, aborts=1), 12,
                                                     REUSES),
+    "an error taken for the end of the read": ({"reads": TrustsErrors}, HoldScene(drifts=1), 10, "D reuses blocks"),
     "D's blocks before the read has ended": ({"reads": ReleasesEarly}, HoldScene(aborts=1), 10, "D reuses blocks"),
 }
 

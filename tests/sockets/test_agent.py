@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control thread over real sockets, with a real broker, and real processes that die, stop and come back."""
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -8,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -38,10 +41,14 @@ from vllm_pd.core.actions import (
 )
 from vllm_pd.core.prefill import PrefillProtocol
 from vllm_pd.errors import ConfigError
+from vllm_pd.handover.engine import close_engine
 from vllm_pd.liveness import process
 from vllm_pd.liveness.process import local_member
 from vllm_pd.liveness.rules import GRACE_S
 from vllm_pd.rpc import codec
+from vllm_pd.transfer import kept, nixl
+from vllm_pd.transfer.choice import TransportChoice
+from vllm_pd.transfer.transport import rank_name
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 TOKENS = list(range(40))
@@ -838,3 +845,57 @@ def test_b22_b102_an_engine_that_ends_waits_for_those_that_read_its_blocks(pair,
     ending.join(WAIT_S)
     assert not p.agent.thread.is_alive() and p.protocol.is_read() is not answers
     assert (HoldEnded(hold, HoldEnd.DONE) in take_events(p)) is answers
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_b22_what_a_p_may_write_outlives_the_engine(pair, ended):
+    """D's engine closes while a P has its grant."""
+    d, p = pair
+    attempt = d.submit()
+    p.expect(Prefill)
+    kept.keep(rank_name(d.agent.member.incarnation, 0), [])
+    if ended:
+        p.protocol.failed(attempt, "a fault of ours")
+        assert d.expect(Released).attempt == attempt
+    close_engine(d.agent, SimpleNamespace(close=lambda: True))
+    assert (rank_name(d.agent.member.incarnation, 0) in kept._caches) is not ended
+    assert (d.agent._lifeline.fileno() < 0) is ended
+    kept.release(d.agent.member.incarnation)
+
+
+@pytest.mark.parametrize("how", ["its thread died", "D has not said so", "D has read it"])
+def test_b22_b102_what_a_d_may_read_outlives_the_engine(pair, monkeypatch, how):
+    """P's engine closes, and its process lives on: D's read, which it knows nothing of, may still succeed. So the
+    memory is not freed, and P is not dead for others, unless D has said that it reads nothing any more."""
+    monkeypatch.setattr(control_thread, "READS_S", 0.2)
+    d, p = pair
+    wait_for(lambda: d.protocol.knows_holder(p.agent.member.incarnation), d.protocol.debug_state, WAIT_S)
+    hold, attempt = p.protocol.next_attempt("random"), d.protocol.next_attempt("r")
+    assert p.protocol.hold(hold, b"d" * 32, [4, 5, 6])
+    d.protocol.claim_hold(attempt, hold, b"d" * 32, [1, 2, 3], 0, 60.0)
+    d.expect(ReadHold)
+    if how == "D has read it":
+        d.protocol.read_ended(attempt, "")
+        assert p.expect(HoldEnded) == HoldEnded(hold, HoldEnd.DONE)
+    elif how == "its thread died":
+        def fail(now):
+            raise Planned("a fault of ours")
+
+        p.protocol._prefill.handle_timeout = fail
+        p.agent.thread.sockets.waker.set()
+        wait_for(lambda: not p.agent.thread.is_alive(), "the thread has not ended")
+        assert take_events(p) == [], "P's engine goes on, and holds what is claimed"
+    monkeypatch.setattr(nixl, "NixlTransport", lambda name, caches, description, progress_thread: None)
+    cache = CacheTensor()
+    TransportChoice().make(rank_name(p.agent.member.incarnation, 0), [cache], None, True)
+    freed = weakref.ref(cache)
+    del cache
+    close_engine(p.agent, SimpleNamespace(close=lambda: True))
+    gc.collect()
+    ended = how == "D has read it"
+    assert (freed() is None) is ended and (p.agent._lifeline.fileno() < 0) is ended
+    kept.release(p.agent.member.incarnation)
+
+
+class CacheTensor:
+    """In the place of a tensor."""

@@ -223,6 +223,28 @@ def test_b100_two_prefill_engines_and_a_request_that_comes_twice(fleet):
     at_rest(fleet)
 
 
+def test_b100_b27_a_job_whose_write_may_land_is_over_for_its_client(fleet):
+    """B27: D falls back at once, P's client is answered, and P leaves when it is drained: nobody waits for what only a
+    death ends."""
+    first, decode = fleet.producers[0].engine, fleet.decode
+    attempt = posted(fleet)
+    first.expect(Prefill)
+    first.protocol.unproven(attempt, "the transfer failed")
+    fallback = decode.expect(Fallback)
+    assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.FAILED)
+    wait_for(lambda: fleet.proxy.answers)
+    [(status, said)] = fleet.proxy.answers
+    assert status == 409 and "the transfer failed" in said["message"]
+    assert first.protocol.open_attempts() == decode.protocol.open_attempts() == [attempt]
+    first.protocol.drain()
+    first.protocol.set_load(m.Load())
+    wait_for(lambda: first.protocol.state.left)
+    for us, them in ((first, decode), (decode, first)):
+        us.protocol.peer_dead(them.agent.member.incarnation)
+    assert decode.expect(Released).attempt == attempt
+    at_rest(fleet)
+
+
 @pytest.mark.parametrize("answer, posts", [(500, 3), (404, 1), (302, 1), ("nobody", 0)])
 def test_b100_a_post_that_fails_is_a_fallback_and_no_redirect_is_followed(fleet, monkeypatch, answer, posts):
     monkeypatch.setattr(poster, "PAUSE_S", 0.001)

@@ -25,6 +25,7 @@ MESSAGES = [
     m.ClaimHold(ATTEMPT, ATTEMPT, b"d" * 32), m.HoldGrant(ATTEMPT, ATTEMPT, [1]), m.HoldQuery(ATTEMPT, ATTEMPT),
     m.HoldDenied(ATTEMPT, ATTEMPT, m.DenyReason.TOKENS), m.HoldDone(ATTEMPT, ATTEMPT),
     m.Failed(ATTEMPT, 1, "w"), m.Cancel(ATTEMPT, 1), m.Writing(ATTEMPT, 1), m.Stopped(ATTEMPT, 1),
+    m.GaveUp(ATTEMPT, 1, "w"),
     m.Register(MEMBER, "b", 2), m.Heard("b", 1),
     m.Peers("b", 1, [MEMBER], 2), m.Leave(), m.Put(JOB), m.PutReply(ATTEMPT, m.PutRefusal.FULL, 3), m.Withdraw(ATTEMPT),
     m.Credit(1, 2), m.Offer(JOB, 3), m.ListMembers(), m.Drain(), m.SetRole(m.Role.PREFILL), m.Status(),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from nixl_receiver import receiver
-from writes import finish
+from writes import connect, finish, send
 
 from tests.forked import freeze
 from vllm_pd.transfer.nixl import MEET_S
@@ -75,3 +75,25 @@ def test_b22_b25_a_write_given_up_is_not_reported_ended_while_it_may_land(rank, 
         end = finish(p, ["k"])["k"]
         assert not end.ok and end.error in ("cancelled", "peer dropped") and p.worker.live_handles() == 0
         assert peer.answer() == [(p.name, b"n")], "it did land: whoever gave it up must not believe otherwise"
+
+
+@pytest.mark.parametrize("connected", [False, True], ids=["new", "connected"])
+def test_b27_a_write_whose_peer_is_killed_in_the_middle_says_that_it_may_land(rank, connected):
+    """Of what was under way the library knows nothing any more. Then nothing more is posted to this peer."""
+    p = rank("p-middle", progress_thread=False)
+    with receiver("d-middle") as peer:
+        if connected:
+            connect(p, peer)
+        else:
+            p.worker.execute([AddTransferPeer(peer.name, peer.metadata)])
+        freeze(peer.process.pid)
+        send(p, peer, "k", list(range(40)), list(range(40)))
+        deadline_s = time.monotonic() + 0.2
+        while time.monotonic() < deadline_s:
+            assert p.worker.take_progress().finished == [], "it is not in the middle"
+        peer.kill()
+        end = finish(p, ["k"])["k"]
+        assert not end.ok and end.may_land and p.worker.live_handles() == 0
+        send(p, peer, "again", [0], [0])
+        again = finish(p, ["again"])["again"]
+        assert not again.ok and not again.may_land and "restart one" in again.error

@@ -265,6 +265,7 @@ def test_b100_an_engine_that_drains_or_only_decodes_takes_no_job(producer, engin
 
 @pytest.mark.parametrize("last, problem", [
     (m.Sent(job().attempt, 1, m.Timings()), ""), (m.Failed(job().attempt, 1, "too long"), "too long"),
+    (m.GaveUp(job().attempt, 1, "it may land"), "it may land"),
     (m.Stopped(job().attempt, 1), "its decode engine gave it up"), (None, NOT_CLAIMED)])
 def test_b100_each_client_learns_the_end_of_its_job_once(last, problem):
     jobs, attempt = DirectJobs(), job().attempt

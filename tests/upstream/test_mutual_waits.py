@@ -137,6 +137,9 @@ class Node:
 
     close = end_lifeline = start
 
+    def is_reached(self) -> bool:
+        return False
+
     def view(self, avoid=()) -> QueueView:
         others = {node.name for node in self.ring.nodes if node is not self}
         return QueueView(True, len(self.ring.queue), len(others.difference(avoid)), None)

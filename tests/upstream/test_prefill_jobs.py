@@ -59,7 +59,8 @@ class Engine:
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000, dtype=torch.float32,
                                             get_num_layers=lambda parallel: 2, get_total_num_kv_heads=lambda: 2,
                                             get_head_size=lambda: 8)
-        self.cache_config = SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto")
+        self.cache_config = SimpleNamespace(enable_prefix_caching=True, block_size=16, cache_dtype="auto",
+                                            num_gpu_blocks=100)
         self.parallel_config = SimpleNamespace(world_size=1)
         self.scheduler_config = SimpleNamespace(policy="fcfs", max_num_batched_tokens=512)
         self.vllm_config = self
@@ -277,6 +278,17 @@ class TestReading:
         end(jobs, transfer.Finished(reading.key, False, error="ERR"), progress)
         assert progress.failed_prefills == progress.finished_transfers == [ATTEMPT] and not progress.read_prefixes
         assert jobs.find(ATTEMPT) is JobStage.COMPUTING and agent.calls == []
+
+    def test_b34_a_read_that_failed_and_may_land_waits_for_the_peers_death(self, jobs, agent, engine, reading):
+        progress = Progress()
+        engine.abort_request = lambda request_id: jobs.aborted(ATTEMPT)  # as the scheduler calls it, once
+        agent.is_dead = lambda incarnation: False
+        end(jobs, transfer.Finished(reading.key, False, error="ERR", may_land=True), progress)
+        jobs.free_dead(progress)
+        assert agent.names() == ["read_unproven"] and not progress and not jobs.has_jobs
+        agent.is_dead = lambda incarnation: incarnation == "decode-incarnation"
+        jobs.free_dead(progress)
+        assert progress.finished_transfers == [ATTEMPT]
 
     def test_b22_a_read_that_outlived_its_lease_leaves_nothing(self, jobs, agent, reading):
         progress = Progress()

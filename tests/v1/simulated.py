@@ -112,8 +112,15 @@ class FakeProtocol:
         self.queued_tokens = 0  # at the broker, with max_local_prefill_tokens auto
         self.open_writes: dict[str, Write] = {}  # those of the engine's transfer
         self.lease = True
+        self.dead: set[str] = set()
         self.credits = 0
         self._numbers = 0
+
+    def open_attempts(self):
+        return []
+
+    def is_reached(self):
+        return False
 
     def next_attempt(self, request_id):
         self._numbers += 1
@@ -138,7 +145,7 @@ class FakeProtocol:
         self.jobs[attempt] = None, block_ids, cached_blocks
         self.claimed[attempt] = hold, digest
 
-    def read_ended(self, attempt, error):
+    def read_ended(self, attempt, error, may_land=False):
         self.calls.append(("read_ended", attempt, error))
 
     def hold(self, hold, digest, block_ids):
@@ -181,6 +188,15 @@ class FakeProtocol:
     def ended(self, attempt):
         self._say("ended", attempt)
 
+    def unproven(self, attempt, reason):
+        self.calls.append(("unproven", attempt))
+
+    def read_unproven(self, attempt, reason):
+        self.calls.append(("read_unproven", attempt))
+
+    def is_dead(self, incarnation):
+        return incarnation in self.dead
+
     def _say(self, word, attempt):
         """The decode engine may reuse its blocks from now on."""
         if any(is_of(key, attempt) for key in self.open_writes):
@@ -219,8 +235,8 @@ class FakeTransfer:
         progress, self.progress = self.progress, TransferProgress([], [], [])
         return progress
 
-    def end(self, key: str, ok: bool = True, error: str = "") -> None:
-        end = Finished(key, ok, bytes=1 if ok else 0, seconds=0.01, error=error)
+    def end(self, key: str, ok: bool = True, error: str = "", may_land: bool = False) -> None:
+        end = Finished(key, ok, bytes=1 if ok else 0, seconds=0.01, error=error, may_land=may_land)
         self.open_writes.pop(key, None)
         self.report_end(end)
         self.progress.finished.append(end)
@@ -320,10 +336,11 @@ class Engine:
         self.protocol.open_writes = self.transfer.open_writes
         self.access = (access or FakeAccess)(self)
         agent = SimpleNamespace(protocol=self.protocol, error=None, dropped=lambda: {}, close=lambda: None,
-                                end_lifeline=lambda: None)
+                                end_lifeline=lambda: None, member=SimpleNamespace(incarnation=OWN))
         self.binding = self.make_binding(settings, self.scheduler, self.access, agent, self.transfer,
                                          PrefillCapacity(self.block_size, VOCAB, 1, 1 << 16, caching,
-                                                         self.scheduler.max_num_scheduled_tokens), MetricsRecorder())
+                                                         self.scheduler.max_num_scheduled_tokens, blocks),
+                                         MetricsRecorder())
         self.scheduler.connector.binding = self.binding
         self.slots: dict[tuple[int, int], int] = {}
         self.prompts: dict[str, list[int]] = {}

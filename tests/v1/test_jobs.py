@@ -4,9 +4,9 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
-from tests.v1.simulated import BLOCK_SIZE, Engine, WrongRead
+from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, WrongRead
 from tests.v1.test_hazards import prompt
-from vllm_pd.core.actions import Cancelled, Prefill
+from vllm_pd.core.actions import Cancelled, DropPeer, Prefill
 from vllm_pd.core.messages import Attempt
 from vllm_pd.core.prefix import PrefixReads
 from vllm_pd.transfer.requests import CancelTransfer, Read, Write
@@ -172,6 +172,34 @@ def test_b25_a_job_cancelled_while_it_reads_keeps_its_blocks_until_the_read_has_
     end(engine)
 
 
+def quarantined_blocks(engine):
+    """As the gauge says."""
+    engine.binding._metrics_due = 0.0
+    engine.binding._update_metrics()
+    return engine.binding._metrics._states["quarantined_blocks"][0]
+
+
+def test_b34_a_read_that_failed_and_may_land_keeps_its_blocks_until_the_peer_is_dead(engine):
+    """B34: the job is given up, and the engine goes on with others."""
+    attempt = engine.job(prompt(100), cached_blocks=4)
+    engine.run()
+    engine.transfer.end(engine.transfer.requests[-1].key, False, "failed", may_land=True)
+    engine.run()
+    assert engine.protocol.calls[0] == ("read_unproven", attempt) and len(engine.binding.fence) == 1
+    assert not engine.scheduler.requests and not engine.scheduler.has_requests()
+    assert quarantined_blocks(engine) == 7
+    other = engine.job(prompt(50), number=1)
+    engine.run()
+    engine.transfer.end(engine.sent(other).key)
+    engine.run()
+    assert len(engine.binding.fence) == 1 and engine.pool.get_num_free_blocks() < engine.free_at_start
+    engine.protocol.dead.add(PEER)
+    engine.tell(DropPeer(PEER))
+    engine.run()
+    assert quarantined_blocks(engine) == 0
+    end(engine)
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
 def test_b25_a_job_cancelled_while_it_is_computed(engine, turns):
     attempt = engine.job(prompt(600))
@@ -233,10 +261,12 @@ def test_b96_all_requests_are_aborted_as_a_pause_does(engine, turns, cached):
         engine.turn()
     assert engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED) == []
     engine.run()
+    reads = [one for one in engine.transfer.requests if isinstance(one, Read)]
+    assert (("failed", attempt) in engine.protocol.calls) is not bool(reads), "it is told when nothing moves any more"
+    for one in reads:
+        engine.transfer.end(one.key, False)
+    engine.run()
     assert ("failed", attempt) in engine.protocol.calls
-    for one in engine.transfer.requests:
-        if isinstance(one, Read):
-            engine.transfer.end(one.key, False)
     end(engine)
 
 

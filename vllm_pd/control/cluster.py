@@ -15,8 +15,8 @@ REFUSAL_KEPT_S = 60.0
 
 
 class QueueView(msgspec.Struct, frozen=True):
-    """For the policy. `prefill_peers` counts those that fit, have greeted us and are not known to be dead; `mismatch`
-    says why another one does not fit."""
+    """For the policy. `prefill_peers` counts those that fit, have greeted us, are not known to be dead, and between
+    which and us no transfer has failed that may still land; `mismatch` says why another one does not fit."""
     broker_up: bool
     queue_length: int
     prefill_peers: int
@@ -115,8 +115,8 @@ class ClusterView:
 
     def view(self, now: float, own_queued: int, greeted: Collection[str],
              avoid: Collection[str] = ()) -> QueueView:
-        """For the policy. `greeted` are the prefill engines that have said hello to us. The broker's queue length
-        is up to a heartbeat old, our own part of it is not."""
+        """For the policy. `greeted` are the prefill engines that have said hello to us and can hand over. The broker's
+        queue length is up to a heartbeat old, our own part of it is not."""
         prefills = sum(name not in avoid for name in self.prefills(greeted))
         return QueueView(self.up, max(self.queue_length, own_queued), prefills, self.find_mismatch(now))
 

@@ -24,10 +24,10 @@ class DirectJobs:
 
     def transmitted(self, message: m.Message) -> None:
         """This went to a decode engine."""
-        if isinstance(message, m.Sent | m.Failed | m.Stopped) and message.attempt in self._fronts:
+        if isinstance(message, m.Sent | m.Failed | m.GaveUp | m.Stopped) and message.attempt in self._fronts:
             self._problems[message.attempt] = (
                 "" if isinstance(message, m.Sent) else
-                message.reason if isinstance(message, m.Failed) else "its decode engine gave it up")
+                "its decode engine gave it up" if isinstance(message, m.Stopped) else message.reason)
 
     def poll(self, jobs: Set[m.Attempt], otherwise: str = NOT_CLAIMED) -> list[tuple[str, m.DirectJobEnd]]:
         """Whom to tell what. `jobs` are open, as of a moment since which everything has been transmitted. `otherwise`:

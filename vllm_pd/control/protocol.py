@@ -90,11 +90,12 @@ class PeerProtocol:
         self.last_degraded: Degraded | None = None
         self._clock = clock
         self._lock = threading.RLock()
+        self._parted: set[str] = set()  # see DecodeProtocol
         self._decode = DecodeProtocol(member, transfer_metadata, DecodeLimits(
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
-            ttl_s=config.ttl_s, own_fence=config.is_two_sided))
+            ttl_s=config.ttl_s, own_fence=config.is_two_sided), self._parted)
         self._prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(
-            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)))
+            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)), self._parted)
         self._cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
         self._credits = JobCredits(config.max_prefill_tokens)
         self.ttl_s = config.ttl_s
@@ -178,7 +179,7 @@ class PeerProtocol:
     @_locked
     def knows_holder(self, incarnation: str) -> bool:
         """Whether this engine can read from that prefill engine: over a two-sided transport from none."""
-        return not (self._shut_detail or self._decode.limits.own_fence) and self._decode.reads.knows(incarnation)
+        return self._reaches_holder(incarnation) and incarnation not in self._parted
 
     @_locked
     def claim_hold(self, attempt: m.Attempt, hold: m.Attempt, digest: bytes, block_ids: list[int], cached_blocks: int,
@@ -192,9 +193,15 @@ class PeerProtocol:
         self._do(self._decode.reads.claim(self._clock(), attempt, hold, digest, block_ids, cached_blocks, deadline_s))
 
     @_locked
-    def read_ended(self, attempt: m.Attempt, error: str) -> None:
-        """The answer to `ReadHold`: no byte of it lands any more. `error`: empty if all has arrived."""
-        self._do(self._decode.reads.ended(attempt, error))
+    def read_ended(self, attempt: m.Attempt, error: str, may_land: bool = False) -> None:
+        """The answer to `ReadHold`: no byte of it lands any more, unless it failed and `may_land`. `error`: empty if
+        all has arrived."""
+        reads, peer = self._decode.reads, self._decode.reads.peer_of(attempt)
+        if may_land and peer and not self._cluster.is_dead(peer):
+            self._parted.add(peer)
+            self._do(reads.unproven(attempt, error))
+        else:
+            self._do(reads.ended(attempt, error))
 
     @_locked
     def drop_hold(self, hold: m.Attempt) -> None:
@@ -202,13 +209,13 @@ class PeerProtocol:
         message = m.HoldDone(self.next_attempt(hold.request_id), hold)
         if hold.incarnation == self.member.incarnation:
             self._do(self._prefill.holds.done(hold.incarnation, message))
-        elif self.knows_holder(hold.incarnation):
+        elif self._reaches_holder(hold.incarnation):
             self._do([ToPrefill(hold.incarnation, message)])
 
     @_locked
     def view(self, avoid: Collection[str] = ()) -> QueueView:
         """The cluster as the policy needs it, for a request that is not to go to the Ps in `avoid` again."""
-        return self._cluster.view(self._clock(), self._decode.queued(), self._decode.peers, avoid)
+        return self._cluster.view(self._clock(), self._decode.queued(), self._greeted(), avoid)
 
     @_locked
     def prefill_loads(self, avoid: Collection[str] = ()) -> PrefillLoads:
@@ -218,7 +225,7 @@ class PeerProtocol:
         if self._own_jobs is None:
             raise ValueError("loads are followed with max_local_prefill_tokens auto only")
         cluster, taken = self._cluster, self._decode.taken(self._clock())
-        reported = cluster.prefill_loads(self._decode.peers, avoid)
+        reported = cluster.prefill_loads(self._greeted(), avoid)
         found = self._own_jobs.corrected(self._decode.uncomputed(), cluster.queue_tokens, cluster.queue_length,
                                          reported)
         return msgspec.structs.replace(found, ours=tuple(tuple(taken.get(one.incarnation, ())) for one in reported))
@@ -283,6 +290,29 @@ class PeerProtocol:
         self._do(self._prefill.ended(self._clock(), attempt))
 
     @_locked
+    def unproven(self, attempt: m.Attempt, reason: str) -> None:
+        """A write of the job has failed, and its bytes may land until this engine or D has ended. To be called while
+        the engine still has that write as open: what it reports of the job later has no effect."""
+        if self._cluster.is_dead(attempt.incarnation):
+            self._do(self._prefill.ended(self._clock(), attempt))
+        else:
+            self._do(self._prefill.unproven(attempt, reason))
+
+    @_locked
+    def read_unproven(self, attempt: m.Attempt, reason: str) -> None:
+        """The job has failed, for the read of D's prefix has, and that may land in our blocks until D has ended
+        (`is_dead`). To be called while the job is the protocol's: D may be forgotten afterwards."""
+        if self._cluster.is_dead(attempt.incarnation):
+            self._do(self._prefill.failed(self._clock(), attempt, reason))
+        else:
+            self._do(self._prefill.read_unproven(self._clock(), attempt, reason))
+
+    @_locked
+    def is_dead(self, incarnation: str) -> bool:
+        """Whether the process of this engine is known to be gone."""
+        return self._cluster.is_dead(incarnation)
+
+    @_locked
     def hold(self, hold: m.Attempt, digest: bytes, block_ids: list[int]) -> bool:
         """Let a decode engine read these blocks of a whole prompt, whose tokens have this digest. False: not in this
         engine's state. Else the caller keeps them until the `HoldEnded` of this name, which must be new."""
@@ -309,9 +339,17 @@ class PeerProtocol:
         return bool(self._prefill.holds.readers())
 
     @_locked
+    def is_reached(self) -> bool:
+        """Whether a peer may read or write this engine's memory by itself, or a read of ours that has failed may still
+        fill it."""
+        writers = self._decode.fenced() if not self._decode.limits.own_fence else ()
+        return (self.is_read() or bool(writers) or bool(self._prefill.unproven_reads())
+                or bool(self._decode.reads.unproven_reads()))
+
+    @_locked
     def jobs(self) -> set[m.Attempt]:
-        """The jobs of peers that have a record here."""
-        return set(self._prefill.states())
+        """The jobs of peers that something is still done for here."""
+        return self._prefill.states().keys() - self._prefill.unproven_jobs()
 
     # For either engine.
 
@@ -342,18 +380,20 @@ class PeerProtocol:
         if not self._cluster.up:
             return Degraded(Cause.BROKER, f"the broker {self._broker} does not answer")
         decodes = self.state.role.decodes
-        if self._cluster.prefills(self._decode.peers) if decodes else self._prefill.peers():
+        if self._cluster.prefills(self._greeted()) if decodes else self._prefill.peers().keys() - self._parted:
             return None
         mismatch = self._cluster.find_mismatch(self._clock())
         if mismatch is not None:
             return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
-        return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there")
+        parted = ", but one whose transfers with this one have failed: restart one of the two" if self._parted else ""
+        return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there{parted}")
 
     @_locked
     def open_attempts(self) -> list[m.Attempt]:
-        """Every attempt with a record, in either half: empty when all has ended and all fences are down."""
+        """Every attempt with a record, in either half, and every read that may still land: empty when all has ended and
+        all fences are down."""
         return [*self._decode.states(), *self._decode.reads.states(), *self._prefill.states(),
-                *self._prefill.holds.states()]
+                *self._prefill.holds.states(), *self._prefill.unproven_reads()]
 
     @_locked
     def counts(self) -> dict[str, int]:
@@ -478,7 +518,7 @@ class PeerProtocol:
         self._leave_if_drained()
         self._heartbeat(now)
         self._check_broker(now)
-        self._decode.peers_are(now, self._cluster.prefills(self._decode.peers))
+        self._decode.peers_are(now, self._cluster.prefills(self._greeted()))
         self._do(self._decode.handle_timeout(now))
         self._do(self._prefill.handle_timeout(now))
         degraded = self.degraded()
@@ -513,7 +553,8 @@ class PeerProtocol:
         introduced = {name: peer for name, peer in {**self._decode.peers, **self._prefill.peers()}.items()
                       if not self._cluster.is_dead(name)}
         listed = {member.incarnation: member for member in self._cluster.members()}
-        return WatchedPeers(listed | introduced, introduced, self._decode.busy_peers() | self._prefill.busy_peers())
+        busy = self._decode.busy_peers() | self._prefill.busy_peers() | self._parted
+        return WatchedPeers(listed | introduced, introduced, busy)
 
     @_locked
     def peer_dead(self, incarnation: str) -> None:
@@ -555,6 +596,14 @@ class PeerProtocol:
 
     # Inside.
 
+    def _greeted(self) -> set[str]:
+        """The prefill engines that have greeted this one and can hand a prefill over to it."""
+        return self._decode.peers.keys() - self._parted
+
+    def _reaches_holder(self, incarnation: str) -> bool:
+        """Whether that prefill engine may hold something for this one, and can be told of it."""
+        return not (self._shut_detail or self._decode.limits.own_fence) and self._decode.reads.knows(incarnation)
+
     def _receive_from_broker(self, sender: str, message: m.Message) -> None:
         now = self._clock()
         if isinstance(message, m.Refused):
@@ -586,7 +635,11 @@ class PeerProtocol:
         """Send goodbye once the drain is complete: nothing is open, nothing waits to be sent or to be polled."""
         if not self.state.draining or self.state.left:
             return
-        is_open = bool(self.open_attempts() or self._outbox or self._events)
+        # What nothing but a death ends: a peer's, or that of this engine.
+        unproven = (self._prefill.unproven_jobs() | self._prefill.unproven_reads() | self._decode.given_up()
+                    | self._decode.reads.unproven_reads())
+        attempts = set(self.open_attempts()) - unproven
+        is_open = bool(attempts or self._outbox or self._events)
         if self.state.is_drained(is_open, self._cluster.up):
             self.state.left = True
             self._outbox.append(ToBroker(m.Leave()))

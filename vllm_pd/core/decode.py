@@ -32,7 +32,7 @@ from vllm_pd.core.actions import (
 from vllm_pd.core.hold_reads import HoldReads
 from vllm_pd.errors import PeerMismatch
 
-_LONG_AGO = float("-inf")
+_LONG_AGO, _NEVER = float("-inf"), float("inf")
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
 
 
@@ -75,6 +75,7 @@ class _Record:
         self.cached_blocks = cached_blocks
         self.state = AttemptState.QUEUED
         self.fenced = False
+        self.given_up = False  # by P, whose writes may land until P or this engine has ended
         self.submitted = self.deadline = self.next_put = 0.0
         self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
         self.peers_lost_at: float | None = None
@@ -87,9 +88,12 @@ class _Record:
 
 
 class DecodeProtocol:
-    """All attempts of one decode engine. No method blocks, reads a clock, or raises because of what a peer does."""
+    """All attempts of one decode engine. No method blocks, reads a clock, or raises because of what a peer does.
+    `parted` are the engines with which a transfer has failed that may still land: no further one begins until they are
+    dead. Both halves of an engine have the same set, and add to it."""
 
-    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits):
+    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits,
+                 parted: set[str] | None = None):
         self.member = member
         self.limits = limits
         self.mismatch: str | None = None
@@ -97,6 +101,7 @@ class DecodeProtocol:
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.peers: dict[str, m.Member] = {}
+        self.parted: set[str] = set() if parted is None else parted
         self.reads = HoldReads(member, limits.ttl_s, limits.claim_retry_s / 4, limits.lease_s, self.counters,
                                self.dropped)
         self._records: dict[m.Attempt, _Record] = {}
@@ -111,6 +116,7 @@ class DecodeProtocol:
             m.Writing: self._on_writing,
             m.Sent: self._on_sent,
             m.Failed: self._on_failed,
+            m.GaveUp: self._on_gave_up,
             m.Stopped: self._on_stopped,
             m.HoldGrant: self._on_hold,
             m.HoldDenied: self._on_hold,
@@ -240,6 +246,7 @@ class DecodeProtocol:
     def peer_dead(self, now: float, incarnation: str) -> list[Action]:
         """The process of a P is gone, as a fact: it will never write again."""
         self.peers.pop(incarnation, None)
+        self.parted.discard(incarnation)
         actions = self.reads.peer_dead(incarnation)
         for record in [r for r in self._records.values() if r.fenced and r.peer == incarnation]:
             actions += self._p_stopped(now, record, FallbackReason.PEER, "the prefill engine died")
@@ -266,8 +273,9 @@ class DecodeProtocol:
 
     def next_timeout(self) -> float | None:
         """When `handle_timeout` is next due; None where nothing is."""
-        due = [self.reads.next_timeout(), *(self._due(record) for record in self._records.values())]
-        return min((when for when in due if when is not None), default=None)
+        held = self.reads.next_timeout()
+        due = min([_NEVER if held is None else held, *(self._due(record) for record in self._records.values())])
+        return None if due == _NEVER else due
 
     # State, for the engine and the tests.
 
@@ -296,6 +304,10 @@ class DecodeProtocol:
     def fenced(self) -> dict[m.Attempt, str]:
         """Attempts whose blocks a P may write, and which P."""
         return {attempt: record.peer for attempt, record in self._records.items() if record.fenced}
+
+    def given_up(self) -> set[m.Attempt]:
+        """Attempts that end with P's death or with this engine."""
+        return {attempt for attempt, record in self._records.items() if record.given_up}
 
     def busy_peers(self) -> set[str]:
         """Ps that may write, or are read from."""
@@ -342,7 +354,7 @@ class DecodeProtocol:
 
     def _forget_idle_peers(self) -> list[Action]:
         """Keep the table bounded. A P that was forgotten is denied its next claim (UNPEERED) and sends Hello again."""
-        busy = self.busy_peers() if len(self.peers) >= self.limits.max_peers else set()
+        busy = self.busy_peers() | self.parted if len(self.peers) >= self.limits.max_peers else set()
         actions: list[Action] = []
         while len(self.peers) >= self.limits.max_peers + len(busy):
             forgotten = next(name for name in self.peers if name not in busy)
@@ -411,7 +423,19 @@ class DecodeProtocol:
         record = self._held_by(sender, message)
         if record is None:
             return self._drop("failed_unknown")
+        if message.parted:
+            self.parted.add(sender)
         return self._p_stopped(now, record, FallbackReason.FAILED, message.reason)
+
+    def _on_gave_up(self, now: float, sender: str, message: m.GaveUp) -> list[Action]:
+        record = self._held_by(sender, message)
+        if record is None or record.given_up:
+            return self._drop("gave_up_unknown")
+        record.given_up = True
+        self.parted.add(sender)
+        if record.state.ended:
+            return self._cancel(now, record)
+        return self._end(now, record, AttemptEnd.FAILED, FallbackReason.FAILED, message.reason)
 
     def _on_stopped(self, now: float, sender: str, message: m.Stopped) -> list[Action]:
         record = self._held_by(sender, message)
@@ -452,14 +476,18 @@ class DecodeProtocol:
 
     def _cancel(self, now: float, record: _Record) -> list[Action]:
         limits = self.limits
+        if record.given_up:  # P has said all that it ever will
+            record.next_cancel = _NEVER
+            return []
         record.cancel_retry_s = min(limits.cancel_retry_max_s, 2 * record.cancel_retry_s or limits.claim_retry_s / 4)
         record.next_cancel = now + record.cancel_retry_s
         return [ToPrefill(record.peer, m.Cancel(record.attempt, record.claim))]
 
     def _put(self, now: float, record: _Record) -> list[Action]:
         record.next_put = now + self.limits.claim_retry_s
+        avoid = (*record.avoid, *sorted(self.parted.difference(record.avoid)))[:m.MAX_AVOIDED]
         job = m.Job(record.attempt, self.member.address, record.token_ids, self._cached_tokens(record),
-                    max(0.0, record.deadline - now), avoid=record.avoid, priority=record.priority)
+                    max(0.0, record.deadline - now), avoid=avoid, priority=record.priority)
         return [ToBroker(m.Put(job))]
 
     def _cached_tokens(self, record: _Record) -> int:

@@ -6,8 +6,9 @@ its own (READING); when all of that has ended well the attempt is done, and D te
 any attempt: `Prefilled`, or `Fallback`, or the engine's own `abort`.
 
 An attempt that ends while its ranks read becomes STOPPING: its blocks stay set aside until the ranks have said that no
-byte lands any more, for only they know; then come `Released`, and HoldDone to P. An attempt without a record reads
-nothing, and never will, for its number is used once. So a question of P about one is answered at once.
+byte lands any more, for only they know; then come `Released`, and HoldDone to P. A read that failed, and may still
+land, ends with P's death instead. P gets its HoldDone at once, for nothing that still comes is used. An attempt without
+a record reads nothing, and never will, for its number is used once. So a question of P about one is answered at once.
 
 The claim is repeated while D reads, and P's answer renews the lease: a P that is silent for that long has lost the
 attempt, whatever its memory still gives.
@@ -51,6 +52,7 @@ class _HoldRead:
         self.deadline = deadline
         self.state = ReadState.CLAIMING
         self.granted = False
+        self.unproven = False  # it has failed, and its bytes may land until P or this engine has ended
         self.lease_until = self.next_claim = 0.0
 
     @property
@@ -112,6 +114,17 @@ class HoldReads:
             actions.append(Prefilled(attempt, m.Timings()))
         return actions + self._done(read.peer, attempt, read.hold) + self._drop_leaving(read.peer)
 
+    def unproven(self, attempt: m.Attempt, error: str) -> list[Action]:
+        """As `ended`, but bytes of the read may land in our blocks until P or this engine has ended. P's are free."""
+        read = self._reads.get(attempt)
+        if read is None or read.state is ReadState.CLAIMING:
+            return self._drop("hold_read_unknown")
+        self.counters["read_unproven"] += not read.unproven
+        read.unproven = True
+        stopping = read.state is ReadState.STOPPING
+        actions = [] if stopping else self._end(read, AttemptEnd.FAILED, FallbackReason.FAILED, error)
+        return actions + self._done(read.peer, attempt, read.hold)
+
     # Who is there.
 
     def met(self, peer: str, metadata: bytes) -> None:
@@ -135,6 +148,8 @@ class HoldReads:
         actions: list[Action] = []
         for read in [one for one in self._reads.values() if one.peer == peer and one.state is not ReadState.STOPPING]:
             actions += self._end(read, AttemptEnd.FAILED, FallbackReason.PEER, "the prefill engine died")
+        for read in [one for one in self._reads.values() if one.peer == peer and one.unproven]:
+            actions += self.ended(read.attempt, "the prefill engine died")
         return actions + self.forget(peer)
 
     def peers(self) -> set[str]:
@@ -153,6 +168,8 @@ class HoldReads:
             return [] if isinstance(message, m.HoldDenied) else self._done(sender, message.attempt, message.hold)
         if (read.peer, read.hold) != (sender, message.hold):
             return self._drop("hold_foreign")
+        if read.unproven and isinstance(message, m.HoldQuery):
+            return self._done(sender, message.attempt, message.hold)
         if read.state is ReadState.STOPPING or isinstance(message, m.HoldQuery):
             return []
         if isinstance(message, m.HoldDenied):  # also in the middle of a read: then what it brings may be anything
@@ -161,6 +178,11 @@ class HoldReads:
                              f"the prefill engine denies it: {message.reason.value}")
         read.lease_until = now + self.lease_s
         return self._begin(read, message.block_ids) if read.state is ReadState.CLAIMING else []
+
+    def peer_of(self, attempt: m.Attempt) -> str:
+        """The P that is read from for this attempt; "" where it has no record."""
+        read = self._reads.get(attempt)
+        return "" if read is None else read.peer
 
     # Time.
 
@@ -190,6 +212,10 @@ class HoldReads:
     def states(self) -> dict[m.Attempt, ReadState]:
         """All attempts that have a record here."""
         return {attempt: read.state for attempt, read in self._reads.items()}
+
+    def unproven_reads(self) -> set[m.Attempt]:
+        """Those that end with P's death or with this engine."""
+        return {attempt for attempt, read in self._reads.items() if read.unproven}
 
     # Inside.
 

@@ -181,9 +181,9 @@ class PutRefusal(StrEnum):
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
     """A prefill that wants a P: goes from D through the queue. It names no block; only a grant does. The Ps in `avoid`
-    have failed at it before. `priority` is that of the request: lower comes first, where P schedules by priority.
-    `prefer` is the incarnation of the P that D would choose, where nobody chooses for all (NATS); empty: none. One of
-    an older release has neither, and an older P ignores them."""
+    have failed at it before, or can't reach D any more. `priority` is that of the request: lower comes first, where P
+    schedules by priority. `prefer` is the incarnation of the P that D would choose, where nobody chooses for all
+    (NATS); empty: none. One of an older release has neither, and an older P ignores them."""
     attempt: Attempt
     address: Text
     token_ids: TokenIds
@@ -204,7 +204,8 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all wire messages. The tag on the wire is the class name, or the name that it once had."""
 
 
-# Between P (sends Hello, Claim, Renew, Writing, Sent, Failed, Stopped) and D (the others). P opens the connection.
+# Between P (sends Hello, Claim, Renew, Writing, Sent, Failed, GaveUp, Stopped) and D (the others). P opens the
+# connection.
 
 
 class Hello(WireMessage):
@@ -279,7 +280,17 @@ class Sent(WireMessage):
 
 
 class Failed(WireMessage):
-    """P gave the attempt up and does not write any more."""
+    """P gave the attempt up and does not write any more. `parted`: a transfer between the two has failed and may still
+    land, so P takes no further job of D."""
+    attempt: Attempt
+    claim: Count
+    reason: Text
+    parted: bool = False
+
+
+class GaveUp(WireMessage):
+    """P gave the attempt up, and what it wrote may still land: D's fence stays up until P is dead. Without this message
+    D learns it from its lease."""
     attempt: Attempt
     claim: Count
     reason: Text
@@ -330,7 +341,7 @@ class HoldQuery(WireMessage):
 
 
 class HoldDone(WireMessage):
-    """Under this attempt D reads nothing of the hold, now or later."""
+    """Under this attempt D uses nothing that it reads of the hold, now or later."""
     attempt: Attempt
     hold: Attempt
 
@@ -451,8 +462,8 @@ class DirectJobEnd(WireMessage):
     problem: Text = ""
 
 
-TO_DECODE: tuple[type[WireMessage], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, Stopped, HoldGrant, HoldDenied,
-                                            HoldQuery)
+TO_DECODE: tuple[type[WireMessage], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, GaveUp, Stopped, HoldGrant,
+                                            HoldDenied, HoldQuery)
 TO_PREFILL: tuple[type[WireMessage], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel, ClaimHold, HoldDone)
 TO_BROKER: tuple[type[WireMessage], ...] = (Register, Leave, Put, Withdraw, Credit, ListMembers)
 TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Status)  # from an operator
@@ -461,9 +472,9 @@ FROM_FRONT: tuple[type[WireMessage], ...] = (*TO_ENGINE, DirectJob)
 FROM_BROKER: tuple[type[WireMessage], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
 Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
-           | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Credit | Offer | ListMembers
-           | Drain | SetRole | Status | StatusReply | ClaimHold | HoldGrant | HoldDenied | HoldQuery | HoldDone
-           | DirectJob | DirectJobTaken | DirectJobEnd)
+           | GaveUp | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Credit | Offer
+           | ListMembers | Drain | SetRole | Status | StatusReply | ClaimHold | HoldGrant | HoldDenied | HoldQuery
+           | HoldDone | DirectJob | DirectJobTaken | DirectJobEnd)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -4,9 +4,13 @@
 Life of a job: an offer from the queue waits until D is a peer (PEERING), is claimed at D (CLAIMING) and, once granted,
 handed to the engine (RUNNING), which reports `sent` or `failed`; then the record is deleted. A cancel from D, the end
 of the lease or the loss of D moves it to STOPPING: the engine gets `Cancelled`, and D waits for the engine's `ended`.
+A job is UNPROVEN where a write of it has failed whose bytes may still land. It stays so until D is dead: D is told
+that the job was given up, but nothing that would take its fence down. After such a failure of the read of D's prefix
+the job has failed, for nothing was written; only the read is remembered until D is dead. While there is either, the
+two are *parted*: a job of that D is claimed only to tell D so, and a hold is denied to it.
 
 The lease counts from before the claim was sent, on this engine's clock, so it ends here before it ends on D. A record
-is deleted only when no handle of the job can write; so a cancel of a claim without a record is answered at once.
+is deleted only when nothing of the job can land any more; so a cancel of a claim without a record is answered at once.
 """
 import collections
 from collections.abc import Callable
@@ -28,6 +32,7 @@ class JobState(Enum):
     CLAIMING = "claiming"
     RUNNING = "running"
     STOPPING = "stopping"
+    UNPROVEN = "unproven"
 
 
 class PrefillLimits(PeeringLimits, frozen=True):
@@ -60,15 +65,19 @@ class _OfferedJob:
 
 
 class PrefillProtocol:
-    """All jobs of one prefill engine. No method blocks, reads a clock, or raises because of what a peer does."""
+    """All jobs of one prefill engine. No method blocks, reads a clock, or raises because of what a peer does. `parted`:
+    see `DecodeProtocol`, whose set it is in an engine."""
 
-    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits):
+    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits,
+                 parted: set[str] | None = None):
         self.member = member
         self.limits = limits
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.mismatch: str | None = None
+        self.parted: set[str] = set() if parted is None else parted
         self._jobs: dict[m.Attempt, _OfferedJob] = {}
+        self._unproven_reads: set[m.Attempt] = set()  # of prefixes, for these jobs: they may land here
         self.holds = Holds(limits.holds, self.dropped)
         self._peering = Peering(m.Hello(member, transfer_metadata), limits, self.dropped)
         self._claims = 0
@@ -115,8 +124,8 @@ class PrefillProtocol:
         if job is None:
             return []
         self.counters["failed"] += 1
-        failed = self._to_decode(job, m.Failed(attempt, job.claim, reason[:1000]))
-        return failed + self._drop_idle(now, attempt.incarnation)
+        failed = m.Failed(attempt, job.claim, reason[:1000], attempt.incarnation in self.parted)
+        return self._to_decode(job, failed) + self._drop_idle(now, attempt.incarnation)
 
     def ended(self, now: float, attempt: m.Attempt) -> list[Action]:
         """The engine's answer to `Cancelled`: no handle of it can write any more."""
@@ -124,6 +133,25 @@ class PrefillProtocol:
         if job is None:
             return []
         return self._to_decode(job, m.Stopped(attempt, job.claim)) + self._drop_idle(now, attempt.incarnation)
+
+    def unproven(self, attempt: m.Attempt, reason: str) -> list[Action]:
+        """A write of the job has failed, and its bytes may land until this engine or D has ended. What the engine
+        reports of the job from now on has no effect."""
+        job = self._jobs.get(attempt)
+        if job is None or job.state is JobState.UNPROVEN:
+            return []
+        job.state = JobState.UNPROVEN
+        self.parted.add(attempt.incarnation)
+        self.counters["unproven"] += 1
+        return self._to_decode(job, m.GaveUp(attempt, job.claim, reason[:1000]))
+
+    def read_unproven(self, now: float, attempt: m.Attempt, reason: str) -> list[Action]:
+        """The read of D's prefix for this job has failed, and its bytes may land here until this engine or D has ended.
+        The engine gives the job up, of which nothing was written: D may reuse all of its blocks."""
+        self._unproven_reads.add(attempt)
+        self.parted.add(attempt.incarnation)
+        self.counters["read_unproven"] += 1
+        return self.failed(now, attempt, reason)
 
     # Messages of others.
 
@@ -141,7 +169,7 @@ class PrefillProtocol:
             return self._drop("offer_refused_peer")
         record = self._jobs[attempt] = _OfferedJob(job, now)
         record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
-        if peer.state is PeerState.PEER:
+        if peer.state is PeerState.PEER or attempt.incarnation in self.parted:
             actions += self._claim(now, record)
         return actions
 
@@ -165,14 +193,16 @@ class PrefillProtocol:
             return []
         actions: list[Action] = []
         for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
-            if job.state is JobState.RUNNING:
-                actions += self._stop(job)
-            elif job.state is not JobState.STOPPING:
-                self._forget(job.attempt)
+            actions += self._give_up(job)
         return actions + self._peering.lose(peer) + self._drop_idle(now, incarnation)
 
     def peer_dead(self, now: float, incarnation: str) -> list[Action]:
-        """The process of a D is gone, as a fact: it neither reads nor wants anything any more."""
+        """The process of a D is gone, as a fact: it neither reads nor wants anything any more, and has no blocks."""
+        for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
+            if job.state is JobState.UNPROVEN:
+                del self._jobs[job.attempt]
+        self._unproven_reads = {one for one in self._unproven_reads if one.incarnation != incarnation}
+        self.parted.discard(incarnation)
         return self.holds.peer_dead(incarnation) + self.peer_lost(now, incarnation)
 
     def shut(self, now: float) -> list[Action]:
@@ -180,10 +210,7 @@ class PrefillProtocol:
         more."""
         actions = self.holds.close_unclaimed()
         for job in list(self._jobs.values()):
-            if job.state is JobState.RUNNING:
-                actions += self._stop(job)
-            elif job.state is not JobState.STOPPING:
-                self._forget(job.attempt)
+            actions += self._give_up(job)
         return actions
 
     # Time.
@@ -215,6 +242,14 @@ class PrefillProtocol:
         """All jobs that still have a record."""
         return {attempt: job.state for attempt, job in self._jobs.items()}
 
+    def unproven_jobs(self) -> set[m.Attempt]:
+        """The jobs that end with D's death or with this engine."""
+        return {attempt for attempt, job in self._jobs.items() if job.state is JobState.UNPROVEN}
+
+    def unproven_reads(self) -> set[m.Attempt]:
+        """The jobs whose reads may still land here. They end in the same way, and have no record."""
+        return set(self._unproven_reads)
+
     def waiting_tokens(self) -> list[int]:
         """Of each job that may still come to the engine: the tokens that it has to compute."""
         return [job.job.new_tokens for job in self._jobs.values()
@@ -225,8 +260,8 @@ class PrefillProtocol:
         return self._peering.members()
 
     def busy_peers(self) -> set[str]:
-        """Decode engines with a job here, or that may read here."""
-        return {attempt.incarnation for attempt in self._jobs} | self.holds.readers()
+        """Decode engines with a job here, that may read here, or that a read of ours may still come from."""
+        return {attempt.incarnation for attempt in (*self._jobs, *self._unproven_reads)} | self.holds.readers()
 
     def debug_state(self) -> dict[m.Attempt, dict[str, Any]]:
         """What is known of each job with a record, for tests alone. Times are those of the caller's clock."""
@@ -264,6 +299,9 @@ class PrefillProtocol:
         if problem:
             self.dropped["grant_bad"] += 1
             return self.failed(now, job.attempt, problem)
+        if sender in self.parted:
+            self.counters["parted"] += 1
+            return self.failed(now, job.attempt, "an earlier transfer between the two failed: restart one of them")
         job.state = JobState.RUNNING
         job.claim_s = max(0.0, now - job.claimed_at)
         self.counters["granted"] += 1
@@ -311,16 +349,20 @@ class PrefillProtocol:
         if job.state is JobState.RUNNING:
             self.counters["cancelled"] += 1
             return self._stop(job)
+        if job.state is JobState.UNPROVEN:  # what told D so may be lost
+            return self._to_decode(job, m.GaveUp(job.attempt, job.claim, "a write of it failed"))
         if job.state is JobState.STOPPING:
             return self._drop("cancel_duplicate")
         self._forget(job.attempt)
         return self._to_decode(job, m.Stopped(job.attempt, job.claim))
 
     def _on_claim_hold(self, now: float, sender: str, message: m.ClaimHold) -> list[Action]:
-        # One that is leaving is to be met anew before it claims more. What it reads already it may read on.
-        if (self._peering.find(sender).state is not PeerState.PEER
-                and not self.holds.has_claimed(message.attempt, message.hold)):
-            return self._drop("hold_not_peer")  # it asks again
+        if not self.holds.has_claimed(message.attempt, message.hold):  # what it reads already it may read on
+            if sender in self.parted:  # nobody can say when it may: it is to go on at once
+                self.counters["parted"] += 1
+                return [ToDecode(sender, m.HoldDenied(message.attempt, message.hold, m.DenyReason.UNKNOWN))]
+            if self._peering.find(sender).state is not PeerState.PEER:  # one that is leaving is to be met anew
+                return self._drop("hold_not_peer")  # it asks again
         return self.holds.claim(now, sender, message)
 
     def _on_hold_done(self, now: float, sender: str, message: m.HoldDone) -> list[Action]:
@@ -347,6 +389,14 @@ class PrefillProtocol:
         fingerprint = self.member.fingerprint
         return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp)
 
+    def _give_up(self, job: _OfferedJob) -> list[Action]:
+        """Have the engine stop this job, or forget one that the engine does not have."""
+        if job.state is JobState.RUNNING:
+            return self._stop(job)
+        if job.state in (JobState.PEERING, JobState.CLAIMING):
+            self._forget(job.attempt)
+        return []
+
     def _stop(self, job: _OfferedJob) -> list[Action]:
         job.state = JobState.STOPPING
         return [Cancelled(job.attempt)]
@@ -354,7 +404,7 @@ class PrefillProtocol:
     def _drop_idle(self, now: float, incarnation: str) -> list[Action]:
         """Drop a peer that is leaving, once no job of it can write, and it reads nothing. It could not say so
         without a connection."""
-        if incarnation in self.holds.readers() or any(
+        if incarnation in self.holds.readers() or incarnation in self.parted or any(
                 job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
                 for job in self._jobs.values()):
             return []
@@ -400,7 +450,9 @@ class PrefillProtocol:
         return job
 
     def _forget(self, attempt: m.Attempt) -> _OfferedJob | None:
-        return self._jobs.pop(attempt, None)
+        """Delete this job's record, and return it; None where there is none, or it is UNPROVEN."""
+        job = self._jobs.get(attempt)
+        return None if job is None or job.state is JobState.UNPROVEN else self._jobs.pop(attempt)
 
     @staticmethod
     def _to_decode(job: _OfferedJob, message: m.Message) -> list[Action]:

@@ -325,11 +325,11 @@ class DecodeHandover(ABC, Generic[R]):
             self._batch.append(request)
             self._give_back(attempt, progress)
 
-    def update_metrics(self) -> None:
-        """Set the gauges, and count the first tokens since the last call."""
+    def update_metrics(self, unproven_blocks: int) -> None:
+        """Set the gauges, and count the first tokens since the last call. `unproven_blocks`: see `handover.prefill`."""
         given_up = self._quarantined()
         quarantined = sum(remote.blocks for attempt, remote in self._attempts.items() if attempt in given_up)
-        self._metrics.quarantined_blocks.set(quarantined)
+        self._metrics.quarantined_blocks.set(quarantined + unproven_blocks)
         self._metrics.parked_blocks.set(self._count_blocks() - quarantined)
         waiting = []
         for request in self._resuming:

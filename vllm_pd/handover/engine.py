@@ -25,6 +25,7 @@ from vllm_pd.handover.holds import HELD_PROMPT_EVENTS, HeldPrompts
 from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
+from vllm_pd.transfer import kept
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.requests import Finished
 
@@ -90,6 +91,7 @@ class HandoverEngine(ABC):
             self._guard(self._handler(event), event, self._progress)
         self._guard(self.remote_prefills.give_back, self._progress, self.stalled)
         if self.prefill_jobs is not None:
+            self._guard(self.prefill_jobs.free_dead, self._progress)  # after the events: a later death wakes us again
             self._guard(self._give_back_jobs)
             self._guard(self.prefill_jobs.begin)
             self.prefill_jobs.set_credits()
@@ -135,11 +137,25 @@ class HandoverEngine(ABC):
         if now >= self._metrics_due:
             self._metrics_due = now + METRICS_PERIOD_S
             self._metrics_stale = False
-            self.remote_prefills.update_metrics()
+            self.remote_prefills.update_metrics(0 if self.prefill_jobs is None else self.prefill_jobs.unproven_blocks)
             for kind, count in self.agent.dropped().items():
                 if count > self._counted.get(kind, 0):
                     self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))
                     self._counted[kind] = count
+
+
+def close_engine(agent: ControlAgent, transfer: EngineTransfer) -> None:
+    """Leave the peers and release every transfer of ours. Where a peer has not said that it is done with this engine's
+    memory, or a transfer of ours may still land there, it is kept, and the end of the process is the proof."""
+    agent.close()
+    protocol = agent.protocol
+    ended, is_reached = transfer.close(), protocol.is_reached()
+    if is_reached or not ended and protocol.open_attempts():
+        logger.warning("the KV cache of this engine may still be reached: its memory is kept until the process ends")
+    else:
+        kept.release(agent.member.incarnation)
+    if ended and not is_reached:
+        agent.end_lifeline()
 
 
 def guarded(metrics: PDMetrics, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -119,7 +119,7 @@ class HeldPrompts:
                 self._execute([DropTransferPeer(event.incarnation)])
 
     def ended(self, end: Finished) -> None:
-        """A transfer has ended on all ranks. If it is one of our reads, no byte of it lands any more."""
+        """A transfer has ended on all ranks, which may be one of our reads."""
         read = self._reads.pop(end.key, None)
         if read is None:
             return
@@ -128,7 +128,7 @@ class HeldPrompts:
             self._metrics.handover("transfer", end.seconds)
         else:
             self._known.discard(read.peer)  # its ranks may have dropped it
-        self._protocol.read_ended(read.attempt, "" if end.ok else end.error or "the read failed")
+        self._protocol.read_ended(read.attempt, "" if end.ok else end.error or "the read failed", end.may_land)
 
     def debug_state(self) -> dict[str, int]:
         """How many holds and reads there are, for tests and chaos. Both are 0 at rest."""

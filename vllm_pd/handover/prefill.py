@@ -17,6 +17,10 @@ the lease is still valid: of a read that failed, or ended too late, nothing is k
 
 A client's prompt that this engine is to keep (prefill first) has its turn among the jobs, but is the scheduler's from
 the beginning: it is in `begun` until a step computes the last of it.
+
+A transfer that failed may still land (`Finished.may_land`). After a write the peer learns that, and keeps its blocks
+until this engine is dead; what was sent from here may be reused at once. After a read the job is given up, and takes
+no place among the others; the blocks that the read may fill stay set aside until the peer is dead.
 """
 from __future__ import annotations
 
@@ -78,6 +82,7 @@ class PeerJob(PromptInTurn):
     prefill_s: float = 0.0
     waited_s: float = 0.0  # how long the last write waited for the one before, once the prompt was computed
     cancelled: bool = False
+    lost_because: str = ""  # why its request has ended early, while it reads
     read_tokens: int = 0  # how many of the peer's tokens were asked for
 
 
@@ -90,13 +95,14 @@ class OpenTransfer(NamedTuple):
 @dataclass(frozen=True)
 class PrefillCapacity:
     """The sizes of a prefill engine. `token_bytes` is the KV of one token, over all layers and ranks, `batch_tokens`
-    the tokens of one batch."""
+    the tokens of one batch, `total_blocks` its KV blocks."""
     block_size: int
     vocab_size: int
     ranks: int
     token_bytes: int
     caching: bool
     batch_tokens: int
+    total_blocks: int
 
 
 class PrefillHandover(ABC):
@@ -109,6 +115,7 @@ class PrefillHandover(ABC):
         self._speed = speed
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
+        self._most_reading_blocks = int(config.max_parked_fraction * capacity.total_blocks)
         self._order = config.job_order
         self._batch_tokens = capacity.batch_tokens
         self._jobs: dict[Attempt, PeerJob] = {}
@@ -119,6 +126,7 @@ class PrefillHandover(ABC):
         self.execute: Callable[[list[transfer.TransferRequest]], None] | None = None
         self.after_step = 0  # the last step whose output was processed, for `transfer.Write`
         self._requests: list[transfer.TransferRequest] = []
+        self._unproven_reads: list[Prefill] = []  # the jobs whose reads may land in our blocks
         self.prefix_cost = PrefixCost(PrefixReads(config.prefix_reads)
                                       if capacity.caching and not config.is_two_sided else PrefixReads.NEVER,
                                       capacity.token_bytes, speed)
@@ -131,6 +139,11 @@ class PrefillHandover(ABC):
     def sending(self) -> bool:
         """Whether a write or a read is under way, or its end is not processed yet."""
         return bool(self._open)
+
+    @property
+    def unproven_blocks(self) -> int:
+        """How many blocks are set aside for reads that have failed and may still land."""
+        return sum(map(self._prompt_blocks, self._unproven_reads))
 
     @property
     def has_jobs(self) -> bool:
@@ -268,9 +281,13 @@ class PrefillHandover(ABC):
         """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, is to be read
         from the peer first. At most once a job: a read that failed is not repeated. Not once some of its blocks leave:
         a job that V1 has preempted would read and write at the same time, and the first end would free the blocks of
-        the other."""
+        the other. Nor where the blocks of all reads, any of which may fail, would be more than `max_parked_fraction` of
+        the pool."""
         job = self._jobs.get(attempt)
         if job is None or job.read_tokens or job.writes.added:
+            return False
+        reading = sum(self._prompt_blocks(one.prefill) for one in self._jobs.values() if one.state is JobStage.READING)
+        if self.unproven_blocks + reading + self._prompt_blocks(job.prefill) > self._most_reading_blocks:
             return False
         return self.prefix_cost.worth_reading(job.prefill.cached_blocks * self._block_size - cached_tokens)
 
@@ -293,10 +310,10 @@ class PrefillHandover(ABC):
 
     def lost(self, attempt: Attempt, reason: str, progress: Progress) -> None:
         """The job's request has ended early, and not by a message of the peer. A read that fills its blocks has been
-        cancelled by then, see `aborted`."""
+        cancelled by then, see `aborted`; the peer hears when that has ended."""
         job = self._jobs[attempt]
         if job.state is JobStage.READING:
-            self._protocol.failed(attempt, reason)
+            job.lost_because = reason
         else:
             self._stop_writes(job, reason, progress)
 
@@ -353,16 +370,20 @@ class PrefillHandover(ABC):
         return requests
 
     def report_end(self, end: transfer.Finished) -> None:
-        """Go on after the end of a transfer: no byte of it moves any more. Post the job's next write, or report to the
-        peer that the job has ended. Called in any thread, before `ended`; the step loop may be in a forward pass."""
+        """Go on after the end of a transfer. Post the job's next write, or report to the peer that the job has ended.
+        Called in any thread, before `ended`; the step loop may be in a forward pass."""
         job, write = self._open.get(end.key, (None, None))
         if job is None:
             return
         attempt = job.prefill.attempt
         if write is None:
-            if job.cancelled:
-                self._protocol.ended(attempt)
+            if end.may_land:
+                self._protocol.read_unproven(attempt, f"the read failed: {end.error}")
+            elif job.cancelled:
+                self._report_stop(job)
             return  # otherwise the job goes on
+        if end.may_land:
+            self._protocol.unproven(attempt, f"the transfer failed: {end.error}")
         with self._writes_lock:
             job.writes.end(end.ok, end.bytes, f"the transfer failed: {end.error}")
             following = self._next_write(job)
@@ -387,7 +408,10 @@ class PrefillHandover(ABC):
         if job is None:
             return
         if write is None:
-            self._read(job, end, progress)
+            if end.may_land:
+                self._give_up_read(job, end)
+            else:
+                self._read(job, end, progress)
             return
         if not write.is_last:
             progress.sent_blocks.append((job.prefill.attempt, write.local_block_ids))
@@ -396,6 +420,12 @@ class PrefillHandover(ABC):
         if end.ok and not job.cancelled:
             self._metrics.transfer_bytes(end.bytes)
             self.prefix_cost.moved(len(write.local_block_ids) * self._block_size, end.seconds)
+
+    def free_dead(self, progress: Progress) -> None:
+        """Free what failed reads may have filled, once their peers are dead."""
+        for prefill in [one for one in self._unproven_reads if self._protocol.is_dead(one.peer)]:
+            self._unproven_reads.remove(prefill)
+            progress.finished_transfers.append(prefill.attempt)
 
     def _next_write(self, job: PeerJob) -> transfer.Write | None:
         """The job's next write, if one is due. Its lease is checked here, right before the post: without it no write
@@ -444,9 +474,31 @@ class PrefillHandover(ABC):
             del self._jobs[attempt]
             progress.finished_transfers.append(attempt)
 
+    def _prompt_blocks(self, prefill: Prefill) -> int:
+        return -(-len(prefill.token_ids) // self._block_size)
+
     def _has_open(self, job: PeerJob) -> bool:
         """Whether a transfer of this job is under way, or its end is not processed yet."""
         return any(one.job is job for one in list(self._open.values()))
+
+    def _report_stop(self, job: PeerJob) -> None:
+        """Tell the peer that nothing of this job moves any more, which was cancelled while it read."""
+        if job.lost_because:
+            self._protocol.failed(job.prefill.attempt, job.lost_because)
+        else:
+            self._protocol.ended(job.prefill.attempt)
+
+    def _give_up_read(self, job: PeerJob, end: transfer.Finished) -> None:
+        """The job's read has failed, and may still land. The scheduler, or the binding, keeps the blocks of the parked
+        request until `free_dead`."""
+        logger.warning("job %s is given up, for its prefix could not be read: %s", job.prefill.attempt, end.error)
+        self._metrics.prefix_read("failed", 0)
+        job.cancelled = True  # so that `aborted` cancels nothing
+        try:
+            self._abort_request(job)
+        finally:  # whatever it raises, it is not forgotten what may land
+            del self._jobs[job.prefill.attempt]
+            self._unproven_reads.append(job.prefill)
 
     def _read(self, job: PeerJob, end: transfer.Finished, progress: Progress) -> None:
         attempt = job.prefill.attempt
@@ -460,7 +512,7 @@ class PrefillHandover(ABC):
         progress.finished_transfers.append(attempt)
         if job.cancelled:
             del self._jobs[attempt]
-            self._protocol.ended(attempt)  # again, for it may have been cancelled since `report_end`
+            self._report_stop(job)  # again, for it may have been cancelled since `report_end`
             return
         if end.ok:
             self.prefix_cost.moved(job.read_tokens, end.seconds)

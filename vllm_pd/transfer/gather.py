@@ -106,6 +106,7 @@ class _GatheredEnd:
         self.bytes = 0
         self.seconds = 0.0
         self.errors: list[str] = []
+        self.may_land = False
 
     def add(self, rank: int, end: Finished) -> None:
         """Add the end on that rank. A second one of the same rank changes nothing."""
@@ -113,13 +114,14 @@ class _GatheredEnd:
             self.ranks.add(rank)
             self.bytes += end.bytes
             self.seconds = max(self.seconds, end.seconds)
+            self.may_land |= end.may_land
             if not end.ok:
                 self.errors.append(f"rank {rank}: {end.error}")
 
     def combined(self, key: str) -> Finished:
         """The end of the whole write."""
         return Finished(key=key, ok=not self.errors, bytes=0 if self.errors else self.bytes, seconds=self.seconds,
-                        error="; ".join(self.errors))
+                        error="; ".join(self.errors), may_land=self.may_land)
 
 
 class GatheredEnds:

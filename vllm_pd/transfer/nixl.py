@@ -28,6 +28,13 @@ Measured on two cores without RDMA (UCX over CMA), with the consequences:
   while it polls. In between, the receiver's thread uses a whole core, which that engine lacks: for 0.2 s if the sender
   polls every 0.2 s, as between model steps. So the first poll after a new peer goes on for `MEET_S`, and the receiver
   spends 0.02 s.
+
+What an error proves: nothing about the rest of the transfer. A transfer is many requests of UCX, one for each merged
+descriptor and one to flush them. NIXL (1.5, `nixlUcxBackendReqH::status`) reports the error of the last request, or of
+any other, while others are under way, and releasing the handle stops none of them. Nor does removing the peer prove it:
+NIXL closes the connection without waiting, and what a kernel or a network card has taken may arrive after that. So such
+an end says `may_land`. The peer is *broken* then: a further transfer is refused before anything is posted, so its end
+is certain. It is so until it is dropped, which comes after its death.
 """
 from __future__ import annotations
 
@@ -109,6 +116,8 @@ class NixlTransport:
         self._metadata = PeerMetadata(name, self._agent.metadata(), description).encode()
         self._peers: dict[str, _NixlPeer] = {}
         self._dropped: set[str] = set()  # peers to remove after their last transfer has ended
+        self._broken: set[str] = set()  # peers with which a transfer has failed
+        self._uncertain: set[str] = set()  # those of them, dropped ones included, of whose transfers more may land
         self._local_lists: dict[bytes, int] = {}  # by their rows; peers with the same lanes share a list
         self._open: dict[str, _PostedTransfer] = {}
         self._finished: list[Finished] = []
@@ -150,6 +159,8 @@ class NixlTransport:
         if name not in self._peers:
             return
         self._dropped.add(name)
+        if all(write.peer != name for write in self._open.values()):
+            self._uncertain.discard(name)  # its engine is dead: until then nobody drops a peer that is broken
         for key, write in self._open.items():
             if write.peer == name:
                 self._give_up(key, "peer dropped")
@@ -215,7 +226,8 @@ class NixlTransport:
     def close(self, timeout_s: float = 1.0) -> bool:
         """Wait up to `timeout_s` for open transfers, then release everything. A second call changes nothing.
 
-        Returns False if a transfer was still open: its bytes may land as long as this process lives.
+        Returns False if a transfer was still open, or has failed and its peer was not dropped since: its bytes may land
+        as long as this process lives.
         """
         if self._agent is None:
             return True
@@ -224,9 +236,9 @@ class NixlTransport:
             for key in list(self._open):
                 self._settle(key, agent.check)
             time.sleep(0.001)
-        ended = not self._open
+        ended = not self._open and not self._uncertain
         for key in list(self._open):
-            self._end(key, "closed")
+            self._end(key, "closed", may_land=True)
         for name in list(self._peers):
             self._remove(name)
         for prepared in self._local_lists.values():
@@ -257,6 +269,8 @@ class NixlTransport:
             raise TransferError(f"transfer {key} is already open")
         if peer not in self._peers or peer in self._dropped:
             raise TransferError(f"peer {peer} is not known")
+        if peer in self._broken:
+            raise TransferError(f"an earlier transfer with peer {peer} failed: restart one of the two engines")
         try:
             return self._peers[peer], *pair_blocks(local_block_ids, remote_block_ids, self._cache,
                                                    self._peers[peer].cache)
@@ -299,31 +313,48 @@ class NixlTransport:
         try:
             state = step(self._open[key].handle)
             if state is TransferState.DONE and self._open[key].goes_on:
-                state = self._post_next(key)
+                if not self._make_next(key):
+                    return
+                state = self._live_agent().post(self._open[key].handle)
         except TransferError as error:
-            self._end(key, str(error))
+            self._fail(key, str(error))
             return
         if state is TransferState.FAILED:
-            self._end(key, "the transfer failed")
+            self._fail(key, "the transfer failed")
         elif state is TransferState.DONE and not self._open[key].goes_on:
             self._end(key, "")
 
-    def _post_next(self, key: str) -> TransferState:
-        """Post the next wave of a transfer. Returns its state."""
-        agent, transfer = self._live_agent(), self._open[key]
-        handle = transfer.waves[-1]()
-        transfer.waves.pop()  # only now: one that could not be made must not be left out
-        _quietly(agent.release, transfer.handle)
+    def _make_next(self, key: str) -> bool:
+        """Make the next wave of a transfer, whose present one is done. If that is not possible, end it, for nothing of
+        it is under way. Returns whether it was made."""
+        transfer = self._open[key]
+        try:
+            handle = transfer.waves[-1]()
+        except TransferError as error:
+            self._end(key, str(error))
+            return False
+        transfer.waves.pop()
+        _quietly(self._live_agent().release, transfer.handle)
         self._open[key] = transfer._replace(handle=handle)
-        return agent.post(handle)
+        return True
 
-    def _end(self, key: str, error: str) -> None:
+    def _fail(self, key: str, error: str) -> None:
+        """It has ended in an error, and more of it may land."""
+        peer = self._open[key].peer
+        if peer not in self._broken:
+            logger.warning("a transfer with peer %s failed (%s): no further one begins. If its process lives, restart "
+                           "it or this engine", peer, error)
+        self._broken.add(peer)
+        self._uncertain.add(peer)
+        self._end(key, error, may_land=True)
+
+    def _end(self, key: str, error: str, may_land: bool = False) -> None:
         write = self._open.pop(key)
         _quietly(self._live_agent().release, write.handle)
         error = write.given_up or error
         self._finished.append(
             Finished(key=key, ok=not error, bytes=0 if error else write.bytes,
-                     seconds=time.monotonic() - write.started_s, error=error))
+                     seconds=time.monotonic() - write.started_s, error=error, may_land=may_land))
 
     def _take_notices(self, agent: NixlAgent) -> list[Notice]:
         try:
@@ -340,6 +371,7 @@ class NixlTransport:
 
     def _remove(self, name: str) -> None:
         self._dropped.discard(name)
+        self._broken.discard(name)
         lists = self._peers.pop(name).lists
         if lists is not None:
             _quietly(self._live_agent().release_prepared, lists[1])

@@ -39,13 +39,15 @@ class _SplitTransfer:
         self.notice = notice  # empty after it was sent
         self.open: set[str] = set()  # keys of the open parts
         self.errors: list[str] = []
+        self.may_land = False
         self.bytes = 0
         self.started_s = time.monotonic()
 
     def ended(self, key: str) -> Finished:
         """The end of the whole transfer."""
         return Finished(key=key, ok=not self.errors, bytes=0 if self.errors else self.bytes,
-                        seconds=time.monotonic() - self.started_s, error="; ".join(self.errors))
+                        seconds=time.monotonic() - self.started_s, error="; ".join(self.errors),
+                        may_land=self.may_land)
 
 
 class RankedTransport:
@@ -164,6 +166,7 @@ class RankedTransport:
             split = self._splits[key]
             split.open.discard(end.key)
             split.bytes += end.bytes
+            split.may_land |= end.may_land
             if not end.ok:
                 split.errors.append(end.error)
             self._go_on(key)

@@ -5,7 +5,7 @@ Requests travel to every rank, with a step (V0) or by themselves (V1), and its t
 engine takes the answers of all ranks from its `EngineTransfer`. Every `Write` and `Read` gets exactly one
 `Finished` with its key, whatever happens. The worker owns nothing that a request names. The engine keeps the local
 blocks allocated and unchanged until `Finished`. The peer keeps its blocks until the notice arrives, or until the engine
-has reported to it that no more bytes will land.
+has reported to it that no more bytes will land. What is kept after a `Finished` that `may_land`: see there.
 """
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
-    """Cancel a write or a read. It still ends with one `Finished`, after which no byte of it lands."""
+    """Cancel a write or a read. It still ends with one `Finished`."""
     key: str
 
 
@@ -80,12 +80,17 @@ TransferRequest = (AddTransferPeer | DropTransferPeer | Write | Read | CancelTra
 
 class Finished(msgspec.Struct, frozen=True):
     """The only end of a write or a read. No byte of it lands after this was reported, but see `Transport` for a
-    two-sided one. Also the answer to a `CloseGrant`."""
+    two-sided one. Also the answer to a `CloseGrant`.
+
+    `may_land`: the exception. It failed, and nothing proves that all of it has stopped. Bytes of it may land later, in
+    the peer's blocks or, of a read, in ours, until one of the two engines has ended.
+    """
     key: str
     ok: bool
     bytes: int = 0  # data moved, without the notice
     seconds: float = 0.0  # from the post until the end was seen
     error: str = ""
+    may_land: bool = False
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):

@@ -4,8 +4,9 @@
 A transport belongs to one worker, and one thread at a time uses it. No method blocks for longer than it takes to hand
 the work to the hardware. Life of a write: `write` posts it, and `poll` reports its one `Finished`. After that its
 handle is released and its key may be used again. `cancel` and `drop_peer` turn that end into a failure. But the failure
-is reported only when no more bytes of the write will land, because the peer then reuses its blocks. The life of a read
-is the same.
+is reported only when no more bytes of the write will land, because the peer then reuses its blocks. An error of the
+library does not prove that. The end of such a write says so (`Finished.may_land`), and the transport refuses further
+transfers with this peer until it was dropped and added again. The life of a read is the same.
 
 So it is with one-sided writes (NIXL), where only the sender knows. In a two-sided transport (torch) the receiver puts
 the bytes into its blocks by itself. There the end of a write that failed proves nothing, and the receiver asks its own

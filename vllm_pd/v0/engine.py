@@ -22,7 +22,7 @@ import zmq
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.messages import Attempt, Load
-from vllm_pd.handover.engine import HandoverEngine, guarded, ignore_end
+from vllm_pd.handover.engine import HandoverEngine, close_engine, guarded, ignore_end
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer.device import Device
@@ -58,6 +58,9 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self._wakeup = LoopWakeup()
         member, metadata, transfer = attach_transfer(engine, config.role, config.transport_choice)
         agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
+        # From now on, for the start may fail. Also when the interpreter ends with the engine alive: before modules and
+        # threads are torn down.
+        self._finalizer = weakref.finalize(self, _shut, agent, transfer, self._wakeup)
         agent.start()
         super().__init__(config, agent, transfer, PDMetrics(engine.model_config.served_model_name))
         self.transfer.hold(self.agent.lifeline_fileno())
@@ -80,8 +83,6 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self._flush_due = False  # the next step may read what a peer has written
         self._was_busy = False  # whether the device was busy when it should have been idle
         self._scheduler.disagg = self
-        # Also when the interpreter ends with the engine alive: before modules and threads are torn down.
-        self._finalizer = weakref.finalize(self, _shut, self.agent, self.transfer, self._wakeup)
         logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation,
                     self.agent.member.address)
 
@@ -282,7 +283,5 @@ class Disaggregation(HandoverEngine, EngineBinding):
                     len(scheduler.waiting), scheduler.block_manager.get_num_free_gpu_blocks())
 
 def _shut(agent: ControlAgent, transfer: EngineTransfer, wakeup: LoopWakeup) -> None:
-    agent.close()
-    if transfer.close():
-        agent.end_lifeline()
+    close_engine(agent, transfer)
     wakeup.close()

@@ -26,7 +26,7 @@ class PrefillJobs(PrefillHandover):
         super().__init__(config, protocol, PrefillCapacity(
             engine.cache_config.block_size, engine.model_config.get_vocab_size(), engine.parallel_config.world_size,
             token_bytes(engine.vllm_config), bool(engine.cache_config.enable_prefix_caching),
-            engine.scheduler_config.max_num_batched_tokens), metrics, speed)
+            engine.scheduler_config.max_num_batched_tokens, engine.cache_config.num_gpu_blocks), metrics, speed)
 
     def _add_request(self, job: PeerJob) -> SequenceGroup:
         from vllm import SamplingParams, TokensPrompt

@@ -16,6 +16,7 @@ import msgspec
 
 from vllm_pd.core.messages import Member, Process, Role
 from vllm_pd.liveness.process import local_member, this_process
+from vllm_pd.transfer import kept
 from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.device import CudaDevice, HostDevice, OrderedTransfer
 from vllm_pd.transfer.engine import EngineTransfer
@@ -62,6 +63,9 @@ def attach_transfer(engine: LLMEngine, role: Role,
         ranks = {report.pid: report.rank for report in reports[1:]}
         for pid, connection in listener.accept(ranks).items():
             connections[ranks[pid]] = connection
+    except BaseException:
+        kept.release(member.incarnation)
+        raise
     finally:
         listener.close()
     worker = executor.driver_worker.worker

@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.messages import Attempt, Load
-from vllm_pd.handover.engine import HandoverEngine, guarded, ignore_end
+from vllm_pd.handover.engine import HandoverEngine, close_engine, guarded, ignore_end
 from vllm_pd.handover.holds import HeldPrompts
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.handover.progress import Progress
@@ -353,6 +353,4 @@ class EngineHandover(HandoverEngine):
 
 def _shut(agent: ControlAgent, transfer: EngineTransfer, access: EngineAccess) -> None:
     access.close()
-    agent.close()
-    if transfer.close():
-        agent.end_lifeline()
+    close_engine(agent, transfer)

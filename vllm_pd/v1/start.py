@@ -45,7 +45,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
                                vllm_config.parallel_config.world_size, token_bytes(vllm_config),
                                bool(vllm_config.cache_config.enable_prefix_caching),
-                               engine.scheduler.max_num_scheduled_tokens)
+                               engine.scheduler.max_num_scheduled_tokens, vllm_config.cache_config.num_gpu_blocks)
     binding = make(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
     if publishes_events(vllm_config):
         binding.end_reports = report_load(config, front, engine.scheduler, binding)

@@ -97,6 +97,13 @@ class NoLease(PrefillProtocol):
         return job is not None and job.state is JobState.RUNNING
 
 
+class TrustsErrors(PrefillProtocol):
+    """A write that has failed has ended."""
+
+    def unproven(self, attempt, reason):
+        return []
+
+
 class MeetsOnce(PrefillProtocol):
     """A D that comes back while P still stops its jobs is not met again, so P never hears what it asks."""
 
@@ -173,6 +180,8 @@ VARIANTS = [
     Variant("granted to all", Scene(prefills=2, shape=Shape(decode_type=GrantsToAll)), 8, "granted twice"),
     Variant("met once", Scene(losses=1, shape=Shape(requests=2, prefill_type=MeetsOnce)), 11, "not over", heal=True),
     Variant("stopped before the writes have ended", Scene(aborts=1, shape=Shape(prefill_type=StopsTooSoon)), 10,
+            "may reuse"),
+    Variant("an error taken for the end of the write", Scene(drifts=1, shape=Shape(prefill_type=TrustsErrors)), 10,
             "may reuse"),
     Variant("a chunk before it is computed", Scene(shape=Shape(**CHUNKS, sends_early=True)), 10,
             "reads KV that is not its own"),

@@ -2,7 +2,8 @@
 """What becomes of a world in which nothing goes wrong any more.
 
 All letters of before are lost. From then on letters arrive once and in order, writes land, engines do as told, the dead
-are seen to be dead, the broker is an honest one. Then every request must end, nothing may be held by anybody (B20), and
+are seen to be dead, the broker is an honest one. A P whose writes have failed, so that nobody knows whether they land,
+is ended by its operator. Then every request must end, nothing may be held by anybody (B20), and
 a job that nobody had claimed yet must not die of age while a prefill engine is there to take it.
 """
 import collections
@@ -12,6 +13,7 @@ from explorer.snapshots import NOW
 from explorer.world import DEAD, State, World
 from vllm_pd.core import messages as m
 from vllm_pd.core.decode import AttemptState
+from vllm_pd.core.prefill import JobState
 
 MAX_ROUNDS = 400
 
@@ -47,6 +49,10 @@ class _Healing:
         self.good = good
         self.trace: list[str] = []
         self.letters: collections.deque[int] = collections.deque()
+        for p in self.engines(PrefillEngine):
+            engine = self.engine(p)
+            if JobState.UNPROVEN in engine.side.states().values() or any(w.may_land for w in engine.work.values()):
+                self.now[world.index[p]] = DEAD
         self.must_be_claimed = self._unclaimed() if any(self.engines(PrefillEngine)) else {}
 
     def engines(self, kind: type) -> list[str]:
@@ -140,7 +146,7 @@ class _Healing:
         for p in self.engines(PrefillEngine):
             for d in self.world.decodes:
                 if not self._alive(d):
-                    self._step(p, "lost", d)
+                    self._step(p, "dead", d)
             self._step(p, "members", *self.engines(DecodeEngine))
 
     def _pass(self) -> bool:

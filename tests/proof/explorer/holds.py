@@ -35,6 +35,7 @@ class HoldScene:
     pauses: int = 0
     aborts: int = 0
     errors: int = 0
+    drifts: int = 0  # reads that fail, and may land later
     kills: int = 0
     reborn: bool = False  # P comes back, and holds another prompt by the same number
     holds: type[Holds] = Holds
@@ -81,6 +82,7 @@ class ReadingEngine:
                                       self.side.counters, self.side.dropped)
         self.asked: dict[int, m.Attempt] = {}  # by the number of the request
         self.open: dict[m.Attempt, m.Attempt] = {}  # reads that may land: the hold of each
+        self.adrift: dict[m.Attempt, m.Attempt] = {}  # those that have failed, and land all the same while P lives
         self.ended: dict[int, str] = {}
         self.blocks: set[m.Attempt] = set()  # attempts whose blocks are set aside
         self.shape = scene
@@ -105,7 +107,20 @@ class ReadingEngine:
         return self._do(self.side.handle_timeout(NOW))
 
     def dead(self, peer: str) -> list[Letter]:
+        self.adrift = {attempt: hold for attempt, hold in self.adrift.items() if hold.incarnation != peer}
         return self._do(self.side.peer_dead(NOW, peer))
+
+    def fail(self, attempt: m.Attempt) -> list[Letter]:
+        """The read ends in an error, and nobody knows whether more of it lands."""
+        self.adrift[attempt] = self.open.pop(attempt)
+        return self._do(self.side.reads.unproven(attempt, "failed"))
+
+    def drift(self, attempt: m.Attempt) -> list[Letter]:
+        """It lands."""
+        del self.adrift[attempt]
+        if attempt not in self.blocks:
+            raise Violation("a read lands in blocks that D has reused")
+        return []
 
     def land(self, attempt: m.Attempt, found: str) -> list[Letter]:
         """All of the read is over. `found`: the prompt whose KV it brought; "" if it failed."""
@@ -129,7 +144,7 @@ class ReadingEngine:
                         raise Violation("a request gets the KV of another prompt")
             elif isinstance(action, a.Released):
                 self.blocks.discard(action.attempt)
-                if action.attempt in self.open:
+                if action.attempt in self.open or action.attempt in self.adrift:
                     raise Violation("D reuses blocks that a read may fill")
         return [(one.peer, self.name, one.message) for one in actions if isinstance(one, a.ToPrefill)]
 
@@ -138,7 +153,7 @@ class HoldWorld:
     """The states and steps of a scene. A state: (P, P again, D) as numbers, 0 for dead or unborn; the letters, as bits
     of one number; what is left of each budget."""
 
-    BUDGETS = ("pauses", "aborts", "errors", "kills")
+    BUDGETS = ("pauses", "aborts", "errors", "kills", "drifts")
 
     def __init__(self, scene: HoldScene):
         self.scene = scene
@@ -190,6 +205,10 @@ class HoldWorld:
                     yield "land", attempt
                 if not alive or left["errors"]:
                     yield "break", attempt
+                if left["drifts"]:
+                    yield "fail", attempt
+            for attempt in d.adrift:
+                yield "drift", attempt
         if left["pauses"] and self.pause_s(state) is not None:
             yield ("pass", )
         if left["kills"]:
@@ -209,7 +228,7 @@ class HoldWorld:
     def after(self, state: tuple, step: tuple) -> tuple:
         """The state after a step. Raises Violation."""
         after, kind = list(state), step[0]
-        budget = {"abort": "aborts", "pass": "pauses", "kill": "kills"}.get(kind)
+        budget = {"abort": "aborts", "pass": "pauses", "kill": "kills", "fail": "drifts"}.get(kind)
         if kind == "break" and state[self._index_of(self.engine(state, 2).open[step[1]])]:
             budget = "errors"
         if budget:
@@ -252,7 +271,8 @@ class HoldWorld:
         acts: dict[str, Callable[[], list[Letter]]] = {
             "tick": engine.tick, "dead": lambda: engine.dead(content[1]), "ask": lambda: engine.ask(content[0]),
             "abort": lambda: engine.abort(content[0]), "land": lambda: engine.land(content[0], found),
-            "break": lambda: engine.land(content[0], "")}
+            "break": lambda: engine.land(content[0], ""), "fail": lambda: engine.fail(content[0]),
+            "drift": lambda: engine.drift(content[0])}
         return acts[kind]()
 
     def _letter_number(self, letter: Letter) -> int:
@@ -281,8 +301,12 @@ class HoldWorld:
         return int(hold.incarnation == "p'")
 
     def heal(self, state: tuple) -> None:
-        """From here on nothing goes wrong any more: what is sent arrives, once. Raises Violation unless all ends, and
-        nobody holds anything."""
+        """From here on nothing goes wrong any more: what is sent arrives, once, and a P is ended by its operator where
+        nobody knows whether a read of it lands. Raises Violation unless all ends, and nobody holds anything."""
+        for read in self.engine(state, 2).side.reads._reads.values() if state[2] else ():
+            if read.unproven:
+                index = self._index_of(read.hold)
+                state = (*state[:index], 0, *state[index + 1:])
         due = 0  # the letters on their way
         for _ in range(200):
             p, again, d = (self.engine(state, index) for index in range(3))

@@ -7,10 +7,10 @@ lands, a wrong answer when it is read, and a block that nobody owns when the eng
 
 An engine is a value: `World` copies it before each step. Every step returns letters, `(to, kind, content)`.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from explorer.snapshots import NOW
 from vllm_pd.core import messages as m
@@ -360,6 +360,7 @@ class Work:
         self.unsent = frozenset(range(shape.ranks))
         self.flying: frozenset[int] = frozenset()
         self.broken = False
+        self.may_land = False  # a rank's write has failed, and lands later
         self.cancelled = False
         self.said = False  # the last word
 
@@ -379,6 +380,14 @@ class Work:
             self.unsent = frozenset(range(ranks))
 
 
+class Adrift(NamedTuple):
+    """A write that has failed, and lands all the same, if the peer lives."""
+    attempt: m.Attempt
+    rank: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
 class PrefillEngine:
     """A prefill engine: its side of the protocol, its jobs, and the writes that it has under way."""
 
@@ -390,6 +399,7 @@ class PrefillEngine:
         self.work: dict[m.Attempt, Work] = {}
         self.free: set[int] = set(range(shape.prefill_blocks))
         self.kv: dict[int, int] = {}
+        self.adrift: frozenset[Adrift] = frozenset()
 
     # What can happen next.
 
@@ -439,25 +449,48 @@ class PrefillEngine:
         """A write has arrived, and with it whatever its source holds at this moment."""
         work = self.work[attempt]
         write = work.writes.open
-        tags = {self.kv.get(block) for block in write.local_block_ids}
-        tag = tags.pop() if len(tags) == 1 else -1
+        tag = self._found(write.local_block_ids)
         letters = [(work.peer, "land", (attempt, rank, tuple(write.remote_block_ids), tag))]
         if write.is_last:
             letters.append((work.peer, "notice", (attempt, rank)))
         work.flying -= {rank}
-        work.settle(self.shape.ranks)
-        self._forget_if_said(attempt)
-        return letters
+        return letters + self._settle(attempt, work)
 
     def broke(self, attempt: m.Attempt, rank: int) -> list[Letter]:
         """B27: a write ends in an error; no byte of it moves any more."""
         work = self.work[attempt]
         work.flying -= {rank}
         work.broken = True
-        work.settle(self.shape.ranks)
+        letters = self._settle(attempt, work)
         work.broken = bool(work.writes.open)
+        return letters
+
+    def _settle(self, attempt: m.Attempt, work: Work) -> list[Letter]:
+        """A rank's part of the write under way has ended; perhaps it was the last one."""
+        work.settle(self.shape.ranks)
+        over = work.may_land and work.writes.open is None
+        letters = self._do(self.side.unproven(attempt, "a transfer failed")) if over else []
         self._forget_if_said(attempt)
-        return []
+        return letters
+
+    def failed(self, attempt: m.Attempt, rank: int) -> list[Letter]:
+        """A write ends in an error, and nobody knows whether more of it lands."""
+        work = self.work[attempt]
+        write = work.writes.open
+        self.adrift |= {Adrift(attempt, rank, tuple(write.local_block_ids), tuple(write.remote_block_ids))}
+        work.may_land = True
+        return self.broke(attempt, rank)
+
+    def drifted(self, write: Adrift) -> list[Letter]:
+        """It lands."""
+        self.adrift -= {write}
+        landing = write.attempt, write.rank, write.target, self._found(write.source)
+        return [(write.attempt.incarnation, "land", landing)]
+
+    def _found(self, block_ids: Iterable[int]) -> int:
+        """Whose KV a write takes along."""
+        tags = {self.kv.get(block) for block in block_ids}
+        return tags.pop() if len(tags) == 1 else -1
 
     def compute(self, attempt: m.Attempt) -> list[Letter]:
         """The next chunk of a prompt is computed: its blocks may leave."""
@@ -503,6 +536,10 @@ class PrefillEngine:
     def lost(self, peer: str) -> list[Letter]:
         return self._do(self.side.peer_lost(NOW, peer))
 
+    def dead(self, peer: str) -> list[Letter]:
+        self.adrift = frozenset(write for write in self.adrift if write.attempt.incarnation != peer)
+        return self._do(self.side.peer_dead(NOW, peer))
+
     def tick(self) -> list[Letter]:
         return self._do(self.side.handle_timeout(NOW))
 
@@ -517,7 +554,8 @@ class PrefillEngine:
                 require(action.incarnation not in self.peers, f"{action.incarnation} was added twice")
                 self.peers.add(action.incarnation)
             elif isinstance(action, DropPeer):
-                require(not any(w.peer == action.incarnation and w.flying for w in self.work.values()),
+                require(not any(w.peer == action.incarnation and w.flying for w in self.work.values())
+                        and not any(write.attempt.incarnation == action.incarnation for write in self.adrift),
                         f"{action.incarnation} was dropped while it was written to")
                 self.peers.remove(action.incarnation)
             elif isinstance(action, Prefill):
@@ -554,7 +592,8 @@ class PrefillEngine:
 
     def writable(self) -> list[tuple[m.Attempt, tuple[int, ...]]]:
         """Blocks of peers that a write is on its way to, or may be posted to now."""
-        return [(attempt, work.target) for attempt, work in self.work.items()
+        adrift = [(write.attempt, write.target) for write in self.adrift]
+        return adrift + [(attempt, work.target) for attempt, work in self.work.items()
                 if work.flying or (work.may_post and self.may_write(attempt))]
 
     def check(self) -> None:
@@ -562,7 +601,8 @@ class PrefillEngine:
         held = [block for work in self.work.values() for block in work.source]
         require(self.shape.frees_at_finish
                 or sorted((*held, *self.free)) == list(range(self.shape.prefill_blocks)), "P's references changed")
-        require({attempt for attempt, work in self.work.items() if not work.said} <= set(self.side.states()),
+        require({attempt for attempt, work in self.work.items() if not work.said and not work.may_land}
+                <= set(self.side.states()),
                 "a job runs that the protocol knows nothing of")
 
     def check_at_rest(self) -> None:

@@ -5,7 +5,7 @@ The network never forgets: a letter once sent may arrive at any later moment, as
 all others, or never. The broker is the worst one imaginable: it may offer any job that was ever put, to anybody, again
 and again, or not at all; so whatever a broker does, restarts included, is among it. An engine may rest for as long as
 it likes (SIGSTOP) and is killed or restarted as another incarnation where the budget says so. A write that was posted
-lands or fails at any moment, also while its engine rests.
+lands or fails at any moment, also while its engine rests. One that has failed may land all the same, later.
 
 A state is a tuple of small numbers: an engine in one of its states is a number, the letters are bits of one number. An
 engine's step from one state with one input is worked out once, by the real core, and remembered; so exploring costs
@@ -33,7 +33,7 @@ UNBORN, DEAD = 0, 1
 State = tuple[int, ...]  # the engines, the letters, what is left of each budget
 Step = tuple[Any, ...]
 
-BUDGETS = ("pauses", "kills", "errors", "aborts", "losses", "refusals", "outages")
+BUDGETS = ("pauses", "kills", "errors", "aborts", "losses", "refusals", "outages", "drifts")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Scene:
     losses: int = 0  # P is told, wrongly, that a D is gone
     refusals: int = 0  # the broker says that its queue is full
     outages: int = 0  # the broker goes away, and comes back
+    drifts: int = 0  # writes that fail, and may land later
     peered: bool = True  # whether the first incarnations have met when it begins
     shape: Shape = field(default_factory=Shape)
 
@@ -162,6 +163,10 @@ class World:
                     yield "land", name, attempt, rank
                     if self.left(state, "errors"):
                         yield "break", name, attempt, rank
+                    if self.left(state, "drifts"):
+                        yield "fail", name, attempt, rank
+                for write in self.engine(state, name).adrift:
+                    yield "drift", name, write
 
     def _fates(self, state: State) -> Iterator[Step]:
         if self.left(state, "pauses") and self.pause_s(state) is not None:
@@ -177,7 +182,9 @@ class World:
                 at_d, at_p = state[self.index[d]], state[self.index[p]]
                 if at_d > DEAD and at_p == DEAD:
                     yield "dead", d, p
-                if at_p > DEAD and (at_d == DEAD or (at_d > DEAD and self.left(state, "losses"))):
+                if at_p > DEAD and at_d == DEAD:
+                    yield "dead", p, d
+                if at_p > DEAD and at_d > DEAD and self.left(state, "losses"):
                     yield "lost", p, d
         if self.scene.outages:
             for d in self.decodes:
@@ -218,10 +225,15 @@ class World:
         elif kind == "break":
             self._spend(after, "errors")
             self._advance(after, name, "broke", *content)
+        elif kind == "fail":
+            self._spend(after, "drifts")
+            self._advance(after, name, "failed", *content)
+        elif kind == "drift":
+            self._advance(after, name, "drifted", *content)
         else:
             if kind == "abort":
                 self._spend(after, "aborts")
-            elif kind == "lost" and after[self.index[content[0]]] > DEAD:
+            elif kind == "lost":
                 self._spend(after, "losses")
             elif kind == "broker" and not content[0]:
                 self._spend(after, "outages")

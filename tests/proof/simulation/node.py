@@ -73,8 +73,8 @@ class Node(Process):
         self._post, self._kernel = post, post.kernel
         self._timer: float | None = None
         self.protocol = PeerProtocol(config, self.member, b"memory", lambda: self.now)
-        self.protocol._decode = decode_type(self.member, b"d", self.decode.limits)
-        self.protocol._prefill = prefill_type(self.member, b"p", self.prefill.limits)
+        self.protocol._decode = decode_type(self.member, b"d", self.decode.limits, self.protocol._parted)
+        self.protocol._prefill = prefill_type(self.member, b"p", self.prefill.limits, self.protocol._parted)
         self.decode.broker_is(self.now, False)
         post.nodes[name] = self
         self._kernel.at(0.0, self, "timer", self._turn)
