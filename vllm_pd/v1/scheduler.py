@@ -173,6 +173,8 @@ class HandoverScheduling(Scheduler):
             self.binding.finish_steps()
         finally:
             super().set_pause_state(before)
+        if before is not PauseState.UNPAUSED:
+            self.binding.pause_changed(before)  # jobs whose loads have ended meanwhile would not go on
 
     def make_stats(self, *arguments: Any, **keywords: Any) -> SchedulerStats | None:
         """V1's, without our own requests."""
