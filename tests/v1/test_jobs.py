@@ -222,6 +222,29 @@ def test_b96_a_paused_engine_takes_no_jobs(engine):
     end(engine)
 
 
+@pytest.mark.parametrize("turns", [0, 1, 2, 4])
+@pytest.mark.parametrize("cached", [0, 4])
+def test_b96_an_engine_with_other_weights_gives_all_jobs_back(engine, turns, cached, monkeypatch):
+    """B96: whatever it computes from now on is not what its peers asked for. What it has computed is sent."""
+    monkeypatch.setattr("vllm_pd.v1.binding.FENCES_S", 0.01)
+    computed = engine.job(prompt(100), number=1)
+    engine.run()
+    attempt = engine.job(prompt(800), cached, number=2)
+    for _ in range(turns):
+        engine.turn()
+    engine.binding.weights_change()
+    before = engine.tokens_computed
+    late = engine.job(prompt(100), number=3)
+    for read in [one for one in engine.transfer.requests if isinstance(one, Read)]:
+        engine.transfer.end(read.key, False)
+    engine.transfer.end(str(computed))
+    end(engine)
+    assert [call for call in engine.protocol.calls if computed in call] == [("sent", computed)]
+    assert ("failed", attempt) in engine.protocol.calls and ("failed", late) in engine.protocol.calls
+    assert ("sent", attempt) not in engine.protocol.calls
+    assert engine.tokens_computed - before <= 128 * engine.in_flight, "steps that were in flight"
+
+
 @pytest.mark.parametrize("turns", [0, 1, 3])
 @pytest.mark.parametrize("cached", [0, 4])
 def test_b96_all_requests_are_aborted_as_a_pause_does(engine, turns, cached):

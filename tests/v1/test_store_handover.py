@@ -428,6 +428,38 @@ def test_b104_b96_a_job_that_is_loaded_for_is_given_back_by_a_pause(make):
     assert engine.cached["a"] == 80
 
 
+def test_b104_b96_a_job_whose_load_ends_within_a_reset_is_given_back(make):
+    """B96: while the engine is paused for new requests, its prefix cache is reset."""
+    engine, asked = make(threshold=1000), prompt(100)
+    put(asked, 5)
+    engine.holds_loads = True
+    attempt = engine.job(asked)
+    while not engine.open_loads:
+        engine.turn()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.end_load(f"pd-{attempt}")
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert ("failed", attempt) in engine.protocol.calls
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.end()
+
+
+def test_b104_b96_an_engine_with_other_weights_uses_the_store_no_more(make):
+    """B104, B96: what it loads fails, and what its peers compute is not for it."""
+    engine, asked = make(), prompt(100)
+    put(asked, 5)
+    engine.holds_loads = True
+    engine.add("a", asked)
+    while not engine.open_loads:
+        engine.turn()
+    engine.binding.weights_change()
+    engine.end_load("a", False)
+    engine.run()
+    engine.add("b", asked)
+    engine.end()
+    assert engine.loads == ["a"] and not engine.protocol.jobs
+
+
 def test_b104_b32_those_whose_loads_end_together_go_on_in_their_order(make):
     engine = make(threshold=1000, max_num_seqs=1)
     engine.holds_loads = True

@@ -122,6 +122,13 @@ class HandoverEngine(ABC):
             self.prefill_jobs.give_back(over, "there is no room for it beside requests that wait for peers in turn",
                                         self._progress)
 
+    def _give_up_sharing(self) -> None:
+        """This engine's weights are about to be others than those of its fingerprint: it takes no jobs, holds nothing
+        and hands nothing over from now on."""
+        self.protocol.weights_changed()
+        if self.prefill_jobs is not None:
+            self._guard(self.prefill_jobs.give_back_all, "its weights are loaded anew", self._progress)
+
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
         if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:
             return self.prefill_jobs.handle

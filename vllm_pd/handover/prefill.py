@@ -242,6 +242,15 @@ class PrefillHandover(ABC):
             logger.info("job %s is given back: %s", attempt, reason)
             self._drop(self._jobs[attempt], reason, progress)
 
+    def give_back_all(self, reason: str, progress: Progress) -> None:
+        """Give up all jobs whose prompts are not computed."""
+        for attempt, job in list(self._jobs.items()):
+            if job.state is JobStage.READING:
+                self._abort_request(job)  # which calls `aborted`
+                self._protocol.failed(attempt, reason)
+            elif job.state in _NOT_COMPUTED:
+                self.give_back([attempt], reason, progress)
+
     def set_credits(self) -> None:
         """Tell the protocol how many more jobs this engine takes, and how many tokens those have that it has to
         compute. To be called after events were handled."""
@@ -474,7 +483,9 @@ class PrefillHandover(ABC):
 
     def _take(self, prefill: Prefill) -> None:
         attempt, token_ids = prefill.attempt, prefill.token_ids
-        if 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+        if self._protocol.state.has_other_weights:  # it was on its way
+            self._refuse(attempt, "its weights were loaded anew")
+        elif 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             self._jobs[attempt] = PeerJob(
                 request_id=f"pd-{attempt}", started_at=time.monotonic(), priority=prefill.priority,
                 tokens=len(token_ids), new_tokens=prefill.new_tokens(self._block_size), prefill=prefill,

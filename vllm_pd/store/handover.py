@@ -136,6 +136,11 @@ class HandoverWithStore(EngineHandover):
         lookups, self._lookups = self._lookups, PrefixLookups()
         lookups.take_out_of(stats)
 
+    def weights_change(self) -> None:
+        """As without the store. The worker stops using it, too, and the loads that are under way fail."""
+        super().weights_change()
+        self._store.reset_cache()
+
     def finish_steps(self) -> None:
         """Process the outputs of all steps in flight, and wait for loads, at most `LOADS_S`. The scheduler is paused.
         """

@@ -261,6 +261,11 @@ class EngineHandover(HandoverEngine):
                         self._progress)
             self._guard(self.prefill_jobs.set_credits)
 
+    def weights_change(self) -> None:
+        """The weights are about to be others than those of the fingerprint: work with no other engine any more."""
+        self._give_up_sharing()
+        self.fall_back_all()
+
     def finish_steps(self) -> None:
         """Process the outputs of all steps in flight. The scheduler is paused."""
         self._access.finish_steps()
