@@ -22,13 +22,13 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.handover.engine import HandoverEngine, guarded, ignore_end
+from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.holds import HeldPrompts
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.handover.progress import Progress
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.features import can_go_remote
-from vllm_pd.v1.fence import BlockFence
 from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
 from vllm_pd.v1.prefill import InternalRequests, StepShare
 

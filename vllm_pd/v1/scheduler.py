@@ -3,7 +3,7 @@
 
 The mixin resumes, fails and aborts parked requests through the scheduler's own sets, in the scheduler's own thread.
 Nothing is ever reported in a connector's sets of ids: one that V1 does not expect there ends the engine. The request
-itself is V1's throughout; the blocks that a peer may still touch are held by `vllm_pd.v1.fence` alone.
+itself is V1's throughout; the blocks that a peer may still touch are held by `vllm_pd.handover.fence` alone.
 
     parked                 status WAITING_FOR_REMOTE_KVS, in `kv_holding_waiting`
     its KV is there        id in `finished_recving_kv_req_ids`: hashed and scheduled by the next `schedule`
