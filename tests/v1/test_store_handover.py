@@ -444,8 +444,9 @@ def test_b104_b96_a_job_whose_load_ends_within_a_reset_is_given_back(make):
     engine.end()
 
 
-def test_b104_b96_an_engine_with_other_weights_uses_the_store_no_more(make):
-    """B104, B96: what it loads fails, and what its peers compute is not for it."""
+@pytest.mark.parametrize("ok", [True, False])
+def test_b104_b96_an_engine_with_other_weights_uses_the_store_no_more(make, ok):
+    """B104, B96: what it loads fails, also where it had come before, and what its peers compute is not for it."""
     engine, asked = make(), prompt(100)
     put(asked, 5)
     engine.holds_loads = True
@@ -453,8 +454,9 @@ def test_b104_b96_an_engine_with_other_weights_uses_the_store_no_more(make):
     while not engine.open_loads:
         engine.turn()
     engine.binding.weights_change()
-    engine.end_load("a", False)
+    engine.end_load("a", ok)
     engine.run()
+    assert engine.cached["a"] == 0
     engine.add("b", asked)
     engine.end()
     assert engine.loads == ["a"] and not engine.protocol.jobs

@@ -102,6 +102,11 @@ class PDStoreConnector(KVConnectorBase_V1):
             return None
         return self._plan.first_name(request.request_id, self._names(request), request.num_tokens, computed_tokens)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether blocks are loaded and put: not any more after `reset_cache`."""
+        return self._plan is not None
+
     def load_failed(self, request: Request) -> None:
         """Its load failed: it is not tried again, and its blocks are put when they are computed."""
         if self._plan is not None and self._requests.get(request.request_id) is request:

@@ -121,7 +121,7 @@ class HandoverWithStore(EngineHandover):
         ended, self._ended = self._ended, {}
         for request_id in [one for one in reversed(self._loads) if one in ended]:  # each goes to the front
             request = self._loads.pop(request_id).request
-            if not ended[request_id]:
+            if not (ended[request_id] and self._store.is_used):
                 self._store.load_failed(request)
                 self._scheduler.fail_parked(request)
             elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
