@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu import kv_connector as second_runner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.handover.reload import WEIGHT_CALLS
 from vllm_pd.store.blocks import BlockKey
 from vllm_pd.store.connector import PDStoreConnector, StoreStep
 from vllm_pd.store.metrics import StoreFamilies
@@ -59,7 +60,8 @@ def make(settings, model_folder, monkeypatch):
                 kv_connector_extra_config=settings))
         config.cache_config.num_gpu_blocks = BLOCKS
         if role is KVConnectorRole.WORKER:
-            monkeypatch.setattr(Worker, "reload_weights", lambda self, path: reloads.append(path))
+            for name in WEIGHT_CALLS:
+                monkeypatch.setattr(Worker, name, lambda self, path, name=name: reloads.append((name, path)))
         made.append(PDStoreConnector(config, role, SimpleNamespace(kv_cache_groups=[None])))
         if role is KVConnectorRole.WORKER:
             caches = torch.arange(BLOCKS, dtype=torch.float32).repeat(LAYERS, 1)[..., None, None, None]
@@ -179,11 +181,12 @@ def test_b104_a_load_ends_after_the_cache_was_reset(make, worker):
     assert is_stored(worker, 1) and not is_stored(worker, 3)
 
 
-def test_b104_weights_that_are_loaded_anew_are_another_models(make, worker):
+@pytest.mark.parametrize("name", WEIGHT_CALLS)
+def test_b104_weights_that_are_loaded_anew_are_another_models(make, worker, name):
     """B104: `collective_rpc("reload_weights")`. The digest is of the old ones: this engine uses the store no more."""
     compute(1, 1)
-    Worker.reload_weights(object(), "path")
-    assert make.reloads == ["path"]
+    getattr(Worker, name)(object(), "path")
+    assert make.reloads == [(name, "path")]
     compute(2, 2)
     assert is_stored(worker, 1) and not is_stored(worker, 2)
     worker.bind_connector_metadata(StoreStep(3))

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+WEIGHT_CALLS = ("reload_weights", "reset_weights", "load_model")  # methods of vLLM's worker; the second zeroes them
+
 
 def watch_reload(engine: Any, begins: Callable[[], None]) -> None:
     """From now on call `begins` before this EngineCore has its workers load their weights anew, in the engine's thread.
@@ -15,7 +17,7 @@ def watch_reload(engine: Any, begins: Callable[[], None]) -> None:
 
     @functools.wraps(rpc)
     def collective_rpc(method: Any, *arguments: Any, **keywords: Any) -> Any:
-        if method == "reload_weights":
+        if method in WEIGHT_CALLS:
             begins()
         return rpc(method, *arguments, **keywords)
 
