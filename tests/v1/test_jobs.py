@@ -2,6 +2,7 @@
 """A V1 engine as a prefill engine: jobs of peers as internal requests, on the real scheduler (B1, B5, B25, B30)."""
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, Engine, WrongRead
@@ -220,6 +221,25 @@ def test_b96_a_paused_engine_takes_no_jobs(engine):
     engine.run()
     assert engine.protocol.calls == [("failed", attempt)] and engine.protocol.credits == 0
     end(engine)
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_b96_a_job_that_reads_its_beginning_is_given_back_by_a_pause(engine, state, ok, is_reset):
+    """B96: after the read it would wait until the engine goes on, and its D with it."""
+    asked = prompt(100)
+    attempt = engine.job(asked, 4)
+    while not any(isinstance(one, Read) for one in engine.transfer.requests):
+        engine.turn()
+    engine.scheduler.set_pause_state(state)
+    assert ("failed", attempt) in engine.protocol.calls
+    engine.fill(asked, ok)
+    if is_reset:
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    end(engine)
+    assert engine.tokens_computed == 0
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 4])

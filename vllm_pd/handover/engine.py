@@ -18,7 +18,7 @@ from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Degraded
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.measured import StepSpeed, StepTimer
-from vllm_pd.core.messages import Load
+from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.core.mutual import JobPatience
 from vllm_pd.handover.decode import DecodeHandover
 from vllm_pd.handover.holds import HELD_PROMPT_EVENTS, HeldPrompts
@@ -127,7 +127,13 @@ class HandoverEngine(ABC):
         and hands nothing over from now on."""
         self.protocol.weights_changed()
         if self.prefill_jobs is not None:
-            self._guard(self.prefill_jobs.give_back_all, "its weights are loaded anew", self._progress)
+            self._give_up_jobs(self.prefill_jobs.computing, "its weights are loaded anew")
+
+    def _give_up_jobs(self, begun: list[Attempt], reason: str) -> None:
+        """Give back these jobs, those that read their beginning, and those that wait for their turn."""
+        jobs = self.prefill_jobs
+        self._guard(jobs.give_back, [*begun, *jobs.reading, *jobs.queued], reason, self._progress)
+        self._guard(jobs.set_credits)
 
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
         if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:

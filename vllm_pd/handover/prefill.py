@@ -159,6 +159,11 @@ class PrefillHandover(ABC):
         return [attempt for attempt, job in self._jobs.items() if job.state is JobStage.COMPUTING]
 
     @property
+    def reading(self) -> list[Attempt]:
+        """The jobs that read their beginning, and would be computed then."""
+        return [attempt for attempt, job in self._jobs.items() if job.state is JobStage.READING and not job.cancelled]
+
+    @property
     def step_tokens(self) -> int:
         """How many tokens a step with jobs computes, at most."""
         return job_order.step_tokens(self._speed.tokens_per_s, self._order.step_s, self._batch_tokens)
@@ -237,19 +242,15 @@ class PrefillHandover(ABC):
         return sum(job.new_tokens for job in self._jobs.values() if job.state in _NOT_COMPUTED)
 
     def give_back(self, attempts: Iterable[Attempt], reason: str, progress: Progress) -> None:
-        """Give up these jobs, which are `queued` or `computing`: their decode engines try another peer."""
+        """Give up these jobs, which are `queued`, `reading` or `computing`: their decode engines try another peer."""
         for attempt in attempts:
             logger.info("job %s is given back: %s", attempt, reason)
-            self._drop(self._jobs[attempt], reason, progress)
-
-    def give_back_all(self, reason: str, progress: Progress) -> None:
-        """Give up all jobs whose prompts are not computed."""
-        for attempt, job in list(self._jobs.items()):
+            job = self._jobs[attempt]
             if job.state is JobStage.READING:
                 self._abort_request(job)  # which calls `aborted`
                 self._protocol.failed(attempt, reason)
-            elif job.state in _NOT_COMPUTED:
-                self.give_back([attempt], reason, progress)
+            else:
+                self._drop(job, reason, progress)
 
     def set_credits(self) -> None:
         """Tell the protocol how many more jobs this engine takes, and how many tokens those have that it has to

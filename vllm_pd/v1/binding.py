@@ -257,9 +257,7 @@ class EngineHandover(HandoverEngine):
         self.changed()
         if self.prefill_jobs is not None and state is not PauseState.UNPAUSED:
             begun = self.prefill_jobs.waiting if state is PauseState.PAUSED_NEW else self.prefill_jobs.computing
-            self._guard(self.prefill_jobs.give_back, [*begun, *self.prefill_jobs.queued], "this engine is paused",
-                        self._progress)
-            self._guard(self.prefill_jobs.set_credits)
+            self._give_up_jobs(begun, "this engine is paused")
 
     def weights_change(self) -> None:
         """The weights are about to be others than those of the fingerprint: work with no other engine any more."""
