@@ -223,6 +223,20 @@ def test_b96_a_paused_engine_takes_no_jobs(engine):
     end(engine)
 
 
+@pytest.mark.parametrize("turns", [0, 2])
+def test_b96_a_reset_in_an_engine_that_is_not_paused_gives_no_job_back(engine, turns):
+    asked = prompt(300)
+    attempt = engine.job(asked)
+    for _ in range(turns):
+        engine.turn()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    engine.check_sent(attempt, asked)
+    engine.transfer.end(str(attempt))
+    assert ("sent", attempt) in engine.protocol.calls
+    end(engine)
+
+
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 @pytest.mark.parametrize("ok", [True, False])
 @pytest.mark.parametrize("is_reset", [True, False])
