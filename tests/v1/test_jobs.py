@@ -256,6 +256,20 @@ def test_b96_a_job_that_reads_its_beginning_is_given_back_by_a_pause(engine, sta
     assert engine.tokens_computed == 0
 
 
+def test_b25_b96_a_job_that_was_cancelled_while_it_reads_is_answered_after_its_read_also_in_a_pause(engine):
+    attempt = engine.job(prompt(100), 4)
+    while not any(isinstance(one, Read) for one in engine.transfer.requests):
+        engine.turn()
+    engine.tell(Cancelled(attempt))
+    engine.run()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert not engine.protocol.calls
+    engine.fill(prompt(100), False)
+    assert engine.protocol.calls == [("ended", attempt)]
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    end(engine)
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2, 4])
 @pytest.mark.parametrize("cached", [0, 4])
 def test_b96_an_engine_with_other_weights_gives_all_jobs_back(engine, turns, cached, monkeypatch):
