@@ -320,7 +320,8 @@ def test_b42_a_peer_that_differs(key, value, ours, pair, mono, stranger):
     assert key in named and str(value) in named and ours in named
     pair.d.wait_until("disagg.protocol.degraded().cause == 'mismatch'")
     pair.d.wait_until("disagg._degraded is not None and disagg._degraded.cause == 'mismatch'")
-    assert pair.d.counters().with_prefix("degraded:") == {"broker": 0, "control": 0, "mismatch": 1, "peer": 0}
+    assert pair.d.counters().with_prefix("degraded:") == {"broker": 0, "control": 0, "mismatch": 1, "peer": 0,
+                                                           "weights": 0}
     before = pair.d.counters()
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     assert pair.d.counters().since(before)["decisions_total:local,peer"] == 1

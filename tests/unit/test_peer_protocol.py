@@ -9,7 +9,7 @@ from vllm_pd.control.degraded import Cause, Degraded, DegradedLog
 from vllm_pd.control.own_jobs import PERIODS, PrefillLoads
 from vllm_pd.control.protocol import RECONNECT_POLL_S, MessageSource, PeerProtocol
 from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Fallback, FallbackReason, Prefill, ToBroker
+from vllm_pd.core.actions import Fallback, FallbackReason, HoldEnded, Prefill, ToBroker
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 US = m.Member("us", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT)
@@ -287,6 +287,28 @@ def test_after_its_thread_has_died_an_engine_stays_alone(protocol):
     assert [event.attempt for event in ends] == [open_attempt, open_attempt, late, late]
     assert {event.reason for event in ends if isinstance(event, Fallback)} == {FallbackReason.CONTROL}
     assert transmitted(protocol) == [] and cause(protocol) is Cause.CONTROL
+
+
+@pytest.mark.parametrize("role", m.Role)
+def test_b96_an_engine_with_other_weights_works_with_nobody(protocol, role):
+    """B96: a decode engine hands nothing over, a prefill engine drains; one of both roles goes on as a decode engine.
+    Nobody can change that but a restart."""
+    protocol.set_role(role)
+    protocol.set_credits(3)
+    assert any(isinstance(one, m.Credit) and one.jobs for one in transmitted(protocol)) is role.prefills
+    hold = m.Attempt("us", "kept", 0)
+    assert protocol.hold(hold, b"digest", [1, 2])
+    protocol.weights_changed()
+    assert [event.hold for event in events(protocol) if isinstance(event, HoldEnded)] == [hold]
+    assert not protocol.hold(m.Attempt("us", "later", 0), b"digest", [1, 2])
+    assert not protocol.state.hands_over or role is m.Role.PREFILL
+    assert cause(protocol) is Cause.WEIGHTS and "restart" in protocol.degraded().detail
+    protocol.handle_timeout()
+    found = transmitted(protocol)
+    assert not any(one.jobs for one in found if isinstance(one, m.Credit))
+    entry = next(one.member for one in found if isinstance(one, m.Register))
+    assert entry.draining if role is m.Role.PREFILL else not (entry.draining or entry.role.prefills)
+    assert "restart" in protocol.set_role(m.Role.PREFILL if role is not m.Role.PREFILL else m.Role.DECODE)
 
 
 def test_what_a_dead_engine_said_comes_too_late(protocol):

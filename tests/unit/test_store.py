@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure parts of the store: headers, sets, which files go, settings."""
+"""The pure parts of the store: headers, sets, which files go, which steps are whole, settings."""
 import dataclasses
 import random
 import re
@@ -12,6 +12,7 @@ from vllm_pd.store.arena import PAGE, ArenaShape
 from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
 from vllm_pd.store.files import StoredFile, choose_removals
 from vllm_pd.store.slots import WAYS, SetGeometry
+from vllm_pd.store.steps import WholeSteps
 from vllm_pd.store_settings import KEYS, StoreSettings
 
 KEY = BlockKey(b"m" * 16, bytes(range(32)))
@@ -96,3 +97,16 @@ def test_settings():
     assert StoreSettings.parse({}) == StoreSettings()
     settings = StoreSettings.parse({"memory_gib": 0.5, "file_folder": "/var/cache/kv", "file_gib": 1})
     assert (settings.memory_bytes, settings.file_bytes) == (1 << 29, 1 << 30)
+
+
+def test_b104_after_a_step_that_was_not_whole_none_counts():
+    """B104: one that some layer did not end, or that never ended itself."""
+    def end(steps, number, *layers):
+        for layer in layers:
+            steps.layer_computed(number, layer)
+        return steps.end(number, has_tokens=bool(layers))
+
+    failed, missed = WholeSteps("ab"), WholeSteps("ab")
+    assert end(failed, 1, "a", "b") and end(failed, 2) and not end(failed, 3, "a")
+    assert not end(failed, 4, "a", "b") and not end(failed, 5)
+    assert end(missed, 1, "a", "b") and not end(missed, 3, "a", "b") and not end(missed, 4)

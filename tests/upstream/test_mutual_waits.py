@@ -85,7 +85,8 @@ class Node:
         self.vllm_config = self
         self.seq_id_to_seq_group: dict = {}
         self.member = SimpleNamespace(incarnation=name, address="")
-        self.state = SimpleNamespace(role=Role.BOTH, draining=False, hands_over=True)
+        self.state = SimpleNamespace(role=Role.BOTH, draining=False, hands_over=True,
+                                     has_other_weights=False)
         self.transfer, self.events, self.room, self.failures = Transfer(), list[Event](), 0, 0
         self._numbers = 0
         extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE, "prefix_reads": "never",

@@ -29,6 +29,7 @@ class Agent:
     """The control agent's calls, in order."""
 
     def __init__(self) -> None:
+        self.state = SimpleNamespace(has_other_weights=False)
         self.calls: list[tuple] = []
         self.lease_is_over = False
         self.room = -1

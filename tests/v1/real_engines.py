@@ -81,6 +81,9 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
             time.sleep(after_s)
             llm.llm_engine.abort_request(ids)
             connection.send(None)
+        elif order == "rpc":
+            llm.collective_rpc(*values)
+            connection.send(None)
         elif order == "computed":
             connection.send(computed.value)
         elif order == "params":
@@ -131,6 +134,11 @@ class RealEngine:
     def abort(self, prompts: list[list[int]], after_s: float) -> None:
         """Add requests with these prompts and abort them so many seconds later."""
         self._connection.send(("abort", prompts, after_s))
+        self._receive(ANSWER_S)
+
+    def rpc(self, method: str) -> None:
+        """Have the workers do this."""
+        self._connection.send(("rpc", method))
         self._receive(ANSWER_S)
 
     def figures(self) -> dict[str, float]:

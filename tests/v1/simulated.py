@@ -98,7 +98,8 @@ class FakeProtocol:
 
     def __init__(self, role: messages.Role) -> None:
         self.closed: list[Attempt] = []
-        self.state = SimpleNamespace(hands_over=role.decodes, role=role, draining=False)
+        self.state = SimpleNamespace(hands_over=role.decodes, role=role, draining=False,
+                                     has_other_weights=False)
         self.events: collections.deque = collections.deque()
         self.jobs: dict[Attempt, tuple[list[int], list[int], int]] = {}  # token ids, block ids, cached blocks
         self.aborted: list[Attempt] = []
@@ -154,6 +155,10 @@ class FakeProtocol:
 
     def drop_hold(self, hold):
         self.calls.append(("drop_hold", hold))
+
+    def weights_changed(self):
+        self.state.has_other_weights, self.state.hands_over = True, False
+        self.close_unclaimed_holds()
 
     def close_unclaimed_holds(self):
         self.calls.append(("close_unclaimed_holds", ))

@@ -224,6 +224,23 @@ def test_b94_b96_an_engine_that_drains_or_is_paused_rests_while_it_waits_for_pee
     loop.engine.check_at_rest()
 
 
+def test_b96_a_reset_in_an_engine_that_always_has_requests_processes_the_steps_in_flight():
+    """B96: as with a load from the store that hangs. Each call adds a step to those in flight, which is empty."""
+    first, calls = object(), []
+    core = SimpleNamespace(batch_queue=collections.deque([(first, )]), collective_rpc=None)
+
+    def step():
+        calls.append(len(calls))
+        assert len(calls) < 100, "no end in sight"
+        core.batch_queue.appendleft((object(), ))
+        if len(core.batch_queue) == 3:  # the queue is full
+            core.batch_queue.pop()
+
+    core._process_engine_step = step
+    EngineAccess(core).finish_steps(lambda: len(calls) < 1)
+    assert (first, ) not in core.batch_queue and len(calls) < 5
+
+
 def test_b96_an_abort_at_the_end_leaves_nothing(loop):
     attempt = park(loop)
     loop.core.vllm_config.shutdown_timeout = 0

@@ -267,6 +267,22 @@ def test_b96_hazard_13_a_reset_of_the_prefix_cache_falls_back_first(engine, runn
     end(engine)
 
 
+def test_b96_an_engine_with_other_weights_takes_no_kv_of_others(engine, monkeypatch):
+    """B96: neither what is being written, nor what has arrived and is not used yet, nor later."""
+    monkeypatch.setattr("vllm_pd.v1.binding.FENCES_S", 0.01)
+    for name in "ab":
+        engine.add(name, prompt(100))
+    engine.run()
+    engine.prefilled("a")
+    engine.binding.weights_change()
+    engine.tell(Released(engine.attempt("b")))
+    engine.add("c", prompt(100))
+    engine.run()
+    engine.check_answers()
+    engine.check_at_rest()
+    assert engine.tokens_computed == 3 * (100 + 3) and len(engine.protocol.jobs) == 2
+
+
 def test_b96_hazard_13_also_between_the_word_and_the_step(engine):
     parked(engine)
     engine.prefilled("a")

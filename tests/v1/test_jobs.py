@@ -2,6 +2,7 @@
 """A V1 engine as a prefill engine: jobs of peers as internal requests, on the real scheduler (B1, B5, B25, B30)."""
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, WrongRead
@@ -248,6 +249,76 @@ def test_b96_a_paused_engine_takes_no_jobs(engine):
     engine.run()
     assert engine.protocol.calls == [("failed", attempt)] and engine.protocol.credits == 0
     end(engine)
+
+
+@pytest.mark.parametrize("turns", [0, 2])
+def test_b96_a_reset_in_an_engine_that_is_not_paused_gives_no_job_back(engine, turns):
+    asked = prompt(300)
+    attempt = engine.job(asked)
+    for _ in range(turns):
+        engine.turn()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    engine.check_sent(attempt, asked)
+    engine.transfer.end(str(attempt))
+    assert ("sent", attempt) in engine.protocol.calls
+    end(engine)
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_b96_a_job_that_reads_its_beginning_is_given_back_by_a_pause(engine, state, ok, is_reset):
+    """B96: after the read it would wait until the engine goes on, and its D with it."""
+    asked = prompt(100)
+    attempt = engine.job(asked, 4)
+    while not any(isinstance(one, Read) for one in engine.transfer.requests):
+        engine.turn()
+    engine.scheduler.set_pause_state(state)
+    assert ("failed", attempt) in engine.protocol.calls
+    engine.fill(asked, ok)
+    if is_reset:
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    end(engine)
+    assert engine.tokens_computed == 0
+
+
+def test_b25_b96_a_job_that_was_cancelled_while_it_reads_is_answered_after_its_read_also_in_a_pause(engine):
+    attempt = engine.job(prompt(100), 4)
+    while not any(isinstance(one, Read) for one in engine.transfer.requests):
+        engine.turn()
+    engine.tell(Cancelled(attempt))
+    engine.run()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert not engine.protocol.calls
+    engine.fill(prompt(100), False)
+    assert engine.protocol.calls == [("ended", attempt)]
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    end(engine)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 4])
+@pytest.mark.parametrize("cached", [0, 4])
+def test_b96_an_engine_with_other_weights_gives_all_jobs_back(engine, turns, cached, monkeypatch):
+    """B96: whatever it computes from now on is not what its peers asked for. What it has computed is sent."""
+    monkeypatch.setattr("vllm_pd.v1.binding.FENCES_S", 0.01)
+    computed = engine.job(prompt(100), number=1)
+    engine.run()
+    attempt = engine.job(prompt(800), cached, number=2)
+    for _ in range(turns):
+        engine.turn()
+    engine.binding.weights_change()
+    before = engine.tokens_computed
+    late = engine.job(prompt(100), number=3)
+    for read in [one for one in engine.transfer.requests if isinstance(one, Read)]:
+        engine.transfer.end(read.key, False)
+    engine.transfer.end(str(computed))
+    end(engine)
+    assert [call for call in engine.protocol.calls if computed in call] == [("sent", computed)]
+    assert ("failed", attempt) in engine.protocol.calls and ("failed", late) in engine.protocol.calls
+    assert ("sent", attempt) not in engine.protocol.calls
+    assert engine.tokens_computed - before <= 128 * engine.in_flight, "steps that were in flight"
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])

@@ -18,9 +18,9 @@ from vllm_pd.core.actions import Cancelled, FallbackReason, Prefilled, Released
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Timings
 from vllm_pd.core.writes import AttemptWrites
+from vllm_pd.handover.fence import BlockFence
 from vllm_pd.transfer.requests import Read, Write
 from vllm_pd.v1.decode import ParkedRequests
-from vllm_pd.v1.fence import BlockFence
 from vllm_pd.v1.prefill import InternalRequests
 from vllm_pd.v1.scheduler import HandoverScheduling
 

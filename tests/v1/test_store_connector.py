@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu import kv_connector as second_runner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.handover.reload import WEIGHT_CALLS
 from vllm_pd.store.blocks import BlockKey
 from vllm_pd.store.connector import PDStoreConnector, StoreStep
 from vllm_pd.store.metrics import StoreFamilies
@@ -59,7 +60,8 @@ def make(settings, model_folder, monkeypatch):
                 kv_connector_extra_config=settings))
         config.cache_config.num_gpu_blocks = BLOCKS
         if role is KVConnectorRole.WORKER:
-            monkeypatch.setattr(Worker, "reload_weights", lambda self, path: reloads.append(path))
+            for name in WEIGHT_CALLS:
+                monkeypatch.setattr(Worker, name, lambda self, path, name=name: reloads.append((name, path)))
         made.append(PDStoreConnector(config, role, SimpleNamespace(kv_cache_groups=[None])))
         if role is KVConnectorRole.WORKER:
             caches = torch.arange(BLOCKS, dtype=torch.float32).repeat(LAYERS, 1)[..., None, None, None]
@@ -161,6 +163,19 @@ def end_of_load(connector: PDStoreConnector) -> bool:
     return not results.failed_recving
 
 
+def test_b104_a_load_that_fails_is_not_tried_again(make, worker):
+    """B104: or a disk that fails would hold up the request for ever."""
+    compute(1, 1)
+    scheduler = make(KVConnectorRole.SCHEDULER)
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    request = SimpleNamespace(request_id="a", mm_features=[], prompt_embeds=None, num_preemptions=0,
+                              num_tokens=TOKENS + 1, block_hashes=[block_named(1)[0]])
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (TOKENS, True)
+    scheduler.update_connector_output(SimpleNamespace(failed_recving={"a"}, finished_recving={"a"}))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
 def test_b104_a_load_ends_after_the_cache_was_reset(make, worker):
     """B104: the weights may be others, so this engine uses the store no more, and what it loads just then fails."""
     scheduler = make(KVConnectorRole.SCHEDULER)
@@ -179,11 +194,12 @@ def test_b104_a_load_ends_after_the_cache_was_reset(make, worker):
     assert is_stored(worker, 1) and not is_stored(worker, 3)
 
 
-def test_b104_weights_that_are_loaded_anew_are_another_models(make, worker):
+@pytest.mark.parametrize("name", WEIGHT_CALLS)
+def test_b104_weights_that_are_loaded_anew_are_another_models(make, worker, name):
     """B104: `collective_rpc("reload_weights")`. The digest is of the old ones: this engine uses the store no more."""
     compute(1, 1)
-    Worker.reload_weights(object(), "path")
-    assert make.reloads == ["path"]
+    getattr(Worker, name)(object(), "path")
+    assert make.reloads == [(name, "path")]
     compute(2, 2)
     assert is_stored(worker, 1) and not is_stored(worker, 2)
     worker.bind_connector_metadata(StoreStep(3))

@@ -7,6 +7,7 @@ worker's thread may, so a block that was given to somebody else meanwhile shows 
 import random
 
 import pytest
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.interface import PauseState
@@ -216,6 +217,28 @@ def test_b104_a_load_that_fails_is_not_tried_again(make):
     assert engine.loads == ["a"] and engine.cached["a"] == 0
 
 
+def test_b104_b98_the_store_is_not_asked_for_a_request_that_is_computed_whole(make):
+    engine, asked = make(threshold=1000), prompt(100)
+    put(asked)
+    engine.add("a", asked, params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=1))
+    engine.end()
+    assert not engine.loads and not FakeView.asked and engine.tokens_computed == 103
+
+
+def test_b104_a_request_is_loaded_for_once(make):
+    """B104: also where the store has more by then."""
+    engine, asked = make(threshold=1000), prompt(100)
+    put(asked, 4)
+    engine.holds_loads = True
+    engine.add("a", asked)
+    while not engine.open_loads:
+        engine.turn()
+    put(asked, 6)
+    engine.end_load("a")
+    engine.end()
+    assert engine.loads == ["a"] and engine.cached["a"] == 64
+
+
 @pytest.mark.parametrize("ok", [True, False])
 def test_b104_b25_a_request_that_is_aborted_is_gone_and_its_blocks_are_not(make, ok):
     """B104, B25: the thread still copies. Another request of the same name may come at once."""
@@ -334,19 +357,50 @@ def test_b104_b25_nobody_waits_for_the_load_of_a_request_that_is_gone(make):
     engine.end()
 
 
+def test_b104_b25_a_load_that_failed_is_not_that_of_a_later_request_of_the_same_name(make):
+    engine, asked = make(threshold=1000), prompt(100)
+    put(asked, 5)
+    engine.holds_loads = True
+    engine.add("a", asked)
+    while not engine.open_loads:
+        engine.turn()
+    engine.abort("a")
+    engine.ended.clear()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.add("a", asked)
+    engine.end_load("a", False)
+    for _ in range(5):
+        engine.turn()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.end()
+    assert engine.loads == ["a", "a"] and engine.cached["a"] == 80
+
+
+def test_b104_b98_a_request_that_was_preempted_is_computed_again(make):
+    """B104: also where the store has what it had computed. It goes as without the store."""
+    engine, asked = make(threshold=1000), prompt(100)
+    engine.add("a", asked, 20)
+    while not engine.outputs["a"]:
+        engine.turn()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    check_stored(asked)
+    engine.end()
+    assert not engine.loads
+
+
 def test_b104_a_long_prompt_that_arrived_is_put_over_several_steps(make, monkeypatch):
     """B104: the running decodes wait while a step puts. What the step itself has filled comes on top."""
     monkeypatch.setattr(connector, "LATE_BYTES", 2)
-    engine, asked, other = make(), prompt(10 * BLOCK_SIZE + 3), prompt(9 * BLOCK_SIZE + 3)
-    for name, tokens in (("a", asked), ("b", other)):
+    engine, asked = make(), {name: prompt((10 - number) * BLOCK_SIZE + 3) for number, name in enumerate("abcd")}
+    for name, tokens in asked.items():
         engine.add(name, tokens, 40)
     engine.run()
     assert not any(engine.puts)
-    engine.prefilled("a")
-    engine.prefilled("b")
+    for name in asked:
+        engine.prefilled(name)
     engine.end()
-    assert max(engine.puts) <= 2 + 2
-    check_stored(asked + engine.outputs["a"][:-BLOCK_SIZE], other + engine.outputs["b"][:-BLOCK_SIZE])
+    assert max(engine.puts) <= 2 + len(asked)
+    check_stored(*(tokens + engine.outputs[name][:-BLOCK_SIZE] for name, tokens in asked.items()))
 
 
 def test_b104_what_was_loaded_is_not_put_again(make):
@@ -426,6 +480,40 @@ def test_b104_b96_a_job_that_is_loaded_for_is_given_back_by_a_pause(make):
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.end()
     assert engine.cached["a"] == 80
+
+
+def test_b104_b96_a_job_whose_load_ends_within_a_reset_is_given_back(make):
+    """B96: while the engine is paused for new requests, its prefix cache is reset."""
+    engine, asked = make(threshold=1000), prompt(100)
+    put(asked, 5)
+    engine.holds_loads = True
+    attempt = engine.job(asked)
+    while not engine.open_loads:
+        engine.turn()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.end_load(f"pd-{attempt}")
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert ("failed", attempt) in engine.protocol.calls
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.end()
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_b104_b96_an_engine_with_other_weights_uses_the_store_no_more(make, ok):
+    """B104, B96: what it loads fails, also where it had come before, and what its peers compute is not for it."""
+    engine, asked = make(), prompt(100)
+    put(asked, 5)
+    engine.holds_loads = True
+    engine.add("a", asked)
+    while not engine.open_loads:
+        engine.turn()
+    engine.binding.weights_change()
+    engine.end_load("a", ok)
+    engine.run()
+    assert engine.cached["a"] == 0
+    engine.add("b", asked)
+    engine.end()
+    assert engine.loads == ["a"] and not engine.protocol.jobs
 
 
 def test_b104_b32_those_whose_loads_end_together_go_on_in_their_order(make):

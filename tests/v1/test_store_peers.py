@@ -89,3 +89,22 @@ def test_b104_what_the_engines_count(fleet):
         every.update(figures)
     assert every["vllm:pd_store_blocks_total:stored"] and every["vllm:pd_store_blocks_total:present"]
     assert not every["vllm:pd_store_loads_total:failed"] and not every["vllm:pd_store_loads_total:overdue"]
+
+
+def test_b104_b96_engines_whose_weights_are_loaded_anew_work_with_nobody(mono, fleet):
+    """B96: the other two go on. The weights are the same here, so wrong ones would not show."""
+    ps, ds = fleet
+    asked = prompts(930, (300, 200, 310, 210))
+    right = mono.generate(asked, ANSWER)
+    for engine in (ps[0], ds[0]):
+        engine.rpc("reload_weights")
+        engine.generate(prompts(931, (5, )))
+        assert engine.figures()["vllm:pd_degraded:weights"] == 1
+    computed = [engine.computed_tokens() for engine in (*ps, *ds)]
+    for d, each in zip(ds, ((0, 1), (2, 3)), strict=True):
+        assert d.generate([asked[number] for number in each], ANSWER) == [right[number] for number in each]
+    found = [engine.computed_tokens() - before for engine, before in zip((*ps, *ds), computed, strict=True)]
+    print(f"computed by each engine, the first of each role with other weights: {found}")
+    assert found[0] == 0 and found[1] == 310 + 210 and found[2] == 300 + 200 + 2 * (ANSWER - 1)
+    assert ds[0].generate(asked[2:], ANSWER) == right[2:], "what the others have put is not for it"
+    assert ds[0].computed_tokens() - computed[2] - found[2] == 310 + 210 + 2 * (ANSWER - 1)

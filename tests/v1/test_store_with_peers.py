@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.v1 import test_store_connector as alone
 from tests.v1.test_store_connector import BLOCKS, CONTENT, HEADS, LAYERS, MEMORY_GIB, NAMES, TOKENS, block_named
+from vllm_pd.handover.reload import WEIGHT_CALLS
 from vllm_pd.store import with_peers
 
 RANK = "what a rank says of itself"
@@ -55,7 +56,8 @@ def worker(model_folder, monkeypatch):
     monkeypatch.setattr("vllm_pd.v1.fingerprint.fingerprint", lambda config, cache, engine: engine)
     monkeypatch.setattr("vllm_pd.store_checks.pin_weights", lambda config: None)
     monkeypatch.setattr("vllm_pd.v1.connector.check_groups", lambda groups: None)
-    monkeypatch.setattr(Worker, "reload_weights", lambda self: None)
+    for name in WEIGHT_CALLS:
+        monkeypatch.setattr(Worker, name, lambda self: None)
     config = VllmConfig(
         model_config=ModelConfig(model=str(model_folder), max_model_len=512, dtype="float32", skip_tokenizer_init=True),
         cache_config=CacheConfig(block_size=TOKENS), kv_transfer_config=KVTransferConfig(

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 RECONNECT_POLL_S = 0.1  # while the broker is away
+_OTHER_WEIGHTS = ("the weights of this engine were loaded anew while it ran, so they are not those that its peers "
+                  "compare: it computes no prompt for others and has none computed; restart it")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -316,7 +318,7 @@ class PeerProtocol:
     def hold(self, hold: m.Attempt, digest: bytes, block_ids: list[int]) -> bool:
         """Let a decode engine read these blocks of a whole prompt, whose tokens have this digest. False: not in this
         engine's state. Else the caller keeps them until the `HoldEnded` of this name, which must be new."""
-        if self._shut_detail or self.state.draining:
+        if self._shut_detail or self.state.draining or self.state.has_other_weights:
             return False
         self._prefill.holds.add(self._clock(), hold, digest, block_ids)
         self.wake()
@@ -375,6 +377,8 @@ class PeerProtocol:
         """Why this engine can't hand prefills over, or get any; None where it can, or drains."""
         if self._shut_detail:
             return Degraded(Cause.CONTROL, self._shut_detail)
+        if self.state.has_other_weights:
+            return Degraded(Cause.WEIGHTS, _OTHER_WEIGHTS)
         if self.state.draining:
             return None
         if not self._cluster.up:
@@ -445,6 +449,19 @@ class PeerProtocol:
                 self._prefill.holds.drain(self._clock())
             else:
                 self.close_unclaimed_holds()
+            self._state_changed()
+
+    @_locked
+    def weights_changed(self) -> None:
+        """The weights of this engine are not those of its fingerprint any more. It hands nothing over and takes no
+        jobs, for good; for others a `kv_both` engine is a decode engine, and a prefill engine drains. To give back what
+        it has of others, and to abort what others have of it, is the engine's part."""
+        logger.error("%s", _OTHER_WEIGHTS)
+        self.state.weights_changed()
+        self.close_unclaimed_holds()
+        if self.state.role is m.Role.PREFILL:
+            self.drain()
+        else:
             self._state_changed()
 
     @_locked

@@ -19,6 +19,7 @@ class EngineState:
         self.role = member.role
         self.draining = False
         self.left = False
+        self.has_other_weights = False  # than those of its fingerprint
         self.listed_as_draining = False
         self.http = member.http
         self._load: m.Load | None = None
@@ -31,7 +32,7 @@ class EngineState:
     @property
     def hands_over(self) -> bool:
         """Whether prefills of our own may go elsewhere."""
-        return self.role.decodes and not self.left
+        return self.role.decodes and not self.left and not self.has_other_weights
 
     def member(self) -> m.Member:
         """The registry entry of this moment."""
@@ -52,11 +53,19 @@ class EngineState:
         """Act as `role` from now on. Returns why not, empty where it is done."""
         if role is self.role:
             return ""
+        if self.has_other_weights:
+            return f"role={role.value!r} can't be used: the weights of this engine were loaded anew; restart it"
         if self._born.role is not m.Role.BOTH:
             return (f"role={role.value!r} can't be used: this engine was started as {self._born.role.value}; start it "
                     f"as {m.Role.BOTH.value} to change its role while it runs")
         self.role = role
         return ""
+
+    def weights_changed(self) -> None:
+        """The weights are not those of the fingerprint any more: work with no other engine, for good."""
+        self.has_other_weights = True
+        if self.role is m.Role.BOTH:
+            self.role = m.Role.DECODE
 
     def drain(self) -> None:
         """Take nothing new from now on. A load from before does not count any more."""

@@ -18,7 +18,7 @@ from vllm_pd.control.agent import ControlAgent
 from vllm_pd.control.degraded import Degraded
 from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.measured import StepSpeed, StepTimer
-from vllm_pd.core.messages import Load
+from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.core.mutual import JobPatience
 from vllm_pd.handover.decode import DecodeHandover
 from vllm_pd.handover.holds import HELD_PROMPT_EVENTS, HeldPrompts
@@ -123,6 +123,19 @@ class HandoverEngine(ABC):
             self.stalled = False  # those behind them may fit
             self.prefill_jobs.give_back(over, "there is no room for it beside requests that wait for peers in turn",
                                         self._progress)
+
+    def _give_up_sharing(self) -> None:
+        """This engine's weights are about to be others than those of its fingerprint: it takes no jobs, holds nothing
+        and hands nothing over from now on."""
+        self.protocol.weights_changed()
+        if self.prefill_jobs is not None:
+            self._give_up_jobs(self.prefill_jobs.computing, "its weights are loaded anew")
+
+    def _give_up_jobs(self, begun: list[Attempt], reason: str) -> None:
+        """Give back these jobs, those that read their beginning, and those that wait for their turn."""
+        jobs = self.prefill_jobs
+        self._guard(jobs.give_back, [*begun, *jobs.reading, *jobs.queued], reason, self._progress)
+        self._guard(jobs.set_credits)
 
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
         if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:

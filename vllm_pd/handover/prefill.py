@@ -172,6 +172,11 @@ class PrefillHandover(ABC):
         return [attempt for attempt, job in self._jobs.items() if job.state is JobStage.COMPUTING]
 
     @property
+    def reading(self) -> list[Attempt]:
+        """The jobs that read their beginning, and would be computed then."""
+        return [attempt for attempt, job in self._jobs.items() if job.state is JobStage.READING and not job.cancelled]
+
+    @property
     def step_tokens(self) -> int:
         """How many tokens a step with jobs computes, at most."""
         return job_order.step_tokens(self._speed.tokens_per_s, self._order.step_s, self._batch_tokens)
@@ -250,10 +255,15 @@ class PrefillHandover(ABC):
         return sum(job.new_tokens for job in self._jobs.values() if job.state in _NOT_COMPUTED)
 
     def give_back(self, attempts: Iterable[Attempt], reason: str, progress: Progress) -> None:
-        """Give up these jobs, which are `queued` or `computing`: their decode engines try another peer."""
+        """Give up these jobs, which are `queued`, `reading` or `computing`: their decode engines try another peer."""
         for attempt in attempts:
             logger.info("job %s is given back: %s", attempt, reason)
-            self._drop(self._jobs[attempt], reason, progress)
+            job = self._jobs[attempt]
+            if job.state is JobStage.READING:
+                self._abort_request(job)  # which calls `aborted`
+                self._protocol.failed(attempt, reason)
+            else:
+                self._drop(job, reason, progress)
 
     def set_credits(self) -> None:
         """Tell the protocol how many more jobs this engine takes, and how many tokens those have that it has to
@@ -526,7 +536,9 @@ class PrefillHandover(ABC):
 
     def _take(self, prefill: Prefill) -> None:
         attempt, token_ids = prefill.attempt, prefill.token_ids
-        if 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+        if self._protocol.state.has_other_weights:  # it was on its way
+            self._refuse(attempt, "its weights were loaded anew")
+        elif 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             self._jobs[attempt] = PeerJob(
                 request_id=f"pd-{attempt}", started_at=time.monotonic(), priority=prefill.priority,
                 tokens=len(token_ids), new_tokens=prefill.new_tokens(self._block_size), prefill=prefill,

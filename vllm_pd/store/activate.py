@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by vLLM only where a configuration names PDStoreConnector. Changes one method of vLLM, in the worker:
-`Worker.reload_weights`. Raises ConfigError for a vLLM that lacks what the connectors stand on (`vllm_pd.v1.required`).
+"""Imported by vLLM only where a configuration names PDStoreConnector. Changes the methods of vLLM's worker that
+load weights. Raises ConfigError for a vLLM that lacks what the connectors stand on (`vllm_pd.v1.required`).
 """
 from vllm_pd.v1.required import check_installed
 

@@ -7,6 +7,7 @@ waits as one that waits for a peer does (V1's asynchronous load). Worker role: `
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.handover.reload import WEIGHT_CALLS
 from vllm_pd.store.plan import NamedBlock, StorePlan
 from vllm_pd.store.stats import StorePromMetrics, StoreStats
 from vllm_pd.store.view import StoreView
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+    from vllm.v1.worker.gpu_worker import Worker
 
 LATE_BYTES = 64 << 20  # put with one step of what earlier steps did not compute, as a prompt that came from a peer
 
@@ -101,6 +104,11 @@ class PDStoreConnector(KVConnectorBase_V1):
         if self._plan is None or request.num_preemptions:
             return None
         return self._plan.first_name(request.request_id, self._names(request), request.num_tokens, computed_tokens)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether blocks are loaded and put: not any more after `reset_cache`."""
+        return self._plan is not None
 
     def load_failed(self, request: Request) -> None:
         """Its load failed: it is not tried again, and its blocks are put when they are computed."""
@@ -182,7 +190,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         model = model_of(ours, 0, vllm.__version__)
         self._worker = StoreWorker(self._settings, model, block_parts(list(views.values())), list(views))
         self._handshake = StoreHandshake(model, self._worker.slot_bytes)
-        watch_reload(self._worker)
+        stop_before_reload(self._worker)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """For `set_xfer_handshake_metadata`."""
@@ -247,15 +255,19 @@ class PDStoreConnector(KVConnectorBase_V1):
         return names if len(names) == request.num_tokens // self._block_size else []
 
 
-def watch_reload(worker: StoreWorker) -> None:
+def stop_before_reload(worker: StoreWorker) -> None:
     """Stop it before vLLM's worker in this process loads its weights anew: the digest that names KV is of the old ones.
     """
     from vllm.v1.worker.gpu_worker import Worker
-    load = Worker.reload_weights
+    for name in WEIGHT_CALLS:
+        setattr(Worker, name, _stopping(worker, getattr(Worker, name)))
+
+
+def _stopping(worker: StoreWorker, load: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(load)
-    def reload_weights(self: Worker, *arguments: Any, **keywords: Any) -> None:
+    def stop_and_load(self: Worker, *arguments: Any, **keywords: Any) -> None:
         worker.stop("the weights are loaded anew")
         load(self, *arguments, **keywords)
 
-    Worker.reload_weights = reload_weights
+    return stop_and_load

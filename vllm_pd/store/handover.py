@@ -21,8 +21,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from vllm_pd.core.messages import Attempt
+from vllm_pd.handover.fence import BlockFence
 from vllm_pd.v1.binding import EngineHandover
-from vllm_pd.v1.fence import BlockFence
 from vllm_pd.v1.prefill import PrefixLookups
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class HandoverWithStore(EngineHandover):
         ended, self._ended = self._ended, {}
         for request_id in [one for one in reversed(self._loads) if one in ended]:  # each goes to the front
             request = self._loads.pop(request_id).request
-            if not ended[request_id]:
+            if not (ended[request_id] and self._store.is_used):
                 self._store.load_failed(request)
                 self._scheduler.fail_parked(request)
             elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -135,6 +135,11 @@ class HandoverWithStore(EngineHandover):
         super().remove_internal(stats)
         lookups, self._lookups = self._lookups, PrefixLookups()
         lookups.take_out_of(stats)
+
+    def weights_change(self) -> None:
+        """As without the store. The worker stops using it, too, and the loads that are under way fail."""
+        super().weights_change()
+        self._store.reset_cache()
 
     def finish_steps(self) -> None:
         """Process the outputs of all steps in flight, and wait for loads, at most `LOADS_S`. The scheduler is paused.

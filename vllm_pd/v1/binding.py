@@ -22,13 +22,13 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.handover.engine import HandoverEngine, close_engine, guarded, ignore_end
+from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.holds import HeldPrompts
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.handover.progress import Progress
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.features import can_go_remote
-from vllm_pd.v1.fence import BlockFence
 from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
 from vllm_pd.v1.prefill import InternalRequests, StepShare
 
@@ -257,9 +257,12 @@ class EngineHandover(HandoverEngine):
         self.changed()
         if self.prefill_jobs is not None and state is not PauseState.UNPAUSED:
             begun = self.prefill_jobs.waiting if state is PauseState.PAUSED_NEW else self.prefill_jobs.computing
-            self._guard(self.prefill_jobs.give_back, [*begun, *self.prefill_jobs.queued], "this engine is paused",
-                        self._progress)
-            self._guard(self.prefill_jobs.set_credits)
+            self._give_up_jobs(begun, "this engine is paused")
+
+    def weights_change(self) -> None:
+        """The weights are about to be others than those of the fingerprint: work with no other engine any more."""
+        self._give_up_sharing()
+        self.fall_back_all()
 
     def finish_steps(self) -> None:
         """Process the outputs of all steps in flight. The scheduler is paused."""

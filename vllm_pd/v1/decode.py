@@ -20,9 +20,9 @@ from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
 from vllm_pd.core.policy import AskedPlace, Decision
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
+from vllm_pd.handover.fence import BlockFence
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v1.features import can_go_remote
-from vllm_pd.v1.fence import BlockFence
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -127,7 +127,11 @@ class EngineAccess:
     def finish_steps(self, needs_step: Callable[[], bool] = lambda: False) -> None:
         """Process the outputs of all steps in flight, and make steps while they are needed. To be called while the
         scheduler is paused, which schedules nothing."""
-        while self._engine.batch_queue or needs_step():
+        while needs_step():
+            self._engine._process_engine_step()
+        queue = self._engine.batch_queue
+        newest = queue[0] if queue else None  # an engine that has requests adds further ones, which are empty
+        while newest is not None and newest in queue:
             self._engine._process_engine_step()
 
     def publish(self, stats: SchedulerStats) -> None:

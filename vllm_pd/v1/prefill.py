@@ -25,10 +25,10 @@ from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core import job_order
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
+from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.prefill import JobStage, PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
-from vllm_pd.v1.fence import BlockFence
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -116,6 +116,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineShutdownState.REQUESTED", "its loop is yet to see that it is to shut down"),
         Required("EngineCoreProc.shutdown_state", "whether that holds"),
         Required("EngineCore._idle_state_callbacks", "an engine that somebody waits for does not sleep"),
+        Required("EngineCore.collective_rpc", "loads the weights anew", takes=("method", )),
         Required("EngineCore.preprocess_add_request", "makes a request of our own", takes=("request", )),
         Required("DPEngineCoreProc.current_wave", "the wave that is started"),
     ),
@@ -171,6 +172,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "v1/worker/gpu_worker.py": (
         Required("Worker.reload_weights", "the store is left before it"),
+        Required("Worker.reset_weights", "as reload_weights"),
+        Required("Worker.load_model", "as reload_weights"),
     ),
     "v1/engine/async_llm.py": (
         Required("AsyncLLM.get_kv_event_sources", "where each rank publishes KV events", takes=()),

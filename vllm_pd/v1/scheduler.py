@@ -3,7 +3,7 @@
 
 The mixin resumes, fails and aborts parked requests through the scheduler's own sets, in the scheduler's own thread.
 Nothing is ever reported in a connector's sets of ids: one that V1 does not expect there ends the engine. The request
-itself is V1's throughout; the blocks that a peer may still touch are held by `vllm_pd.v1.fence` alone.
+itself is V1's throughout; the blocks that a peer may still touch are held by `vllm_pd.handover.fence` alone.
 
     parked                 status WAITING_FOR_REMOTE_KVS, in `kv_holding_waiting`
     its KV is there        id in `finished_recving_kv_req_ids`: hashed and scheduled by the next `schedule`
@@ -173,6 +173,8 @@ class HandoverScheduling(Scheduler):
             self.binding.finish_steps()
         finally:
             super().set_pause_state(before)
+        if before is not PauseState.UNPAUSED:
+            self.binding.pause_changed(before)  # jobs whose loads have ended meanwhile would not go on
 
     def make_stats(self, *arguments: Any, **keywords: Any) -> SchedulerStats | None:
         """V1's, without our own requests."""

@@ -11,6 +11,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.errors import ConfigError
 from vllm_pd.handover.prefill import PrefillCapacity
+from vllm_pd.handover.reload import watch_reload
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.engine_access import EngineAccess
 from vllm_pd.v1.events import publishes_events, report_load
@@ -47,6 +48,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
                                bool(vllm_config.cache_config.enable_prefix_caching),
                                engine.scheduler.max_num_scheduled_tokens, vllm_config.cache_config.num_gpu_blocks)
     binding = make(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
+    watch_reload(engine, binding.weights_change)
     if publishes_events(vllm_config):
         binding.end_reports = report_load(config, front, engine.scheduler, binding)
     logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation, agent.member.address)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BlockFence:
-    """The references of one engine, by attempt. Nothing else in this package calls `touch` or `free_blocks`."""
+    """The references of one V1 engine, by attempt. Nothing else of ours calls `touch` or `free_blocks`."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
