@@ -323,7 +323,7 @@ class Jobs(PrefillHandover):
         self.parked = {*getattr(self, "parked", ()), attempt}
 
     def _abort_request(self, job):
-        if job.prefill.attempt in self.parked:
+        if job.prefill.attempt in getattr(self, "parked", ()):
             self.parked.remove(job.prefill.attempt)
             self.aborted(job.prefill.attempt)
 
@@ -354,7 +354,8 @@ class Steps(HandoverEngine):
         agent = SimpleNamespace(protocol=pair.p, error=None)
         super().__init__(pair.config, agent, SimpleNamespace(take_progress=lambda: TransferProgress([], [], [])),
                          PDMetrics("m"))
-        self.remote_prefills = SimpleNamespace(waiting_for_peers=False, give_back=lambda progress, stalled: None)
+        self.remote_prefills = SimpleNamespace(waiting_for_peers=False, give_back=lambda progress, stalled: None,
+                                               quarantined_blocks=3)
         self.prefill_jobs = pair.jobs
 
     def _load(self) -> m.Load:
@@ -576,6 +577,31 @@ def test_b20_a_death_that_is_seen_while_the_engine_collects_frees_in_the_same_tu
     steps = Steps(pair)
     steps._collect()
     assert steps._progress.finished_transfers == [unread] and not pair.p.announce()
+
+
+def test_b34_both_halves_of_an_engine_know_what_is_set_aside(pair, unread):
+    """So that they set aside no more than `max_parked_fraction` of the pool together."""
+    steps = Steps(pair)
+    steps._collect()
+    assert steps.remote_prefills.unproven_blocks == 2 and pair.jobs.quarantined_blocks == 3
+
+
+def test_b20_reads_count_what_the_other_half_has_in_quarantine(pair):
+    pair.jobs.quarantined_blocks = 2 * MOST_READS - 2
+    assert pair.jobs.wants_prefix(granted(pair, cached_blocks=1), 0)
+    pair.jobs.quarantined_blocks += 1
+    assert not pair.jobs.wants_prefix(granted(pair, cached_blocks=1), 0)
+
+
+@pytest.mark.parametrize("lasting, has_room", [(0, True), (29, True), (30, False)])
+def test_b10_a_job_that_would_wait_for_a_death_is_refused_at_once(pair, lasting, has_room):
+    """Of 32 blocks, of which one is nobody's, it needs 2. Its decode engine tries another prefill engine."""
+    pair.jobs.quarantined_blocks = lasting
+    pair.d.submit(pair.d.next_attempt("r"), TOKENS, [3, 4], 0)
+    pair.pump()
+    assert (pair.kinds() == []) is has_room and pair.jobs.has_jobs is has_room
+    if not has_room:
+        assert "set aside" in pair.events[0].detail
 
 
 def test_b34_what_may_land_is_kept_whatever_the_scheduler_raises(pair):
@@ -895,3 +921,21 @@ def test_the_job_of_a_test_is_what_it_says(pair):
     assert pair.p.open_attempts() == [] and pair.p.totals()["prefill_sent"] == 1
     pair.ranks[0].agent.land()
     assert (pair.ranks[1].bytes[[3, 4]] == 1).all()
+
+
+def test_b27_d_grants_nothing_to_a_p_that_it_could_not_read_from(both):
+    """B27: P does not know it, and may have the job from before."""
+    attempt = both.next_attempt("early")
+    both.submit(attempt, TOKENS, [5, 6], 0)
+    both.read_ended(begin_read(both), "failed", may_land=True)
+    told(both, m.Deny)
+    both.receive(MessageSource.PREFILL, "o", m.Claim(attempt, 1, 1))
+    assert told(both, m.Deny) == [m.Deny(attempt, 1, m.DenyReason.AVOIDED)]
+    assert both.counts()["parted"] == 1
+
+
+def test_b42_an_engine_that_is_parted_from_its_only_peer_says_so_beside_one_that_does_not_fit(both):
+    other = msgspec.structs.replace(P, incarnation="x", fingerprint=msgspec.structs.replace(FINGERPRINT, model="y"))
+    both.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [both.member, other], 0))
+    both.read_ended(begin_read(both), "failed", may_land=True)
+    assert both.degraded().cause is Cause.PEER and "restart one of the two" in both.degraded().detail

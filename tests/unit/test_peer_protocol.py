@@ -298,10 +298,10 @@ def test_b96_an_engine_with_other_weights_works_with_nobody(protocol, role):
     assert any(isinstance(one, m.Credit) and one.jobs for one in transmitted(protocol)) is role.prefills
     hold = m.Attempt("us", "kept", 0)
     assert protocol.hold(hold, b"digest", [1, 2])
-    protocol.weights_changed()
+    protocol.weights_replaced()
     assert [event.hold for event in events(protocol) if isinstance(event, HoldEnded)] == [hold]
     assert not protocol.hold(m.Attempt("us", "later", 0), b"digest", [1, 2])
-    assert not protocol.state.hands_over or role is m.Role.PREFILL
+    assert not protocol.state.hands_over
     assert cause(protocol) is Cause.WEIGHTS and "restart" in protocol.degraded().detail
     protocol.handle_timeout()
     found = transmitted(protocol)

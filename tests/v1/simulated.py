@@ -105,6 +105,7 @@ class FakeProtocol:
         self.aborted: list[Attempt] = []
         self.notices: list[tuple[Attempt, int]] = []
         self.claimed: dict[Attempt, tuple[Attempt, bytes]] = {}
+        self.lasting: set = set()  # attempts that only a death ends
         self.posted: dict[Attempt, tuple[str, str]] = {}
         self.held: dict[Attempt, tuple[bytes, list[int]]] = {}
         self.holds = True
@@ -156,9 +157,12 @@ class FakeProtocol:
     def drop_hold(self, hold):
         self.calls.append(("drop_hold", hold))
 
-    def weights_changed(self):
+    def weights_replaced(self):
         self.state.has_other_weights, self.state.hands_over = True, False
         self.close_unclaimed_holds()
+
+    def lasting_attempts(self):
+        return set(self.lasting)
 
     def close_unclaimed_holds(self):
         self.calls.append(("close_unclaimed_holds", ))
@@ -198,6 +202,7 @@ class FakeProtocol:
 
     def read_unproven(self, attempt, reason):
         self.calls.append(("read_unproven", attempt))
+        self.lasting.add(attempt)
 
     def is_dead(self, incarnation):
         return incarnation in self.dead

@@ -4,6 +4,7 @@
 The memory under it notices a wrong read (tests/v1/simulated.py); every test ends with right answers and an empty pool.
 """
 import itertools
+import time
 
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -12,6 +13,7 @@ from vllm.v1.request import RequestStatus
 from tests.v1.simulated import BLOCK_SIZE, Engine, answer
 from vllm_pd.core.actions import FallbackReason, Prefilled, Released
 from vllm_pd.core.messages import Timings
+from vllm_pd.v1.binding import FENCES_S
 
 PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
 _fresh = itertools.count(1)
@@ -267,14 +269,17 @@ def test_b96_hazard_13_a_reset_of_the_prefix_cache_falls_back_first(engine, runn
     end(engine)
 
 
-def test_b96_an_engine_with_other_weights_takes_no_kv_of_others(engine, monkeypatch):
+@pytest.mark.parametrize("is_applied", [False, True])
+def test_b96_an_engine_with_other_weights_takes_no_kv_of_others(engine, monkeypatch, is_applied):
     """B96: neither what is being written, nor what has arrived and is not used yet, nor later."""
     monkeypatch.setattr("vllm_pd.v1.binding.FENCES_S", 0.01)
     for name in "ab":
         engine.add(name, prompt(100))
     engine.run()
     engine.prefilled("a")
-    engine.binding.weights_change()
+    if is_applied:
+        engine.scheduler.has_requests()
+    engine.binding.weights_replaced()
     engine.tell(Released(engine.attempt("b")))
     engine.add("c", prompt(100))
     engine.run()
@@ -298,6 +303,20 @@ def test_b96_a_reset_with_a_fence_that_stays_up_fails_as_v1_says(engine, monkeyp
     assert not engine.scheduler.reset_prefix_cache()
     with pytest.raises(RuntimeError):
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.tell(Released(attempt))
+    engine.run()
+    engine.prefilled("a")
+    end(engine)
+
+
+def test_b96_a_reset_does_not_wait_for_a_fence_that_only_a_death_takes_down(engine):
+    """B96, B34: it would be FENCES_S long, and in vain."""
+    attempt = parked(engine)
+    engine.protocol.lasting.add(attempt)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert time.monotonic() - began < FENCES_S / 2
     engine.tell(Released(attempt))
     engine.run()
     engine.prefilled("a")

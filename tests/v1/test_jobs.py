@@ -7,9 +7,11 @@ from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, WrongRead
 from tests.v1.test_hazards import prompt
+from tests.v1.test_load import reader
 from vllm_pd.core.actions import Cancelled, DropPeer, Prefill
 from vllm_pd.core.messages import Attempt
 from vllm_pd.core.prefix import PrefixReads
+from vllm_pd.errors import PDError
 from vllm_pd.transfer.requests import CancelTransfer, Read, Write
 
 
@@ -188,7 +190,9 @@ def test_b34_a_read_that_failed_and_may_land_keeps_its_blocks_until_the_peer_is_
     engine.run()
     assert engine.protocol.calls[0] == ("read_unproven", attempt) and len(engine.binding.fence) == 1
     assert not engine.scheduler.requests and not engine.scheduler.has_requests()
-    assert quarantined_blocks(engine) == 7
+    assert quarantined_blocks(engine) == 4 and engine.binding._metrics._states["parked_blocks"] == [0]
+    load = reader(engine)()
+    assert (load.quarantined, load.quarantined_blocks, load.sending) == (1, 4, 0), "as the gauge says"
     other = engine.job(prompt(50), number=1)
     engine.run()
     engine.transfer.end(engine.sent(other).key)
@@ -284,6 +288,22 @@ def test_b96_a_job_that_reads_its_beginning_is_given_back_by_a_pause(engine, sta
     assert engine.tokens_computed == 0
 
 
+@pytest.mark.parametrize("turns", [1, 2, 4])
+def test_b96_a_job_that_is_computed_is_given_back_by_a_reset_in_a_pause(engine, turns):
+    """B96: the pause lets it go on, the reset does not."""
+    attempt = engine.job(prompt(800))
+    for _ in range(turns):
+        engine.turn()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert not engine.protocol.calls
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert [one for one in engine.protocol.calls if attempt in one] == [("failed", attempt)]
+    assert not engine.scheduler.requests
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    end(engine)
+
+
 def test_b25_b96_a_job_that_was_cancelled_while_it_reads_is_answered_after_its_read_also_in_a_pause(engine):
     attempt = engine.job(prompt(100), 4)
     while not any(isinstance(one, Read) for one in engine.transfer.requests):
@@ -308,7 +328,7 @@ def test_b96_an_engine_with_other_weights_gives_all_jobs_back(engine, turns, cac
     attempt = engine.job(prompt(800), cached, number=2)
     for _ in range(turns):
         engine.turn()
-    engine.binding.weights_change()
+    engine.binding.weights_replaced()
     before = engine.tokens_computed
     late = engine.job(prompt(100), number=3)
     for read in [one for one in engine.transfer.requests if isinstance(one, Read)]:
@@ -319,6 +339,19 @@ def test_b96_an_engine_with_other_weights_gives_all_jobs_back(engine, turns, cac
     assert ("failed", attempt) in engine.protocol.calls and ("failed", late) in engine.protocol.calls
     assert ("sent", attempt) not in engine.protocol.calls
     assert engine.tokens_computed - before <= 128 * engine.in_flight, "steps that were in flight"
+
+
+def test_b96_weights_stay_as_they_are_where_a_job_can_not_be_given_back(engine, monkeypatch):
+    """B96: it would be computed with other weights than its decode engine takes them for. The others are given back."""
+    attempts = [engine.job(prompt(300), number=number) for number in (1, 2)]
+    engine.turn()
+    jobs = engine.binding.prefill_jobs
+    stop = jobs._stop_writes
+    monkeypatch.setattr(jobs, "_stop_writes", lambda job, *rest: (
+        1 / 0 if job.prefill.attempt == attempts[0] else stop(job, *rest)))
+    with pytest.raises(PDError, match="weights stay as they are"):
+        engine.binding.weights_replaced()
+    assert engine.protocol.calls[-1] == ("failed", attempts[1])
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])

@@ -507,7 +507,7 @@ def test_b104_b96_an_engine_with_other_weights_uses_the_store_no_more(make, ok):
     engine.add("a", asked)
     while not engine.open_loads:
         engine.turn()
-    engine.binding.weights_change()
+    engine.binding.weights_replaced()
     engine.end_load("a", ok)
     engine.run()
     assert engine.cached["a"] == 0

@@ -15,7 +15,7 @@ class Cause(StrEnum):
     PEER = "peer"  # there is no engine to work with
     MISMATCH = "mismatch"  # there is one, and it does not fit
     CONTROL = "control"  # the control thread has ended
-    WEIGHTS = "weights"  # its weights were loaded anew
+    WEIGHTS = "weights"  # its weights were replaced
 
 
 class Degraded(msgspec.Struct, frozen=True):

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 RECONNECT_POLL_S = 0.1  # while the broker is away
-_OTHER_WEIGHTS = ("the weights of this engine were loaded anew while it ran, so they are not those that its peers "
-                  "compare: it computes no prompt for others and has none computed; restart it")
+_OTHER_WEIGHTS = ("the weights of this engine were replaced while it ran: it takes no jobs of others and hands none "
+                  "over; restart it")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -387,10 +387,16 @@ class PeerProtocol:
         if self._cluster.prefills(self._greeted()) if decodes else self._prefill.peers().keys() - self._parted:
             return None
         mismatch = self._cluster.find_mismatch(self._clock())
-        if mismatch is not None:
+        if mismatch is not None and not self._parted:
             return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
         parted = ", but one whose transfers with this one have failed: restart one of the two" if self._parted else ""
         return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there{parted}")
+
+    @_locked
+    def lasting_attempts(self) -> set[m.Attempt]:
+        """The open ones that nothing ends but a death: a peer's, or that of this engine."""
+        return (self._prefill.unproven_jobs() | self._prefill.unproven_reads() | self._decode.given_up()
+                | self._decode.reads.unproven_reads())
 
     @_locked
     def open_attempts(self) -> list[m.Attempt]:
@@ -410,6 +416,7 @@ class PeerProtocol:
             "prefill_jobs": len(self._prefill.states()),
             "holds": len(self._prefill.holds),
             "peers": len(self._prefill.peers()) + len(self._decode.peers),
+            "parted": len(self._parted),
         }
 
     @_locked
@@ -452,12 +459,12 @@ class PeerProtocol:
             self._state_changed()
 
     @_locked
-    def weights_changed(self) -> None:
+    def weights_replaced(self) -> None:
         """The weights of this engine are not those of its fingerprint any more. It hands nothing over and takes no
         jobs, for good; for others a `kv_both` engine is a decode engine, and a prefill engine drains. To give back what
         it has of others, and to abort what others have of it, is the engine's part."""
         logger.error("%s", _OTHER_WEIGHTS)
-        self.state.weights_changed()
+        self.state.weights_replaced()
         self.close_unclaimed_holds()
         if self.state.role is m.Role.PREFILL:
             self.drain()
@@ -652,10 +659,7 @@ class PeerProtocol:
         """Send goodbye once the drain is complete: nothing is open, nothing waits to be sent or to be polled."""
         if not self.state.draining or self.state.left:
             return
-        # What nothing but a death ends: a peer's, or that of this engine.
-        unproven = (self._prefill.unproven_jobs() | self._prefill.unproven_reads() | self._decode.given_up()
-                    | self._decode.reads.unproven_reads())
-        attempts = set(self.open_attempts()) - unproven
+        attempts = set(self.open_attempts()) - self.lasting_attempts()
         is_open = bool(attempts or self._outbox or self._events)
         if self.state.is_drained(is_open, self._cluster.up):
             self.state.left = True

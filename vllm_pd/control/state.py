@@ -54,14 +54,14 @@ class EngineState:
         if role is self.role:
             return ""
         if self.has_other_weights:
-            return f"role={role.value!r} can't be used: the weights of this engine were loaded anew; restart it"
+            return f"role={role.value!r} can't be used: the weights of this engine were replaced; restart it"
         if self._born.role is not m.Role.BOTH:
             return (f"role={role.value!r} can't be used: this engine was started as {self._born.role.value}; start it "
                     f"as {m.Role.BOTH.value} to change its role while it runs")
         self.role = role
         return ""
 
-    def weights_changed(self) -> None:
+    def weights_replaced(self) -> None:
         """The weights are not those of the fingerprint any more: work with no other engine, for good."""
         self.has_other_weights = True
         if self.role is m.Role.BOTH:

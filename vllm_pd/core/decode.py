@@ -373,7 +373,7 @@ class DecodeProtocol:
             return self._deny(sender, message, m.DenyReason.UNPEERED)
         if record.state.ended:
             return self._deny(sender, message, m.DenyReason.ENDED)
-        if sender in record.avoid:
+        if sender in record.avoid or (sender in self.parted and record.state is AttemptState.QUEUED):
             return self._deny(sender, message, m.DenyReason.AVOIDED)
         fingerprint = self.peers[sender].fingerprint
         if message.ranks != fingerprint.tp * fingerprint.pp:

@@ -104,6 +104,7 @@ class DecodeHandover(ABC, Generic[R]):
         self.measures = DecodeMeasures(capacity.batch_tokens, speed,
                                        config.job_order) if config.decides_by_time else None
         self.job_tokens = 0  # of peers' jobs that are to be computed here too
+        self.unproven_blocks = 0  # which reads for peers' jobs may still fill
         self._local: list[tuple[R, int]] = []  # requests that stay and are not computed yet, and their tokens
         self._unmeasured: dict[Attempt, tuple[int, float]] = {}  # done, without timings: tokens, time in all
         self._deadline_s = config.attempt_deadline_s
@@ -325,11 +326,16 @@ class DecodeHandover(ABC, Generic[R]):
             self._batch.append(request)
             self._give_back(attempt, progress)
 
-    def update_metrics(self, unproven_blocks: int) -> None:
-        """Set the gauges, and count the first tokens since the last call. `unproven_blocks`: see `handover.prefill`."""
-        given_up = self._quarantined()
-        quarantined = sum(remote.blocks for attempt, remote in self._attempts.items() if attempt in given_up)
-        self._metrics.quarantined_blocks.set(quarantined + unproven_blocks)
+    @property
+    def quarantined_blocks(self) -> int:
+        """How many blocks of attempts that have ended a peer may still write."""
+        given_up = self._quarantined() if self._attempts else ()
+        return sum(remote.blocks for attempt, remote in self._attempts.items() if attempt in given_up)
+
+    def update_metrics(self) -> None:
+        """Set the gauges, and count the first tokens since the last call."""
+        quarantined = self.quarantined_blocks + self.unproven_blocks
+        self._metrics.quarantined_blocks.set(quarantined)
         self._metrics.parked_blocks.set(self._count_blocks() - quarantined)
         waiting = []
         for request in self._resuming:
@@ -370,8 +376,8 @@ class DecodeHandover(ABC, Generic[R]):
         return None
 
     def _count_blocks(self) -> int:
-        """Blocks that are set aside for attempts, quarantined ones included."""
-        return sum(remote.blocks for remote in self._attempts.values())
+        """Blocks that are set aside, quarantined ones included."""
+        return self.unproven_blocks + sum(remote.blocks for remote in self._attempts.values())
 
     def _stay(self, request: R) -> None:
         """Keep this request and its siblings here: `decide` answers None for each of them."""

@@ -20,6 +20,7 @@ from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.core.measured import StepSpeed, StepTimer
 from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.core.mutual import JobPatience
+from vllm_pd.errors import PDError
 from vllm_pd.handover.decode import DecodeHandover
 from vllm_pd.handover.holds import HELD_PROMPT_EVENTS, HeldPrompts
 from vllm_pd.handover.prefill import PrefillHandover
@@ -92,6 +93,8 @@ class HandoverEngine(ABC):
         self._guard(self.remote_prefills.give_back, self._progress, self.stalled)
         if self.prefill_jobs is not None:
             self._guard(self.prefill_jobs.free_dead, self._progress)  # after the events: a later death wakes us again
+            self.remote_prefills.unproven_blocks = self.prefill_jobs.unproven_blocks
+            self.prefill_jobs.quarantined_blocks = self.remote_prefills.quarantined_blocks
             self._guard(self._give_back_jobs)
             self._guard(self.prefill_jobs.begin)
             self.prefill_jobs.set_credits()
@@ -126,15 +129,20 @@ class HandoverEngine(ABC):
 
     def _give_up_sharing(self) -> None:
         """This engine's weights are about to be others than those of its fingerprint: it takes no jobs, holds nothing
-        and hands nothing over from now on."""
-        self.protocol.weights_changed()
-        if self.prefill_jobs is not None:
-            self._give_up_jobs(self.prefill_jobs.computing, "its weights are loaded anew")
+        and hands nothing over from now on. Raises PDError where a job of a peer would be computed with them."""
+        self.protocol.weights_replaced()
+        jobs = self.prefill_jobs
+        if jobs is not None:
+            self._give_up_jobs(jobs.computing, "its weights are replaced")
+            left = [*jobs.computing, *jobs.reading, *jobs.queued]
+            if left:
+                raise PDError(f"the weights stay as they are: jobs of peers can't be given back, see the log: {left}")
 
     def _give_up_jobs(self, begun: list[Attempt], reason: str) -> None:
         """Give back these jobs, those that read their beginning, and those that wait for their turn."""
         jobs = self.prefill_jobs
-        self._guard(jobs.give_back, [*begun, *jobs.reading, *jobs.queued], reason, self._progress)
+        for attempt in [*begun, *jobs.reading, *jobs.queued]:
+            self._guard(jobs.give_back, [attempt], reason, self._progress)
         self._guard(jobs.set_credits)
 
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
@@ -150,7 +158,7 @@ class HandoverEngine(ABC):
         if now >= self._metrics_due:
             self._metrics_due = now + METRICS_PERIOD_S
             self._metrics_stale = False
-            self.remote_prefills.update_metrics(0 if self.prefill_jobs is None else self.prefill_jobs.unproven_blocks)
+            self.remote_prefills.update_metrics()
             for kind, count in self.agent.dropped().items():
                 if count > self._counted.get(kind, 0):
                     self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))

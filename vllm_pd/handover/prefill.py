@@ -84,6 +84,7 @@ class PeerJob(PromptInTurn):
     cancelled: bool = False
     lost_because: str = ""  # why its request has ended early, while it reads
     read_tokens: int = 0  # how many of the peer's tokens were asked for
+    parked_blocks: int = 0  # how many blocks its request has while it reads
 
 
 class OpenTransfer(NamedTuple):
@@ -115,7 +116,9 @@ class PrefillHandover(ABC):
         self._speed = speed
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
+        self._total_blocks = capacity.total_blocks
         self._most_reading_blocks = int(config.max_parked_fraction * capacity.total_blocks)
+        self.quarantined_blocks = 0  # which peers may still write, as a decode engine
         self._order = config.job_order
         self._batch_tokens = capacity.batch_tokens
         self._jobs: dict[Attempt, PeerJob] = {}
@@ -126,7 +129,7 @@ class PrefillHandover(ABC):
         self.execute: Callable[[list[transfer.TransferRequest]], None] | None = None
         self.after_step = 0  # the last step whose output was processed, for `transfer.Write`
         self._requests: list[transfer.TransferRequest] = []
-        self._unproven_reads: list[Prefill] = []  # the jobs whose reads may land in our blocks
+        self._unproven_reads: list[PeerJob] = []  # whose reads may land in our blocks
         self.prefix_cost = PrefixCost(PrefixReads(config.prefix_reads)
                                       if capacity.caching and not config.is_two_sided else PrefixReads.NEVER,
                                       capacity.token_bytes, speed)
@@ -143,7 +146,12 @@ class PrefillHandover(ABC):
     @property
     def unproven_blocks(self) -> int:
         """How many blocks are set aside for reads that have failed and may still land."""
-        return sum(map(self._prompt_blocks, self._unproven_reads))
+        return sum(job.parked_blocks for job in self._unproven_reads)
+
+    @property
+    def _lasting_blocks(self) -> int:
+        """How many blocks may be set aside for as long as both this engine and a peer live."""
+        return self.unproven_blocks + self.quarantined_blocks
 
     @property
     def has_jobs(self) -> bool:
@@ -296,14 +304,16 @@ class PrefillHandover(ABC):
         job = self._jobs.get(attempt)
         if job is None or job.read_tokens or job.writes.added:
             return False
-        reading = sum(self._prompt_blocks(one.prefill) for one in self._jobs.values() if one.state is JobStage.READING)
-        if self.unproven_blocks + reading + self._prompt_blocks(job.prefill) > self._most_reading_blocks:
+        reading = sum(one.parked_blocks for one in self._jobs.values() if one.state is JobStage.READING)
+        if self._lasting_blocks + reading + self._prompt_blocks(job.prefill) > self._most_reading_blocks:
             return False
         return self.prefix_cost.worth_reading(job.prefill.cached_blocks * self._block_size - cached_tokens)
 
     def read_prefix(self, attempt: Attempt, block_ids: list[int], cached_tokens: int) -> None:
-        """The job's request is parked with these blocks for the whole prompt. The read goes with the coming step."""
+        """The job's request is parked with these blocks, of the whole prompt or of what is read. The read goes with the
+        coming step."""
         job = self._jobs[attempt]
+        job.parked_blocks = len(block_ids)
         first, last = cached_tokens // self._block_size, job.prefill.cached_blocks
         job.read_tokens = last * self._block_size - cached_tokens
         job.state = JobStage.READING
@@ -433,9 +443,9 @@ class PrefillHandover(ABC):
 
     def free_dead(self, progress: Progress) -> None:
         """Free what failed reads may have filled, once their peers are dead."""
-        for prefill in [one for one in self._unproven_reads if self._protocol.is_dead(one.peer)]:
-            self._unproven_reads.remove(prefill)
-            progress.finished_transfers.append(prefill.attempt)
+        for job in [one for one in self._unproven_reads if self._protocol.is_dead(one.prefill.peer)]:
+            self._unproven_reads.remove(job)
+            progress.finished_transfers.append(job.prefill.attempt)
 
     def _next_write(self, job: PeerJob) -> transfer.Write | None:
         """The job's next write, if one is due. Its lease is checked here, right before the post: without it no write
@@ -508,7 +518,7 @@ class PrefillHandover(ABC):
             self._abort_request(job)
         finally:  # whatever it raises, it is not forgotten what may land
             del self._jobs[job.prefill.attempt]
-            self._unproven_reads.append(job.prefill)
+            self._unproven_reads.append(job)
 
     def _read(self, job: PeerJob, end: transfer.Finished, progress: Progress) -> None:
         attempt = job.prefill.attempt
@@ -537,7 +547,7 @@ class PrefillHandover(ABC):
     def _take(self, prefill: Prefill) -> None:
         attempt, token_ids = prefill.attempt, prefill.token_ids
         if self._protocol.state.has_other_weights:  # it was on its way
-            self._refuse(attempt, "its weights were loaded anew")
+            self._refuse(attempt, "its weights were replaced")
         elif 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             self._jobs[attempt] = PeerJob(
                 request_id=f"pd-{attempt}", started_at=time.monotonic(), priority=prefill.priority,
@@ -549,6 +559,7 @@ class PrefillHandover(ABC):
     def _begin(self, job: PeerJob) -> None:
         job.state = JobStage.COMPUTING
         try:
+            self._check_room(job)
             job.request = self._add_request(job)
             cached_tokens, theirs = self._cached_tokens(job), job.prefill.cached_blocks * self._block_size
             job.cached_tokens = theirs if self.wants_prefix(job.prefill.attempt, cached_tokens) else cached_tokens
@@ -556,6 +567,14 @@ class PrefillHandover(ABC):
             self._abort_request(job)
             del self._jobs[job.prefill.attempt]
             self._refuse(job.prefill.attempt, str(error))
+
+    def _check_room(self, job: PeerJob) -> None:
+        """Raises ValueError for a job that would wait until a peer dies: another prefill engine may have room."""
+        lasting, needed = self._lasting_blocks, self._prompt_blocks(job.prefill)
+        kept_free = 1 + self._total_blocks // 100  # by V0; V1 has one block that is nobody's
+        if lasting and needed > self._total_blocks - lasting - kept_free:
+            raise ValueError(f"it needs {needed} blocks, and of {self._total_blocks} {lasting} are set aside until a "
+                             "peer has ended")
 
     def _refuse(self, attempt: Attempt, problem: str) -> None:
         logger.warning("job %s can't run here: %s", attempt, problem)

@@ -263,11 +263,11 @@ def stop_before_reload(worker: StoreWorker) -> None:
         setattr(Worker, name, _stopping(worker, getattr(Worker, name)))
 
 
-def _stopping(worker: StoreWorker, load: Callable[..., None]) -> Callable[..., None]:
+def _stopping(worker: StoreWorker, load: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(load)
-    def stop_and_load(self: Worker, *arguments: Any, **keywords: Any) -> None:
+    def stop_and_load(self: Worker, *arguments: Any, **keywords: Any) -> Any:
         worker.stop("the weights are loaded anew")
-        load(self, *arguments, **keywords)
+        return load(self, *arguments, **keywords)
 
     return stop_and_load

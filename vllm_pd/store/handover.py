@@ -136,10 +136,10 @@ class HandoverWithStore(EngineHandover):
         lookups, self._lookups = self._lookups, PrefixLookups()
         lookups.take_out_of(stats)
 
-    def weights_change(self) -> None:
+    def weights_replaced(self) -> None:
         """As without the store. The worker stops using it, too, and the loads that are under way fail."""
-        super().weights_change()
         self._store.reset_cache()
+        super().weights_replaced()
 
     def finish_steps(self) -> None:
         """Process the outputs of all steps in flight, and wait for loads, at most `LOADS_S`. The scheduler is paused.

@@ -259,10 +259,12 @@ class EngineHandover(HandoverEngine):
             begun = self.prefill_jobs.waiting if state is PauseState.PAUSED_NEW else self.prefill_jobs.computing
             self._give_up_jobs(begun, "this engine is paused")
 
-    def weights_change(self) -> None:
-        """The weights are about to be others than those of the fingerprint: work with no other engine any more."""
+    def weights_replaced(self) -> None:
+        """The weights are about to be others than those of the fingerprint: work with no other engine any more. Fences
+        stay up: they hold what was computed before. Raises PDError where the weights must stay as they are."""
         self._give_up_sharing()
-        self.fall_back_all()
+        self._fall_back()
+        self._scheduler.free_resumed()
 
     def finish_steps(self) -> None:
         """Process the outputs of all steps in flight. The scheduler is paused."""
@@ -270,20 +272,16 @@ class EngineHandover(HandoverEngine):
 
     def fall_back_all(self) -> None:
         """No request waits for a peer any more, and no block is held for one unless a peer does not answer within
-        `FENCES_S`."""
-        self.protocol.close_unclaimed_holds()
-        for request_id in self.remote_prefills.parked_ids():
-            self._scheduler.fail_parked(self.remote_prefills.withdraw(request_id))
-        self.changed()
+        `FENCES_S`, or a transfer has failed and may still land."""
+        self._fall_back()
         deadline = time.monotonic() + FENCES_S
-        self._apply_updates()
-        while len(self.fence) and time.monotonic() < deadline:
+        while self._passing_fences() and time.monotonic() < deadline:
             time.sleep(POLL_S)
             self._apply_updates()
         self._scheduler.free_resumed()
         if len(self.fence):
-            logger.warning("%d fences are still up after %g s: peers may still touch those blocks", len(self.fence),
-                           FENCES_S)
+            logger.warning("%d fences are still up, %d of them after %g s, the others until an engine ends: peers may "
+                           "touch those blocks", len(self.fence), len(self._passing_fences()), FENCES_S)
 
     def close(self) -> None:
         """Leave the peers and release every transfer. Idempotent."""
@@ -292,6 +290,18 @@ class EngineHandover(HandoverEngine):
         self._finalizer()
 
     # Inside.
+
+    def _fall_back(self) -> None:
+        """No request waits for a peer any more."""
+        self.protocol.close_unclaimed_holds()
+        for request_id in self.remote_prefills.parked_ids():
+            self._scheduler.fail_parked(self.remote_prefills.withdraw(request_id))
+        self.changed()
+        self._apply_updates()
+
+    def _passing_fences(self) -> set[Attempt]:
+        """Those that come down while all engines live."""
+        return set(self.fence.attempts()) - self.protocol.lasting_attempts()
 
     def _is_internal(self, request: Request) -> bool:
         return self.prefill_jobs is not None and self.prefill_jobs.is_internal(request.request_id)

@@ -174,6 +174,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Worker.reload_weights", "the store is left before it"),
         Required("Worker.reset_weights", "as reload_weights"),
         Required("Worker.load_model", "as reload_weights"),
+        Required("Worker.elastic_ep_execute", "as reload_weights"),
     ),
     "v1/engine/async_llm.py": (
         Required("AsyncLLM.get_kv_event_sources", "where each rank publishes KV events", takes=()),

@@ -173,8 +173,8 @@ class HandoverScheduling(Scheduler):
             self.binding.finish_steps()
         finally:
             super().set_pause_state(before)
-        if before is not PauseState.UNPAUSED:
-            self.binding.pause_changed(before)  # jobs whose loads have ended meanwhile would not go on
+        if before is not PauseState.UNPAUSED:  # after a reset nothing goes on that was being computed
+            self.binding.pause_changed(PauseState.PAUSED_ALL)
 
     def make_stats(self, *arguments: Any, **keywords: Any) -> SchedulerStats | None:
         """V1's, without our own requests."""

@@ -48,7 +48,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
                                bool(vllm_config.cache_config.enable_prefix_caching),
                                engine.scheduler.max_num_scheduled_tokens, vllm_config.cache_config.num_gpu_blocks)
     binding = make(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
-    watch_reload(engine, binding.weights_change)
+    watch_reload(engine, binding.weights_replaced)
     if publishes_events(vllm_config):
         binding.end_reports = report_load(config, front, engine.scheduler, binding)
     logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation, agent.member.address)
