@@ -47,7 +47,7 @@ logger = logging.getLogger("vllm.pd")
 _COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 FENCES_S = 10.0  # how long a reset of the prefix cache waits for fences
 POLL_S = 0.001  # meanwhile
-LOOK_S = 0.05  # how often the load is reported while steps go on and no peer is involved
+LOOK_S = 0.25  # how often the load is reported while steps go on and no peer is involved; heartbeats are rarer
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -183,14 +183,13 @@ class EngineHandover(HandoverEngine):
             self._access.start_wave()
             if self._timer is not None:
                 self._timer.began(time.monotonic(), self._step, output.num_scheduled_tokens.values())
-        new_ids = [new.req_id for new in output.scheduled_new_reqs]
-        self.stalled = bool((len(self.fence) or self.remote_prefills.parked_ids()) and not tokens and not throttled
-                            and not scheduler.running and scheduler.ec_connector is None
+        self.stalled = bool(not tokens and not throttled and not scheduler.running and scheduler.ec_connector is None
+                            and (len(self.fence) or self.remote_prefills.parked_ids())
                             and not scheduler.awaits_grammar())
         if self.prefill_jobs is not None:
             self.prefill_jobs.scheduled(self._step, output.num_scheduled_tokens)
             if not throttled:
-                blocked = not new_ids and self.remote_prefills.waiting_for_peers
+                blocked = not output.scheduled_new_reqs and self.remote_prefills.waiting_for_peers
                 self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
             if self.prefill_jobs.has_requests:
                 self._transmit()  # reads into blocks that were allocated in this step
