@@ -171,17 +171,11 @@ class EngineProcess:
         return self.evaluate("disagg.agent.member.incarnation")
 
     def bring_forward(self, limit: str) -> None:
-        """The `deadline`, or the `lease_until`, of every open attempt of this decode engine comes in a moment, whatever
-        word of a renewal may be under way. Returns when the control thread has ended them."""
+        """The `deadline`, or the `lease_until`, of every open attempt of this decode engine comes in a moment, even
+        where a renewal is on its way. Returns when the control thread has ended them."""
         self.execute(f"""
 soon = time.monotonic() + 0.3
-while True:
-    with {PROTOCOL}._lock:
-        records = [record for record in {PROTOCOL}._decode._records.values() if not record.state.ended]
-        for record in records:
-            record.{limit} = min(record.{limit}, soon)
-    if not records:
-        break
+while {PROTOCOL}.bring_forward(soon, {limit == "lease_until"}):
     if time.monotonic() > soon + {WAIT_S}:
         raise TimeoutError("attempts outlive their {limit}")
     disagg.protocol.wake()

@@ -169,7 +169,7 @@ def test_b104_the_scheduler_makes_no_system_call(setting: Setting, monkeypatch: 
     seen, hanging, here = setting.view(), threading.Event(), threading.get_ident()
     clock = [time.monotonic()]
     monkeypatch.setattr(seen._files, "_clock", lambda: clock[0])
-    until(lambda: seen._files._listed_s == clock[0])
+    until(lambda: seen._files.listed_s == clock[0])
 
     def hangs(*arguments, **keywords):
         assert threading.get_ident() != here

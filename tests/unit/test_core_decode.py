@@ -67,6 +67,17 @@ def test_b98_a_job_has_the_priority_of_its_request(side):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Job).priority == 0, "of an older engine"
 
 
+@pytest.mark.parametrize("leases", [True, False])
+def test_b22_the_limits_of_open_attempts_are_brought_forward(side, leases):
+    """What the tests of whole engines do instead of a wait: a lease, or a deadline, is over at the given time."""
+    granted(side)
+    assert side.bring_forward(3.0, leases) == 1
+    side.handle_timeout(2.9)
+    assert side.states() == {attempt(1): AttemptState.GRANTED}
+    side.handle_timeout(3.0)
+    assert side.states() == {attempt(1): AttemptState.EXPIRED} and side.bring_forward(3.0, leases) == 0
+
+
 def test_life_of_an_attempt_that_is_done(side):
     # 1. The job carries no block id, only how much is cached.
     (put,) = side.submit(1.0, attempt(1), TOKENS, [5, 6, 9], 1)

@@ -2,15 +2,21 @@
 """Real V1 engines with the tiny model, each in a process tree of its own. It is forked from a server that has made the
 imports, most of an engine's start, and has no threads: the tests' process has, whose locks a fork would copy.
 """
+import contextlib
 import functools
 import multiprocessing
 import os
+import re
 import signal
 import time
+from collections.abc import Sequence
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+QUEUE = re.compile(r"/dev/shm/(psm_\w+)")  # a message queue of vLLM between EngineCore and its workers
 START_S = 600.0
 ANSWER_S = 600.0
 LABELS = ("model_name", "engine")  # the same in all samples
@@ -19,6 +25,19 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["vllm.entrypoints.llm", "vllm_pd.v1.worker"])
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_CI_ENV": "1",
                "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "vllm_pd"}
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """SIGKILL all processes of an engine, and remove vLLM's message queues between them: none of them can any more."""
+    queues = {name for process in processes
+              for name in QUEUE.findall(Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"))}
+    for process in processes:
+        os.kill(process.pid, signal.SIGKILL)
+    for name in queues:
+        with contextlib.suppress(FileNotFoundError):
+            queue = SharedMemory(name)
+            queue.close()
+            queue.unlink()
 
 
 def count_tokens() -> Any:
@@ -158,13 +177,16 @@ class RealEngine:
         for process in self.processes():
             os.kill(process.pid, number)
 
+    def kill(self) -> None:
+        kill(self.processes())
+
     def stop(self) -> None:
         if not self._process.is_alive():
             return
         self._connection.send(("quit", ))
         self._process.join(60)
-        for process in (*self.processes(), self._process) if self._process.is_alive() else ():
-            os.kill(process.pid, signal.SIGKILL)
+        if self._process.is_alive():
+            kill([*self.processes(), psutil.Process(self._process.pid)])
 
     def _receive(self, timeout_s: float) -> Any:
         assert self._connection.poll(timeout_s), "no answer"

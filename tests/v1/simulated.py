@@ -611,6 +611,10 @@ class Engine:
             self.figures.append(pending.data)
         return [call for data in self.figures for call in data["calls"]]
 
+    def gauge(self, name: str) -> float:
+        """What this gauge of ours shows in the front end."""
+        return [value for call, *values in self.counted() if call == name for value in values][-1]
+
     def check_at_rest(self, stumbles: int = 0) -> None:
         """B20: nothing is held by anybody, and so many events have ended in an unexpected error."""
         scheduler = self.scheduler

@@ -90,19 +90,19 @@ def test_b102_p_keeps_no_more_than_its_share(holder):
 
 def test_b102_what_holds_share_counts_once(holder):
     """The pool has 64 blocks, of which 32 may be held: a common beginning of 20, and 1 more for each of 10 prompts."""
-    common, gauges = prompt(20 * BLOCK_SIZE), holder.binding.holds._metrics._states
+    common = prompt(20 * BLOCK_SIZE)
     for number in range(10):
         add(holder, f"r{number}", common + prompt(5 + number), ASKS, count=1)
-    assert len(holder.protocol.held) == 10 and gauges["held_blocks"] == [30]
+    assert len(holder.protocol.held) == 10 and holder.gauge("held_blocks") == 30
     add(holder, "more", prompt(3 * BLOCK_SIZE), ASKS, count=1)
     assert "more" not in holder.params
     first, *others = list(holder.protocol.held)
     holder.tell(HoldEnded(first, HoldEnd.DONE))
     holder.run()
-    assert gauges["held_blocks"] == [29]
+    assert holder.gauge("held_blocks") == 29
     holder.tell(*(HoldEnded(one, HoldEnd.DONE) for one in others))
     finish(holder)
-    assert gauges["held_blocks"] == [0] and not holder.binding.holds._blocks
+    assert holder.gauge("held_blocks") == 0 and not holder.binding.holds._blocks
 
 
 def test_b102_as_many_holds_of_the_same_blocks_as_there_could_be_of_their_own(holder):

@@ -179,7 +179,7 @@ def quarantined_blocks(engine):
     """As the gauge says."""
     engine.binding._metrics_due = 0.0
     engine.binding._update_metrics()
-    return engine.binding._metrics._states["quarantined_blocks"][0]
+    return engine.gauge("quarantined_blocks")
 
 
 def test_b34_a_read_that_failed_and_may_land_keeps_its_blocks_until_the_peer_is_dead(engine):
@@ -190,7 +190,7 @@ def test_b34_a_read_that_failed_and_may_land_keeps_its_blocks_until_the_peer_is_
     engine.run()
     assert engine.protocol.calls[0] == ("read_unproven", attempt) and len(engine.binding.fence) == 1
     assert not engine.scheduler.requests and not engine.scheduler.has_requests()
-    assert quarantined_blocks(engine) == 4 and engine.binding._metrics._states["parked_blocks"] == [0]
+    assert quarantined_blocks(engine) == 4 and engine.gauge("parked_blocks") == 0
     load = reader(engine)()
     assert (load.quarantined, load.quarantined_blocks, load.sending) == (1, 4, 0), "as the gauge says"
     other = engine.job(prompt(50), number=1)

@@ -95,7 +95,7 @@ def check_killed(mono, pair) -> None:
     right = mono.generate(many)
     d.ask(many)
     time.sleep(0.1)
-    p.signal(signal.SIGKILL)
+    p.kill()
     assert [tokens for tokens, _ in d.answer()] == right
     wait_for(lambda: d.generate(prompts(9, (50, ))) and not d.figures().get("vllm:pd_quarantined_blocks:"),
              "blocks of a dead P are never free")

@@ -121,7 +121,7 @@ def test_b102_b22_b21_p_stands_still_then_dies_while_d_reads(mono, pair):
     at_rest(p, d)
     params = hold(p, several[:1])
     d.ask(several[:1], TOKENS, [extra(one) for one in params])
-    p.signal(signal.SIGKILL)
+    p.kill()
     assert [tokens for tokens, _ in d.answer()] == right[:1]
     wait_for(lambda: d.generate(prompts(9, (50, ))) and not d.figures().get("vllm:pd_quarantined_blocks:"),
              "blocks of a read from a dead P are never free")
@@ -144,6 +144,6 @@ def test_b102_b23_d_stands_still_then_dies_with_a_claim(mono, pair):
     d.signal(signal.SIGSTOP)
     time.sleep(2 * SETTINGS["ttl_s"] + SETTINGS["lease_s"])
     assert held(p) == claimed
-    d.signal(signal.SIGKILL)
+    d.kill()
     wait_for(lambda: not held(p) and events(p, "lost"), "P keeps blocks for a dead D")
     assert p.generate(long, TOKENS) == mono.generate(long, TOKENS)

@@ -4,13 +4,13 @@ import concurrent.futures
 import functools
 import json
 import os
-import signal
 
 import psutil
 import pytest
 
 from tests import asking, waiting
 from tests.fakes.metaserver_proxy import LoopThread, MetaserverProxy
+from tests.v1.real_engines import kill
 from tests.v1.test_real_engines import prompts
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.launch.plan import HOST, UpOptions, plan_fleet
@@ -105,8 +105,7 @@ def test_b100_answers_of_a_stock_engine_and_p_is_killed_in_the_middle(mono, prox
         asked = [pool.submit(complete, proxy.base, one) for one in last]
         wait_for(lambda: len(proxy.posts) > posted and gauges(decode)["decode_fenced"], "no prompt is being written")
         pid = next(one["pid"] for one in fleet.state()["engines"] if one["url"] == producer)
-        for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
-            os.kill(process.pid, signal.SIGKILL)
+        kill([*psutil.Process(pid).children(recursive=True), psutil.Process(pid)])
         assert [one.result(END_S) for one in asked] == right
     at_rest(decode)
     assert gauges(decode)["free_blocks"] == free[0]

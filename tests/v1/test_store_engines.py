@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real V1 engines that share a store: PDStoreConnector, with the tiny model. What one computed the others load."""
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 
@@ -107,8 +106,7 @@ def test_b104_an_engine_is_killed_while_it_works(mono, pair, settings, logs):
     prompts = [prompt(40 + number, 700) for number in range(4)]
     right = mono.generate(prompts)
     pair[0].ask(prompts, 8)
-    for process in pair[0].processes():
-        process.send_signal(signal.SIGKILL)
+    pair[0].kill()
     assert ask(pair[1], *prompts)[0] == right
     again = RealEngine(None, logs / "store2.log", kv_transfer_config=settings).ready()
     try:

@@ -72,7 +72,7 @@ class StoredEngine(Engine):
         self.check_at_rest()
         binding = self.binding
         assert not (binding._loads or binding._offers or binding._loaded or binding._ended or len(binding._load_fence))
-        assert not self.scheduler.connector._store._requests and not len(self.scheduler.connector._store._plan or ())
+        assert not any(self.scheduler.connector._store.debug_state().values())
 
 
 class FakeView:

@@ -21,7 +21,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.v1 import test_store_connector as alone
 from tests.v1.test_store_connector import BLOCKS, CONTENT, HEADS, LAYERS, MEMORY_GIB, NAMES, TOKENS, block_named
 from vllm_pd.handover.reload import WEIGHT_CALLS
+from vllm_pd.metrics import HandoverFamilies
 from vllm_pd.store import with_peers
+from vllm_pd.store.store import BlockStore
 
 RANK = "what a rank says of itself"
 
@@ -77,15 +79,16 @@ def worker(model_folder, monkeypatch):
     shutil.rmtree(folder)
 
 
-def run(connector, number, puts=(), loads=None, error=None, gone=()):
-    """One step, which fills these blocks and begins these loads; these requests have ended before it. Its output."""
+def run(connector, number, puts=(), loads=None, error=None, gone=(), layers=NAMES):
+    """One step, which fills these blocks, as far as these layers compute, and begins these loads; these requests have
+    ended before it. Its output."""
     step = with_peers.StoreStep(number, True, loads or {}, [block_named(one) for one in puts])
     metadata = with_peers.PairedStep(with_peers.StepMetadata(number, number == 2), step)
     output = SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=False,
                              finished_req_ids=set(gone))
     connector.handle_preemptions(metadata)
     with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as found:
-        for name in NAMES:
+        for name in layers:
             connector.save_kv_layer(name, None, None)
         if error is not None:
             raise error
@@ -100,12 +103,8 @@ def is_stored(connector, block):
 def test_b104_a_step_that_fails_puts_nothing_and_neither_do_later_ones(worker):
     """B104: nothing of an aborted forward pass is published, whoever of the layers had ended."""
     run(worker, 1, [1])
-    steps = worker._store._worker.steps
-    every = steps._layers
-    steps._layers = every | {"one that has not ended"}
     with pytest.raises(RuntimeError):
-        run(worker, 2, [2], error=RuntimeError("in the forward pass"))
-    steps._layers = every
+        run(worker, 2, [2], error=RuntimeError("in the forward pass"), layers=NAMES[:-1])
     run(worker, 3, [3])
     assert [is_stored(worker, block) for block in (1, 2, 3)] == [True, False, False]
     assert worker._rank.steps == [("begins", False), ("ends", 1, None), ("begins", True), ("ends", 2, RuntimeError),
@@ -131,16 +130,15 @@ def test_b104_b95_ends_of_loads_are_not_in_the_sets_of_v1(worker):
 
 def test_b104_b25_the_load_of_a_request_that_is_gone_stops(worker, monkeypatch):
     """B104, B25: after the block that it is at. It is reported: its blocks wait for that."""
-    store, copies, begun, goes_on = worker._store._worker.store, [], threading.Event(), threading.Event()
-    get = store.get
+    copies, begun, goes_on, get = [], threading.Event(), threading.Event(), BlockStore.get
 
-    def slow(key, rows, load):
+    def slow(store, key, rows, load):
         copies.append(key)
         begun.set()
         goes_on.wait(30)
-        return get(key, rows, load)
+        return get(store, key, rows, load)
 
-    monkeypatch.setattr(store, "get", slow)
+    monkeypatch.setattr(BlockStore, "get", slow)
     run(worker, 1, [1, 2, 3])
     run(worker, 2, loads={"a": [block_named(one) for one in (1, 2, 3)]})
     assert begun.wait(30)
@@ -175,7 +173,7 @@ def test_the_figures_of_both_reach_the_metrics(worker):
     sent = front.build_kv_connector_stats(stored.aggregate(scheduler).to_dict())
     shown.observe(sent.to_dict(), 5)
     values = {(sample.name, *sample.labels.values()): sample.value for families in (
-        alone.StoreFamilies.of_process(True), shown._metrics[5]._families) for family in families.collect()
+        alone.StoreFamilies.of_process(True), HandoverFamilies.of_process(True)) for family in families.collect()
         for sample in family.samples}
     assert values["vllm:pd_store_blocks_total", "both", "5", "stored"] == 1
     assert values["vllm:pd_attempts_total", "both", "5", "done"] == 1

@@ -92,7 +92,7 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
        logs: Annotated[Path, typer.Option(help="Folder for the engines' output.")] = Path("."),
        picture: Annotated[Path | None, typer.Option(help="Also draw the ranks' steps, as PNG.")] = None,
        output: Output = None) -> None:
-    """Measure the step sync of data-parallel V1 engines, which this starts and ends; those of two trees in turns."""
+    """Start data-parallel V1 engines and measure their step sync. With two trees, their engines take turns."""
     from vllm_pd.bench.dp import report
     from vllm_pd.bench.dp.measure import DpBench, measure, variants
     compared = variants(other, rim or ["shared-memory"], stop_every)
@@ -114,7 +114,7 @@ def dp_ranks(ranks: Annotated[list[int] | None, typer.Option(help="How many rank
              tokens: Annotated[int, typer.Option(help="How many forward passes a request takes.")] = 40,
              step_ms: Annotated[float, typer.Option(help="How long a forward pass takes at least.")] = 20,
              output: Output = None) -> None:
-    """Measure the step sync of many ranks, processes whose forward pass is only a barrier, which this starts."""
+    """Start many ranks, processes whose forward pass is only a barrier, and measure their step sync."""
     from vllm_pd.bench.dp.ranks import RanksBench, measure, table
     found = measure(RanksBench(tuple(ranks or [16, 64, 256]), rim, busy, requests, tokens, step_ms / 1000), typer.echo)
     print_table(table(found))

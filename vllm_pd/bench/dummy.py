@@ -205,6 +205,7 @@ class DummyConnection(asyncio.Protocol):
             self._reply(b'{"error":{"message":"not found","code":404}}', b"404 Not Found")
 
     def _change(self, body: bytes) -> None:
+        """Answer `POST /dummy`: from now on the delays are those of `body`."""
         try:
             self._dummy.delays = DELAYS.decode(body)
         except msgspec.MsgspecError as error:

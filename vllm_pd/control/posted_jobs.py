@@ -19,7 +19,8 @@ class PostedJobs:
         self._posts: set[m.Attempt] = set()  # those of them whose post was made, and not ended
 
     def __len__(self) -> int:
-        return len(self._open)
+        """The attempts of which anything is kept."""
+        return len(self._open.keys() | self._posts)
 
     def add(self, attempt: m.Attempt, url: str, request_id: str) -> None:
         """The job of this attempt, which is submitted next, is to be posted to `url`."""

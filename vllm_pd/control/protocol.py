@@ -442,6 +442,11 @@ class PeerProtocol:
             "queue_length": self._cluster.queue_length,
         }
 
+    @_locked
+    def bring_forward(self, until: float, leases: bool) -> int:
+        """For tests alone, see `DecodeProtocol`. `until`: by this engine's clock."""
+        return self._decode.bring_forward(until, leases)
+
     # For an operator and the front end.
 
     @_locked

@@ -334,6 +334,17 @@ class DecodeProtocol:
                           "lease_until": record.lease_until, "next_cancel": record.next_cancel}
                 for attempt, record in self._records.items()}
 
+    def bring_forward(self, until: float, leases: bool) -> int:
+        """For tests alone: the leases, or else the deadlines, of the open attempts end at `until` at the latest.
+        Returns how many attempts are open."""
+        records = [record for record in self._records.values() if not record.state.ended]
+        for record in records:
+            if leases:
+                record.lease_until = min(record.lease_until, until)
+            else:
+                record.deadline = min(record.deadline, until)
+        return len(records)
+
     # Messages, one by one.
 
     def _on_hello(self, now: float, sender: str, message: m.Hello) -> list[Action]:

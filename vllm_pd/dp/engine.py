@@ -260,13 +260,14 @@ class EngineSync:
         make(EngineCoreRequestType.UTILITY, request)
 
     def _end_forwards(self) -> None:
-        """Wait for the forward passes in flight in a pipeline. All of them are agreed, so they end."""
+        """Wait for the forward passes in flight in a pipeline. All ranks have agreed to run them, so they end."""
         for future in self._unfinished:
             with contextlib.suppress(CancelledError):  # the executor was shut down; futures.wait would not return
                 future.exception()
         self._count_ended()
 
     def _count_ended(self) -> None:
+        """Report each forward pass that has ended to the group, in the order in which they were begun."""
         while self._unfinished and self._unfinished[0].done():
             self._unfinished.popleft()
             self._member.after_step()

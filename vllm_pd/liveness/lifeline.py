@@ -19,7 +19,7 @@ MAX_ACCEPTS = 64
 MAGIC = b"vllm-pd lifeline\n"
 GREETING_BYTES = len(MAGIC) + hashlib.sha256().digest_size
 
-_open: set[socket.socket] = set()  # so that a lost reference closes none
+_open: set[socket.socket] = set()  # of all lifelines: Python closes a socket when its last reference is gone
 
 
 def greeting(incarnation: str) -> bytes:

@@ -205,7 +205,7 @@ class PrefixIndex:
         self.sweep()
 
     def replace(self, worker: str, blocks: Iterable[Block]) -> None:
-        """`worker` holds exactly these blocks: a snapshot."""
+        """Replace what is known of `worker` by a snapshot: it holds exactly these blocks."""
         for _ in self.replacing(worker, blocks):
             pass
 
@@ -405,6 +405,7 @@ class PrefixIndex:
             self._holders.pop(name, None)
 
     def _unexpect(self, name: int, bit: int) -> None:
+        """This block is not expected any more at the worker that has this bit. Nothing changes if it was not."""
         expected_bits = self._expected.get(name)
         if expected_bits is not None and expected_bits.pop(bit, None) is not None and not expected_bits:
             del self._expected[name]

@@ -31,9 +31,9 @@ STALE_S = 0.5  # within this after sending, the end of an idle connection means 
 
 
 class TryFailed(Exception):
-    """A try at a worker has failed before anything was sent to the client. `stale`: the worker had closed the idle
-    connection, which says nothing about the worker. `answer`: the worker's answer, where there is one that may go to
-    the client. `final`: the request must not be tried on another worker."""
+    """A try at a worker has failed before anything was sent to the client. `detail`: the reason, in words. `stale`: the
+    worker had closed the idle connection, as a healthy worker does, too. `answer`: the worker's answer, where there is
+    one that may go to the client. `final`: the request must not be tried on another worker."""
 
     def __init__(self, kind: WorkerFailure, detail: str, stale: bool = False, answer: RouterResponse | None = None,
                  final: bool = False) -> None:

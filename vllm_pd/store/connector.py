@@ -249,6 +249,10 @@ class PDStoreConnector(KVConnectorBase_V1):
         if self._view is not None:
             self._view.close()
 
+    def debug_state(self) -> dict[str, int]:
+        """For tests alone: how many requests are known here, and how many to the plan."""
+        return {"requests": len(self._requests), "planned": len(self._plan or ())}
+
     def _names(self, request: Request) -> list[bytes]:
         """The chain hashes of the request's full blocks; none where V1 hashes in another unit."""
         names = request.block_hashes

@@ -58,13 +58,13 @@ class _ListedSet(NamedTuple):
 
 
 class FileNames:
-    """The names of the blocks in a model's folder."""
+    """The names of the blocks in a model's folder. `listed_s`, to be read only: when the list that counts was begun."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
         self._clock = clock
         self._sets: dict[bytes, _ListedSet] = {}  # by the first byte; replaced as a whole
-        self._listed_s = -STALE_S
+        self.listed_s = -STALE_S
         self._end = threading.Event()
         self._first = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pd-store-names", daemon=True)
@@ -76,7 +76,7 @@ class FileNames:
 
     def __contains__(self, name: bytes) -> bool:
         listed = self._sets.get(name[:1])
-        return listed is not None and name in listed.names and self._clock() - self._listed_s < STALE_S
+        return listed is not None and name in listed.names and self._clock() - self.listed_s < STALE_S
 
     def refresh(self) -> None:
         """List what has changed."""
@@ -91,7 +91,7 @@ class FileNames:
                     names = frozenset(bytes.fromhex(one.name) for one in named_entries(entry.path, BLOCK_FORM, False))
                     known = _ListedSet(changed_ns if now_ns - changed_ns > SETTLED_NS else None, names)
                 sets[first] = known
-        self._sets, self._listed_s = sets, began_s
+        self._sets, self.listed_s = sets, began_s
 
     def close(self) -> None:
         """End the thread as soon as the disk lets it. Idempotent."""

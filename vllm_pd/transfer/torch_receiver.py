@@ -135,6 +135,17 @@ class WriteReceiver:
         with self._lock:
             return len(self._connections)
 
+    def unproved(self) -> int:
+        """How many of them have not proved that they know the token."""
+        with self._lock:
+            return len(self._unproved)
+
+    def abort_connections(self) -> None:
+        """End all connections. A peer makes another one for its next write."""
+        with self._lock:
+            for control in self._connections:
+                control.abort()
+
     def close(self) -> None:
         """Close all grants and connections. Waits up to CLOSE_S for the threads: one that ends while the interpreter
         does may abort the process."""
@@ -143,9 +154,7 @@ class WriteReceiver:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        with self._lock:
-            for control in self._connections:
-                control.abort()
+        self.abort_connections()
         deadline_s = time.monotonic() + CLOSE_S
         for thread in (self._thread, *self._threads):
             thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -185,8 +185,10 @@ class TorchTransport:
         return len(self._open)
 
     def debug_state(self) -> dict[str, int]:
-        """For tests alone: how many senders are connected to this transport."""
-        return {"connections": 0 if self._receiver is None else self._receiver.connections()}
+        """For tests alone: how many senders are connected to this transport, and how many of them are unproved."""
+        if self._receiver is None:
+            return {"connections": 0, "unproved": 0}
+        return {"connections": self._receiver.connections(), "unproved": self._receiver.unproved()}
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Wait up to `timeout_s` for the writes under way, then release everything. A second call changes nothing.

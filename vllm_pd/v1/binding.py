@@ -252,7 +252,7 @@ class EngineHandover(HandoverEngine):
         self.prefill_jobs.take_lookups().take_out_of(stats)
 
     def pause_changed(self, state: PauseState) -> None:
-        """The engine was paused, or goes on. Jobs that would not go on are given back: their decode engines wait."""
+        """The engine was paused, or goes on. Jobs that a pause would delay are given back to their decode engines."""
         self.changed()
         if self.prefill_jobs is not None and state is not PauseState.UNPAUSED:
             begun = self.prefill_jobs.waiting if state is PauseState.PAUSED_NEW else self.prefill_jobs.computing
