@@ -258,7 +258,7 @@ class RouterApp:
         if self.options.api_key is None:
             return True
         given = responses.find(headers, b"authorization") or b""
-        return has_key(given, self.options.api_key)
+        return has_key(given, (self.options.api_key, ))
 
     def _close_connections(self, worker: RouterWorker) -> None:
         """Connections belong to a URL, and a new worker may have the URL already: then they stay."""
