@@ -273,6 +273,22 @@ def test_b20_a_reader_that_stands_still_stops_no_process(tmp_path, monkeypatch):
     assert [line for line in said if "could not" in line] == [f"(lines that could not be printed: {lost})"]
 
 
+def test_b20_a_process_that_has_ended_gets_no_signal(tmp_path, monkeypatch):
+    killed, killpg = [], os.killpg
+
+    def watch(pid, number):
+        killed.append(Path(f"/proc/{pid}/stat").exists())
+        killpg(pid, number)
+
+    monkeypatch.setattr(os, "killpg", watch)
+    with talking(1, lambda name, line: None, tmp_path / "done") as child:
+        pass
+    assert killed == [True], "its group, once, while its id was still its own"
+    child.kill()
+    child.stop()
+    assert killed == [True] and not child.alive
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_b20_a_signal_takes_everything_down(tmp_path, number):
     with running(tmp_path, "grandchild") as up:

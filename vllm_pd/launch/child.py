@@ -52,6 +52,7 @@ class Child:
         self._unprinted: queue.Queue[str | None] = queue.Queue(MAX_UNPRINTED)  # None ends it
         self._dropped = 0  # lines
         self._process: subprocess.Popen | None = None
+        self._reaping = threading.Lock()  # held to reap the process, and to send it a signal
         self._threads: list[threading.Thread] = []
 
     def start(self, events: "queue.SimpleQueue") -> None:
@@ -81,15 +82,19 @@ class Child:
 
     def stop(self) -> None:
         """Send SIGTERM, and SIGCONT in case the process is stopped. Returns at once."""
-        if self.alive:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.send_signal(signal.SIGCONT)
+        with self._reaping:
+            if self.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._process.pid, signal.SIGTERM)
+                    os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the process and everything that it has started (SIGKILL to its group)."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):  # the whole group may have ended
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """End the process and everything that it has started (SIGKILL to its group). After its end, when its id may be
+        another's, this does nothing: its group was killed then."""
+        with self._reaping:
+            if self.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self, deadline: float) -> bool:
         """Whether the process has ended by `deadline` (time.monotonic())."""
@@ -119,8 +124,11 @@ class Child:
                 failed += 1
 
     def _await_end(self, events: "queue.SimpleQueue") -> None:
-        code = self._process.wait()
+        with contextlib.suppress(ChildProcessError):  # the kernel has reaped it, where SIGCHLD is ignored
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self.kill()
+        with self._reaping:
+            code = self._process.wait()
         deadline = time.monotonic() + 2.0
         for thread in self._threads[:2]:  # the last lines
             thread.join(max(0.0, deadline - time.monotonic()))
