@@ -532,9 +532,22 @@ class TestMembership:
             assert membership.remove("http://h:1/")
             membership.update([one], 1.0)
             assert [worker.url for worker in workers] == ["http://h:9"]
+            membership.update([], 1.5)  # the broker has started anew, or has not heard from it for a while
+            membership.update([one], 1.6)
+            assert [worker.url for worker in workers] == ["http://h:9"]
             membership.update([self.member("b", "http://h:1")], 2.0)  # another life of it
             assert [worker.url for worker in workers] == ["http://h:9", "http://h:1"]
             assert membership.add("http://h:1") is workers.get("http://h:1")
+
+    async def test_a_bounded_number_stays_away(self, monkeypatch):
+        monkeypatch.setattr(membership_module, "MAX_DISMISSED", 2)
+        async with self.following() as (membership, workers):
+            members = [self.member(name, f"http://h:{number}") for number, name in enumerate("abc", 1)]
+            membership.update(members, 0.0)
+            for number in (1, 2, 3):
+                assert membership.remove(f"http://h:{number}")
+            membership.update(members, 1.0)
+            assert [worker.url for worker in workers] == ["http://h:1"], "the first one is forgotten"
 
     async def test_a_broker_that_is_away_changes_nothing(self):
         async with self.following(broker=f"tcp://127.0.0.1:{take_free('127.0.0.1')}", workers=("http://h:9", ),

@@ -9,6 +9,7 @@ does not answer, all workers stay.
 """
 import asyncio
 import logging
+from collections import OrderedDict
 
 from vllm_pd.admin.members import list_members
 from vllm_pd.core.messages import Member
@@ -18,6 +19,8 @@ from vllm_pd.router.options import RequestOrder, RouterOptions, parse_worker
 from vllm_pd.router.workers import RouterWorker, Workers, WorkerSource, WorkerState
 
 logger = logging.getLogger("vllm.pd.router")
+
+MAX_DISMISSED = 4096
 
 
 class Membership:
@@ -29,7 +32,7 @@ class Membership:
         self._workers = workers
         self._metrics = metrics
         self._missing_since: dict[str, float] = {}
-        self._dismissed: set[str] = set()  # incarnations that an operator has removed
+        self._dismissed: OrderedDict[str, None] = OrderedDict()  # incarnations that an operator has removed
         self._task: asyncio.Task | None = None
         self.problem = ""
 
@@ -55,7 +58,7 @@ class Membership:
         name = parse_worker("url", url)
         worker = self._workers.add(name, WorkerSource.OPERATOR)
         if worker is not None and worker.incarnation is not None:
-            self._dismissed.discard(worker.incarnation)
+            self._dismissed.pop(worker.incarnation, None)
         return worker
 
     def remove(self, url: object) -> bool:
@@ -64,7 +67,9 @@ class Membership:
         name = parse_worker("url", url)
         worker = self._workers.get(name)
         if worker is not None and worker.incarnation is not None:
-            self._dismissed.add(worker.incarnation)
+            self._dismissed[worker.incarnation] = None
+            if len(self._dismissed) > MAX_DISMISSED:
+                self._dismissed.popitem(last=False)
         return self._workers.remove(name)
 
     def update(self, members: list[Member], now_s: float) -> None:
@@ -78,7 +83,6 @@ class Membership:
                     logger.warning("engine %s can't be reached: %s", member.incarnation, error)
         present = {member.incarnation for member in members}
         taken = {member.http.rstrip("/") for member in members if member.http} - wanted.keys()
-        self._dismissed &= present
         for url, member in wanted.items():
             self._join(url, member)
         for worker in self._workers:
