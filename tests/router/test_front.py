@@ -5,6 +5,8 @@ import contextlib
 import itertools
 import json
 import re
+import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ import zmq
 
 from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from tests.router.holding import index_of, with_index
+from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
+from vllm_pd.events import subscriber
 from vllm_pd.ports import take_free
 from vllm_pd.router import membership as membership_module
 from vllm_pd.router import probe, subscriptions
@@ -27,6 +31,7 @@ from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource
 
+WITHIN_S = 60
 JSON = {"Content-Type": "application/json"}
 ROOT = Path(__file__).parents[2]
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "float32", "float32", 16, 2, 2, 64, "hnd")
@@ -52,6 +57,14 @@ async def test_headers_ids_query_and_body_go_on_and_come_back():
             assert await bare.read() == body
         plain = await served.ask()
         assert "x-vllm-pd-explain" not in plain.headers and "x-vllm-pd-worker" not in plain.headers
+
+
+async def test_b66_a_router_has_one_context_for_events_all_the_time():
+    """As for the registry's readings."""
+    async with serving(1):
+        [(context, _)] = subscriber._contexts.values()
+        assert not context.closed
+    assert context.closed and not subscriber._contexts
 
 
 async def test_a_stream_is_not_held_back():
@@ -473,6 +486,52 @@ async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(mo
         assert index_of(served.router.placer).block_size == 4 and not served.router.subscriptions._asking
 
 
+FOLLOWS = """
+import asyncio, os, resource, sys
+from vllm_pd.router import membership as module
+from vllm_pd.router.membership import Membership
+from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.workers import Workers
+
+tries, read = [], module.list_members
+
+def count(*values, **named):
+    try:
+        return read(*values, **named)
+    finally:
+        tries.append(1)
+
+async def main():
+    module.list_members = count
+    metrics = RouterMetrics()
+    options = RouterOptions(broker=sys.argv[1], registry_timeout_s=0.3, registry_period_s=0.2).checked()
+    membership, readings = Membership(options, Workers(metrics, 1), metrics), []
+    membership.update = lambda *_: readings.append(1)
+    membership.start()
+    while not readings:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # its socket ends
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    held = []
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        [os.close(held.pop()) for _ in range(int(sys.argv[2]))]
+    tries.clear()
+    while len(tries) < 3:
+        await asyncio.sleep(0.01)
+    [os.close(one) for one in held]
+    readings.clear()
+    while not readings:
+        await asyncio.sleep(0.01)
+    await membership.close()
+
+asyncio.run(asyncio.wait_for(main(), 60))
+"""
+
+
 class TestMembership:
 
     @staticmethod
@@ -559,11 +618,25 @@ class TestMembership:
             assert len(workers) == 1
             await membership.close()
 
+    async def test_b66_a_reading_without_descriptors_ends_no_process(self):
+        """libzmq ends a process that lacks descriptors for the threads of a new context. The next reading succeeds."""
+        broker = Broker("tcp://127.0.0.1:0")
+        threading.Thread(target=broker.run, daemon=True).start()
+        readers = {free: await asyncio.create_subprocess_exec(
+            sys.executable, "-c", FOLLOWS, broker.address, str(free), stderr=asyncio.subprocess.PIPE, cwd=ROOT)
+            for free in range(9)}
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                ends = {free: await reader.communicate() for free, reader in readers.items()}
+        finally:
+            broker.stop()
+        assert {free: reader.returncode for free, reader in readers.items()} == dict.fromkeys(readers, 0), ends
+
     async def test_no_error_ends_the_following(self, monkeypatch):
         """Too many open files, for instance."""
         errors = [OSError(24, "Too many open files"), zmq.ZMQError(24), msgspec.ValidationError("bad")]
 
-        def census(*_):
+        def census(*_, **__):
             if errors:
                 raise errors.pop()
             return SimpleNamespace(members=[self.member("a", "http://h:1")])

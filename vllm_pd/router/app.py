@@ -47,7 +47,7 @@ class RouterApp:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
-        self.max_clients = min(self.options.max_connections, descriptors.for_clients())
+        self.max_clients = min(self.options.max_connections, descriptors.for_clients(self.options.broker is not None))
         self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)
         self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
         self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))

@@ -11,12 +11,15 @@ import asyncio
 import logging
 from collections import OrderedDict
 
+import zmq
+
 from vllm_pd.admin.members import list_members
 from vllm_pd.core.messages import Member
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RequestOrder, RouterOptions, parse_worker
 from vllm_pd.router.workers import RouterWorker, Workers, WorkerSource, WorkerState
+from vllm_pd.rpc import sockets
 
 logger = logging.getLogger("vllm.pd.router")
 
@@ -34,6 +37,7 @@ class Membership:
         self._missing_since: dict[str, float] = {}
         self._dismissed: OrderedDict[str, None] = OrderedDict()  # incarnations that an operator has removed
         self._task: asyncio.Task | None = None
+        self._context: zmq.Context | None = None  # for all readings of the registry
         self.problem = ""
 
     def start(self) -> None:
@@ -43,6 +47,7 @@ class Membership:
         for url in self._options.prefill_workers:
             self._workers.add(url, WorkerSource.STATIC, prefills=True)
         if self._options.broker is not None:
+            self._context = sockets.started_context()
             self._task = asyncio.get_running_loop().create_task(self._follow(), name="registry")
             self._task.add_done_callback(_ended)
 
@@ -51,6 +56,8 @@ class Membership:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._context is not None:  # also ends a reading that its thread has not finished
+            await asyncio.to_thread(self._context.term)
 
     def add(self, url: object) -> RouterWorker | None:
         """Add a worker for an operator. Returns None where there are too many. Raises ConfigError for an invalid
@@ -121,7 +128,7 @@ class Membership:
         while True:
             try:
                 census = await asyncio.to_thread(list_members, self._options.broker, self._options.registry_timeout_s,
-                                                 self._options.access)
+                                                 self._options.access, context=self._context)
                 self.update(list(census.members), loop.time())
                 self.problem = ""
             except Exception as error:  # of a broker, a socket, a key file: the next reading may succeed
