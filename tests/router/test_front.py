@@ -251,16 +251,53 @@ async def test_b82_without_a_key_no_web_page_changes_workers(headers):
         for method, url in (("POST", "http://127.0.0.1:9"), ("DELETE", engine.url)):
             async with served.session.request(method, served.url + "/workers", data=json.dumps({"url": url}),
                                               headers=headers) as response:
-                assert response.status == 403 and "--api-key" in (await response.json())["message"]
+                assert response.status == 403 and "--operator-key" in (await response.json())["message"]
         assert [worker.url for worker in served.router.workers] == [engine.url]
 
 
-async def test_with_the_key_workers_are_changed_from_anywhere():
-    headers = {"Authorization": "Bearer secret", "Host": "router.example", "X-Forwarded-For": "10.0.0.5"}
-    async with serving(1, api_key="secret") as (served, [engine]):
-        response = await served.session.delete(served.url + "/workers", data=json.dumps({"url": engine.url}),
-                                               headers=headers)
-        assert response.status == 200
+AWAY = {"Host": "router.example", "X-Forwarded-For": "10.0.0.5"}
+
+
+async def change_workers(served, engine, headers):
+    """The statuses and messages of a POST and a DELETE, which have the same answer."""
+    answers = set()
+    for method, url in (("POST", "http://127.0.0.1:9"), ("DELETE", engine.url)):
+        async with served.session.request(method, served.url + "/workers", data=json.dumps({"url": url}),
+                                          headers=headers) as response:
+            said = await response.json()
+            answers.add((response.status, said.get("message", said.get("error"))) if response.status >= 400 else 200)
+    return answers
+
+
+async def test_b82_with_the_operators_key_workers_are_changed_from_anywhere():
+    for options in ({}, {"api_key": "clients"}):
+        async with serving(1, operator_key="operators", **options) as (served, [engine]):
+            for headers in (JSON, {"Authorization": "Bearer clients", **JSON}, {"Authorization": "Bearer wrong"}, AWAY):
+                answers = await change_workers(served, engine, headers)
+                if options and headers.get("Authorization") != "Bearer clients":
+                    assert answers == {(401, "Unauthorized")}
+                else:
+                    [(status, message)] = answers
+                    assert status == 403 and "--operator-key" in message
+            assert [worker.url for worker in served.router.workers] == [engine.url]
+            key = {"Authorization": "Bearer operators"}
+            assert (await served.ask(path="/workers", method="GET", headers=key)).status == 200
+            assert (await served.ask(headers=key)).status == (401 if options else 200), "it is no client's key"
+            assert await change_workers(served, engine, {**key, **AWAY}) == {200}
+            assert [worker.url for worker in served.router.workers] == ["http://127.0.0.1:9"]
+
+
+async def test_b82_the_clients_key_changes_workers_from_this_machine_only():
+    """Who adds a worker gets the other clients' prompts, and the workers' key with the first probe."""
+    key = {"Authorization": "Bearer secret"}
+    async with serving(1, api_key="secret", worker_api_key="back") as (served, [engine]):
+        assert await change_workers(served, engine, JSON) == {(401, "Unauthorized")}
+        for headers in ({**key, **JSON, **AWAY}, {**key, **JSON, "X-Forwarded-For": "127.0.0.1"}, key,
+                        {**key, **JSON, "Origin": "http://evil.example"}):
+            [(status, message)] = await change_workers(served, engine, headers)
+            assert status == 403 and "--operator-key" in message
+        assert [worker.url for worker in served.router.workers] == [engine.url]
+        assert await change_workers(served, engine, {**key, **JSON}) == {200}
 
 
 async def test_a_model_goes_to_those_who_have_it():
@@ -449,6 +486,8 @@ def test_b80_impossible_settings():
     for wrong, key in (({"port": 0}, "--port"), ({"host": "example.org"}, "--host"), ({"workers": ("x", )}, "--worker"),
                        ({"workers": ("http://a:1", "http://a:1/")}, "--worker"), ({"timeout_s": -1}, "--timeout-s"),
                        ({"max_in_flight": 0}, "--max-in-flight"), ({"api_key": ""}, "--api-key"),
+                       ({"operator_key": ""}, "--operator-key"),
+                       ({"api_key": "k", "operator_key": "k"}, "--operator-key"),
                        ({"probe_interval_s": float("nan")}, "--probe-interval-s"),
                        ({"events": ("http://a:1=b:2", )}, "--worker-events"), ({"block_size": 0}, "--block-size"),
                        ({"events": ("http://a:1", ), "block_size": 16}, "--worker-events"),
@@ -474,6 +513,12 @@ def test_b82_beyond_the_loopback_it_needs_a_key(monkeypatch):
     assert RouterOptions(port=1, host="0.0.0.0", api_key="k").checked().host == "0.0.0.0"
     monkeypatch.setenv("VLLM_API_KEY", "k")
     assert RouterOptions(port=1, host="0.0.0.0").checked().api_key == "k"
+    monkeypatch.setenv("VLLM_PD_OPERATOR_KEY", "o")
+    assert RouterOptions(port=1).checked().operator_key == "o"
+    assert RouterOptions(port=1, operator_key="p").checked().operator_key == "p"
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(ConfigError, match="--api-key"):
+        RouterOptions(port=1, host="0.0.0.0").checked()
 
 
 async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(monkeypatch):

@@ -57,17 +57,18 @@ def refusal(scope: Mapping[str, Any], keys: Sequence[str], *, changes: bool) -> 
     return None if problem is None else (HTTPStatus.FORBIDDEN, problem)
 
 
-def objection(scope: Mapping[str, Any]) -> str | None:
-    """Why a server without a key refuses a request that changes something; None where it accepts it."""
+def objection(scope: Mapping[str, Any], option: str = "--api-key") -> str | None:
+    """Why a server without a key refuses a request that changes something; None where it accepts it. `option` is the
+    key's."""
     headers = dict(scope["headers"])
     if not _is_here(scope.get("client")) or any(name in headers for name in _FORWARDED):
-        return "there is no --api-key, so this is for this machine only"
+        return f"there is no {option}, so this is for this machine only"
     if b"origin" in headers:
-        return "there is no --api-key, so this is for no web page"
+        return f"there is no {option}, so this is for no web page"
     if not _names_loopback(headers.get(b"host", b"").decode("latin-1")):
-        return "there is no --api-key: write 127.0.0.1 or localhost into the URL"
+        return f"there is no {option}: write 127.0.0.1 or localhost into the URL"
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != _JSON:
-        return "there is no --api-key: add the header Content-Type: application/json"
+        return f"there is no {option}: add the header Content-Type: application/json"
     return None
 
 
