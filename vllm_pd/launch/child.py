@@ -114,12 +114,15 @@ class Child:
 
     def _print(self) -> None:
         failed = reported = 0
-        while (line := self._unprinted.get()) is not None:
+        line: str | None = ""
+        while line is not None:
+            line = self._unprinted.get()
             try:
                 if lost := self._dropped + failed - reported:
                     self._say(self.name, f"(lines that could not be printed: {lost})")
                     reported += lost
-                self._say(self.name, line)
+                if line is not None:
+                    self._say(self.name, line)
             except Exception:  # the disk is full, or the reader has gone: the next line may succeed
                 failed += 1
 
