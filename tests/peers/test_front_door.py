@@ -28,10 +28,10 @@ LOCAL = ((b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json"))
 HERE, AWAY = ("127.0.0.1", 5), ("10.0.0.5", 5)
 
 
-class TokenCheck:
-    """Stands in for vLLM's middleware of --api-key."""
+class AuthenticationMiddleware:
+    """Stands in for vLLM's middleware of --api-key, which engine V0 gives `api_token` and engine V1 `tokens`."""
 
-    def __init__(self, app, api_token):
+    def __init__(self, app, **asks):
         self.app = app
 
     async def __call__(self, scope, receive, send):
@@ -56,7 +56,7 @@ def patience(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def serving(tmp_path, api_token=None, host="127.0.0.1", **settings):
+async def serving(tmp_path, asks=None, host="127.0.0.1", **settings):
     """(ask, agent, on_sigterm, server, stops, release): an application with an agent behind it."""
     extra = {"broker": "tcp://127.0.0.1:1", **settings}
     address = f"ipc://{tmp_path}/{uuid.uuid4().hex}"
@@ -75,7 +75,7 @@ async def serving(tmp_path, api_token=None, host="127.0.0.1", **settings):
     async def health(request):
         return JSONResponse({})
 
-    middleware = [Middleware(TokenCheck, api_token=api_token)] if api_token else []
+    middleware = [Middleware(AuthenticationMiddleware, **asks)] if asks else []
     app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"]), Route("/health", health),
                             Route("/tokenize", health, methods=["POST"])], middleware=middleware)
     additional = {hooks.SETTINGS_KEY: {"kv_role": "kv_both", "extra": extra, "front": address}}
@@ -383,7 +383,8 @@ def test_b82_without_a_key_no_web_page_drains_an_engine(tmp_path):
     run(body, tmp_path)
 
 
-def test_b82_the_api_key_is_asked_for(tmp_path):
+@pytest.mark.parametrize("asks", [{"api_token": "secret"}, {"tokens": ["another", "secret"]}])
+def test_b82_the_api_key_is_asked_for(tmp_path, asks):
     async def body(served):
         for path, method in (("status", "GET"), ("drain", "POST"), ("role", "POST")):
             for given in ((), [(b"authorization", b"Bearer wrong")]):
@@ -392,7 +393,19 @@ def test_b82_the_api_key_is_asked_for(tmp_path):
         assert (await served.ask("GET", "/pd/status", client=AWAY, headers=key))[1]["draining"] is False
         assert (await served.ask("POST", "/pd/drain", client=AWAY, headers=key))[0] == 200
 
-    run(body, tmp_path, api_token="secret")
+    run(body, tmp_path, asks=asks)
+
+
+@pytest.mark.parametrize("asks", [{"secrets": ["secret"]}, {"tokens": [b"secret"]}, {"tokens": []}, {"api_token": 5}])
+def test_b82_where_the_api_key_can_not_be_found_everybody_is_refused(tmp_path, asks, caplog):
+    async def body(served):
+        for headers in ([], [(b"authorization", b"Bearer secret")], [(b"authorization", b"Bearer ")], LOCAL):
+            assert (await served.ask("GET", "/pd/status", headers=headers))[0] == 401
+            assert (await served.ask("POST", "/pd/drain", headers=headers))[0] == 401
+        (line, ) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert "AuthenticationMiddleware" in line and next(iter(asks)) in line
+
+    run(body, tmp_path, asks=asks)
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"another": 1}])
@@ -426,7 +439,7 @@ def test_b63_health_generate_wants_the_servers_key(tmp_path):
         keyed = await served.ask("GET", "/health_generate", headers=[(b"authorization", b"Bearer secret")])
         assert keyed[0] == 200
 
-    run(body, tmp_path, api_token="secret")
+    run(body, tmp_path, asks={"api_token": "secret"})
 
 
 @pytest.mark.parametrize("host, url", [("127.0.0.1", "http://127.0.0.1:8000"), (None, "http://127.0.0.1:8000"),

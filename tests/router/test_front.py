@@ -5,6 +5,8 @@ import contextlib
 import itertools
 import json
 import re
+import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ import zmq
 
 from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from tests.router.holding import index_of, with_index
+from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
+from vllm_pd.events import subscriber
 from vllm_pd.ports import take_free
 from vllm_pd.router import membership as membership_module
 from vllm_pd.router import probe, subscriptions
@@ -27,6 +31,7 @@ from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource
 
+WITHIN_S = 60
 JSON = {"Content-Type": "application/json"}
 ROOT = Path(__file__).parents[2]
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "float32", "float32", 16, 2, 2, 64, "hnd")
@@ -52,6 +57,14 @@ async def test_headers_ids_query_and_body_go_on_and_come_back():
             assert await bare.read() == body
         plain = await served.ask()
         assert "x-vllm-pd-explain" not in plain.headers and "x-vllm-pd-worker" not in plain.headers
+
+
+async def test_b66_a_router_has_one_context_for_events_all_the_time():
+    """As for the registry's readings."""
+    async with serving(1):
+        [(context, _)] = subscriber._contexts.values()
+        assert not context.closed
+    assert context.closed and not subscriber._contexts
 
 
 async def test_a_stream_is_not_held_back():
@@ -238,16 +251,53 @@ async def test_b82_without_a_key_no_web_page_changes_workers(headers):
         for method, url in (("POST", "http://127.0.0.1:9"), ("DELETE", engine.url)):
             async with served.session.request(method, served.url + "/workers", data=json.dumps({"url": url}),
                                               headers=headers) as response:
-                assert response.status == 403 and "--api-key" in (await response.json())["message"]
+                assert response.status == 403 and "--operator-key" in (await response.json())["message"]
         assert [worker.url for worker in served.router.workers] == [engine.url]
 
 
-async def test_with_the_key_workers_are_changed_from_anywhere():
-    headers = {"Authorization": "Bearer secret", "Host": "router.example", "X-Forwarded-For": "10.0.0.5"}
-    async with serving(1, api_key="secret") as (served, [engine]):
-        response = await served.session.delete(served.url + "/workers", data=json.dumps({"url": engine.url}),
-                                               headers=headers)
-        assert response.status == 200
+AWAY = {"Host": "router.example", "X-Forwarded-For": "10.0.0.5"}
+
+
+async def change_workers(served, engine, headers):
+    """The statuses and messages of a POST and a DELETE, which have the same answer."""
+    answers = set()
+    for method, url in (("POST", "http://127.0.0.1:9"), ("DELETE", engine.url)):
+        async with served.session.request(method, served.url + "/workers", data=json.dumps({"url": url}),
+                                          headers=headers) as response:
+            said = await response.json()
+            answers.add((response.status, said.get("message", said.get("error"))) if response.status >= 400 else 200)
+    return answers
+
+
+async def test_b82_with_the_operators_key_workers_are_changed_from_anywhere():
+    for options in ({}, {"api_key": "clients"}):
+        async with serving(1, operator_key="operators", **options) as (served, [engine]):
+            for headers in (JSON, {"Authorization": "Bearer clients", **JSON}, {"Authorization": "Bearer wrong"}, AWAY):
+                answers = await change_workers(served, engine, headers)
+                if options and headers.get("Authorization") != "Bearer clients":
+                    assert answers == {(401, "Unauthorized")}
+                else:
+                    [(status, message)] = answers
+                    assert status == 403 and "--operator-key" in message
+            assert [worker.url for worker in served.router.workers] == [engine.url]
+            key = {"Authorization": "Bearer operators"}
+            assert (await served.ask(path="/workers", method="GET", headers=key)).status == 200
+            assert (await served.ask(headers=key)).status == (401 if options else 200), "it is no client's key"
+            assert await change_workers(served, engine, {**key, **AWAY}) == {200}
+            assert [worker.url for worker in served.router.workers] == ["http://127.0.0.1:9"]
+
+
+async def test_b82_the_clients_key_changes_workers_from_this_machine_only():
+    """Who adds a worker gets the other clients' prompts, and the workers' key with the first probe."""
+    key = {"Authorization": "Bearer secret"}
+    async with serving(1, api_key="secret", worker_api_key="back") as (served, [engine]):
+        assert await change_workers(served, engine, JSON) == {(401, "Unauthorized")}
+        for headers in ({**key, **JSON, **AWAY}, {**key, **JSON, "X-Forwarded-For": "127.0.0.1"}, key,
+                        {**key, **JSON, "Origin": "http://evil.example"}):
+            [(status, message)] = await change_workers(served, engine, headers)
+            assert status == 403 and "--operator-key" in message
+        assert [worker.url for worker in served.router.workers] == [engine.url]
+        assert await change_workers(served, engine, {**key, **JSON}) == {200}
 
 
 async def test_a_model_goes_to_those_who_have_it():
@@ -436,6 +486,8 @@ def test_b80_impossible_settings():
     for wrong, key in (({"port": 0}, "--port"), ({"host": "example.org"}, "--host"), ({"workers": ("x", )}, "--worker"),
                        ({"workers": ("http://a:1", "http://a:1/")}, "--worker"), ({"timeout_s": -1}, "--timeout-s"),
                        ({"max_in_flight": 0}, "--max-in-flight"), ({"api_key": ""}, "--api-key"),
+                       ({"operator_key": ""}, "--operator-key"),
+                       ({"api_key": "k", "operator_key": "k"}, "--operator-key"),
                        ({"probe_interval_s": float("nan")}, "--probe-interval-s"),
                        ({"events": ("http://a:1=b:2", )}, "--worker-events"), ({"block_size": 0}, "--block-size"),
                        ({"events": ("http://a:1", ), "block_size": 16}, "--worker-events"),
@@ -461,6 +513,12 @@ def test_b82_beyond_the_loopback_it_needs_a_key(monkeypatch):
     assert RouterOptions(port=1, host="0.0.0.0", api_key="k").checked().host == "0.0.0.0"
     monkeypatch.setenv("VLLM_API_KEY", "k")
     assert RouterOptions(port=1, host="0.0.0.0").checked().api_key == "k"
+    monkeypatch.setenv("VLLM_PD_OPERATOR_KEY", "o")
+    assert RouterOptions(port=1).checked().operator_key == "o"
+    assert RouterOptions(port=1, operator_key="p").checked().operator_key == "p"
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(ConfigError, match="--api-key"):
+        RouterOptions(port=1, host="0.0.0.0").checked()
 
 
 async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(monkeypatch):
@@ -471,6 +529,52 @@ async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(mo
         served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
         await served.until(lambda: served.router.subscriptions.as_json())
         assert index_of(served.router.placer).block_size == 4 and not served.router.subscriptions._asking
+
+
+FOLLOWS = """
+import asyncio, os, resource, sys
+from vllm_pd.router import membership as module
+from vllm_pd.router.membership import Membership
+from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.workers import Workers
+
+tries, read = [], module.list_members
+
+def count(*values, **named):
+    try:
+        return read(*values, **named)
+    finally:
+        tries.append(1)
+
+async def main():
+    module.list_members = count
+    metrics = RouterMetrics()
+    options = RouterOptions(broker=sys.argv[1], registry_timeout_s=0.3, registry_period_s=0.2).checked()
+    membership, readings = Membership(options, Workers(metrics, 1), metrics), []
+    membership.update = lambda *_: readings.append(1)
+    membership.start()
+    while not readings:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # its socket ends
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    held = []
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        [os.close(held.pop()) for _ in range(int(sys.argv[2]))]
+    tries.clear()
+    while len(tries) < 3:
+        await asyncio.sleep(0.01)
+    [os.close(one) for one in held]
+    readings.clear()
+    while not readings:
+        await asyncio.sleep(0.01)
+    await membership.close()
+
+asyncio.run(asyncio.wait_for(main(), 60))
+"""
 
 
 class TestMembership:
@@ -532,9 +636,22 @@ class TestMembership:
             assert membership.remove("http://h:1/")
             membership.update([one], 1.0)
             assert [worker.url for worker in workers] == ["http://h:9"]
+            membership.update([], 1.5)  # the broker has started anew, or has not heard from it for a while
+            membership.update([one], 1.6)
+            assert [worker.url for worker in workers] == ["http://h:9"]
             membership.update([self.member("b", "http://h:1")], 2.0)  # another life of it
             assert [worker.url for worker in workers] == ["http://h:9", "http://h:1"]
             assert membership.add("http://h:1") is workers.get("http://h:1")
+
+    async def test_a_bounded_number_stays_away(self, monkeypatch):
+        monkeypatch.setattr(membership_module, "MAX_DISMISSED", 2)
+        async with self.following() as (membership, workers):
+            members = [self.member(name, f"http://h:{number}") for number, name in enumerate("abc", 1)]
+            membership.update(members, 0.0)
+            for number in (1, 2, 3):
+                assert membership.remove(f"http://h:{number}")
+            membership.update(members, 1.0)
+            assert [worker.url for worker in workers] == ["http://h:1"], "the first one is forgotten"
 
     async def test_a_broker_that_is_away_changes_nothing(self):
         async with self.following(broker=f"tcp://127.0.0.1:{take_free('127.0.0.1')}", workers=("http://h:9", ),
@@ -546,11 +663,25 @@ class TestMembership:
             assert len(workers) == 1
             await membership.close()
 
+    async def test_b66_a_reading_without_descriptors_ends_no_process(self):
+        """libzmq ends a process that lacks descriptors for the threads of a new context. The next reading succeeds."""
+        broker = Broker("tcp://127.0.0.1:0")
+        threading.Thread(target=broker.run, daemon=True).start()
+        readers = {free: await asyncio.create_subprocess_exec(
+            sys.executable, "-c", FOLLOWS, broker.address, str(free), stderr=asyncio.subprocess.PIPE, cwd=ROOT)
+            for free in range(9)}
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                ends = {free: await reader.communicate() for free, reader in readers.items()}
+        finally:
+            broker.stop()
+        assert {free: reader.returncode for free, reader in readers.items()} == dict.fromkeys(readers, 0), ends
+
     async def test_no_error_ends_the_following(self, monkeypatch):
         """Too many open files, for instance."""
         errors = [OSError(24, "Too many open files"), zmq.ZMQError(24), msgspec.ValidationError("bad")]
 
-        def census(*_):
+        def census(*_, **__):
             if errors:
                 raise errors.pop()
             return SimpleNamespace(members=[self.member("a", "http://h:1")])

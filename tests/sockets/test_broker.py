@@ -146,7 +146,7 @@ def test_withdrawn_expired_and_orphaned_jobs_go(registry):
     registry.handle_timeout(1.0)
     assert len(registry) == 2
     registry.receive(1.0, "d", m.Leave())
-    assert len(registry) == 0 and registry._tokens == 0
+    assert len(registry) == 0 and registry.queued_tokens == 0
     assert [one.incarnation for one in registry.members()] == ["p", "q"]
 
 
@@ -177,7 +177,35 @@ def test_what_can_not_be_delivered_comes_back_to_the_front(registry):
     put(registry, 2)
     letters = registry.undeliverable(0.0, to, offer, gone=True)
     assert [one.incarnation for one in registry.members()] == ["d", "q"] and letters[0][1].members
-    assert offered(registry.receive(0.0, "q", m.Credit(2, 0))) == [("q", 1), ("q", 2)] and registry._tokens == 0
+    assert offered(registry.receive(0.0, "q", m.Credit(2, 0))) == [("q", 1), ("q", 2)] and registry.queued_tokens == 0
+
+
+def test_an_offer_that_came_back_waits_as_any_other_job(registry):
+    def come_back(number):
+        registry.receive(0.0, "p", m.Register(member("p", m.Role.PREFILL)))
+        registry.receive(0.0, "p", m.Credit(1, 0))
+        ((to, offer), ) = put(registry, number)[0]
+        registry.undeliverable(0.0, to, offer, gone=True)
+        assert len(registry) == 1 and registry.queued_tokens == len(offer.job.token_ids)
+        return to, offer
+
+    come_back(1)
+    registry.receive(0.0, "q", m.Withdraw(m.Attempt("d", "r", 1)))  # which is not its own
+    assert len(registry) == 1
+    registry.receive(0.0, "d", m.Withdraw(m.Attempt("d", "r", 1)))
+    assert len(registry) == 0 == registry.queued_tokens
+    come_back(2)
+    registry.receive(59.9, "d", m.Register(member("d", m.Role.DECODE)))
+    registry.handle_timeout(59.9)
+    assert len(registry) == 1
+    registry.handle_timeout(60.0)
+    assert len(registry) == 0 == registry.queued_tokens and registry.counters["job_expired"] == 1
+    to, offer = come_back(3)
+    assert put(registry, 3) == ([], m.PutReply(m.Attempt("d", "r", 3), None, 1)), "put again, it is there once"
+    registry.undeliverable(0.0, to, offer, gone=False)
+    assert len(registry) == 1
+    registry.receive(0.0, "d", m.Leave())
+    assert len(registry) == 0 == registry.queued_tokens
 
 
 def test_foreign_words_change_nothing(registry):

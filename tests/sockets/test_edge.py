@@ -30,10 +30,10 @@ async def application(scope, receive, send):
 
 
 @contextlib.asynccontextmanager
-async def connected(http, shared=None):
+async def connected(http, shared=None, ws="auto"):
     """(reader, writer) of a connection to such a server. `shared` stands in for the server's own Edge."""
-    config = uvicorn.Config(application, host="127.0.0.1", port=take_free("127.0.0.1"), http=http, lifespan="off",
-                            log_level="critical", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(application, host="127.0.0.1", port=take_free("127.0.0.1"), http=http, ws=ws,
+                            lifespan="off", log_level="critical", timeout_graceful_shutdown=1)
     config.load()
     server = uvicorn.Server(config)
     if shared is None:
@@ -98,6 +98,47 @@ async def test_a_websocket_is_not_kept_as_a_connection_that_sends_nothing():
         await asyncio.sleep(1.0)  # well over the limit for a header
         writer.write(b"\x81\x82\x00\x00\x00\x00hi")  # a text, masked with zeros
         assert await asyncio.wait_for(reader.readexactly(4), WITHIN_S) == b"\x81\x02hi"
+
+
+OFFERED = b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"  # as the body of a request with an offer
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("pause_s", [None, 0.1])
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("offer", [b"h2c", b"anything", b"websocket"])
+async def test_b66_the_body_of_a_request_with_an_offer_is_no_further_request(kept, pause_s, sized, offer):
+    head = (b"POST / HTTP/1.1\r\nHost: a\r\nConnection: %b, HTTP2-Settings, Upgrade\r\nUpgrade: %b\r\n%b\r\n\r\n" % (
+        b"keep-alive" if kept else b"close", offer,
+        b"Content-Length: %d" % len(OFFERED) if sized else b"Transfer-Encoding: chunked"))
+    body = OFFERED if sized else b"%x\r\n%b\r\n0\r\n\r\n" % (len(OFFERED), OFFERED)
+    async with connected("httptools", ws="none") as (reader, writer):
+        writer.write(head)
+        if pause_s is not None:
+            await asyncio.sleep(pause_s)
+        writer.write(body + (OFFERED if kept else b""))  # with another request behind it
+        answers = b""
+        async with asyncio.timeout(WITHIN_S):
+            while answers.count(b"HTTP/1.1 ") < 1 + kept or len(answers.rpartition(b"\r\n\r\n")[2]) < 9:
+                answers += (read := await reader.read(65536))
+                assert read, answers
+        with contextlib.suppress(TimeoutError):
+            answers += await asyncio.wait_for(reader.read(), 0.1)
+    assert answers.count(b" 200 ") == answers.count(b"HTTP/1.1 ") == 1 + kept
+    assert answers.count(b"%9d" % len(OFFERED)) == 1 and answers.count(b"%9d" % 0) == int(kept)
+
+
+@pytest.mark.parametrize("head, problem", [
+    (b"GET / HTTP/1.1\r\nHost: b\r\nUpgrade: h2c", b"Host"),
+    (b"CONNECT a:80 HTTP/1.1", b"CONNECT"),
+    (b"GET / HTTP/1.1\r\nUpgrade: websocket\r\nContent-Length: %d" % len(OFFERED), b"Content-Length"),
+    (b"GET / HTTP/1.1\r\nUpgrade: websocket\r\nTransfer-Encoding: chunked", b"Transfer-Encoding"),
+])
+async def test_b66_offers_that_are_refused_end_the_connection(head, problem):
+    async with connected("httptools") as (reader, writer):
+        writer.write(head + b"\r\nHost: a\r\nConnection: Upgrade\r\n\r\n" + OFFERED)
+        answer = await asyncio.wait_for(reader.read(), WITHIN_S)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1 and problem in answer
 
 
 class Clock:

@@ -2,13 +2,16 @@
 """`vllm-pd up`: the plan is checked before anything starts (B80), and whatever starts also ends (B20)."""
 
 import contextlib
+import errno
 import json
 import os
+import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +23,9 @@ from vllm_pd.admin.client import fetch
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World
+from vllm_pd.launch import child as launch_child
 from vllm_pd.launch import plan as launch_plan
+from vllm_pd.launch.child import Child
 from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_cores
 from vllm_pd.ports import take_free_run
 
@@ -214,6 +219,73 @@ def all_end(pids: list[int], within_s: float = 60.0) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+@contextlib.contextmanager
+def talking(lines: int, say, path: Path) -> Iterator[Child]:
+    """A process that prints so many lines, then writes the file, then ends."""
+    program = f"for n in range({lines}): print(n, 'x' * 100)\nopen({str(path)!r}, 'w').close()"
+    child, events = Child("engine", [sys.executable, "-c", program], say=say), queue.SimpleQueue()
+    child.start(events)
+    try:
+        yield child
+        assert events.get(timeout=60).code == 0 and child.wait(time.monotonic() + 60)
+    finally:
+        child.kill()
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, "the process stands still"
+        time.sleep(0.02)
+
+
+def test_b20_lines_that_can_not_be_printed_stop_no_process(tmp_path):
+    said = []
+
+    def say(name, line):
+        said.append(line)
+        if len(said) in (3, 4):
+            raise OSError(errno.ENOSPC, "No space left on device") if len(said) == 3 else BrokenPipeError
+
+    with talking(3000, say, tmp_path / "done") as child:
+        await_file(tmp_path / "done")
+    assert said[3:5] == [f"(lines that could not be printed: {lost})" for lost in (1, 2)]
+    assert said[5].startswith("4 ") and len(said) == 3001 and child.last_lines()[-1].startswith("2999 ")
+
+
+def test_b20_a_reader_that_stands_still_stops_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_child, "MAX_UNPRINTED", 100)
+    said, reads = [], threading.Event()
+
+    def say(name, line):
+        assert reads.wait(60)
+        said.append(line)
+
+    with talking(3000, say, tmp_path / "done") as child:
+        await_file(tmp_path / "done")
+        while not child.last_lines() or not child.last_lines()[-1].startswith("2999 "):
+            time.sleep(0.01)
+        reads.set()
+    lost = [int(line.rpartition(" ")[2].rstrip(")")) for line in said if "could not" in line]
+    assert sum(lost) > 2800 and sum(lost) + len(said) - len(lost) == 3000
+
+
+def test_b20_a_process_that_has_ended_gets_no_signal(tmp_path, monkeypatch):
+    killed, killpg = [], os.killpg
+
+    def watch(pid, number):
+        killed.append(Path(f"/proc/{pid}/stat").exists())
+        killpg(pid, number)
+
+    monkeypatch.setattr(os, "killpg", watch)
+    with talking(1, lambda name, line: None, tmp_path / "done") as child:
+        pass
+    assert killed == [True], "its group, once, while its id was still its own"
+    child.kill()
+    child.stop()
+    assert killed == [True] and not child.alive
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

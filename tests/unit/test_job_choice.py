@@ -153,6 +153,77 @@ def test_b5_room_is_kept_nobody_rests_and_every_job_comes_to_its_turn(sizes, mov
         assert alike == sorted(alike)
 
 
+queue_steps = st.one_of(
+    st.tuples(st.sampled_from(["put", "withdraw"]), st.integers(0, 5)),
+    st.tuples(st.just("credit"), st.sampled_from("pq")), st.tuples(st.just("come_back"), st.booleans()),
+    st.tuples(st.just("pass_time"), st.integers(1, 40)), st.just(("leave", None)))
+
+
+class Queue:
+    """A registry, and which of the jobs 0 to 5 wait there, each until when. A job's number and 1 are its tokens."""
+
+    def __init__(self):
+        self.registry, self.now = Registry("b", QueueLimits(ttl_s=1e9)), 0.0
+        self.waiting, self.offers, self.left = {}, [], True
+
+    def receive(self, sender, message):
+        self.sort(self.registry.receive(self.now, sender, message))
+
+    def sort(self, messages):
+        for _, reply in messages:
+            if isinstance(reply, m.PutReply) and reply.refusal is None:
+                self.waiting.setdefault(reply.attempt.number, self.now + 60.0)
+        for to, offer in messages:
+            if isinstance(offer, m.Offer):
+                del self.waiting[offer.job.attempt.number]
+                self.offers.append((to, offer))
+
+    def put(self, number):
+        self.left = False
+        self.receive("d", m.Register(member("d", m.Role.DECODE)))
+        one = m.Job(m.Attempt("d", "r", number), "tcp://127.0.0.1:1", prompt(number, number + 1), 0, 60.0)
+        self.receive("d", m.Put(one))
+
+    def withdraw(self, number):
+        self.receive("d", m.Withdraw(m.Attempt("d", "r", number)))
+        self.waiting.pop(number, None)
+
+    def credit(self, name):
+        self.receive(name, m.Register(member(name)))
+        self.receive(name, m.Credit(2, 0))
+
+    def come_back(self, gone):
+        if self.offers:
+            to, offer = self.offers.pop()
+            if not self.left:
+                self.waiting.setdefault(offer.job.attempt.number, self.now + offer.job.deadline_s)
+            self.sort(self.registry.undeliverable(self.now, to, offer, gone))
+
+    def pass_time(self, seconds):
+        self.now += seconds
+        self.waiting = {number: until for number, until in self.waiting.items() if until > self.now}
+        self.sort(self.registry.handle_timeout(self.now))
+
+    def leave(self, _):
+        self.waiting.clear()
+        self.left = True
+        self.receive("d", m.Leave())
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(queue_steps, max_size=60))
+def test_b5_the_queue_has_the_jobs_that_wait_and_no_other(moves):
+    """Also where offers come back: a job waits once, and no longer than until it is withdrawn, over, or its decode
+    engine leaves."""
+    queue = Queue()
+    for move, value in moves:
+        getattr(queue, move)(value)
+        assert len(queue.registry) == len(queue.waiting)
+        assert queue.registry.queued_tokens == sum(number + 1 for number in queue.waiting)
+    queue.pass_time(61)
+    assert len(queue.registry) == 0 == queue.registry.queued_tokens
+
+
 def test_a_job_of_any_length_is_taken_while_some_room_is_left_and_none_after_it():
     fleet = Fleet(Engine("p", 8, 100))
     fleet.put(job(prompt(1, 99)))

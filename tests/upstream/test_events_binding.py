@@ -124,7 +124,7 @@ async def test_the_server_says_where_to_whom_it_may(endpoint):
 
     config = SimpleNamespace(kv_events_config=events_at(endpoint), instance_id="abcde",
                              cache_config=SimpleNamespace(block_size=16), parallel_config=ParallelConfig())
-    middleware = RoutesMiddleware(app, [events_route(lambda: notice.find(config), "secret")], notice.PATH)
+    middleware = RoutesMiddleware(app, [events_route(lambda: notice.find(config), ("secret", ))], notice.PATH)
     status, body = await ask(middleware, key="secret")
     assert status == 200
     assert json.loads(body) == {"events": endpoint, "block_size": 16, "replay": None, "topic": "", "side": None,
@@ -135,7 +135,7 @@ async def test_the_server_says_where_to_whom_it_may(endpoint):
     status, body = await ask(middleware, method="POST", key="secret")
     assert (status, json.loads(body)["message"]) == (405, "use GET or HEAD")
     assert (await ask(middleware, path="/pd/status"))[0] == 299
-    assert (await ask(RoutesMiddleware(app, [events_route(lambda: notice.find(config), None)], notice.PATH)))[0] == 200
+    assert (await ask(RoutesMiddleware(app, [events_route(lambda: notice.find(config), ())], notice.PATH)))[0] == 200
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"side": 5, "epoch": ""}', b"[" * 4000])

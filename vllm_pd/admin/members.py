@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
+import zmq
+
 from vllm_pd.config import PDConfig
 from vllm_pd.core import messages
 from vllm_pd.core.messages import PROTOCOL, Member, Peers, Refused
@@ -50,9 +52,9 @@ class Access:
 
 
 def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = None,
-                 key: str = "--broker") -> MemberList:
-    """Ask the broker for its engines. Raises ConfigError, naming `key`, for an invalid address, ControlError without an
-    answer in time, PeerMismatch where the broker has another protocol version."""
+                 key: str = "--broker", context: zmq.Context | None = None) -> MemberList:
+    """Ask the broker for its engines. `context` is as for `Call`. Raises ConfigError, naming `key`, for an invalid
+    address, ControlError without an answer in time, PeerMismatch where the broker has another protocol version."""
     access = access or Access()
     if NatsAddress.is_url(broker):
         try:
@@ -63,12 +65,12 @@ def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = No
         return MemberList(tuple(members), queue_length)
     keys = access.load_keys()
     host, port = parse_endpoint(key, broker, keyed=keys is not None)
-    return _ask(f"tcp://{host}:{port}", keys, timeout_s)
+    return _ask(f"tcp://{host}:{port}", keys, timeout_s, context)
 
 
-def _ask(broker: str, keys: Keys | None, timeout_s: float) -> MemberList:
+def _ask(broker: str, keys: Keys | None, timeout_s: float, context: zmq.Context | None) -> MemberList:
     deadline = time.monotonic() + timeout_s
-    with Call("broker", broker, keys, only_connected=True) as call:
+    with Call("broker", broker, keys, only_connected=True, context=context) as call:
         if not call.say(messages.ListMembers(), deadline):
             raise ControlError(f"no broker answers at {broker}: there is none, or it has another key")
         for _, message in call.answers(deadline):

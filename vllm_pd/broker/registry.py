@@ -70,11 +70,16 @@ class Registry:
         self.counters: m.Counters = collections.Counter()
         self._entries: dict[str, _RegisteredMember] = {}
         self._jobs: dict[m.Attempt, tuple[m.Job, float]] = {}  # insertion order is the queue's
-        self._front: collections.deque[tuple[m.Job, float]] = collections.deque()  # offers that came back, served first
+        self._front: dict[m.Attempt, tuple[m.Job, float]] = {}  # offers that came back, served first
         self._tokens = 0
 
     def __len__(self) -> int:
         return len(self._jobs) + len(self._front)
+
+    @property
+    def queued_tokens(self) -> int:
+        """The prompt tokens of all jobs that wait."""
+        return self._tokens
 
     def members(self) -> list[m.Member]:
         """Everybody who is registered."""
@@ -101,7 +106,7 @@ class Registry:
 
     def handle_timeout(self, now: float) -> list[OutgoingMessage]:
         """Remove silent members, and jobs whose time is over."""
-        for attempt in [a for a, (_, until) in self._jobs.items() if until <= now]:
+        for attempt in [job.attempt for job, until in self._in_order() if until <= now]:
             self._remove(attempt)
             self.counters["job_expired"] += 1
         silent = [name for name, entry in self._entries.items() if now - entry.heard_at >= self.limits.ttl_s]
@@ -112,8 +117,10 @@ class Registry:
         """A message that the socket did not take. `gone`: nobody is connected under that name."""
         entry = self._entries.get(to)
         if isinstance(message, m.Offer):
-            self._front.append((message.job, now + message.job.deadline_s))
-            self._tokens += len(message.job.token_ids)
+            job = message.job
+            if job.attempt.incarnation in self._entries and not self._is_queued(job.attempt):
+                self._front[job.attempt] = (job, now + job.deadline_s)
+                self._tokens += len(job.token_ids)
         if entry is not None:
             entry.taker.close()
         return (self._drop_members([to]) if gone else []) + self._offers(now)
@@ -147,7 +154,7 @@ class Registry:
             self.counters["foreign"] += 1
             return []
         refusal = self._refusal(sender, job)
-        if refusal is None and attempt not in self._jobs:
+        if refusal is None and not self._is_queued(attempt):
             self._jobs[attempt] = (job, now + job.deadline_s)
             self._tokens += len(job.token_ids)
         offers = self._offers(now)
@@ -156,7 +163,7 @@ class Registry:
     def _refusal(self, sender: str, job: m.Job) -> m.PutRefusal | None:
         if sender not in self._entries:
             return m.PutRefusal.UNREGISTERED
-        if job.attempt in self._jobs:
+        if self._is_queued(job.attempt):
             return None
         if len(self) >= self.limits.max_jobs or self._tokens + len(job.token_ids) > self.limits.max_tokens:
             return m.PutRefusal.FULL
@@ -179,7 +186,7 @@ class Registry:
         """Offer jobs to those who have room, the oldest job first."""
         messages: list[OutgoingMessage] = []
         open_to = [entry for entry in self._entries.values() if entry.taker.has_room()]
-        for from_front, job, until in self._in_order() if open_to else ():
+        for job, until in self._in_order() if open_to else ():
             fitting = [entry for entry in open_to if self._fits(entry, job)] if until > now else ()
             if not fitting:
                 continue
@@ -187,11 +194,7 @@ class Registry:
             chosen = choose([entry.taker for entry in fitting], job, names)
             entry = next(entry for entry in fitting if entry.taker is chosen)
             serial = chosen.offer(now, job, names)
-            if from_front:
-                self._front.remove((job, until))
-                self._tokens -= len(job.token_ids)
-            else:
-                self._remove(job.attempt)
+            self._remove(job.attempt)
             offer = m.Offer(msgspec.structs.replace(job, deadline_s=max(0.0, until - now)), serial)
             messages.append((entry.member.incarnation, offer))
             if not chosen.has_room():
@@ -200,9 +203,11 @@ class Registry:
                     break
         return messages
 
-    def _in_order(self) -> list[tuple[bool, m.Job, float]]:
-        return [(True, job, until) for job, until in self._front] + [
-            (False, job, until) for job, until in self._jobs.values()]
+    def _in_order(self) -> list[tuple[m.Job, float]]:
+        return [*self._front.values(), *self._jobs.values()]
+
+    def _is_queued(self, attempt: m.Attempt) -> bool:
+        return attempt in self._front or attempt in self._jobs
 
     def _fits(self, entry: _RegisteredMember, job: m.Job) -> bool:
         """Whether this member may take that job."""
@@ -212,7 +217,7 @@ class Registry:
     def _tokens_before(self, member: m.Member) -> int:
         """Prompt tokens to be computed that wait in the queue for the prefill engines that fit this member."""
         by_owner: collections.Counter[str] = collections.Counter()
-        for _, job, _ in self._in_order():
+        for job, _ in self._in_order():
             by_owner[job.attempt.incarnation] += job.new_tokens
         return sum(tokens for name, tokens in by_owner.items() if name in self._entries and
                    self._entries[name].member.fingerprint.first_difference(member.fingerprint) is None)
@@ -221,15 +226,12 @@ class Registry:
         dropped = [name for name in names if self._entries.pop(name, None) is not None]
         if not dropped:
             return []
-        for attempt in [a for a in self._jobs if a.incarnation in dropped]:
+        for attempt in [job.attempt for job, _ in self._in_order() if job.attempt.incarnation in dropped]:
             self._remove(attempt)
-        for item in [i for i in self._front if i[0].attempt.incarnation in dropped]:
-            self._front.remove(item)
-            self._tokens -= len(item[0].token_ids)
         return self._changed()
 
     def _remove(self, attempt: m.Attempt) -> None:
-        item = self._jobs.pop(attempt, None)
+        item = self._front.pop(attempt, None) or self._jobs.pop(attempt, None)  # it is in one of them at most
         if item is not None:
             self._tokens -= len(item[0].token_ids)
 

@@ -194,7 +194,7 @@ class Subscriber:
                 else:
                     pause_s = RETRY_MIN_S
                     notice = await self._reachable(notice)
-                    with _context() as context:
+                    with shared_context() as context:
                         await self._follow(context, notice)
             except EngineLost as fault:
                 self._warn(str(fault))
@@ -392,14 +392,13 @@ _contexts: dict[asyncio.AbstractEventLoop, tuple[zmq.Context, list[None]]] = {} 
 
 
 @contextlib.contextmanager
-def _context() -> Iterator[zmq.Context]:
+def shared_context() -> Iterator[zmq.Context]:
     """The ZeroMQ context that all subscribers of the running loop share, because each context has two threads. A user
-    must have closed its sockets before it leaves; the last one ends the context."""
+    must have closed its sockets before it leaves; the last one ends the context. Whoever can't run out of descriptors
+    without harm uses it all the time, see `sockets.started_context`."""
     loop = asyncio.get_running_loop()
     if loop not in _contexts:
-        context = zmq.Context()
-        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        _contexts[loop] = context, []
+        _contexts[loop] = sockets.started_context(MAX_SOCKETS), []
     context, users = _contexts[loop]
     users.append(None)
     try:

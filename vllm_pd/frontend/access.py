@@ -9,49 +9,66 @@ content type is refused. And where the owner of a name has made it resolve to th
 from __future__ import annotations
 
 import ipaddress
+import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+logger = logging.getLogger("vllm.pd")
+
+_MIDDLEWARE = "AuthenticationMiddleware"
 _FORWARDED = (b"x-forwarded-for", b"forwarded")  # a proxy, or a liar, replaces the client's address with them
 _JSON = b"application/json"
 
 
-def key_of(app: FastAPI) -> str | None:
-    """The server's API key: what vLLM's own middleware asks for, which checks paths under /v1 only."""
-    return next((entry.kwargs["api_token"] for entry in app.user_middleware if "api_token" in entry.kwargs), None)
+def keys_of(app: FastAPI) -> tuple[str, ...]:
+    """The server's API keys, none where it asks for none: what vLLM's own middleware knows, which checks some paths
+    only. One that nobody has where they can't be found, so that everybody is refused."""
+    for entry in app.user_middleware:
+        given = entry.kwargs.get("tokens", entry.kwargs.get("api_token"))  # of engine V1, of V0
+        keys = (given, ) if isinstance(given, str) else given
+        if isinstance(keys, (list, tuple)) and keys and all(isinstance(key, str) for key in keys):
+            return tuple(keys)
+        if getattr(entry.cls, "__name__", "") == _MIDDLEWARE:
+            logger.error("the server's --api-key can't be found: vLLM's %s has %s in place of tokens or api_token. All "
+                         "operator routes are refused; use a release of vLLM that docs/rebasing.md names", _MIDDLEWARE,
+                         ", ".join(sorted(entry.kwargs)) or "nothing")
+            return (secrets.token_urlsafe(), )
+    return ()
 
 
-def has_key(authorization: bytes, key: str) -> bool:
-    """Whether the value of an Authorization header holds the key. Takes equally long for right and wrong keys."""
-    return secrets.compare_digest(authorization, f"Bearer {key}".encode())
+def has_key(authorization: bytes, keys: Sequence[str]) -> bool:
+    """Whether the value of an Authorization header holds one of the keys. Takes equally long for right and wrong
+    ones."""
+    return any([secrets.compare_digest(authorization, f"Bearer {key}".encode()) for key in keys])
 
 
-def refusal(scope: Mapping[str, Any], key: str | None, *, changes: bool) -> tuple[HTTPStatus, str] | None:
+def refusal(scope: Mapping[str, Any], keys: Sequence[str], *, changes: bool) -> tuple[HTTPStatus, str] | None:
     """Status and reason with which a request to an operator's route is refused; None where it is allowed. `scope` is
-    the request's, as ASGI defines it; `changes` says whether the route changes anything."""
-    if key is not None:
-        allowed = has_key(dict(scope["headers"]).get(b"authorization", b""), key)
+    the request's, as ASGI defines it; `keys` are the server's; `changes` says whether the route changes anything."""
+    if keys:
+        allowed = has_key(dict(scope["headers"]).get(b"authorization", b""), keys)
         return None if allowed else (HTTPStatus.UNAUTHORIZED, "Unauthorized")
     problem = objection(scope) if changes else None
     return None if problem is None else (HTTPStatus.FORBIDDEN, problem)
 
 
-def objection(scope: Mapping[str, Any]) -> str | None:
-    """Why a server without a key refuses a request that changes something; None where it accepts it."""
+def objection(scope: Mapping[str, Any], option: str = "--api-key") -> str | None:
+    """Why a server without a key refuses a request that changes something; None where it accepts it. `option` is the
+    key's."""
     headers = dict(scope["headers"])
     if not _is_here(scope.get("client")) or any(name in headers for name in _FORWARDED):
-        return "there is no --api-key, so this is for this machine only"
+        return f"there is no {option}, so this is for this machine only"
     if b"origin" in headers:
-        return "there is no --api-key, so this is for no web page"
+        return f"there is no {option}, so this is for no web page"
     if not _names_loopback(headers.get(b"host", b"").decode("latin-1")):
-        return "there is no --api-key: write 127.0.0.1 or localhost into the URL"
+        return f"there is no {option}: write 127.0.0.1 or localhost into the URL"
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != _JSON:
-        return "there is no --api-key: add the header Content-Type: application/json"
+        return f"there is no {option}: add the header Content-Type: application/json"
     return None
 
 

@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from vllm_pd.config import PDConfig
 from vllm_pd.events import notice
 from vllm_pd.frontend import routes
-from vllm_pd.frontend.access import key_of
+from vllm_pd.frontend.access import keys_of
 from vllm_pd.frontend.asked import AskedMiddleware
 from vllm_pd.frontend.drain import DrainMiddleware, ServerDrain
 from vllm_pd.frontend.edge import limit_headers
@@ -42,15 +42,15 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
         stop()
 
     server.handle_exit = handle_exit
-    key = key_of(app)
+    keys = keys_of(app)
     app.user_middleware.append(Middleware(AskedMiddleware))  # after vLLM's own, which asks for the key
     drain = ServerDrain(fronts, config.drain_timeout_s, stop_as_before, _base_url(server.config, config),
                         cut_s)
     if takes_jobs and config.role.prefills:
         app.user_middleware.append(Middleware(DirectJobMiddleware, run=drain.run_job))
     app.add_middleware(DrainMiddleware, drain=drain)
-    app.add_middleware(routes.GenerateMiddleware, key=key)
-    app.add_middleware(routes.RoutesMiddleware, routes=routes.operator_routes(drain, key), prefix=routes.PREFIX)
+    app.add_middleware(routes.GenerateMiddleware, keys=keys)
+    app.add_middleware(routes.RoutesMiddleware, routes=routes.operator_routes(drain, keys), prefix=routes.PREFIX)
     limit_headers(server.config)
     return drain.on_sigterm
 
@@ -58,7 +58,7 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
 def attach_events(app: FastAPI, find: Callable[[], notice.EventsNotice]) -> None:
     """Give the server of an engine that publishes KV events the route that says where, as `find` does. It must not have
     started yet; to be called after `attach_disaggregation`, whose routes would hide this one."""
-    app.add_middleware(routes.RoutesMiddleware, routes=[routes.events_route(find, key_of(app))], prefix=notice.PATH)
+    app.add_middleware(routes.RoutesMiddleware, routes=[routes.events_route(find, keys_of(app))], prefix=notice.PATH)
 
 
 def _base_url(server: uvicorn.Config, config: PDConfig) -> str:

@@ -9,6 +9,7 @@ ends those that are over a limit. Where there are too many connections, those wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -18,6 +19,7 @@ from enum import Enum, IntEnum, auto
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -165,6 +167,7 @@ class EdgeConnection(HttpToolsProtocol):
 
     def __init__(self, edge: Edge, **given: Any) -> None:
         super().__init__(**given)
+        self.parser = _OfferlessParser(self)
         self._edge = edge
         self._limits = edge.limits
         self._part = _Part.NONE
@@ -222,6 +225,16 @@ class EdgeConnection(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def declines_offer(self) -> bool:
+        """Whether the present request offers a protocol that this server does not speak, like `Upgrade: h2c`."""
+        return self.parser.should_upgrade() and not self._should_upgrade()
+
+    def header_without_offer(self) -> bytes:
+        """The present request's header as it was received, without the offer."""
+        kept = [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url,
+                                             self.parser.get_http_version().encode(), b"".join(kept))
+
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._edge.opened(self)
@@ -270,6 +283,8 @@ class EdgeConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._unparsed_bytes = 0
         self._check_header()
+        if self.declines_offer():
+            return  # the header comes once more without the offer
         if len(self.pipeline) >= MAX_PIPELINED:
             self._fail("pipelined", HTTPStatus.TOO_MANY_REQUESTS, f"more than {MAX_PIPELINED} requests wait")
         if not self._is_busy():
@@ -296,6 +311,8 @@ class EdgeConnection(HttpToolsProtocol):
         self._unparsed_bytes = 0
 
     def on_message_complete(self) -> None:
+        if self.declines_offer():
+            return
         self._unparsed_bytes = 0
         self._part = _Part.NONE
         super().on_message_complete()
@@ -311,17 +328,22 @@ class EdgeConnection(HttpToolsProtocol):
 
     def _check_header(self) -> None:
         """Check a complete header; `data_received` checks one that does not end."""
-        size, hosts = len(self.url), 0
+        size, hosts, sized = len(self.url), 0, False
         for name, value in self.headers:
             size += len(name) + len(value)
             hosts += name == b"host"
+            sized |= name in (b"content-length", b"transfer-encoding")
         if len(self.url) > self._limits.target_bytes:
             self._fail("header_size", HTTPStatus.REQUEST_URI_TOO_LONG,
                        f"the path has more than {self._limits.target_bytes} bytes")
         if size > self._limits.head_bytes or len(self.headers) > self._limits.header_count:
             self._fail("header_size", *_too_large(self._limits))
-        if hosts > 1:
-            self._refusal = (HTTPStatus.BAD_REQUEST, "more than one Host header")
+        problem = ("more than one Host header" if hosts > 1 else
+                   "the method CONNECT is not served" if self.parser.get_method() == b"CONNECT" else
+                   "a WebSocket with Content-Length or Transfer-Encoding: leave the body out"
+                   if sized and self.parser.should_upgrade() and self._should_upgrade() else None)
+        if problem is not None:
+            self._refusal = (HTTPStatus.BAD_REQUEST, problem)
             raise _Refused
 
     def _is_busy(self) -> bool:
@@ -342,6 +364,28 @@ class EdgeConnection(HttpToolsProtocol):
                     "headers": [(b"content-type", b"application/json"), (b"retry-after", b"1"),
                                 (b"connection", b"close"), (b"content-length", str(len(body)).encode())]})
         await send({"type": "http.response.body", "body": body})
+
+
+class _OfferlessParser(httptools.HttpRequestParser):
+    """A parser that ignores offers of other protocols, as RFC 9110 (7.8) allows. httptools' own ends a request with an
+    offer at its header, and takes the body for the next request."""
+
+    def __init__(self, connection: EdgeConnection) -> None:
+        super().__init__(connection)
+        with contextlib.suppress(AttributeError):  # of httptools before 0.6.3
+            self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._connection = connection
+
+    def feed_data(self, data: bytes) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            connection = self._connection
+            if not connection.declines_offer():
+                raise
+            data = connection.header_without_offer() + data[offer.args[0]:]
+            connection.parser = _OfferlessParser(connection)  # as this one may regard the connection as closed
+            connection.parser.feed_data(data)
 
 
 def limit_headers(config: uvicorn.Config) -> None:

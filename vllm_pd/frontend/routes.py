@@ -57,7 +57,7 @@ class RoutesMiddleware:
         await (self._routes if ours else self._app)(scope, receive, send)
 
 
-def operator_routes(drain: ServerDrain, key: str | None) -> list[Route]:
+def operator_routes(drain: ServerDrain, keys: Sequence[str]) -> list[Route]:
     """/pd/status, /pd/drain and /pd/role of an engine with disaggregation."""
 
     def show(answers: list[m.StatusReply]) -> Response:
@@ -82,44 +82,44 @@ def operator_routes(drain: ServerDrain, key: str | None) -> list[Route]:
         role = msgspec.json.decode(await _body(request), type=_RoleBody).role
         return show(await drain.ask(m.SetRole(role), lambda status: status.member.role is role))
 
-    return [_route("GET", "/pd/status", show_status, key), _route("POST", "/pd/drain", begin_drain, key),
-            _route("POST", "/pd/role", set_role, key)]
+    return [_route("GET", "/pd/status", show_status, keys), _route("POST", "/pd/drain", begin_drain, keys),
+            _route("POST", "/pd/role", set_role, keys)]
 
 
-def events_route(find: Callable[[], notice.EventsNotice], key: str | None) -> Route:
+def events_route(find: Callable[[], notice.EventsNotice], keys: Sequence[str]) -> Route:
     """/pd/events of an engine that publishes KV events, where `find` says."""
 
     async def show_events(request: Request) -> Response:
         return Response(msgspec.json.encode(find()), media_type="application/json")
 
-    return _route("GET", notice.PATH, show_events, key)
+    return _route("GET", notice.PATH, show_events, keys)
 
 
 class GenerateMiddleware:
     """ASGI middleware that turns `GET /health_generate` into a completion of one token, which takes the whole way that
     a client's takes."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._key = key
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http" or scope["method"] != "GET" or route_path(scope) != GENERATE_PATH:
             await self._app(scope, receive, send)
             return
-        refused = refusal(scope, self._key, changes=False)
+        refused = refusal(scope, self._keys, changes=False)
         if refused is not None:
             await error_response(*refused)(scope, receive, send)
             return
         await self._app(_one_token(scope), _receive_first(_ONE_TOKEN, receive), send)
 
 
-def _route(method: str, path: str, answer: Callable[[Request], Awaitable[Response]], key: str | None) -> Route:
+def _route(method: str, path: str, answer: Callable[[Request], Awaitable[Response]], keys: Sequence[str]) -> Route:
     """A route that only those reach who may use it."""
 
     async def endpoint(request: Request) -> Response:
-        refused = refusal(request.scope, key, changes=method != "GET")
+        refused = refusal(request.scope, keys, changes=method != "GET")
         if refused is not None:
             raise HTTPException(*refused)
         return await answer(request)

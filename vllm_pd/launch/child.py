@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One child process of `vllm-pd up`, in a process group of its own.
 
-After `start()`, each line that the process prints is printed with its name in front, and the last lines are kept. When
-the process ends, an `Exited` is put into the given queue and its whole group is killed: the processes of an engine are
+After `start()`, each line that the process prints is printed with its name in front, and the last lines are kept. Lines
+that can't be printed, or not fast enough, are counted and dropped, because a process whose pipe is full stops. When the
+process ends, an `Exited` is put into the given queue and its whole group is killed: the processes of an engine are
 useless without its front end. `stop()` asks it to end, `kill()` ends it.
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LAST_LINES = 30
+MAX_UNPRINTED = 20_000  # lines
 Say = Callable[[str, str], None]
 
 
@@ -47,7 +49,10 @@ class Child:
         self._cores = list(cores)
         self._say = say
         self._lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self._unprinted: queue.Queue[str | None] = queue.Queue(MAX_UNPRINTED)  # None ends it
+        self._dropped = 0  # lines
         self._process: subprocess.Popen | None = None
+        self._reaping = threading.Lock()  # held to reap the process, and to send it a signal
         self._threads: list[threading.Thread] = []
 
     def start(self, events: "queue.SimpleQueue") -> None:
@@ -56,7 +61,7 @@ class Child:
         command = [sys.executable, "-m", "vllm_pd.launch.exec_child", *pinned, "--", *self._command]
         self._process = subprocess.Popen(command, env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                          stderr=subprocess.STDOUT, start_new_session=True)
-        for work in (self._relay, lambda: self._await_end(events)):
+        for work in (self._relay, self._print, lambda: self._await_end(events)):
             thread = threading.Thread(target=work, name=f"{self.name}-watch", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -77,15 +82,19 @@ class Child:
 
     def stop(self) -> None:
         """Send SIGTERM, and SIGCONT in case the process is stopped. Returns at once."""
-        if self.alive:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.send_signal(signal.SIGCONT)
+        with self._reaping:
+            if self.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._process.pid, signal.SIGTERM)
+                    os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the process and everything that it has started (SIGKILL to its group)."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):  # the whole group may have ended
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """End the process and everything that it has started (SIGKILL to its group). After its end, when its id may be
+        another's, this does nothing: its group was killed then."""
+        with self._reaping:
+            if self.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self, deadline: float) -> bool:
         """Whether the process has ended by `deadline` (time.monotonic())."""
@@ -97,10 +106,33 @@ class Child:
         for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip("\n")
             self._lines.append(line)
-            self._say(self.name, line)
+            try:
+                self._unprinted.put_nowait(line)
+            except queue.Full:
+                self._dropped += 1
+        self._unprinted.put(None)
+
+    def _print(self) -> None:
+        failed = reported = 0
+        line: str | None = ""
+        while line is not None:
+            line = self._unprinted.get()
+            try:
+                if lost := self._dropped + failed - reported:
+                    self._say(self.name, f"(lines that could not be printed: {lost})")
+                    reported += lost
+                if line is not None:
+                    self._say(self.name, line)
+            except Exception:  # the disk is full, or the reader has gone: the next line may succeed
+                failed += 1
 
     def _await_end(self, events: "queue.SimpleQueue") -> None:
-        code = self._process.wait()
+        with contextlib.suppress(ChildProcessError):  # the kernel has reaped it, where SIGCHLD is ignored
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self.kill()
-        self._threads[0].join(timeout=2.0)
+        with self._reaping:
+            code = self._process.wait()
+        deadline = time.monotonic() + 2.0
+        for thread in self._threads[:2]:  # the last lines
+            thread.join(max(0.0, deadline - time.monotonic()))
         events.put(Exited(self, code))

@@ -11,6 +11,7 @@ if they do not end in time; then the prefill engines; then the broker. A second 
 """
 
 import collections
+import contextlib
 import json
 import os
 import queue
@@ -222,4 +223,5 @@ class Fleet:
         self._events.put(SignalReceived(number))
 
     def _say(self, text: str) -> None:
-        self._say_as("up", text)
+        with contextlib.suppress(OSError):  # where nobody reads any more, the rest goes on
+            self._say_as("up", text)

@@ -47,7 +47,7 @@ class RouterApp:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
-        self.max_clients = min(self.options.max_connections, descriptors.for_clients())
+        self.max_clients = min(self.options.max_connections, descriptors.for_clients(self.options.broker is not None))
         self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)
         self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
         self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))
@@ -245,20 +245,24 @@ class RouterApp:
         return RouterResponse.of_json(worker.as_json(), HTTPStatus.CREATED)
 
     def _refused(self, scope: dict[str, Any]) -> RouterResponse | None:
-        """The error for a request to /workers that is not allowed, else None. With an API key the request must show it.
-        Without one, as with the engines' operator routes, changes are allowed from this machine only."""
-        headers = scope["headers"]
-        if self.options.api_key is not None:
-            return (None if self._has_key(headers) else
-                    RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
-        problem = objection(scope) if scope["method"] != "GET" else None
+        """The error for a request to /workers that is not allowed, else None. A change needs the operator's key, as
+        engines get the prompts of all clients and the workers' key. Where there is none, it must come from this
+        machine, as for the engines' operator routes, and show the API key if there is one."""
+        headers, operator_key = scope["headers"], self.options.operator_key
+        if operator_key is not None and has_key(_authorization(headers), (operator_key, )):
+            return None
+        if not self._has_key(headers):
+            return RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
+        if scope["method"] == "GET":
+            return None
+        problem = (objection(scope, "--operator-key") if operator_key is None else
+                   "this needs the key of --operator-key: send it in Authorization: Bearer KEY")
         return None if problem is None else responses.error_response(HTTPStatus.FORBIDDEN, problem)
 
     def _has_key(self, headers: Headers) -> bool:
         if self.options.api_key is None:
             return True
-        given = responses.find(headers, b"authorization") or b""
-        return has_key(given, self.options.api_key)
+        return has_key(_authorization(headers), (self.options.api_key, ))
 
     def _close_connections(self, worker: RouterWorker) -> None:
         """Connections belong to a URL, and a new worker may have the URL already: then they stay."""
@@ -308,6 +312,10 @@ async def _read_body(receive: Receive, headers: Headers, held: HeldBody) -> byte
         held.add(len(message.get("body", b"")))
         parts += message.get("body", b"")
     return bytes(parts)
+
+
+def _authorization(headers: Headers) -> bytes:
+    return responses.find(headers, b"authorization") or b""
 
 
 def _wants_explanation(headers: Headers) -> bool:

@@ -5,7 +5,8 @@ import os
 import resource
 
 WANTED = 1 << 16
-RESERVED = 64  # for events, probes, the registry and files
+RESERVED = 64  # for events, probes and files
+RESERVED_REGISTRY = 16  # for a broker's registry
 MIN_CLIENTS = 16
 _SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
@@ -18,10 +19,12 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def for_clients() -> int:
-    """How many connections clients may have: half of the descriptors, so that each has one to a worker as well."""
+def for_clients(registry: bool) -> int:
+    """How many connections clients may have: half of the descriptors, so that each has one to a worker as well.
+    `registry`: whether the router reads a broker's."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return WANTED if soft == resource.RLIM_INFINITY else max(MIN_CLIENTS, (soft - RESERVED) // 2)
+    reserved = RESERVED + RESERVED_REGISTRY * registry
+    return WANTED if soft == resource.RLIM_INFINITY else max(MIN_CLIENTS, (soft - reserved) // 2)
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -9,6 +9,9 @@ does not answer, all workers stay.
 """
 import asyncio
 import logging
+from collections import OrderedDict
+
+import zmq
 
 from vllm_pd.admin.members import list_members
 from vllm_pd.core.messages import Member
@@ -16,8 +19,11 @@ from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RequestOrder, RouterOptions, parse_worker
 from vllm_pd.router.workers import RouterWorker, Workers, WorkerSource, WorkerState
+from vllm_pd.rpc import sockets
 
 logger = logging.getLogger("vllm.pd.router")
+
+MAX_DISMISSED = 4096
 
 
 class Membership:
@@ -29,8 +35,9 @@ class Membership:
         self._workers = workers
         self._metrics = metrics
         self._missing_since: dict[str, float] = {}
-        self._dismissed: set[str] = set()  # incarnations that an operator has removed
+        self._dismissed: OrderedDict[str, None] = OrderedDict()  # incarnations that an operator has removed
         self._task: asyncio.Task | None = None
+        self._context: zmq.Context | None = None  # for all readings of the registry
         self.problem = ""
 
     def start(self) -> None:
@@ -40,6 +47,7 @@ class Membership:
         for url in self._options.prefill_workers:
             self._workers.add(url, WorkerSource.STATIC, prefills=True)
         if self._options.broker is not None:
+            self._context = sockets.started_context()
             self._task = asyncio.get_running_loop().create_task(self._follow(), name="registry")
             self._task.add_done_callback(_ended)
 
@@ -48,6 +56,8 @@ class Membership:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._context is not None:  # also ends a reading that its thread has not finished
+            await asyncio.to_thread(self._context.term)
 
     def add(self, url: object) -> RouterWorker | None:
         """Add a worker for an operator. Returns None where there are too many. Raises ConfigError for an invalid
@@ -55,7 +65,7 @@ class Membership:
         name = parse_worker("url", url)
         worker = self._workers.add(name, WorkerSource.OPERATOR)
         if worker is not None and worker.incarnation is not None:
-            self._dismissed.discard(worker.incarnation)
+            self._dismissed.pop(worker.incarnation, None)
         return worker
 
     def remove(self, url: object) -> bool:
@@ -64,7 +74,9 @@ class Membership:
         name = parse_worker("url", url)
         worker = self._workers.get(name)
         if worker is not None and worker.incarnation is not None:
-            self._dismissed.add(worker.incarnation)
+            self._dismissed[worker.incarnation] = None
+            if len(self._dismissed) > MAX_DISMISSED:
+                self._dismissed.popitem(last=False)
         return self._workers.remove(name)
 
     def update(self, members: list[Member], now_s: float) -> None:
@@ -78,7 +90,6 @@ class Membership:
                     logger.warning("engine %s can't be reached: %s", member.incarnation, error)
         present = {member.incarnation for member in members}
         taken = {member.http.rstrip("/") for member in members if member.http} - wanted.keys()
-        self._dismissed &= present
         for url, member in wanted.items():
             self._join(url, member)
         for worker in self._workers:
@@ -117,7 +128,7 @@ class Membership:
         while True:
             try:
                 census = await asyncio.to_thread(list_members, self._options.broker, self._options.registry_timeout_s,
-                                                 self._options.access)
+                                                 self._options.access, context=self._context)
                 self.update(list(census.members), loop.time())
                 self.problem = ""
             except Exception as error:  # of a broker, a socket, a key file: the next reading may succeed

@@ -17,6 +17,7 @@ from vllm_pd.rpc.addresses import is_loopback, parse_endpoint
 from vllm_pd.rpc.nats_address import NatsAddress
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
+OPERATOR_KEY_VARIABLE = "VLLM_PD_OPERATOR_KEY"
 NO_TOKENIZER = "none"
 MAX_TRIES = 3
 _EXAMPLE_WORKER = "http://127.0.0.1:8001"
@@ -61,6 +62,9 @@ class RouterOptions:
         "The model or folder with the tokenizer for prompts; `none` for no prefix overlap. Default: the engines' "
         "model.")] = None
     api_key: Annotated[str | None, Option("The key that clients must send; default $VLLM_API_KEY.")] = None
+    operator_key: Annotated[str | None, Option(
+        "The key for POST and DELETE /workers; default $VLLM_PD_OPERATOR_KEY. Without one they are for this machine "
+        "only.")] = None
     worker_api_key: Annotated[str | None, Option("The key that the router sends to engines, not the client's.")] = None
     max_in_flight: Annotated[int, Option("How many requests an engine may have open at a time.")] = 1024
     max_body_bytes: Annotated[int, Option("The largest body of a request.")] = 64 << 20
@@ -95,9 +99,10 @@ class RouterOptions:
         """The settings with defaults filled in and URLs normalised. Raises ConfigError for the first invalid one."""
         if not 1 <= self.port <= 65535:
             raise ConfigError("--port", self.port, "write 1 to 65535")
-        api_key = self.api_key if self.api_key is not None else os.environ.get(API_KEY_VARIABLE) or None
-        if api_key == "":
-            raise ConfigError("--api-key", "", "write a key, or leave the option out")
+        api_key = _key("--api-key", self.api_key, API_KEY_VARIABLE)
+        operator_key = _key("--operator-key", self.operator_key, OPERATOR_KEY_VARIABLE)
+        if operator_key is not None and operator_key == api_key:
+            raise ConfigError("--operator-key", "***", "write another key than --api-key, which clients have")
         host = "127.0.0.1" if self.host == "localhost" else self.host
         _check_host(host, keyed=api_key is not None)
         for name in _POSITIVE:
@@ -122,7 +127,7 @@ class RouterOptions:
             parse_events("--worker-events", value)
         order = _parse_order(self.order, prefill_workers, self.broker)
         return dataclasses.replace(self, host=host, workers=workers, prefill_workers=prefill_workers, order=order,
-                                   api_key=api_key)
+                                   api_key=api_key, operator_key=operator_key)
 
     @property
     def key_for_workers(self) -> str | None:
@@ -181,6 +186,15 @@ def _check_broker(broker: str, access: Access) -> None:
         access.nats("--broker", broker)
     else:
         parse_endpoint("--broker", broker, keyed=access.load_keys() is not None)
+
+
+def _key(option: str, given: str | None, variable: str) -> str | None:
+    """The key of an option, or of the environment where the option is not given. Raises ConfigError for an empty one.
+    """
+    key = given if given is not None else os.environ.get(variable) or None
+    if key == "":
+        raise ConfigError(option, "", "write a key, or leave the option out")
+    return key
 
 
 def _flag(name: str) -> str:

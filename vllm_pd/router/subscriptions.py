@@ -7,6 +7,7 @@ router knows only what it has sent there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -18,7 +19,7 @@ import aiohttp
 import msgspec
 
 from vllm_pd.events.messages import EngineLoad
-from vllm_pd.events.subscriber import Subscriber, SubscriberState
+from vllm_pd.events.subscriber import Subscriber, SubscriberState, shared_context
 from vllm_pd.router.families import UnsizedIndex
 from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.placing import Placer
@@ -67,6 +68,8 @@ class EventSubscriptions:
         self._subscribers: dict[str, list[Subscriber]] = {}  # one for each data-parallel rank
         self._asking: dict[str, asyncio.Task] = {}
         self._sweeper: asyncio.Task | None = None
+        self._context = contextlib.ExitStack()
+        self._context.enter_context(shared_context())  # no subscriber makes another one
 
     def load_of(self, url: str) -> tuple[EngineLoad | None, float]:
         """The worker's last load report, that of all its ranks together, None where there is none, and its age in
@@ -113,6 +116,7 @@ class EventSubscriptions:
         await asyncio.gather(*tasks, *(one.close() for ranks in self._subscribers.values() for one in ranks),
                              return_exceptions=True)
         self._subscribers.clear()
+        self._context.close()
 
     def as_json(self) -> dict[str, dict[str, object]]:
         """The `events` entries of /workers, by worker URL."""

@@ -15,17 +15,20 @@ from vllm_pd.rpc.sockets import SendResult
 
 class Call:
     """Also a context manager. `kind` is what should listen at `address`, for error messages. With `only_connected`
-    nothing is sent before a connection is open. Raises ControlError for a bad address."""
+    nothing is sent before a connection is open. `context` is the caller's; without it the call has one of its own.
+    Raises ControlError for a bad address."""
 
-    def __init__(self, kind: str, address: str, keys: Keys | None, *, only_connected: bool):
+    def __init__(self, kind: str, address: str, keys: Keys | None, *, only_connected: bool,
+                 context: zmq.Context | None = None):
         self._kind = kind
         self._address = address
         self._name = f"caller-{uuid.uuid4().hex}"
-        self._context = zmq.Context()
+        self._own_context = zmq.Context() if context is None else None
         try:
-            self._socket = sockets.client(self._context, address, only_connected=only_connected, keys=keys)
+            self._socket = sockets.client(context or self._own_context, address, only_connected=only_connected,
+                                          keys=keys)
         except zmq.ZMQError as error:
-            self._context.term()
+            self._end_context()
             raise ControlError(f"{address} is no address that can be reached: {error}") from error
 
     def __enter__(self) -> "Call":
@@ -50,7 +53,11 @@ class Call:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
-        self._context.term()
+        self._end_context()
+
+    def _end_context(self) -> None:
+        if self._own_context is not None:
+            self._own_context.term()
 
 
 def _left_ms(deadline: float) -> int:

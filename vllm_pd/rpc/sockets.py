@@ -28,6 +28,16 @@ class SendResult(Enum):
     UNREACHABLE = "unreachable"
 
 
+def started_context(max_sockets: int | None = None) -> zmq.Context:
+    """A context whose threads run already. They start with its first socket, and where they lack descriptors then,
+    libzmq ends the process; a later socket only raises zmq.ZMQError."""
+    context = zmq.Context()
+    if max_sockets is not None:
+        context.set(zmq.MAX_SOCKETS, max_sockets)
+    context.socket(zmq.DEALER).close()
+    return context
+
+
 def _bounded(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
     socket = context.socket(kind)
     socket.setsockopt(zmq.IPV6, int("[" in address))

@@ -195,6 +195,10 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorPromMetrics.observe", "our figures in the front end",
                  exactly=("transfer_stats_data", "engine_idx")),
     ),
+    "entrypoints/serve/middleware/authenticate.py": (
+        Required("AuthenticationMiddleware", "the operator routes ask for its keys, too"),
+        Required("AuthenticationMiddleware.__init__", "they are its tokens", takes=("app", "tokens")),
+    ),
     "entrypoints/launchers/launcher.py": (
         Required("NoSignalServer", "the server that gets our routes, before its application begins"),
     ),
