@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.handover.reload import WEIGHT_CALLS
+from vllm_pd.layers import check_stored_groups
 from vllm_pd.store.plan import NamedBlock, StorePlan
 from vllm_pd.store.stats import StorePromMetrics, StoreStats
 from vllm_pd.store.view import StoreView
@@ -67,6 +68,7 @@ class PDStoreConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_store(vllm_config)
+        check_stored_groups(kv_cache_config.kv_cache_groups)
         self._config = vllm_config
         self._settings = StoreSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         self._block_size = vllm_config.cache_config.block_size

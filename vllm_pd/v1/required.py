@@ -211,6 +211,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("VllmConfig.shutdown_timeout", "how long the first process of a server lets the others drain"),
     ),
     "v1/kv_cache_interface.py": (
+        Required("FullAttentionSpec.non_causal", "refused with the store"),
         Required("FullAttentionSpec", _LAYERS), Required("MLAAttentionSpec", _LAYERS),
         Required("UniformTypeKVCacheSpecs.kv_cache_specs", _LAYERS), Required("KVCacheConfig.kv_cache_groups", _LAYERS),
     ),
