@@ -196,8 +196,8 @@ def test_b104_a_load_that_fails_is_not_tried_again(make, worker):
     compute(1, 1)
     scheduler = make(KVConnectorRole.SCHEDULER)
     scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-    request = SimpleNamespace(request_id="a", mm_features=[], prompt_embeds=None, num_preemptions=0,
-                              num_tokens=TOKENS + 1, block_hashes=[block_named(1)[0]])
+    request = SimpleNamespace(request_id="a", mm_features=[], prompt_embeds=None, sampling_params=None,
+                              num_preemptions=0, num_tokens=TOKENS + 1, block_hashes=[block_named(1)[0]])
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (TOKENS, True)
     scheduler.update_connector_output(SimpleNamespace(failed_recving={"a"}, finished_recving={"a"}))

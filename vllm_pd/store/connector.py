@@ -28,6 +28,7 @@ from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, block_parts, model_of
 from vllm_pd.store_checks import check_store
 from vllm_pd.store_settings import StoreSettings
+from vllm_pd.v1.features import scores_prompt
 from vllm_pd.v1.settings import served_name
 
 if TYPE_CHECKING:
@@ -95,8 +96,10 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._manager = kv_cache_manager
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come."""
-        if self._plan is not None and not request.mm_features and request.prompt_embeds is None:
+        """A request has come. Untouched are those whose prompt is more than token ids, or has more to give than KV."""
+        params = request.sampling_params
+        if (self._plan is not None and not request.mm_features and request.prompt_embeds is None
+                and not (params is not None and scores_prompt(params))):
             self._requests[request.request_id] = request
             self._plan.add(request.request_id)
 

@@ -57,7 +57,10 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/outputs.py": (
         Required("KVConnectorOutput.kv_connector_worker_meta", "which loads from the store have ended"),
     ),
-    "sampling_params.py": (Required("SamplingParams.extra_args", "a request's kv_transfer_params come in it"), ),
+    "sampling_params.py": (
+        Required("SamplingParams.extra_args", "a request's kv_transfer_params come in it"),
+        Required("SamplingParams.prompt_logprob_token_ids", "such a request is computed whole: it stays local"),
+    ),
     "v1/core/sched/output.py": (
         Required("SchedulerOutput.num_scheduled_tokens", "how fast prompts are computed, measured step by step"),
     ),
