@@ -218,6 +218,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("FullAttentionSpec", _LAYERS), Required("MLAAttentionSpec", _LAYERS),
         Required("UniformTypeKVCacheSpecs.kv_cache_specs", _LAYERS), Required("KVCacheConfig.kv_cache_groups", _LAYERS),
     ),
+    "config/aux_output.py": (Required("AuxOutputConfig.enable_return_routed_experts", "refused"), ),
     "config/cache.py": (
         Required("CacheConfig.kv_cache_dtype_skip_layers", "refused"),
         Required("CacheConfig.prefix_caching_hash_algo", "the names of blocks in the store must be equal everywhere"),
