@@ -259,6 +259,7 @@ def test_b101_a_window_in_some_layers_passes():
                                    check_store], ids=["peers", "store"])
 @pytest.mark.parametrize("part, key, words", [
     ("aux_output_config", "enable_return_routed_experts", "remove it: the experts"),
+    ("parallel_config", "enable_fault_tolerance", "remove it: .*that is given up"),
 ], ids=str)
 def test_b80_what_vllm_has_for_a_gpu_only(part, key, words, check):
     """B80: by the name of the flag."""

@@ -191,6 +191,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("ParallelConfig.data_parallel_size_local", "how many ranks of a server are on its host"),
         Required("ParallelConfig.local_engines_only", "whether a server has other ranks than those"),
         Required("ParallelConfig.nnodes", "refused above 1"),
+        Required("ParallelConfig.enable_fault_tolerance", "refused"),
         Required("ParallelConfig._api_process_count", "whether the server has several processes"),
     ),
     "distributed/kv_transfer/kv_connector/v1/metrics.py": (
