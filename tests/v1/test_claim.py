@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config.diffusion import DiffusionConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
@@ -267,6 +268,14 @@ def test_b80_what_vllm_has_for_a_gpu_only(part, key, words, check):
     setattr(getattr(config, part), key, True)
     with pytest.raises(ConfigError, match=f"(?s){key}=True.*{words}"):
         check(config)
+
+
+def test_b80_b104_a_model_that_writes_its_blocks_anew():
+    """B80, B104: PDConnector refuses it for its scheduler."""
+    config = configure(transfer())
+    config.diffusion_config = DiffusionConfig(canvas_length=32)
+    with pytest.raises(ConfigError, match="diffusion_config=.*one token after the other"):
+        check_store(config)
 
 
 def test_b80_ranks_on_several_nodes():

@@ -212,6 +212,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("VllmConfig._verify_kv_transfer_compat", "takes the settings over, at the end of __post_init__",
                  takes=()),
         Required("VllmConfig.weight_transfer_config", "refused"),
+        Required("VllmConfig.diffusion_config", "refused with the store"),
         Required("VllmConfig.shutdown_timeout", "how long the first process of a server lets the others drain"),
     ),
     "v1/kv_cache_interface.py": (
@@ -228,6 +229,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "config/model.py": (
         Required("ModelConfig.architecture", "the class of the model is in the fingerprint", takes=()),
         Required("ModelConfig.enable_cumem_allocator", "refused"),
+        Required("ModelConfig.quantization_config", "in the fingerprint"),
+        Required("ModelConfig.model_class_overrides", "in the fingerprint"),
     ),
     "config/kv_transfer.py": (
         Required("KVTransferConfig.kv_load_failure_policy", "set to recompute"),
