@@ -5,11 +5,12 @@ The configurations are vLLM's, of any release that this package supports.
 """
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.weights import SUFFIXES, digest_weights, weight_files
@@ -32,10 +33,24 @@ def model_digest(config: VllmConfig) -> str:
     model = config.model_config
     digest = hashlib.sha256()
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED_KEYS}
-    settings = [settings, model.quantization, _long_rope(model)]
+    settings = [settings, model.quantization, _long_rope(model), *_chosen_at_start(model)]
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     digest.update(_weights(model, _load_format(config)))
     return f"{model.architecture}:{digest.hexdigest()[:16]}"
+
+
+def _chosen_at_start(model: ModelConfig) -> list[dict[str, Any]]:
+    """What the operator may have chosen beside the model's own configuration: how weights are quantized as they are
+    loaded and other classes, which V0 can't, and the revision of remote code. Empty where none is set, so that digests
+    stay what they were."""
+    quantized = getattr(model, "quantization_config", None)
+    chosen = {
+        "quantization_config": dataclasses.asdict(quantized) if dataclasses.is_dataclass(quantized) else quantized,
+        "model_class_overrides": getattr(model, "model_class_overrides", None),
+        "code_revision": model.code_revision,
+    }
+    found = {key: value for key, value in chosen.items() if value}
+    return [found] if found else []
 
 
 def _long_rope(model: ModelConfig) -> bool:

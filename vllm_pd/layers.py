@@ -85,6 +85,15 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
                           "group of blocks: others can't be transferred")
 
 
+def check_stored_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
+    """As `check_groups`, for the store: the KV of a block must also follow from the tokens up to its end, by which it
+    is named. It does not where a prompt is computed with attention to later tokens (Prefix LM). Raises ConfigError."""
+    check_groups(groups)
+    if any(spec.non_causal for group in groups for spec in _layer_specs(group.kv_cache_spec)):
+        raise ConfigError("kv_cache_groups", "non_causal", "serve this model without the store: the KV of its prompts "
+                          "depends on later tokens, so it is of no use to a prompt with the same beginning")
+
+
 def _layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
     """The layers' own, of a group of layers that differ in shape."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs

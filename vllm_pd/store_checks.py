@@ -21,6 +21,9 @@ STORE_FEATURES = {
     "lora_config": "remove it: adapters are known by their names only, so their KV can't be told apart",
     "enable_sleep_mode": "remove it: a sleeping engine's cache is gone while blocks are loaded",
     "attention_chunk_size": "serve a model without chunked local attention: its blocks are not kept",
+    "enable_return_routed_experts": "remove it: the experts of a prompt that is loaded are not stored",
+    "diffusion_config": "serve a model that computes one token after the other: this one writes its blocks anew",
+    "enable_fault_tolerance": "remove it: a load that ends in a step that is given up would never be reported",
     "weight_transfer_config": "remove it and restart engines for new weights: KV of the old ones is stored",
 }
 
@@ -43,6 +46,9 @@ def check_store(config: VllmConfig) -> None:
     check_limits({key: getattr(parallel, key) for key in STORE_LIMITS}, STORE_LIMITS)
     check_features({"speculative_config": config.speculative_config, "lora_config": config.lora_config,
                     "enable_sleep_mode": model.enable_sleep_mode, "attention_chunk_size": model.attention_chunk_size,
+                    "enable_return_routed_experts": config.aux_output_config.enable_return_routed_experts,
+                    "diffusion_config": config.diffusion_config,
+                    "enable_fault_tolerance": parallel.enable_fault_tolerance,
                     "weight_transfer_config": config.weight_transfer_config}, STORE_FEATURES)
     check_model(config)
     pin_weights(config)

@@ -124,6 +124,8 @@ IMAGE = MultiModalFeatureSpec(data=None, modality="image", identifier="i", mm_po
                                         presence_penalty=0.5, min_tokens=2, seed=4)}, True),
     ({"sampling_params": SamplingParams(structured_outputs=StructuredOutputsParams(regex="a*"))}, True),
     ({"sampling_params": SamplingParams(prompt_logprobs=0)}, False),
+    ({"sampling_params": SamplingParams(prompt_logprobs=0, skip_reading_prefix_cache=False)}, False),
+    ({"sampling_params": SamplingParams(prompt_logprob_token_ids=[[1]] * 99, skip_reading_prefix_cache=False)}, False),
     ({"lora_request": LoRARequest("adapter", 1, "/nowhere")}, False),
     ({"mm_features": [IMAGE]}, False),
     ({"prompt_token_ids": None, "prompt_embeds": torch.zeros(100, 64)}, False),
@@ -131,8 +133,8 @@ IMAGE = MultiModalFeatureSpec(data=None, modality="image", identifier="i", mm_po
     ({"cache_salt": "s"}, False),
     ({"sampling_params": None, "pooling_params": PoolingParams(task="embed")}, False),
     ({"request_id": "x" * 5000}, False),
-], ids=["plain", "sampling", "grammar", "prompt logprobs", "LoRA", "image", "embeddings", "streaming input", "salt",
-        "pooling", "long id"])
+], ids=["plain", "sampling", "grammar", "prompt logprobs", "those with a prefix hit", "prompt scores",
+        "LoRA", "image", "embeddings", "streaming input", "salt", "pooling", "long id"])
 def test_b7_b98_what_another_engine_may_prefill(fields, goes):
     assert can_go_remote(request(**fields)) is goes
 

@@ -10,18 +10,21 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config.diffusion import DiffusionConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd import checks
+from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.frontend import attach
 from vllm_pd.frontend.drain import DrainMiddleware
 from vllm_pd.frontend.metaserver import DirectJobMiddleware
 from vllm_pd.source_names import Required
 from vllm_pd.store.with_peers import PDConnectorWithStore
+from vllm_pd.store_checks import check_store
 from vllm_pd.v1 import front, required
-from vllm_pd.v1.claim import SCHEDULER
+from vllm_pd.v1.claim import SCHEDULER, check_config
 from vllm_pd.v1.connector import PDConnector
 from vllm_pd.v1.settings import OWN_KEY, front_of_rank, fronts_of_server, read_settings
 
@@ -221,8 +224,6 @@ def test_b43_all_processes_of_a_server_meet_the_same_engines():
 ], ids=str)
 def test_b80_a_model_that_cannot_take_part(monkeypatch, changes, words):
     """B80: by the same function as for V0."""
-    from vllm_pd.config import PDConfig
-    from vllm_pd.v1.claim import check_config
     config = configure(transfer())
     for name, value in changes.items():
         if isinstance(getattr(type(config.model_config), name, None), property):
@@ -236,8 +237,6 @@ def test_b80_a_model_that_cannot_take_part(monkeypatch, changes, words):
 @pytest.mark.parametrize("changes", [{"head_size": 64}, {"total_num_kv_heads": 2}], ids=str)
 def test_b101_b80_layers_whose_kv_differs_in_shape(changes):
     """B80, B101: as vLLM has them from the model's configuration."""
-    from vllm_pd.config import PDConfig
-    from vllm_pd.v1.claim import check_config
     config = configure(transfer())
     config.model_config.model_arch_config.per_layer_overrides = [{}, changes, {}, {}]
     with pytest.raises(ConfigError, match=r"model=.*one shape.*\(KV heads, head size\) are \[.*\(4, 32\)"):
@@ -257,10 +256,30 @@ def test_b101_a_window_in_some_layers_passes():
     assert config.scheduler_config.disable_hybrid_kv_cache_manager and config.cache_config.sliding_window is None
 
 
+@pytest.mark.parametrize("check", [lambda config: check_config(config, PDConfig.parse("kv_consumer", BROKER)),
+                                   check_store], ids=["peers", "store"])
+@pytest.mark.parametrize("part, key, words", [
+    ("aux_output_config", "enable_return_routed_experts", "remove it: the experts"),
+    ("parallel_config", "enable_fault_tolerance", "remove it: .*that is given up"),
+], ids=str)
+def test_b80_what_vllm_has_for_a_gpu_only(part, key, words, check):
+    """B80: by the name of the flag."""
+    config = configure(transfer())
+    setattr(getattr(config, part), key, True)
+    with pytest.raises(ConfigError, match=f"(?s){key}=True.*{words}"):
+        check(config)
+
+
+def test_b80_b104_a_model_that_writes_its_blocks_anew():
+    """B80, B104: PDConnector refuses it for its scheduler."""
+    config = configure(transfer())
+    config.diffusion_config = DiffusionConfig(canvas_length=32)
+    with pytest.raises(ConfigError, match="diffusion_config=.*one token after the other"):
+        check_store(config)
+
+
 def test_b80_ranks_on_several_nodes():
     """B80"""
-    from vllm_pd.config import PDConfig
-    from vllm_pd.v1.claim import check_config
     config = configure(transfer())
     config.parallel_config.nnodes = 2
     with pytest.raises(ConfigError, match="nnodes=2.*this host"):

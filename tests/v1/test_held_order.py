@@ -302,3 +302,18 @@ def test_plain_requests_are_served_in_v1_s_own_order(model_folder, in_flight, po
     for mine, upstreams in zip(ours, its, strict=True):
         for one, other in itertools.combinations(upstreams, 2):
             assert mine[one] <= mine[other], f"{other} has passed {one}"
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["end queued", "end at once"])
+def test_the_end_of_a_streaming_input_has_no_turn(engine, waits):
+    """It is a request with the session's id that V1 never schedules: it queues it behind the input before, or finishes
+    the session while that waits for input."""
+    add(engine, "session", 40, resumable=True)
+    if waits:
+        engine.run()
+        assert engine.status("session") is RequestStatus.WAITING_FOR_STREAMING_REQ
+    add(engine, "session", [0])
+    assert not engine.binding.prefill_jobs.begun and not engine.binding.prefill_jobs._to_keep
+    add(engine, "other", 40)
+    engine.run()
+    assert not engine.scheduler.requests and not engine.binding.prefill_jobs._to_keep

@@ -13,6 +13,14 @@ from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention import attention, kv_transfer_utils
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 from vllm.v1.worker.gpu import kv_connector as second_runner
@@ -31,6 +39,14 @@ from vllm_pd.v1.plugin import register
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 8, 2, 16, 64
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
 MEMORY_GIB = 0.01
+SHAPE = dict(block_size=TOKENS, num_kv_heads=HEADS, head_size=CONTENT // 2, dtype=torch.float32)
+FULL = FullAttentionSpec(**SHAPE)
+PREFIX_LM = FullAttentionSpec(**SHAPE, non_causal=True)
+
+
+def cache_of(spec: KVCacheSpec = FULL) -> KVCacheConfig:
+    """All layers in one group."""
+    return KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(NAMES, spec)])
 
 
 @pytest.fixture
@@ -51,7 +67,7 @@ def make(settings, model_folder, monkeypatch):
     monkeypatch.setattr("vllm_pd.store_checks.pin_weights", lambda config: None)
     made, reloads = [], []
 
-    def one(role: KVConnectorRole) -> PDStoreConnector:
+    def one(role: KVConnectorRole, spec: KVCacheSpec = FULL) -> PDStoreConnector:
         config = VllmConfig(
             model_config=ModelConfig(model=str(model_folder), max_model_len=512, dtype="float32",
                                      skip_tokenizer_init=True), cache_config=CacheConfig(block_size=TOKENS),
@@ -62,7 +78,7 @@ def make(settings, model_folder, monkeypatch):
         if role is KVConnectorRole.WORKER:
             for name in WEIGHT_CALLS:
                 monkeypatch.setattr(Worker, name, lambda self, path, name=name: reloads.append((name, path)))
-        made.append(PDStoreConnector(config, role, SimpleNamespace(kv_cache_groups=[None])))
+        made.append(PDStoreConnector(config, role, cache_of(spec)))
         if role is KVConnectorRole.WORKER:
             caches = torch.arange(BLOCKS, dtype=torch.float32).repeat(LAYERS, 1)[..., None, None, None]
             monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made[-1])
@@ -118,6 +134,18 @@ def is_stored(connector: PDStoreConnector, block: int) -> bool:
     return found
 
 
+@pytest.mark.parametrize("spec, words", [
+    (PREFIX_LM, "non_causal.*without the store"),
+    (UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=dict(zip(NAMES, (FULL, PREFIX_LM), strict=False))),
+     "non_causal.*without the store"),
+    (SlidingWindowSpec(**SHAPE, sliding_window=64), "SlidingWindowSpec.*one group"),
+], ids=["all layers", "one layer", "windows"])
+def test_b80_b104_kv_that_does_not_follow_from_the_tokens_before_is_refused(make, spec, words):
+    """B80, B104: a block is named by the tokens up to its end."""
+    with pytest.raises(ConfigError, match=f"kv_cache_groups=.*{words}"):
+        make(KVConnectorRole.SCHEDULER, spec)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("in the forward pass"), SystemExit()], ids=["raises", "SIGTERM"])
 @pytest.mark.parametrize("layers", [0, LAYERS - 1])
 def test_b104_a_step_that_fails_puts_nothing(worker, error, layers):
@@ -168,8 +196,8 @@ def test_b104_a_load_that_fails_is_not_tried_again(make, worker):
     compute(1, 1)
     scheduler = make(KVConnectorRole.SCHEDULER)
     scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-    request = SimpleNamespace(request_id="a", mm_features=[], prompt_embeds=None, num_preemptions=0,
-                              num_tokens=TOKENS + 1, block_hashes=[block_named(1)[0]])
+    request = SimpleNamespace(request_id="a", mm_features=[], prompt_embeds=None, sampling_params=None,
+                              num_preemptions=0, num_tokens=TOKENS + 1, block_hashes=[block_named(1)[0]])
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (TOKENS, True)
     scheduler.update_connector_output(SimpleNamespace(failed_recving={"a"}, finished_recving={"a"}))

@@ -143,6 +143,19 @@ def test_b104_what_the_store_has_is_the_prefix_hit_by_which_is_decided(make):
         assert engine.cached["a"] == 80
 
 
+@pytest.mark.parametrize("scores", [{"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[1]] * 99}],
+                         ids=lambda one: next(iter(one)))
+def test_b7_b104_a_prompt_whose_tokens_are_scored_is_computed_whole(make, scores):
+    """B7, B104: also where the client has it use a prefix hit."""
+    engine, asked = make(), prompt(100)
+    put(asked, 5)
+    engine.add("a", asked, params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True,
+                                                 skip_reading_prefix_cache=False, **scores))
+    engine.run()
+    engine.end()
+    assert not engine.protocol.jobs and not engine.loads and engine.tokens_computed == 100 + 3
+
+
 def test_b104_a_prompt_that_is_in_the_store_is_nobody_s_to_prefill(make):
     """B104: its last token is always computed."""
     engine = make()

@@ -57,7 +57,6 @@ def worker(model_folder, monkeypatch):
     monkeypatch.setattr("vllm_pd.v1.fingerprint.engine_name", lambda config, layers: "engine")
     monkeypatch.setattr("vllm_pd.v1.fingerprint.fingerprint", lambda config, cache, engine: engine)
     monkeypatch.setattr("vllm_pd.store_checks.pin_weights", lambda config: None)
-    monkeypatch.setattr("vllm_pd.v1.connector.check_groups", lambda groups: None)
     for name in WEIGHT_CALLS:
         monkeypatch.setattr(Worker, name, lambda self: None)
     config = VllmConfig(
@@ -67,7 +66,7 @@ def worker(model_folder, monkeypatch):
             kv_role="kv_both", kv_load_failure_policy="recompute",
             kv_connector_extra_config={"store": {"folder": str(folder), "memory_gib": MEMORY_GIB}}))
     config.cache_config.num_gpu_blocks = BLOCKS
-    made = with_peers.PDConnectorWithStore(config, KVConnectorRole.WORKER, SimpleNamespace(kv_cache_groups=[None]))
+    made = with_peers.PDConnectorWithStore(config, KVConnectorRole.WORKER, alone.cache_of())
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made)
     monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
     monkeypatch.setattr(attention, "get_attention_context", lambda layer: ("metadata", None, None, None))

@@ -21,12 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.handover.reload import WEIGHT_CALLS
+from vllm_pd.layers import check_stored_groups
 from vllm_pd.store.plan import NamedBlock, StorePlan
 from vllm_pd.store.stats import StorePromMetrics, StoreStats
 from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, block_parts, model_of
 from vllm_pd.store_checks import check_store
 from vllm_pd.store_settings import StoreSettings
+from vllm_pd.v1.features import scores_prompt
 from vllm_pd.v1.settings import served_name
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class PDStoreConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_store(vllm_config)
+        check_stored_groups(kv_cache_config.kv_cache_groups)
         self._config = vllm_config
         self._settings = StoreSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         self._block_size = vllm_config.cache_config.block_size
@@ -93,8 +96,10 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._manager = kv_cache_manager
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come."""
-        if self._plan is not None and not request.mm_features and request.prompt_embeds is None:
+        """A request has come. Untouched are those whose prompt is more than token ids, or has more to give than KV."""
+        params = request.sampling_params
+        if (self._plan is not None and not request.mm_features and request.prompt_embeds is None
+                and not (params is not None and scores_prompt(params))):
             self._requests[request.request_id] = request
             self._plan.add(request.request_id)
 

@@ -146,9 +146,11 @@ class EngineHandover(HandoverEngine):
             self._metrics_stale = True
 
     def added(self, request: Request) -> None:
-        """A request has come, maybe one that has its turn among the jobs."""
+        """A request has come, maybe one that has its turn among the jobs. Further input of a session, and its end, come
+        as requests of their own with the session's id, and V1 does not schedule these."""
         self.changed()
-        if (self.prefill_jobs is not None and can_go_remote(request)
+        if (self.prefill_jobs is not None and self._scheduler.requests.get(request.request_id) is request
+                and can_go_remote(request)
                 and self.holds.has_turn(request.sampling_params.extra_args)):
             self._guard(self.prefill_jobs.add_prompt, request.request_id, request, request.num_tokens, request.priority)
 

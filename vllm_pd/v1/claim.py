@@ -55,6 +55,8 @@ V1_FEATURES = {
                               "new ones",
     "enable_permute_local_kv": "remove it: peers compare the layout of their caches, and move it as it is",
     "enable_cumem_allocator": "remove it: a cache that is released and mapped anew is memory that peers write to",
+    "enable_return_routed_experts": "remove it: the experts that a peer chose for a prompt are not transferred",
+    "enable_fault_tolerance": "remove it: after a step that is given up, peers and this engine disagree about blocks",
     "kv_connector_module_path": "remove it: the plugin knows PDConnector by its name",
 }
 
@@ -134,6 +136,8 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_features({"speculative_config": config.speculative_config, "enable_sleep_mode": model.enable_sleep_mode,
                     "enable_cumem_allocator": model.enable_cumem_allocator,
                     "weight_transfer_config": config.weight_transfer_config,
+                    "enable_return_routed_experts": config.aux_output_config.enable_return_routed_experts,
+                    "enable_fault_tolerance": parallel.enable_fault_tolerance,
                     "enable_permute_local_kv": transfer.enable_permute_local_kv,
                     "kv_connector_module_path": transfer.kv_connector_module_path}, V1_FEATURES)
     check_model(config)

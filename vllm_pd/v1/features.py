@@ -11,13 +11,19 @@ from typing import TYPE_CHECKING
 from vllm_pd.core.messages import MAX_ID_CHARS
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
+
+
+def scores_prompt(params: SamplingParams) -> bool:
+    """Whether the answer has something of each token of the prompt, which only the step gives that computes it."""
+    return params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
 
 
 def can_go_remote(request: Request) -> bool:
     """Whether another engine may prefill this request's prompt."""
     params = request.sampling_params
-    if params is None or params.prompt_logprobs is not None or request.skip_reading_prefix_cache:
+    if params is None or scores_prompt(params) or request.skip_reading_prefix_cache:
         return False  # pooled, or computed in the prompt step only; the latter's connector's answer is ignored upstream
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
         return False  # the prompt is more than token ids

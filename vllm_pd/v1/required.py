@@ -57,7 +57,10 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/outputs.py": (
         Required("KVConnectorOutput.kv_connector_worker_meta", "which loads from the store have ended"),
     ),
-    "sampling_params.py": (Required("SamplingParams.extra_args", "a request's kv_transfer_params come in it"), ),
+    "sampling_params.py": (
+        Required("SamplingParams.extra_args", "a request's kv_transfer_params come in it"),
+        Required("SamplingParams.prompt_logprob_token_ids", "such a request is computed whole: it stays local"),
+    ),
     "v1/core/sched/output.py": (
         Required("SchedulerOutput.num_scheduled_tokens", "how fast prompts are computed, measured step by step"),
     ),
@@ -188,6 +191,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("ParallelConfig.data_parallel_size_local", "how many ranks of a server are on its host"),
         Required("ParallelConfig.local_engines_only", "whether a server has other ranks than those"),
         Required("ParallelConfig.nnodes", "refused above 1"),
+        Required("ParallelConfig.enable_fault_tolerance", "refused"),
         Required("ParallelConfig._api_process_count", "whether the server has several processes"),
     ),
     "distributed/kv_transfer/kv_connector/v1/metrics.py": (
@@ -212,12 +216,15 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("VllmConfig._verify_kv_transfer_compat", "takes the settings over, at the end of __post_init__",
                  takes=()),
         Required("VllmConfig.weight_transfer_config", "refused"),
+        Required("VllmConfig.diffusion_config", "refused with the store"),
         Required("VllmConfig.shutdown_timeout", "how long the first process of a server lets the others drain"),
     ),
     "v1/kv_cache_interface.py": (
+        Required("FullAttentionSpec.non_causal", "refused with the store"),
         Required("FullAttentionSpec", _LAYERS), Required("MLAAttentionSpec", _LAYERS),
         Required("UniformTypeKVCacheSpecs.kv_cache_specs", _LAYERS), Required("KVCacheConfig.kv_cache_groups", _LAYERS),
     ),
+    "config/aux_output.py": (Required("AuxOutputConfig.enable_return_routed_experts", "refused"), ),
     "config/cache.py": (
         Required("CacheConfig.kv_cache_dtype_skip_layers", "refused"),
         Required("CacheConfig.prefix_caching_hash_algo", "the names of blocks in the store must be equal everywhere"),
@@ -226,6 +233,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "config/model.py": (
         Required("ModelConfig.architecture", "the class of the model is in the fingerprint", takes=()),
         Required("ModelConfig.enable_cumem_allocator", "refused"),
+        Required("ModelConfig.quantization_config", "in the fingerprint"),
+        Required("ModelConfig.model_class_overrides", "in the fingerprint"),
     ),
     "config/kv_transfer.py": (
         Required("KVTransferConfig.kv_load_failure_policy", "set to recompute"),
