@@ -33,21 +33,23 @@ def model_digest(config: VllmConfig) -> str:
     model = config.model_config
     digest = hashlib.sha256()
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED_KEYS}
-    settings = [settings, model.quantization, _long_rope(model), *_chosen_at_start(model)]
+    settings = [settings, model.quantization, _long_rope(model), *_chosen_at_start(config)]
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     digest.update(_weights(model, _load_format(config)))
     return f"{model.architecture}:{digest.hexdigest()[:16]}"
 
 
-def _chosen_at_start(model: ModelConfig) -> list[dict[str, Any]]:
+def _chosen_at_start(config: VllmConfig) -> list[dict[str, Any]]:
     """What the operator may have chosen beside the model's own configuration: how weights are quantized as they are
-    loaded and other classes, which V0 can't, and the revision of remote code. Empty where none is set, so that digests
-    stay what they were."""
+    loaded and other classes, which V0 can't, the revision of remote code, and which of a folder's files are loaded.
+    Empty where none is set, so that digests stay what they were."""
+    model, loader = config.model_config, config.load_config.model_loader_extra_config
     quantized = getattr(model, "quantization_config", None)
     chosen = {
         "quantization_config": dataclasses.asdict(quantized) if dataclasses.is_dataclass(quantized) else quantized,
         "model_class_overrides": getattr(model, "model_class_overrides", None),
         "code_revision": model.code_revision,
+        "pattern": loader.get("pattern") if isinstance(loader, dict) else None,  # of formats that keep a rank's shard
     }
     found = {key: value for key, value in chosen.items() if value}
     return [found] if found else []

@@ -120,10 +120,10 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
         "local": "kv_buffer_device kv_port",  # of other connectors
     },
     LoadConfig: {
-        "digest": "load_format",  # and what it can't tell is refused
+        "digest": "load_format model_loader_extra_config",  # what it does not tell is refused
         "local": "download_dir safetensors_load_strategy safetensors_prefetch_num_threads "
                  "safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location "
-                 "model_loader_extra_config ignore_patterns",  # vLLM ends where a tensor of the model is missing
+                 "ignore_patterns",  # vLLM ends where a tensor of the model is missing
     },
     AttentionConfig: {
         "digest": "backend backend_per_kind",  # the name of the backend that is used

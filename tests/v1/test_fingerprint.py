@@ -47,6 +47,16 @@ def test_b42_other_classes_of_the_same_name_are_another_model(config, key, value
     assert model_digest(config) != before
 
 
+def test_b42_other_files_of_a_folder_are_another_model(config):
+    """By the pattern of files with a rank's shard."""
+    config.load_config.load_format = "sharded_state"
+    found = set()
+    for pattern in (None, "a-{rank}-{part}", "b-{rank}-{part}"):
+        config.load_config.model_loader_extra_config = {"pattern": pattern} if pattern else {}
+        found.add(model_digest(config))
+    assert len(found) == 3
+
+
 def test_b42_a_model_without_either_keeps_its_digest(config):
     """Files of the store are known by it. V0's configuration has no such fields."""
     model = config.model_config
