@@ -21,6 +21,7 @@ from starlette.routing import Route
 from tests.fakes.brokers import serving
 from tests.fakes.metaserver_proxy import BODY, LoopThread, MetaserverProxy
 from tests.sockets.test_agent import FINGERPRINT, TOKENS, WAIT_S, Engine, Settings
+from tests.unit.test_metaserver import URL, naming
 from tests.waiting import wait_for
 from vllm_pd.control import posted_jobs, poster
 from vllm_pd.control.poster import MetaserverPoster
@@ -38,7 +39,7 @@ from vllm_pd.core.actions import (
 from vllm_pd.core.metaserver import post_params, posted_name
 from vllm_pd.frontend import connection
 from vllm_pd.frontend.drain import ServerDrain
-from vllm_pd.frontend.metaserver import DirectJobMiddleware
+from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware, without_metaserver
 from vllm_pd.ports import take_free
 from vllm_pd.rpc import codec
 from vllm_pd.rpc.sockets import HIGH_WATER_MESSAGES
@@ -245,7 +246,7 @@ def test_b100_b27_a_job_whose_write_may_land_is_over_for_its_client(fleet):
     at_rest(fleet)
 
 
-@pytest.mark.parametrize("answer, posts", [(500, 3), (404, 1), (302, 1), ("nobody", 0)])
+@pytest.mark.parametrize("answer, posts", [(500, 1), (404, 1), (302, 1), ("nobody", 0)])
 def test_b100_a_post_that_fails_is_a_fallback_and_no_redirect_is_followed(fleet, monkeypatch, answer, posts):
     monkeypatch.setattr(poster, "PAUSE_S", 0.001)
     fleet.proxy.answer = answer
@@ -427,6 +428,30 @@ def test_b100_a_job_comes_from_the_front_end_and_from_no_other_socket(fleet):
         wait_for(lambda: engine.agent.dropped().get("link_frame_unexpected"))
     assert engine.protocol.totals() == {}
     at_rest(fleet)
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/completions", naming(n=2)), ("/v1/chat/completions", naming(n=2)), ("/v1/completions", naming()),
+    ("/v1/responses", naming(n=2))])
+def test_b100_the_application_gets_the_body_that_is_left_and_then_what_follows(path, body):
+    rest = [{"type": "http.request", "body": body[:9], "more_body": True}, {"type": "http.request", "body": body[9:]},
+            {"type": "http.disconnect"}]
+    seen = []
+
+    async def application(scope, receive, send):
+        while not seen or seen[-1]["type"] != "http.disconnect":
+            seen.append(await receive())
+
+    async def receive():
+        return rest.pop(0)
+
+    asyncio.run(SeveralAnswersMiddleware(application)(
+        {"type": "http", "method": "POST", "path": path, "headers": [(b"content-type", b"application/json")]}, receive,
+        None))
+    got = b"".join(message.get("body", b"") for message in seen)
+    changes = b'"n": 2' in body and path != "/v1/responses"
+    assert got == (without_metaserver(body) if changes else body) and (URL.encode() in got) != changes
+    assert not seen[-2].get("more_body")
 
 
 # The thread that posts, alone.

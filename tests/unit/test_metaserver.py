@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """B100, the pure part of the metaserver form: its messages, which jobs are posted, which are taken past the queue."""
 import base64
+import json
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from vllm_pd.core.metaserver import (
     request_of,
 )
 from vllm_pd.core.prefill import JobState
+from vllm_pd.frontend.metaserver import without_metaserver
 
 URL = "http://127.0.0.1:9000/v1/metaserver"
 SECRET = "0123456789abcdef" * 2
@@ -116,6 +118,37 @@ def test_b100_only_a_name_with_a_secret_is_a_posted_one():
 def test_b100_a_request_names_a_metaserver(params, found):
     assert named_metaserver({"kv_transfer_params": params}) == found
     assert named_metaserver(params) is None
+
+
+# The server of D.
+
+NAMING = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": URL}
+
+
+def naming(**fields):
+    """The body of a request as a proxy sends it."""
+    return json.dumps({"model": "m", "kv_transfer_params": NAMING, "prompt": [1, 2], **fields}).encode()
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a", "b"]}, {"prompt": [[1, 2], [3]]},
+                                    {"messages": [], "n": 3, "prompt": None}], ids=str)
+def test_b100_a_request_for_several_answers_names_no_metaserver_and_loses_nothing_else(fields):
+    body = naming(**fields, seed=2**63 - 1, temperature=1e-3, stop=["\u00e4\n"])
+    changed = json.loads(without_metaserver(body))
+    assert changed.pop("kv_transfer_params") == {"do_remote_decode": False, "do_remote_prefill": True}
+    wanted = json.loads(body)
+    del wanted["kv_transfer_params"]
+    assert changed == wanted
+
+
+@pytest.mark.parametrize("body", [
+    naming(), naming(n=1), naming(n=None), naming(n="2"), naming(prompt="metaserver"), naming(prompt=["a"]),
+    naming(prompt=[[1, 2]]), naming(prompt=[]), naming(prompt=[["a"], 1]), naming(prompt=None),
+    naming(n=2, kv_transfer_params=None), naming(n=2, kv_transfer_params={}), naming(n=2, kv_transfer_params=[URL]),
+    naming(n=2, prompt="metaserver", kv_transfer_params={"pd": "local"}), naming(n=2)[:-1], b"metaserver", b"[]", b"",
+    b'{"n":2,"kv_transfer_params":{"metaserver":' + b"[" * 100_000], ids=lambda body: str(body[:150]))
+def test_b100_every_other_body_stays_as_it_is(body):
+    assert without_metaserver(body) is None
 
 
 # D.

@@ -19,7 +19,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.frontend import attach
 from vllm_pd.frontend.drain import DrainMiddleware
-from vllm_pd.frontend.metaserver import DirectJobMiddleware
+from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware
 from vllm_pd.source_names import Required
 from vllm_pd.store.with_peers import PDConnectorWithStore
 from vllm_pd.store_checks import check_store
@@ -57,17 +57,23 @@ def configure(kv: KVTransferConfig | None, **more) -> VllmConfig:
                       kv_transfer_config=kv, **more).create_engine_config()
 
 
-@pytest.mark.parametrize("role, carries", [("kv_consumer", False), ("kv_producer", True), ("kv_both", True)])
-def test_b100_a_server_whose_engine_prefills_takes_jobs_of_its_clients(role, carries, monkeypatch):
+POSTING = {**BROKER, "metaservers": "http://127.0.0.1:9/v1/metaserver"}
+
+
+@pytest.mark.parametrize("role, extra, found", [
+    ("kv_consumer", BROKER, set()), ("kv_consumer", POSTING, {SeveralAnswersMiddleware}),
+    ("kv_producer", POSTING, {DirectJobMiddleware}), ("kv_both", BROKER, {DirectJobMiddleware}),
+    ("kv_both", POSTING, {DirectJobMiddleware, SeveralAnswersMiddleware})])
+def test_b100_what_a_server_does_with_jobs_is_its_engine_s_role(role, extra, found, monkeypatch):
     monkeypatch.setattr(front.asyncio, "get_running_loop", lambda: SimpleNamespace(
         add_signal_handler=lambda number, call: None))
     monkeypatch.setattr(attach, "ServerDrain", lambda *arguments: SimpleNamespace(run_job=None, on_sigterm=None))
     monkeypatch.setattr(attach, "limit_headers", lambda config: None)
     app = FastAPI()
-    app.state.engine_client = SimpleNamespace(vllm_config=configure(transfer(role)))
+    app.state.engine_client = SimpleNamespace(vllm_config=configure(transfer(role, extra)))
     front._attach(app, SimpleNamespace(config=uvicorn.Config(app)))
-    attached = [one.cls for one in app.user_middleware]
-    assert DrainMiddleware in attached and (DirectJobMiddleware in attached) == carries
+    attached = {one.cls for one in app.user_middleware}
+    assert DrainMiddleware in attached and attached & {DirectJobMiddleware, SeveralAnswersMiddleware} == found
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])

@@ -32,14 +32,6 @@ ENDED = "the thread that posts jobs has ended"
 ANSWERED = "the metaserver has answered, and no prefill engine has claimed it"
 
 
-class _PostFailed(Exception):
-    """A try has failed. `final`: another one would, too."""
-
-    def __init__(self, detail: str, final: bool) -> None:
-        super().__init__(detail)
-        self.final = final
-
-
 class MetaserverPoster:
     """Posts to `urls` only. `unclaimable` is called with an attempt and the reason, `CLAIM_S` after a post was answered
     or as soon as it has failed; it has no effect on one that was claimed. `died` is called where the thread ends by an
@@ -161,26 +153,23 @@ class MetaserverPoster:
         self._unclaimable(attempt, problem or ANSWERED)
 
     async def _deliver(self, action: PostJob) -> str:
-        """Post until a try is answered well, or the last has failed. Returns why; empty after an answer."""
-        params = post_params(action.job, action.request_id, self._fingerprint)
-        body = msgspec.json.encode(params)
+        """Post until it is answered, or nobody has answered the last try. Returns what is wrong; empty after a good
+        answer. An answer is the last word: no other try brings more, and the broker knows which engines are there."""
+        import aiohttp
+        body = msgspec.json.encode(post_params(action.job, action.request_id, self._fingerprint))
         for number in range(TRIES):
             try:
-                await self._try(action.url, body)
-                return ""
-            except _PostFailed as failure:
-                if failure.final or number == TRIES - 1:
-                    return f"the metaserver {action.url}: {failure}"
+                status = await self._try(action.url, body)
+            except (aiohttp.ClientError, OSError) as error:
+                problem = f"it can't be reached: {error}"
+            else:
+                return "" if 200 <= status < 300 else f"the metaserver {action.url}: it has answered {status}"
+            if number < TRIES - 1:
                 await asyncio.sleep(PAUSE_S * 2**number)
-        raise AssertionError("no try")
+        return f"the metaserver {action.url}: {problem}"
 
-    async def _try(self, url: str, body: bytes) -> None:
-        import aiohttp
-        try:
-            async with self._session.post(url, data=body, headers={"Content-Type": "application/json"},
-                                          allow_redirects=False) as answer:
-                status = answer.status
-        except (aiohttp.ClientError, OSError) as error:
-            raise _PostFailed(f"it can't be reached: {error}", final=False) from error
-        if not 200 <= status < 300:
-            raise _PostFailed(f"it has answered {status}", final=status < 500)
+    async def _try(self, url: str, body: bytes) -> int:
+        """The status of the answer."""
+        async with self._session.post(url, data=body, headers={"Content-Type": "application/json"},
+                                      allow_redirects=False) as answer:
+            return answer.status

@@ -4,7 +4,8 @@ own.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,14 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
     messages = [await receive()]
     while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
         messages.append(await receive())
-    unread = messages[::-1]
+    return b"".join(message.get("body", b"") for message in messages), receive_first(messages, receive)
+
+
+def receive_first(messages: Iterable[dict[str, Any]], receive: Receive) -> Receive:
+    """An ASGI `receive` that gives these messages, and then what `receive` does."""
+    unread = collections.deque(messages)
 
     async def receive_again() -> dict[str, Any]:
-        return unread.pop() if unread else await receive()
+        return unread.popleft() if unread else await receive()
 
-    return b"".join(message.get("body", b"") for message in messages), receive_again
+    return receive_again

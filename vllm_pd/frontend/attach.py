@@ -16,7 +16,7 @@ from vllm_pd.frontend.access import keys_of
 from vllm_pd.frontend.asked import AskedMiddleware
 from vllm_pd.frontend.drain import DrainMiddleware, ServerDrain
 from vllm_pd.frontend.edge import limit_headers
-from vllm_pd.frontend.metaserver import DirectJobMiddleware
+from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware
 
 if TYPE_CHECKING:
     import uvicorn
@@ -48,6 +48,8 @@ def attach_disaggregation(app: FastAPI, server: uvicorn.Server, settings: dict[s
                         cut_s)
     if takes_jobs and config.role.prefills:
         app.user_middleware.append(Middleware(DirectJobMiddleware, run=drain.run_job))
+    if config.metaserver_urls:
+        app.user_middleware.append(Middleware(SeveralAnswersMiddleware))
     app.add_middleware(DrainMiddleware, drain=drain)
     app.add_middleware(routes.GenerateMiddleware, keys=keys)
     app.add_middleware(routes.RoutesMiddleware, routes=routes.operator_routes(drain, keys), prefix=routes.PREFIX)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill engine's end of the metaserver form: a request that carries a decode engine's job.
+"""The servers' part in the metaserver form.
 
-Its proxy has sent it because the decode engine posted that job (`vllm_pd.core.metaserver`). It is answered by the
-engine's control thread, which claims the job; vLLM does not see it. The prompt is what the job says, and not what the
-body says: it is the decode engine's blocks that are filled.
+That of a prefill engine gets requests that carry a decode engine's job: their proxy sends them because the decode
+engine posted that job (`vllm_pd.core.metaserver`). Such a request is answered by the engine's control thread, which
+claims the job; vLLM does not see it. The prompt is what the job says, and not what the body says: it is the decode
+engine's blocks that are filled. That of a decode engine decides which requests must not be posted.
 """
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ import msgspec
 from starlette.responses import JSONResponse
 
 from vllm_pd.core.messages import Job
-from vllm_pd.core.metaserver import JOB_KEY, carried_job
+from vllm_pd.core.metaserver import JOB_KEY, URL_KEY, carried_job
 from vllm_pd.core.policy import PARAMS_KEY
 from vllm_pd.errors import ControlError
-from vllm_pd.frontend.asgi import error_response, posts_json, read_body, route_path
+from vllm_pd.frontend.asgi import error_response, posts_json, read_body, receive_first, route_path
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -60,6 +61,41 @@ class DirectJobMiddleware:
         await answer(scope, receive, send)
 
 
+class SeveralAnswersMiddleware:
+    """ASGI middleware for the server of an engine that posts jobs: those of a request for several answers are not
+    posted, but go through the broker. The proxy knows all samples of a prompt by one id. Of several prompts it may send
+    none before the last one was posted, and this engine may keep some of them, or have one wait for another."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if posts_json(scope) and route_path(scope) in (COMPLETIONS, CHAT):
+            following = receive
+            body, receive = await read_body(receive)
+            changed = without_metaserver(body)
+            if changed is not None:
+                receive = receive_first([{"type": "http.request", "body": changed, "more_body": False}], following)
+        await self._app(scope, receive, send)
+
+
+def without_metaserver(body: bytes) -> bytes | None:
+    """This body of a request without the URL of its metaserver; None where it names none, or asks for one answer."""
+    if URL_KEY.encode() not in body:
+        return None
+    try:
+        request = msgspec.json.decode(body, type=_NamingBody)
+        params = request.kv_transfer_params
+        if not params or URL_KEY not in params or not request.is_for_several():
+            return None
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    rest = {name: value for name, value in params.items() if name != URL_KEY}
+    return msgspec.json.encode({**fields, PARAMS_KEY: rest})
+
+
 def one_token(path: str, model: str, job: Job) -> dict[str, Any]:
     """The answer to a request whose prompt was computed and written: that of one token, without its text."""
     is_chat, tokens, now = path == CHAT, len(job.token_ids), int(time.time())
@@ -80,6 +116,22 @@ class _CarryingBody(msgspec.Struct):
     """All other fields are skipped. What these may be, beyond what they must be: vLLM must not compute a job."""
     kv_transfer_params: _JobParams | None = None
     model: Any = None
+
+
+class _NamingBody(msgspec.Struct):
+    """All other fields are skipped."""
+    kv_transfer_params: dict[str, msgspec.Raw] | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+    n: Any = None
+
+    def is_for_several(self) -> bool:
+        """Whether it asks for several samples, or for answers to several prompts: texts, or lists of token ids."""
+        if isinstance(self.n, int) and self.n > 1:
+            return True
+        try:
+            return len(msgspec.json.decode(self.prompt, type=list[str | list[msgspec.Raw]])) > 1
+        except msgspec.ValidationError:
+            return False
 
 
 def _carrier(body: bytes) -> _CarryingBody | None:
