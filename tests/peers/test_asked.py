@@ -59,8 +59,8 @@ def test_b103_the_key_is_asked_for_before_a_body_is_read(tmp_path):
             application = getattr(application, "app", None) or application._app
 
     names = []
-    run(body, tmp_path, api_token="secret")
-    assert "TokenCheck" in names and "DrainMiddleware" in names
+    run(body, tmp_path, asks={"api_token": "secret"})
+    assert "AuthenticationMiddleware" in names and "DrainMiddleware" in names
 
 
 @pytest.mark.parametrize("method, content_type", [("GET", b"application/json"), ("POST", b"multipart/form-data")])
