@@ -236,10 +236,11 @@ async def test_workers_come_and_go_by_request():
             await more.stop()
 
 
-async def test_workers_are_not_changed_through_a_proxy_without_a_key():
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "Via", "X-Real-IP"])
+async def test_workers_are_not_changed_through_a_proxy_without_a_key(header):
     async with serving(1) as (served, [engine]):
         async with served.session.delete(served.url + "/workers", json={"url": engine.url},
-                                         headers={"X-Forwarded-For": "127.0.0.1"}) as response:
+                                         headers={header: "127.0.0.1"}) as response:
             assert response.status == 403
         assert len(served.router.workers) == 1
 
@@ -287,17 +288,17 @@ async def test_b82_with_the_operators_key_workers_are_changed_from_anywhere():
             assert [worker.url for worker in served.router.workers] == ["http://127.0.0.1:9"]
 
 
-async def test_b82_the_clients_key_changes_workers_from_this_machine_only():
-    """Who adds a worker gets the other clients' prompts, and the workers' key with the first probe."""
+async def test_b82_the_clients_key_changes_no_workers():
+    """Who adds a worker gets the other clients' prompts, and the workers' key with the first probe. What a proxy on this
+    machine forwards can look like the last request here."""
     key = {"Authorization": "Bearer secret"}
     async with serving(1, api_key="secret", worker_api_key="back") as (served, [engine]):
         assert await change_workers(served, engine, JSON) == {(401, "Unauthorized")}
         for headers in ({**key, **JSON, **AWAY}, {**key, **JSON, "X-Forwarded-For": "127.0.0.1"}, key,
-                        {**key, **JSON, "Origin": "http://evil.example"}):
+                        {**key, **JSON, "Origin": "http://evil.example"}, {**key, **JSON}):
             [(status, message)] = await change_workers(served, engine, headers)
             assert status == 403 and "--operator-key" in message
         assert [worker.url for worker in served.router.workers] == [engine.url]
-        assert await change_workers(served, engine, {**key, **JSON}) == {200}
 
 
 async def test_a_model_goes_to_those_who_have_it():
