@@ -40,6 +40,7 @@ def main() -> None:
     print("arguments", sys.argv[1:], flush=True)
     print("cores", sorted(os.sched_getaffinity(0)), os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
           os.environ.get("OMP_NUM_THREADS"), flush=True)
+    print("operator key", os.environ.get("VLLM_PD_OPERATOR_KEY"), flush=True)
     if "grandchild" in words:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print("grandchild", child.pid, flush=True)

@@ -429,12 +429,15 @@ def test_engine_that_never_becomes_healthy(tmp_path):
 
 
 def test_a_router_comes_up_last_and_ends_with_the_rest(tmp_path):
-    with running(tmp_path, "plain", router=True) as up:
+    with running(tmp_path, "plain", router=True, env={"VLLM_PD_OPERATOR_KEY": "o"}) as up:
         up.read_until("everything is up")
         state = up.state()
         assert state["router"]["url"] == f"http://127.0.0.1:{up.port}"
         assert [engine["url"] for engine in state["engines"]] == [f"http://127.0.0.1:{up.port + n}" for n in (1, 2)]
         pids = [*up.pids(), state["router"]["pid"]]
+        assert {line for line in up.lines if "operator key" in line} == {
+            "[broker] operator key None", "[decode 0] operator key None", "[prefill 0] operator key None",
+            "[router] operator key o"}
         up.process.send_signal(signal.SIGTERM)
         assert up.finish() == 0
         assert all_end(pids)

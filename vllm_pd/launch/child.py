@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_pd.launch.printer import Say
+from vllm_pd.router.options import OPERATOR_KEY_VARIABLE
 
 LAST_LINES = 30
 MAX_LINE_BYTES = 1 << 20  # a longer one is printed as several
@@ -34,14 +35,16 @@ class Exited:
 
 class Child:
     """A process with a name. All methods are called from the main thread, which must outlive the process. `cores`: to
-    which it is pinned, all where empty. `say` must not block or raise, as a process whose pipe is full stops:
+    which it is pinned, all where empty. It inherits this process's environment without the router's operator key;
+    `env` is added. `say` must not block or raise, as a process whose pipe is full stops:
     `LinePrinter.put`."""
 
     def __init__(self, name: str, command: Sequence[str], *, say: Say, env: Mapping[str, str] | None = None,
                  cores: Sequence[int] = ()) -> None:
         self.name = name
         self._command = list(command)
-        self._env = {**os.environ, **(env or {}), "VLLM_PD_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        inherited = {key: value for key, value in os.environ.items() if key != OPERATOR_KEY_VARIABLE}
+        self._env = {**inherited, **(env or {}), "VLLM_PD_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         self._cores = list(cores)
         self._say = say
         self._lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
