@@ -289,8 +289,8 @@ async def test_b82_with_the_operators_key_workers_are_changed_from_anywhere():
 
 
 async def test_b82_the_clients_key_changes_no_workers():
-    """Who adds a worker gets the other clients' prompts, and the workers' key with the first probe. What a proxy on this
-    machine forwards can look like the last request here."""
+    """Who adds a worker gets the other clients' prompts, and the workers' key with the first probe. A proxy on
+    this machine may send the last request here for a client elsewhere."""
     key = {"Authorization": "Bearer secret"}
     async with serving(1, api_key="secret", worker_api_key="back") as (served, [engine]):
         assert await change_workers(served, engine, JSON) == {(401, "Unauthorized")}
@@ -643,6 +643,17 @@ class TestMembership:
             membership.update([self.member("b", "http://h:1")], 2.0)  # another life of it
             assert [worker.url for worker in workers] == ["http://h:9", "http://h:1"]
             assert membership.add("http://h:1") is workers.get("http://h:1")
+
+    async def test_one_that_is_removed_and_added_again_is_as_any_other(self):
+        async with self.following() as (membership, workers):
+            one = self.member("a", "http://h:1")
+            membership.update([one], 0.0)
+            assert membership.remove("http://h:1") and membership.add("http://h:1") is not None
+            membership.update([one], 1.0)
+            assert workers.get("http://h:1").incarnation == "a"
+            workers.remove("http://h:1")
+            membership.update([one], 2.0)
+            assert [worker.url for worker in workers] == ["http://h:1"]
 
     async def test_a_bounded_number_stays_away(self, monkeypatch):
         monkeypatch.setattr(membership_module, "MAX_DISMISSED", 2)
