@@ -29,8 +29,8 @@ from vllm_pd.bench.load import GenerationAnswer, ask
 from vllm_pd.bench.servers import Server, Servers, log_to
 from vllm_pd.errors import PDError
 from vllm_pd.installation import World, find_installation
-from vllm_pd.launch.child import Say
 from vllm_pd.launch.plan import HOST, SERVE, UpOptions, plan_fleet
+from vllm_pd.launch.printer import Say
 from vllm_pd.launch.up import Fleet
 from vllm_pd.metrics import STAGES
 from vllm_pd.ports import take_free, take_free_run

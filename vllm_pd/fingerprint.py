@@ -41,8 +41,9 @@ def model_digest(config: VllmConfig) -> str:
 
 def _chosen_at_start(config: VllmConfig) -> list[dict[str, Any]]:
     """What the operator may have chosen beside the model's own configuration: how weights are quantized as they are
-    loaded and other classes, which V0 can't, the revision of remote code, and which of a folder's files are loaded.
-    Empty where none is set, so that digests stay what they were."""
+    loaded (by `--quantization-config`, or by a short name, like `--quantization fp8_per_tensor`, for which vLLM fills
+    in the same field) and other classes, which V0 can't, the revision of remote code, and which of a folder's files are
+    loaded. Empty where none is set, so that digests stay what they were."""
     model, loader = config.model_config, config.load_config.model_loader_extra_config
     quantized = getattr(model, "quantization_config", None)
     chosen = {

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stands in for `vllm serve`, the broker and the router in tests of `vllm-pd up`: listens at once, obeys a few words.
 
-The words are the model's name, joined by "+": `grandchild` starts a process of its own, `stubborn` ignores SIGTERM,
-`dies` ends before it listens, `dies-late` ends when it is asked for `/die`, `slow` never listens.
+The words are the model's name, joined by "+": `grandchild` starts a process of its own, `utf-8` prints a word in
+UTF-8, `stubborn` ignores SIGTERM, `dies` ends before it listens, `dies-late` ends when it is asked for `/die`, `slow`
+never listens.
 """
 
 import http.server
@@ -39,9 +40,12 @@ def main() -> None:
     print("arguments", sys.argv[1:], flush=True)
     print("cores", sorted(os.sched_getaffinity(0)), os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
           os.environ.get("OMP_NUM_THREADS"), flush=True)
+    print("operator key", os.environ.get("VLLM_PD_OPERATOR_KEY"), flush=True)
     if "grandchild" in words:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print("grandchild", child.pid, flush=True)
+    if "utf-8" in words:
+        os.write(1, "gr\u00fc\u00df\n".encode())
     if "stubborn" in words:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "dies" in words:

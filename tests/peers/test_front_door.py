@@ -239,7 +239,7 @@ def test_b82_the_front_socket_is_this_users_alone(tmp_path):
 
 def test_b82_an_address_that_a_header_may_have_made_up_is_not_believed(tmp_path):
     async def body(served):
-        for name in (b"x-forwarded-for", b"forwarded"):
+        for name in (b"x-forwarded-for", b"forwarded", b"via", b"x-real-ip"):
             for path in ("drain", "role"):
                 assert (await served.ask("POST", f"/pd/{path}", headers=[(name, b"127.0.0.1")]))[0] == 403
         assert (await served.ask("GET", "/pd/status", headers=[(b"forwarded", b"for=127.0.0.1")]))[0] == 200

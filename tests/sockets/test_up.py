@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,10 +23,11 @@ from vllm_pd.admin.client import fetch
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World
-from vllm_pd.launch import child as launch_child
 from vllm_pd.launch import plan as launch_plan
+from vllm_pd.launch import printer as launch_printer
 from vllm_pd.launch.child import Child
 from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_cores
+from vllm_pd.launch.printer import LinePrinter
 from vllm_pd.ports import take_free_run
 
 ROOT = Path(__file__).parents[2]
@@ -188,19 +189,21 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(tmp_path: Path, model: str, **options) -> Iterator[Running]:
+def running(tmp_path: Path, model: str, *, stdout: int = subprocess.PIPE, env: Mapping[str, str] | None = None,
+            **options) -> Iterator[Running]:
     port, state = take_free_run("127.0.0.1", 3), tmp_path / "state.json"
     state.write_text("stale")
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, FAKE[1], model, str(port), str(state), repr(options)],
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-                               env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+                               stdout=stdout, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                               env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **(env or {})})
     try:
         yield Running(process, state, port)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
-        process.stdout.close()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def ended(pid: int) -> bool:
@@ -225,13 +228,15 @@ def all_end(pids: list[int], within_s: float = 60.0) -> bool:
 def talking(lines: int, say, path: Path) -> Iterator[Child]:
     """A process that prints so many lines, then writes the file, then ends."""
     program = f"for n in range({lines}): print(n, 'x' * 100)\nopen({str(path)!r}, 'w').close()"
-    child, events = Child("engine", [sys.executable, "-c", program], say=say), queue.SimpleQueue()
+    printer = LinePrinter(say)
+    child, events = Child("engine", [sys.executable, "-c", program], say=printer.put), queue.SimpleQueue()
     child.start(events)
     try:
         yield child
         assert events.get(timeout=60).code == 0 and child.wait(time.monotonic() + 60)
     finally:
         child.kill()
+        printer.close(60)
 
 
 def await_file(path: Path) -> None:
@@ -247,16 +252,17 @@ def test_b20_lines_that_can_not_be_printed_stop_no_process(tmp_path):
     def say(name, line):
         said.append(line)
         if len(said) in (3, 4):
-            raise OSError(errno.ENOSPC, "No space left on device") if len(said) == 3 else BrokenPipeError
+            raise OSError(errno.ENOSPC, "No space left on device") if len(said) == 3 else UnicodeError
 
     with talking(3000, say, tmp_path / "done") as child:
         await_file(tmp_path / "done")
-    assert said[3:5] == [f"(lines that could not be printed: {lost})" for lost in (1, 2)]
-    assert said[5].startswith("4 ") and len(said) == 3001 and child.last_lines()[-1].startswith("2999 ")
+    lost = "(lines that could not be printed: 1)"
+    assert said[3] == said[5] == lost and said.count(lost) == 2, "once more, as it could not be printed either"
+    assert len(said) == 3002 and said[-1].startswith("2999 ") and child.last_lines()[-1].startswith("2999 ")
 
 
 def test_b20_a_reader_that_stands_still_stops_no_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch_child, "MAX_UNPRINTED", 100)
+    monkeypatch.setattr(launch_printer, "MAX_UNPRINTED_BYTES", 20_000)
     said, reads = [], threading.Event()
 
     def say(name, line):
@@ -270,6 +276,18 @@ def test_b20_a_reader_that_stands_still_stops_no_process(tmp_path, monkeypatch):
         reads.set()
     lost = [int(line.rpartition(" ")[2].rstrip(")")) for line in said if "could not" in line]
     assert sum(lost) > 2800 and sum(lost) + len(said) - len(lost) == 3000
+
+
+def test_b20_what_a_process_has_printed_is_printed_before_the_end(tmp_path):
+    said = []
+
+    def say(name, line):
+        time.sleep(0.002)
+        said.append(line)
+
+    with talking(500, say, tmp_path / "done"):
+        pass
+    assert len(said) == 500 and said[-1].startswith("499 ")
 
 
 def test_b20_a_process_that_has_ended_gets_no_signal(tmp_path, monkeypatch):
@@ -316,6 +334,47 @@ def test_b20_what_does_not_end_by_itself_is_killed(tmp_path):
         assert time.monotonic() - begin < 60
         assert all_end(pids)
         assert sum("killed" in line for line in up.lines if "broker" not in line) == 2
+
+
+@contextlib.contextmanager
+def unread_pipe() -> Iterator[int]:
+    """The end to write to of a pipe that is full."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writes, b"x" * 4096)
+    os.set_blocking(writes, True)
+    try:
+        yield writes
+    finally:
+        os.close(reads)
+        os.close(writes)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_b20_a_reader_that_stands_still_keeps_up_from_nothing(tmp_path, dies):
+    buffered = {"PYTHONUNBUFFERED": ""}  # then a thread that writes to sys.stdout holds a lock
+    with unread_pipe() as stdout, running(tmp_path, "dies-late", stdout=stdout, env=buffered, stop_on_death=True) as up:
+        deadline = time.monotonic() + 60
+        while not up.state_file.exists() or up.state_file.read_text() == "stale":
+            assert up.process.poll() is None and time.monotonic() < deadline, "it does not come up"
+            time.sleep(0.02)
+        pids = up.pids()
+        if dies:
+            kill_prefill(up)
+        else:
+            up.process.send_signal(signal.SIGTERM)
+        assert all_end(pids)
+        assert up.process.wait(60) == int(dies)
+
+
+def test_b20_what_stdout_can_not_encode_is_escaped(tmp_path):
+    with running(tmp_path, "utf-8", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}) as up:
+        up.read_until("everything is up")
+        up.process.send_signal(signal.SIGTERM)
+        assert up.finish() == 0
+        assert any("gr\\xfc\\xdf" in line for line in up.lines)
 
 
 def test_b20_nothing_outlives_a_killed_up(tmp_path):
@@ -370,12 +429,15 @@ def test_engine_that_never_becomes_healthy(tmp_path):
 
 
 def test_a_router_comes_up_last_and_ends_with_the_rest(tmp_path):
-    with running(tmp_path, "plain", router=True) as up:
+    with running(tmp_path, "plain", router=True, env={"VLLM_PD_OPERATOR_KEY": "o"}) as up:
         up.read_until("everything is up")
         state = up.state()
         assert state["router"]["url"] == f"http://127.0.0.1:{up.port}"
         assert [engine["url"] for engine in state["engines"]] == [f"http://127.0.0.1:{up.port + n}" for n in (1, 2)]
         pids = [*up.pids(), state["router"]["pid"]]
+        assert {line for line in up.lines if "operator key" in line} == {
+            "[broker] operator key None", "[decode 0] operator key None", "[prefill 0] operator key None",
+            "[router] operator key o"}
         up.process.send_signal(signal.SIGTERM)
         assert up.finish() == 0
         assert all_end(pids)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of vLLM's configuration and of a request, by what it means to a KV block that goes to another engine or
-into the store: class -> word -> names. `test_fields.py` compares the names with those of the installed release.
+"""Every field of some classes of vLLM's configuration and of a request, by what it means to a KV block that goes to
+another engine or into the store: class -> word -> names. `test_fields.py` compares the names with those of the
+installed release. A class that is not here, such as KernelConfig, is in VllmConfig's list as a whole.
 
     digest    in the fingerprint: engines with another value take no KV from each other, and the store keeps it apart
     refused   by us, or by vLLM beside a connector; where only some values are, the others don't matter

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B42, B80, B98: every field of vLLM's configuration and requests was looked at once (`reviewed_fields.py`).
+"""B42, B80, B98: every field of nine classes of vLLM's configuration (`CONFIGURATIONS`) and of requests was looked at
+once (`reviewed_fields.py`). The other classes in `VllmConfig` were looked at as a whole.
 
 What is refused, what is in the fingerprint, and which requests stay local are lists of what was known when they were
 written. A release brings fields that are in none of them. Read what a new one does before you enter it: KV of a prompt

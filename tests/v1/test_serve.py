@@ -19,6 +19,7 @@ from tests import asking, waiting
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.launch.child import Child
 from vllm_pd.launch.plan import HOST, SERVE, EnginePlan, UpOptions, plan_fleet, transfer_config
+from vllm_pd.launch.printer import say_aloud
 from vllm_pd.launch.up import Fleet
 from vllm_pd.ports import take_free, take_free_run
 
@@ -318,7 +319,7 @@ def serve(fleet: Fleet, port: int, *more: str) -> Child:
     engine: EnginePlan = fleet.plan.engines[0]
     child = Child("ranks", [*SERVE, os.environ["VLLM_PD_TINY_MODEL"], "--host", HOST, "--port", str(port),
                             "--kv-transfer-config", transfer_config(engine.role, fleet.plan.broker_url, PD),
-                            *SERVE_ARGS, *more], env=engine.env)
+                            *SERVE_ARGS, *more], env=engine.env, say=say_aloud)
     child.start(queue.SimpleQueue())
     return child
 

@@ -21,7 +21,8 @@ from vllm_pd.admin.client import is_healthy
 from vllm_pd.bench.connection import LoadConnection, LoadError, call
 from vllm_pd.bench.dummy_client import RequestShape
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.launch.child import Child, Say
+from vllm_pd.launch.child import Child
+from vllm_pd.launch.printer import LinePrinter, Say
 from vllm_pd.ports import take_free
 from vllm_pd.router.policy import Policy
 
@@ -146,7 +147,7 @@ class Servers:
     that they print."""
 
     def __init__(self, say: Say, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
-        self._say, self._stop_timeout_s = say, stop_timeout_s
+        self._printer, self._stop_timeout_s = LinePrinter(say), stop_timeout_s
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._children: list[Child] = []
 
@@ -160,11 +161,12 @@ class Servers:
         for child in self._children:
             if not child.wait(deadline):
                 child.kill()
+        self._printer.close()
 
     def start(self, name: str, port: int, command: Sequence[str], *, env: Mapping[str, str] | None = None,
               cores: Sequence[int] = ()) -> Server:
         """Starts a server that will listen at `port`. `await_ready` waits for it."""
-        child = Child(name, command, env=env, cores=cores, say=self._say)
+        child = Child(name, command, env=env, cores=cores, say=self._printer.put)
         self._children.append(child)
         child.start(self._events)
         return Server(name, port, child)

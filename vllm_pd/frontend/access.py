@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 _MIDDLEWARE = "AuthenticationMiddleware"
-_FORWARDED = (b"x-forwarded-for", b"forwarded")  # a proxy, or a liar, replaces the client's address with them
+# A proxy adds them, or a liar, who replaces the client's address with them.
+_FORWARDED = (b"x-forwarded-for", b"forwarded", b"via", b"x-real-ip")
 _JSON = b"application/json"
 
 

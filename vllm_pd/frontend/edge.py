@@ -332,7 +332,7 @@ class EdgeConnection(HttpToolsProtocol):
         for name, value in self.headers:
             size += len(name) + len(value)
             hosts += name == b"host"
-            sized |= name in (b"content-length", b"transfer-encoding")
+            sized |= name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
         if len(self.url) > self._limits.target_bytes:
             self._fail("header_size", HTTPStatus.REQUEST_URI_TOO_LONG,
                        f"the path has more than {self._limits.target_bytes} bytes")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One child process of `vllm-pd up`, in a process group of its own.
 
-After `start()`, each line that the process prints is printed with its name in front, and the last lines are kept. Lines
-that can't be printed, or not fast enough, are counted and dropped, because a process whose pipe is full stops. When the
+After `start()`, each line that the process prints goes to `say` with its name, and the last lines are kept. When the
 process ends, an `Exited` is put into the given queue and its whole group is killed: the processes of an engine are
 useless without its front end. `stop()` asks it to end, `kill()` ends it.
 """
@@ -16,18 +15,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_pd.launch.printer import Say
+from vllm_pd.router.options import OPERATOR_KEY_VARIABLE
+
 LAST_LINES = 30
-MAX_UNPRINTED = 20_000  # lines
-Say = Callable[[str, str], None]
-
-
-def say_aloud(name: str, line: str) -> None:
-    """Print a line of the process with this name."""
-    sys.stdout.write(f"[{name}] {line}\n")  # one call, as many threads print
-    sys.stdout.flush()
+MAX_LINE_BYTES = 1 << 20  # a longer one is printed as several
+LAST_LINES_S = 2.0  # for what the process has printed before its end
 
 
 @dataclass(frozen=True)
@@ -39,21 +35,23 @@ class Exited:
 
 class Child:
     """A process with a name. All methods are called from the main thread, which must outlive the process. `cores`: to
-    which it is pinned, all where empty."""
+    which it is pinned, all where empty. It inherits this process's environment without the router's operator key;
+    `env` is added. `say` must not block or raise, as a process whose pipe is full stops:
+    `LinePrinter.put`."""
 
-    def __init__(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None,
-                 cores: Sequence[int] = (), say: Say = say_aloud) -> None:
+    def __init__(self, name: str, command: Sequence[str], *, say: Say, env: Mapping[str, str] | None = None,
+                 cores: Sequence[int] = ()) -> None:
         self.name = name
         self._command = list(command)
-        self._env = {**os.environ, **(env or {}), "VLLM_PD_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        inherited = {key: value for key, value in os.environ.items() if key != OPERATOR_KEY_VARIABLE}
+        self._env = {**inherited, **(env or {}), "VLLM_PD_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         self._cores = list(cores)
         self._say = say
         self._lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
-        self._unprinted: queue.Queue[str | None] = queue.Queue(MAX_UNPRINTED)  # None ends it
-        self._dropped = 0  # lines
         self._process: subprocess.Popen | None = None
         self._reaping = threading.Lock()  # held to reap the process, and to send it a signal
-        self._threads: list[threading.Thread] = []
+        self._relaying: threading.Thread | None = None
+        self._watching: threading.Thread | None = None
 
     def start(self, events: "queue.SimpleQueue") -> None:
         """Start the process. Its Exited will be put into `events` exactly once."""
@@ -61,10 +59,11 @@ class Child:
         command = [sys.executable, "-m", "vllm_pd.launch.exec_child", *pinned, "--", *self._command]
         self._process = subprocess.Popen(command, env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                          stderr=subprocess.STDOUT, start_new_session=True)
-        for work in (self._relay, self._print, lambda: self._await_end(events)):
-            thread = threading.Thread(target=work, name=f"{self.name}-watch", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._relaying = threading.Thread(target=self._relay, name=f"{self.name}-lines", daemon=True)
+        self._watching = threading.Thread(target=self._await_end, args=(events, ), name=f"{self.name}-watch",
+                                          daemon=True)
+        self._relaying.start()
+        self._watching.start()
 
     @property
     def pid(self) -> int | None:
@@ -98,33 +97,15 @@ class Child:
 
     def wait(self, deadline: float) -> bool:
         """Whether the process has ended by `deadline` (time.monotonic())."""
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._watching is not None:
+            self._watching.join(max(0.0, deadline - time.monotonic()))
         return not self.alive
 
     def _relay(self) -> None:
-        for raw in self._process.stdout:
+        while raw := self._process.stdout.readline(MAX_LINE_BYTES):
             line = raw.decode(errors="replace").rstrip("\n")
             self._lines.append(line)
-            try:
-                self._unprinted.put_nowait(line)
-            except queue.Full:
-                self._dropped += 1
-        self._unprinted.put(None)
-
-    def _print(self) -> None:
-        failed = reported = 0
-        line: str | None = ""
-        while line is not None:
-            line = self._unprinted.get()
-            try:
-                if lost := self._dropped + failed - reported:
-                    self._say(self.name, f"(lines that could not be printed: {lost})")
-                    reported += lost
-                if line is not None:
-                    self._say(self.name, line)
-            except Exception:  # the disk is full, or the reader has gone: the next line may succeed
-                failed += 1
+            self._say(self.name, line)
 
     def _await_end(self, events: "queue.SimpleQueue") -> None:
         with contextlib.suppress(ChildProcessError):  # the kernel has reaped it, where SIGCHLD is ignored
@@ -132,7 +113,5 @@ class Child:
         self.kill()
         with self._reaping:
             code = self._process.wait()
-        deadline = time.monotonic() + 2.0
-        for thread in self._threads[:2]:  # the last lines
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._relaying.join(LAST_LINES_S)
         events.put(Exited(self, code))

@@ -21,7 +21,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World, find_installation
 from vllm_pd.options import Option
 from vllm_pd.ports import require_free, take_free
-from vllm_pd.router.options import RequestOrder
+from vllm_pd.router.options import API_KEY_VARIABLE, OPERATOR_KEY_VARIABLE, RequestOrder
 
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 BROKER = (sys.executable, "-m", "vllm_pd.cli", "broker")
@@ -151,10 +151,11 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     ttl = ("--ttl-s", str(options.pd["ttl_s"])) if "ttl_s" in options.pd else ()
     front = None
     if options.router:
-        key = value_of("--api-key", options.serve_args)
+        api_key = value_of("--api-key", options.serve_args)
+        keys_by_variable = {API_KEY_VARIABLE: api_key, OPERATOR_KEY_VARIABLE: os.environ.get(OPERATOR_KEY_VARIABLE)}
         order = ("--order", RequestOrder.PREFILL_FIRST.value) if prefill_first else ()
         front = RouterPlan(options.port, (*router, "--port", str(options.port), "--broker", broker_url, *keys, *order),
-                           {} if key is None else {"VLLM_API_KEY": key})
+                           {variable: key for variable, key in keys_by_variable.items() if key is not None})
     return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines, front)
 
 

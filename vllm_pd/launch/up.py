@@ -11,7 +11,6 @@ if they do not end in time; then the prefill engines; then the broker. A second 
 """
 
 import collections
-import contextlib
 import json
 import os
 import queue
@@ -23,8 +22,9 @@ from pathlib import Path
 
 from vllm_pd.admin.client import is_healthy
 from vllm_pd.errors import PDError
-from vllm_pd.launch.child import Child, Exited, Say, say_aloud
+from vllm_pd.launch.child import Child, Exited
 from vllm_pd.launch.plan import HOST, ROLE_NAMES, STOP_TIMEOUT_S, EnginePlan, FleetPlan, starting_at_once
+from vllm_pd.launch.printer import LinePrinter, Say, say_aloud
 
 CHECK_PERIOD_S = 0.25
 BROKER_START_S = 30.0
@@ -59,13 +59,14 @@ class Fleet:
         self._timeout_s = timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._stop_on_death = stop_on_death
-        self._say_as = say
+        self._printer = LinePrinter(say)
+        put = self._printer.put
         self._events: queue.SimpleQueue[SignalReceived | Exited] = queue.SimpleQueue()
-        self._broker = Child("broker", plan.broker_command, say=say)
-        self._engines = {engine: Child(engine.name, engine.command, env=engine.env, cores=engine.cores, say=say)
+        self._broker = Child("broker", plan.broker_command, say=put)
+        self._engines = {engine: Child(engine.name, engine.command, env=engine.env, cores=engine.cores, say=put)
                          for engine in plan.engines}
         self._router = (None if plan.router is None
-                        else Child("router", plan.router.command, env=plan.router.env, say=say))
+                        else Child("router", plan.router.command, env=plan.router.env, say=put))
         self._dead: list[Child] = []
 
     def run(self) -> int:
@@ -128,7 +129,8 @@ class Fleet:
 
     def stop(self) -> None:
         """End every process. Engines drain: the decode engines first, while the prefill engines still work for them.
-        Each kind has `stop_timeout_s` and the broker 3 s; then they are killed, or at once when a signal comes."""
+        Each kind has `stop_timeout_s` and the broker 3 s; then they are killed, or at once when a signal comes. At
+        last 5 s for lines that are not printed yet."""
         patient = True
         for decodes in (True, False):
             children = [child for engine, child in self._engines.items() if engine.role.decodes is decodes]
@@ -136,6 +138,7 @@ class Fleet:
                 children.append(self._router)
             patient = self._end(children, self._stop_timeout_s if patient else 0.0) and patient
         self._end([self._broker], BROKER_STOP_S)
+        self._printer.close()
 
     def state(self) -> dict:
         """The content of the state file: URL and process id of each process."""
@@ -158,7 +161,9 @@ class Fleet:
 
     def _watch(self) -> None:
         while True:
-            event = self._events.get()
+            event = self._next_event(CHECK_PERIOD_S)
+            if event is None:
+                continue
             if isinstance(event, SignalReceived):
                 raise KeyboardInterrupt
             self._report(event)
@@ -182,9 +187,8 @@ class Fleet:
                 raise StartError(f"the router at {self.plan.router.url} has no engine: see the lines above")
 
     def _raise_on_event(self, timeout_s: float) -> None:
-        try:
-            event = self._events.get(timeout=timeout_s)
-        except queue.Empty:
+        event = self._next_event(timeout_s)
+        if event is None:
             return
         if isinstance(event, SignalReceived):
             raise KeyboardInterrupt
@@ -204,14 +208,9 @@ class Fleet:
             child.stop()
         patient = True
         deadline = time.monotonic() + timeout_s
-        while any(child.alive for child in children):
-            try:
-                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                event = None
+        while patient and any(child.alive for child in children) and time.monotonic() < deadline:
+            event = self._next_event(min(CHECK_PERIOD_S, max(0.0, deadline - time.monotonic())))
             patient = not isinstance(event, SignalReceived)
-            if event is None or not patient:
-                break
         for child in children:
             if child.alive:
                 self._say(f"{child.name} does not end by itself: killed")
@@ -219,9 +218,16 @@ class Fleet:
             child.wait(time.monotonic() + 5.0)
         return patient
 
+    def _next_event(self, timeout_s: float) -> SignalReceived | Exited | None:
+        """What happened, None where nothing did. Waits are short, as a signal that comes at the very beginning of one
+        is handled only at its end."""
+        try:
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
     def _on_signal(self, number: int, frame: object) -> None:
         self._events.put(SignalReceived(number))
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # where nobody reads any more, the rest goes on
-            self._say_as("up", text)
+        self._printer.put("up", text)

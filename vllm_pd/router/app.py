@@ -246,8 +246,9 @@ class RouterApp:
 
     def _refused(self, scope: dict[str, Any]) -> RouterResponse | None:
         """The error for a request to /workers that is not allowed, else None. A change needs the operator's key, as
-        engines get the prompts of all clients and the workers' key. Where there is none, it must come from this
-        machine, as for the engines' operator routes, and show the API key if there is one."""
+        engines get the prompts of all clients and the workers' key. Without --operator-key and --api-key it must come
+        from this machine, as for the engines' operator routes. With --api-key alone it is never allowed, as a request
+        that comes through a proxy on this machine may look like one from here."""
         headers, operator_key = scope["headers"], self.options.operator_key
         if operator_key is not None and has_key(_authorization(headers), (operator_key, )):
             return None
@@ -255,8 +256,12 @@ class RouterApp:
             return RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
         if scope["method"] == "GET":
             return None
-        problem = (objection(scope, "--operator-key") if operator_key is None else
-                   "this needs the key of --operator-key: send it in Authorization: Bearer KEY")
+        if operator_key is not None:
+            problem: str | None = "this needs the key of --operator-key: send it in Authorization: Bearer KEY"
+        elif self.options.api_key is not None:
+            problem = "clients may not change workers: start the router with --operator-key, and send that key"
+        else:
+            problem = objection(scope, "--operator-key")
         return None if problem is None else responses.error_response(HTTPStatus.FORBIDDEN, problem)
 
     def _has_key(self, headers: Headers) -> bool:

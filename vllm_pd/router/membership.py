@@ -102,14 +102,13 @@ class Membership:
                 self._workers.remove(worker.url)
 
     def _join(self, url: str, member: Member) -> None:
-        if member.incarnation in self._dismissed:
-            return
         worker = self._workers.get(url)
-        if worker is None:
+        if worker is not None:
+            worker.incarnation = member.incarnation
+            self._dismissed.pop(member.incarnation, None)  # an operator has added it again
+        elif member.incarnation not in self._dismissed:
             logger.info("worker %s has joined", url)
             self._workers.add(url, WorkerSource.REGISTRY, member.incarnation, prefills=not member.role.decodes)
-        else:
-            worker.incarnation = member.incarnation
 
     def _has_use_for(self, member: Member) -> bool:
         return member.role.decodes or self._options.order is RequestOrder.PREFILL_FIRST
@@ -127,9 +126,9 @@ class Membership:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                census = await asyncio.to_thread(list_members, self._options.broker, self._options.registry_timeout_s,
+                listed = await asyncio.to_thread(list_members, self._options.broker, self._options.registry_timeout_s,
                                                  self._options.access, context=self._context)
-                self.update(list(census.members), loop.time())
+                self.update(list(listed.members), loop.time())
                 self.problem = ""
             except Exception as error:  # of a broker, a socket, a key file: the next reading may succeed
                 if not self.problem:

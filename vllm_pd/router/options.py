@@ -63,8 +63,8 @@ class RouterOptions:
         "model.")] = None
     api_key: Annotated[str | None, Option("The key that clients must send; default $VLLM_API_KEY.")] = None
     operator_key: Annotated[str | None, Option(
-        "The key for POST and DELETE /workers; default $VLLM_PD_OPERATOR_KEY. Without one they are for this machine "
-        "only.")] = None
+        "The key for POST and DELETE /workers; default $VLLM_PD_OPERATOR_KEY. Without one they are refused with "
+        "--api-key, and else for this machine only.")] = None
     worker_api_key: Annotated[str | None, Option("The key that the router sends to engines, not the client's.")] = None
     max_in_flight: Annotated[int, Option("How many requests an engine may have open at a time.")] = 1024
     max_body_bytes: Annotated[int, Option("The largest body of a request.")] = 64 << 20
