@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
+from tests.slow_write import is_open_at_each_write
 from vllm_pd.v0.idle import LoopWakeup
 
 
@@ -128,3 +129,8 @@ async def test_an_engine_that_is_gone_is_not_kept_alive(wakeup):
     del engine
     wakeup.wake()
     await asyncio.sleep(0)
+
+
+def test_b33_a_wake_up_writes_to_no_descriptor_that_was_closed(monkeypatch, wakeup):
+    assert is_open_at_each_write(monkeypatch, "write", wakeup.wake, wakeup.close)
+    wakeup.wake()

@@ -8,6 +8,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.slow_write import is_open_at_each_write
 from vllm_pd.core import messages as m
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.codec import BadFrame, FrameFault
@@ -150,3 +151,9 @@ def test_waker_wakes_from_another_thread_and_holds_any_number():
     threading.Timer(0.05, waker.set).start()
     assert poller.poll(60_000)
     waker.close()
+
+
+def test_b33_a_waker_writes_to_no_descriptor_that_was_closed(monkeypatch):
+    waker = sockets.Waker()
+    assert is_open_at_each_write(monkeypatch, "write", waker.set, waker.close)
+    waker.set()

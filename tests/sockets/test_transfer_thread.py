@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.slow_write import is_open_at_each_write
 from tests.waiting import wait_for
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.engine import EngineTransfer
@@ -274,3 +275,10 @@ def test_b20_a_transport_that_hangs_does_not_keep_its_engine(transfer, wire, mon
 def test_b20_what_was_never_started_is_closed_as_well(wire):
     assert EngineTransfer(TransferWorker(wire)).close()
     assert wire.closed == 1 and wire.threads == {threading.current_thread().name}
+
+
+def test_b33_requests_wake_no_descriptor_that_was_closed(monkeypatch):
+    transfer = EngineTransfer(TransferWorker(Wire()))
+    transfer.start(lambda: None, lambda end: None)
+    assert is_open_at_each_write(monkeypatch, "eventfd_write", lambda: transfer.execute([]), transfer.close)
+    transfer.execute([])  # after it: no wake-up, no error

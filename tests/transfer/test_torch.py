@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the torch transport does beyond the contract: grants (B22, B25), deadlines (B21, B23), restarts (B24), and
 senders that are not to be trusted. Real processes, and sockets of the loopback."""
+import contextlib
 import os
 import signal
 import socket
@@ -21,7 +22,15 @@ from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.transfer.choice import TransportChoice, TransportKind
 from vllm_pd.transfer.layout import Memory
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, CloseGrant, DropTransferPeer, OpenGrant, Write
-from vllm_pd.transfer.torch_link import ControlConnection, Join, Joined, prove
+from vllm_pd.transfer.torch_link import (
+    DEFAULT_LIMITS,
+    JOIN_BYTES,
+    MAX_UNPROVED_BYTES,
+    ControlConnection,
+    Join,
+    Joined,
+    prove,
+)
 from vllm_pd.transfer.torch_receiver import MAX_CONNECTIONS, Grants
 from vllm_pd.transfer.torch_sender import TorchAddress
 from vllm_pd.transfer.torch_transport import TorchTransport
@@ -242,6 +251,29 @@ def test_b29_junk_at_the_socket_harms_nobody(rank):
     for each in junk:
         each.close()
     wait_for(lambda: d.transport.debug_state()["connections"] == 1)
+
+
+def test_b29_a_stranger_can_send_no_long_frame(rank):
+    """Its connection ends when the length is read, and not when the time to join is over."""
+    d = rank("d-frugal")
+    address = address_of(d.transport.metadata())
+    began_s = time.monotonic()
+    with socket.create_connection((address.host, address.port)) as stranger:
+        stranger.settimeout(60.0)
+        stranger.sendall((1 << 20).to_bytes(4, "big"))
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1 << 16):  # the challenge, and the end
+                pass
+    assert time.monotonic() - began_s < DEFAULT_LIMITS.join_s / 2
+
+
+def test_b29_a_cache_that_fits_into_no_join_is_refused(rank):
+    join = Join(b"x" * (MAX_UNPROVED_BYTES - JOIN_BYTES), (1 << 32, 1 << 32), b"x" * 32, b"x" * 32)
+    assert len(msgspec.msgpack.encode(join)) <= MAX_UNPROVED_BYTES
+    p = rank("p-large")
+    cache = msgspec.structs.replace(p.cache, layers=20_000, planes=(1 << 47, ) * 40_000)
+    with pytest.raises(TransferError, match="can't describe a cache of 40000 planes"):
+        TorchTransport("large", p.memory, cache, "127.0.0.1")
 
 
 def test_b29_no_more_connections_than_the_bound(rank):

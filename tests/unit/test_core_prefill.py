@@ -80,6 +80,33 @@ def test_lease_counts_from_before_the_claim_and_from_before_the_renewal(side):
     assert not side.may_write(14.0, ONE) and side.dropped["renewed_unknown"] == 1
 
 
+def test_b22_answers_that_take_longer_than_a_renewal_period_still_renew_the_lease(side):
+    running(side)  # a lease of 9 s, so a renewal each 3 s
+    sent_at, answered = {}, 0
+    for now in [0.5 * half for half in range(1, 91)]:
+        for action in side.handle_timeout(now):
+            sent_at[action.message.stamp] = now
+        assert side.states() == {ONE: JobState.RUNNING}
+        if answered + 1 in sent_at and now >= sent_at[answered + 1] + 4.5:
+            answered += 1
+            assert side.receive(now, "d", m.Renewed(ONE, 1, answered, 9.0)) == []
+            assert side.debug_state()[ONE]["lease_until"] == sent_at[answered] + 9.0
+    assert answered > 10 and not side.dropped
+
+
+def test_b29_renewals_that_are_not_answered_have_a_bound(side):
+    running(side)
+    side.handle_timeout(3.0)
+    side.receive(3.0, "d", m.Renewed(ONE, 1, 1, 900.0))
+    for number in range(2, 8):
+        assert side.handle_timeout(3.0 * number) == [ToDecode("d", m.Renew(ONE, 1, number))]
+    side.receive(22.0, "d", m.Renewed(ONE, 1, 3, 9000.0))  # one too old
+    assert side.debug_state()[ONE]["lease_until"] == 903.0 and side.dropped["renewed_unknown"] == 1
+    side.receive(22.0, "d", m.Renewed(ONE, 1, 5, 9000.0))
+    side.receive(22.0, "d", m.Renewed(ONE, 1, 4, 9900.0))  # older than one that was answered
+    assert side.debug_state()[ONE]["lease_until"] == 9015.0 and side.dropped["renewed_unknown"] == 2
+
+
 def test_b22_end_of_the_lease_stops_the_job(side):
     running(side)
     assert side.handle_timeout(20.0) == [Cancelled(ONE)]

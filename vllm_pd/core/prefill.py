@@ -45,6 +45,15 @@ class PrefillLimits(PeeringLimits, frozen=True):
 
 
 _NEVER = float("inf")
+_MAX_OPEN_RENEWALS = 4  # a lease contains three
+
+
+class _OpenRenewal:
+    """A renewal of a lease that was sent and has not been answered."""
+
+    def __init__(self, stamp: int, renewed_at: float):
+        self.stamp = stamp
+        self.renewed_at = renewed_at
 
 
 class _OfferedJob:
@@ -58,8 +67,9 @@ class _OfferedJob:
         self.claimed_at = self.next_claim = 0.0
         self.peering_until = now
         self.lease_s = self.lease_until = 0.0
-        self.next_renew = self.renewed_at = 0.0
+        self.next_renew = 0.0
         self.stamp = 0
+        self.renewals: collections.deque[_OpenRenewal] = collections.deque(maxlen=_MAX_OPEN_RENEWALS)
         self.sent_writing = False
         self.claim_s = 0.0
 
@@ -334,9 +344,11 @@ class PrefillProtocol:
 
     def _on_renewed(self, now: float, sender: str, message: m.Renewed) -> list[Action]:
         job = self._held(sender, message, JobState.RUNNING)
-        if job is None or message.stamp != job.stamp:
+        if job is None or message.stamp not in [renewal.stamp for renewal in job.renewals]:
             return self._drop("renewed_unknown")
-        job.lease_until = max(job.lease_until, job.renewed_at + message.lease_s)
+        while (renewal := job.renewals.popleft()).stamp != message.stamp:
+            pass  # an older one: its answer would say less
+        job.lease_until = max(job.lease_until, renewal.renewed_at + message.lease_s)
         return []
 
     def _on_cancel(self, now: float, sender: str, cancel: m.Cancel) -> list[Action]:
@@ -436,7 +448,7 @@ class PrefillProtocol:
             self.counters["lease_over"] += 1
             return self._stop(job)
         job.stamp += 1
-        job.renewed_at = now
+        job.renewals.append(_OpenRenewal(job.stamp, now))
         job.next_renew = now + job.lease_s / 3
         return self._to_decode(job, m.Renew(job.attempt, job.claim, job.stamp))
 

@@ -7,6 +7,7 @@ with the same ones, and a client only to such a server; the context then needs a
 """
 import contextlib
 import os
+import threading
 from enum import Enum
 
 import zmq
@@ -122,6 +123,7 @@ class Waker:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
+        self._lock = threading.RLock()  # once the pipe is closed, other files may have its numbers
 
     def fileno(self) -> int:
         """What to poll."""
@@ -129,7 +131,7 @@ class Waker:
 
     def set(self) -> None:
         """Wake the poll, or the next one."""
-        with contextlib.suppress(OSError):  # the pipe is full of wake-ups already, or closed
+        with self._lock, contextlib.suppress(OSError):  # the pipe is full of wake-ups already, or closed
             os.write(self._write, b"\0")
 
     def clear(self) -> None:
@@ -140,7 +142,8 @@ class Waker:
 
     def close(self) -> None:
         """After it `set` does nothing."""
-        ends = (self._read, self._write)
-        self._read = self._write = -1
-        for end in ends:
-            os.close(end)
+        with self._lock:
+            ends = (self._read, self._write)
+            self._read = self._write = -1
+            for end in ends:
+                os.close(end)

@@ -92,6 +92,9 @@ class TransferThread:
         self._lock = threading.Lock()
         self._requests: collections.deque[TransferRequest] = collections.deque()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Protects `_wakeup`, whose number another file may have once it is closed. Reentrant, because the garbage
+        # collector may call `close` in any thread.
+        self._wakeup_lock = threading.RLock()
         self._closing = False
         self._released = False
         self._ended = False
@@ -133,9 +136,10 @@ class TransferThread:
             if threading.current_thread() is not self._thread:
                 logger.error("the transfer thread hangs in the transport: it is not waited for any longer")
             return False
-        if self._wakeup >= 0:
-            wakeup, self._wakeup = self._wakeup, -1
-            os.close(wakeup)
+        with self._wakeup_lock:
+            if self._wakeup >= 0:
+                wakeup, self._wakeup = self._wakeup, -1
+                os.close(wakeup)
         return self._ended
 
     def join(self, timeout_s: float) -> bool:
@@ -147,8 +151,9 @@ class TransferThread:
         return not self._thread.is_alive()
 
     def _wake(self) -> None:
-        if self._wakeup >= 0:
-            os.eventfd_write(self._wakeup, 1)
+        with self._wakeup_lock:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     def _main(self) -> None:
         try:

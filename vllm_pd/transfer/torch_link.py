@@ -26,6 +26,10 @@ from vllm_pd.errors import TransferError
 from vllm_pd.rpc.codec import UNREADABLE
 
 MAX_FRAME_BYTES = MAX_METADATA_BYTES + (1 << 16)
+# Of the frames that come before the peer's proof. The longest is a Join: its metadata has up to 9 bytes for each
+# plane of the cache, so this is enough for 256 layers in which each of 100 heads has a plane of its own.
+MAX_UNPROVED_BYTES = 256 << 10
+JOIN_BYTES = 256  # more than what a Join has besides its metadata
 _LENGTH = struct.Struct(">I")
 
 
@@ -101,6 +105,11 @@ def prove(token: bytes, nonce: bytes, side: bytes) -> bytes:
     return hmac.digest(token, side + nonce, hashlib.sha256)
 
 
+def is_proof(proof: bytes, token: bytes, nonce: bytes, side: bytes) -> bool:
+    """Whether this is what `prove` gives. How long it takes does not depend on where the two differ."""
+    return hmac.compare_digest(proof, prove(token, nonce, side))
+
+
 class ControlConnection:
     """The control socket of a connection. It owns `sock`. A frame may take `stall_s`. One thread uses it, but for
     `abort`."""
@@ -119,13 +128,13 @@ class ControlConnection:
         self._socket.settimeout(self._stall_s)
         self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
-    def receive(self, deadline_s: float | None) -> AnyFrame:
-        """The next frame. `deadline_s` None: wait for its beginning as long as the connection stands. Raises OSError
-        or TransferError."""
+    def receive(self, deadline_s: float | None, max_bytes: int = MAX_FRAME_BYTES) -> AnyFrame:
+        """The next frame, of at most `max_bytes`. `deadline_s` None: wait for its beginning as long as the connection
+        stands. Raises OSError or TransferError."""
         first = self._read(1, deadline_s)
         deadline_s = time.monotonic() + self._stall_s if deadline_s is None else deadline_s
         length, = _LENGTH.unpack(first + self._read(_LENGTH.size - 1, deadline_s))
-        if length > MAX_FRAME_BYTES:
+        if length > max_bytes:
             raise TransferError(f"a frame of {length} bytes is too long")
         try:
             return _decoder.decode(self._read(length, deadline_s))

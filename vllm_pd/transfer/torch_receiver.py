@@ -26,6 +26,7 @@ from vllm_pd.transfer.requests import Notice
 from vllm_pd.transfer.torch_blocks import BlockCopier
 from vllm_pd.transfer.torch_group import PairGroup, make_group
 from vllm_pd.transfer.torch_link import (
+    MAX_UNPROVED_BYTES,
     Begin,
     BeginReply,
     Challenge,
@@ -35,6 +36,7 @@ from vllm_pd.transfer.torch_link import (
     Landed,
     LinkContext,
     StoreKey,
+    is_proof,
     prove,
 )
 from vllm_pd.transfer.transport import PeerMetadata
@@ -224,8 +226,8 @@ class WriteReceiver:
         deadline_s = time.monotonic() + self._context.limits.join_s
         nonce = os.urandom(32)
         control.send(Challenge(nonce))
-        join = control.receive(deadline_s)
-        if not isinstance(join, Join) or join.proof != prove(self._token, nonce, b"sender"):
+        join = control.receive(deadline_s, MAX_UNPROVED_BYTES)
+        if not isinstance(join, Join) or not is_proof(join.proof, self._token, nonce, b"sender"):
             raise TransferError("a sender does not know our token")
         with self._lock:
             self._unproved.pop(control, None)

@@ -17,6 +17,7 @@ from vllm_pd.errors import TransferError
 from vllm_pd.transfer.torch_blocks import BlockCopier
 from vllm_pd.transfer.torch_group import PairGroup, make_group
 from vllm_pd.transfer.torch_link import (
+    MAX_UNPROVED_BYTES,
     Begin,
     BeginReply,
     Challenge,
@@ -26,6 +27,7 @@ from vllm_pd.transfer.torch_link import (
     Landed,
     LinkContext,
     StoreKey,
+    is_proof,
     prove,
 )
 
@@ -152,14 +154,14 @@ class PeerSender:
         deadline_s = time.monotonic() + limits.join_s
         self._control = control = ControlConnection(
             socket.create_connection((address.host, address.port), timeout=limits.join_s), limits.stall_s)
-        nonce, challenge = os.urandom(32), control.receive(deadline_s)
+        nonce, challenge = os.urandom(32), control.receive(deadline_s, MAX_UNPROVED_BYTES)
         if not isinstance(challenge, Challenge):
             raise TransferError("the peer does not begin with a challenge")
         control.send(Join(self._metadata, self._heads, nonce, prove(address.token, challenge.nonce, b"sender")))
-        joined = control.receive(deadline_s)
+        joined = control.receive(deadline_s, MAX_UNPROVED_BYTES)
         if not isinstance(joined, Joined) or joined.error:
             raise TransferError(f"the peer refuses the connection: {getattr(joined, 'error', joined)}")
-        if joined.proof != prove(address.token, nonce, b"receiver"):
+        if not is_proof(joined.proof, address.token, nonce, b"receiver"):
             raise TransferError("the peer does not know its own token")
         self._group = make_group(control, 0, self._context, deadline_s)
         _await(control, BeginReply, limits.join_s)

@@ -33,7 +33,14 @@ from vllm_pd.transfer.layout import CacheDescription, Memory
 from vllm_pd.transfer.plan import pair_blocks, plan
 from vllm_pd.transfer.requests import Finished, Notice
 from vllm_pd.transfer.torch_blocks import BlockCopier
-from vllm_pd.transfer.torch_link import DEFAULT_LIMITS, Begin, LinkContext, LinkLimits
+from vllm_pd.transfer.torch_link import (
+    DEFAULT_LIMITS,
+    JOIN_BYTES,
+    MAX_UNPROVED_BYTES,
+    Begin,
+    LinkContext,
+    LinkLimits,
+)
 from vllm_pd.transfer.torch_receiver import WriteReceiver
 from vllm_pd.transfer.torch_sender import OutgoingWrite, PeerSender, TorchAddress
 from vllm_pd.transfer.transport import PeerMetadata, TransportProgress
@@ -64,6 +71,10 @@ class TorchTransport:
                  receives: bool = True, limits: LinkLimits = DEFAULT_LIMITS) -> None:
         if description.memory is not Memory.DRAM:
             raise TransferError(f"the torch transport can't carry a cache in {description.memory.name}")
+        # What goes to the receivers: the token is not for them.
+        self._introduction = PeerMetadata(name, b"", description).encode()
+        if len(self._introduction) > MAX_UNPROVED_BYTES - JOIN_BYTES:
+            raise TransferError(f"the torch transport can't describe a cache of {len(description.planes)} planes")
         self._caches, self._cache = caches, description
         self._context = LinkContext(host, limits)
         self._notices: deque[Notice] = deque()
@@ -80,8 +91,6 @@ class TorchTransport:
             self._receiver = WriteReceiver(host, token, caches, description, self._context, self._notices)
             address = TorchAddress(host, self._receiver.port, token)
         self._metadata = PeerMetadata(name, msgspec.msgpack.encode(address), description).encode()
-        # What goes to the receivers: the token is not for them.
-        self._introduction = PeerMetadata(name, b"", description).encode()
 
     def metadata(self) -> bytes:
         """See Transport."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class LoopWakeup:
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         os.set_blocking(self._write_fd, False)
+        self._lock = threading.RLock()  # once the pipe is closed, other files may have its numbers
         self._async_engine: weakref.ref[AsyncLLMEngine] | None = None
         self._is_worth_a_step: Callable[[], bool] = bool
         self._poller = zmq.Poller()
@@ -44,7 +46,7 @@ class LoopWakeup:
 
     def wake(self) -> None:
         """Wake the step loop, now or when it next goes to sleep."""
-        with contextlib.suppress(OSError):  # the pipe is full of wake-ups already, or closed
+        with self._lock, contextlib.suppress(OSError):  # the pipe is full of wake-ups already, or closed
             os.write(self._write_fd, b"!")
         loop = self._async_loop()
         if loop is not None:
@@ -76,11 +78,12 @@ class LoopWakeup:
     def close(self) -> None:
         """Idempotent; a later `wake` does nothing."""
         self._async_engine = None
-        if self._read_fd >= 0:
-            read_fd, self._read_fd = self._read_fd, -1
-            write_fd, self._write_fd = self._write_fd, -1
-            os.close(read_fd)
-            os.close(write_fd)
+        with self._lock:
+            if self._read_fd >= 0:
+                read_fd, self._read_fd = self._read_fd, -1
+                write_fd, self._write_fd = self._write_fd, -1
+                os.close(read_fd)
+                os.close(write_fd)
 
     def _watch(self, socket: zmq.Socket | None) -> None:
         if self._socket is not None:
