@@ -26,7 +26,8 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core import actions as e
 from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Cancelled, Fallback, Prefill, Prefilled, Released
+from vllm_pd.core.actions import Cancelled, Fallback, HoldEnded, Prefill, Prefilled, Released
+from vllm_pd.core.hashes import token_digest
 from vllm_pd.handover.progress import ArrivalNotice
 from vllm_pd.liveness.process import local_member
 from vllm_pd.transfer import requests as transfer
@@ -79,6 +80,7 @@ class LightEngine:
         self.ended: dict[str, str] = {}
         self.waiting: collections.deque[tuple[str, list[int]]] = collections.deque()
         self.jobs: dict[m.Attempt, Job] = {}
+        self.held: dict[m.Attempt, list[int]] = {}  # the blocks of each hold
         self.moved = 0
 
     # Commands.
@@ -104,7 +106,7 @@ class LightEngine:
                 "role": self.agent.protocol.state.role.value, "left": self.agent.protocol.state.left,
                 "error": repr(self.agent.error) if self.agent.error else None,
                 "fds": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss,
-                "moved": self.moved, "reached": self._reached()}
+                "moved": self.moved, "claimed": self.agent.protocol.is_read(), "reached": self._reached()}
 
     def _reached(self) -> list[str]:
         """The peers whose lifelines have been found once: from now on their deaths are seen there."""
@@ -127,6 +129,31 @@ class LightEngine:
         job = Job(Prefill(attempt, [0], [], 0, [], peer), 0.0, cancelled=True)
         self.jobs[attempt] = job
         self.worker.execute([transfer.Write(str(attempt), peer, [], [], [ArrivalNotice(attempt, 0).encode()])])
+
+    def do_hold(self, tokens: list[int]) -> m.Attempt:
+        """Keep the blocks of a prompt for whoever claims them."""
+        hold = m.Attempt(self.agent.member.incarnation, "held", len(tokens))
+        count = -(-len(tokens) // BLOCK_SIZE)
+        blocks, self.free = self.free[:count], self.free[count:]
+        assert self.agent.protocol.hold(hold, token_digest(tokens), blocks)
+        self.held[hold] = blocks
+        return hold
+
+    def do_read(self, name: str, hold: m.Attempt, tokens: list[int]) -> None:
+        """Claim a hold, and read it for ever."""
+        count = -(-len(tokens) // BLOCK_SIZE)
+        blocks, self.free = self.free[:count], self.free[count:]
+        attempt = self.agent.protocol.next_attempt(name)
+        self.prompts[attempt] = (name, tokens, blocks)
+        self.agent.protocol.claim_hold(attempt, hold, token_digest(tokens), blocks, 0, WAIT_S)
+
+    def do_refuse_probes(self) -> None:
+        """Whoever connects to the lifeline from now on is refused, as by a firewall of this host that lets open
+        connections be: the engine lives, and its other sockets stay."""
+        quiet, self._writer = os.pipe()
+        os.dup2(quiet, self.agent.lifeline_fileno())  # which the control thread still polls
+        os.close(quiet)
+        self.agent.protocol.wake()  # so that it does not poll what was there before
 
     def do_quit(self) -> None:
         self.agent.close()
@@ -182,6 +209,8 @@ class LightEngine:
             self._prefilled(event.attempt)
         elif isinstance(event, Fallback):
             self.ended[self.prompts[event.attempt][0]] = "local"
+        elif isinstance(event, HoldEnded):
+            self.free += self.held.pop(event.hold)
         elif isinstance(event, Released):
             self.free += self.prompts.pop(event.attempt)[2]
 

@@ -341,6 +341,36 @@ def test_b22_prefill_engine_stopped_elsewhere_keeps_its_fence(nursery, broker):
     decode.at_rest()
 
 
+def test_b22_a_decode_engine_that_lives_is_not_dead_because_its_lifeline_refuses(nursery, broker):
+    """B22, B102: P has a connection of its own to it. While that stands the hold that D reads is kept, and the job goes
+    on; also where D is stopped. When D is killed its connections end with it."""
+    prefill = nursery.engine(Role.PREFILL, broker, {"ttl_s": 60.0}, work_s=600.0)
+    decode = nursery.engine(Role.DECODE, broker, elsewhere=True)
+    decode.wait_for_peers(1)
+    tokens = list(range(40))
+    decode.ask("read", "reads", prefill.ask("hold", tokens), tokens)
+    decode.ask("submit", [("waits", [1] * 40)])
+    prefill.wait_until(lambda state: state["claimed"] and state["jobs"] == 1
+                       and decode.member.incarnation in state["reached"])
+    decode.ask("refuse_probes")
+
+    def nothing_ends(seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            state = prefill.state()
+            assert state["claimed"] and state["counts"]["prefill_jobs"] == state["counts"]["peers"] == 1, state
+            assert decode.member.incarnation in state["reached"], "it is watched"
+            time.sleep(0.05)
+
+    nothing_ends(2.0)
+    assert found(decode.member.lifeline) is Answer.REFUSED
+    decode.stop()
+    nothing_ends(2.0)
+    decode.kill()
+    prefill.wait_until(lambda state: not state["claimed"] and state["jobs"] == state["counts"]["peers"] == 0)
+    prefill.at_rest()
+
+
 def test_b81_a_process_without_descriptors_turns_strangers_away():
     """B81: they may not keep the control thread awake."""
     line = Lifeline("p", "127.0.0.1")

@@ -142,6 +142,7 @@ BROKEN = {  # what is broken, the scene, how deep, what is found
     "the tokens are not checked": ({"holds": IgnoresTokens}, HoldScene("B"), 10, OTHER),
     "a name means another hold after a restart": ({"holds": ForgetsIncarnation, "reads": IgnoresSender}, REBORN, 10,
                                                   OTHER),
+    "a D that lives is taken for dead": ({"mistakes": 1}, HoldScene(), 8, REUSES),
     "D's message is not asked for": ({"holds": NeverAsks}, HoldScene(pauses=2), 8, "never ends"),
     "done before the read has ended": ({"reads": SaysDoneEarly}, HoldScene(aborts=1), 10, REUSES),
     "a question is answered while the read stops": ({"reads": AnswersWhileItStops}, HoldScene(pauses=3, aborts=1), 12,

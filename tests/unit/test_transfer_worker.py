@@ -92,6 +92,22 @@ def test_b42_a_peer_with_another_cache_is_refused_with_both_values():
     assert p.take_progress().refused == []
 
 
+def test_b27_a_peer_with_which_something_unexpected_goes_wrong_is_refused(monkeypatch):
+    """What follows it is done all the same, and a second try may succeed."""
+    _, _, p, _, add = pair()
+    with monkeypatch.context() as patched:
+        patched.setattr(p.transport, "add_peer", lambda *_: 1 / 0)
+        p.execute([add, Write("k", "d", [1], [1], [b""])])
+    progress = p.take_progress()
+    refusal, = progress.refused
+    assert refusal.peer == "d" and "ZeroDivisionError" in refusal.reason
+    assert [(end.key, end.ok) for end in progress.finished] == [("k", False)]
+    assert not p.busy
+    p.execute([add, Write("k", "d", [1], [1], [b""])])
+    progress = p.take_progress()
+    assert progress.refused == [] and [end.ok for end in progress.finished] == [True]
+
+
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_b81_random_metadata_is_refused(metadata):

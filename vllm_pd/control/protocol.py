@@ -572,6 +572,11 @@ class PeerProtocol:
     # For the control thread: who fits, who is dead, the end.
 
     @property
+    def hello(self) -> m.Hello:
+        """How this engine introduces itself to every D."""
+        return self._prefill.hello
+
+    @property
     def hello_reply(self) -> m.HelloReply:
         """The answer to every P that fits."""
         return self._decode.hello_reply

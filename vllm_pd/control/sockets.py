@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control sockets of an engine. Used by one thread only.
 
-One ROUTER, to which prefill engines and operators connect; another one for this engine's own front end; one DEALER to
-each decode engine that gives us jobs; and the `BrokerBackend`. Peers are answered where they last spoke.
+One ROUTER, to which prefill engines and operators connect; another one for this engine's own front end; one DEALER,
+with its monitor, to each decode engine that gives us jobs; and the `BrokerBackend`. Peers are answered where they last
+spoke.
 """
 import collections
 import os
@@ -15,6 +16,7 @@ from vllm_pd.broker.backend import BrokerBackend
 from vllm_pd.broker.zmq_backend import ZmqBackend
 from vllm_pd.control.protocol import MessageSource
 from vllm_pd.core import messages as m
+from vllm_pd.core.peering import PeeringLimits
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
@@ -22,6 +24,7 @@ from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.poller import SocketPoller, receive_batch
 from vllm_pd.rpc.sockets import SendResult
+from vllm_pd.rpc.watched import SOCKETS, WatchedConnection
 
 if TYPE_CHECKING:
     from vllm_pd.config import PDConfig
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 MAX_ROUTES = 4096
 MAX_FRONTS = 256  # processes of one server
 BATCH_MESSAGES = 128
+MAX_SOCKETS = 64 + SOCKETS * PeeringLimits().max_peers  # of libzmq, whose default is 1023
 
 
 _EXPECTED = {MessageSource.DECODE: m.TO_PREFILL, MessageSource.PREFILL: m.TO_DECODE, MessageSource.FRONT: m.FROM_FRONT}
@@ -41,8 +45,10 @@ class ControlSockets:
     def __init__(self, incarnation: str, config: "PDConfig", front: str | None = None):
         self._incarnation = incarnation
         self._context = zmq.Context()
-        self._decode: dict[str, zmq.Socket] = {}
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._decode: dict[str, WatchedConnection] = {}
         self._peer_of: dict[zmq.Socket, str] = {}
+        self._monitored: dict[zmq.Socket, WatchedConnection] = {}  # by monitor
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         gate: Gate | None = None
         try:
@@ -101,6 +107,9 @@ class ControlSockets:
                 continue
             if socket in self._watched:
                 continue
+            if socket in self._monitored:
+                self._monitored[socket].read_monitor()
+                continue
             for frames in receive_batch(socket, BATCH_MESSAGES):
                 message = self._open(socket, frames)
                 if message is not None:
@@ -127,9 +136,11 @@ class ControlSockets:
         elif not isinstance(message, _EXPECTED[source]):
             self.counters["frame_unexpected"] += 1
             return None
-        if source is MessageSource.DECODE and self._peer_of.get(socket) != sender:
-            self.counters["frame_other_sender"] += 1  # another process has that address now
-            return None
+        if source is MessageSource.DECODE:
+            if self._peer_of.get(socket) != sender:
+                self.counters["frame_other_sender"] += 1  # another process has that address now
+                return None
+            self._decode[sender].heard()
         if source is MessageSource.FRONT:
             remember(self.front_routes, sender, frames[0], MAX_FRONTS)
         elif source is not MessageSource.DECODE:
@@ -143,21 +154,24 @@ class ControlSockets:
         try:
             if not address.startswith("tcp://"):
                 raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
-            socket = sockets.client(self._context, address, only_connected=False, keys=self._keys)
+            connection = WatchedConnection(self._context, address, self._keys)
         except zmq.ZMQError:
             self.counters["address_bad"] += 1
             return
-        self._decode[peer] = socket
-        self._peer_of[socket] = peer
-        self._poller.watch(socket)
+        self._decode[peer] = connection
+        self._peer_of[connection.socket] = peer
+        self._monitored[connection.monitor] = connection
+        self._poller.watch(connection.socket)
+        self._poller.watch(connection.monitor)
 
     def disconnect(self, peer: str) -> None:
         """Close it; what has not left by now is lost."""
-        socket = self._decode.pop(peer, None)
-        if socket is not None:
-            self._poller.forget(socket)
-            del self._peer_of[socket]
-            socket.close()
+        connection = self._decode.pop(peer, None)
+        if connection is not None:
+            self._poller.forget(connection.socket)
+            self._poller.forget(connection.monitor)
+            del self._peer_of[connection.socket], self._monitored[connection.monitor]
+            connection.close()
 
     def to_broker(self, message: m.Message) -> SendResult:
         """Send to the broker."""
@@ -172,12 +186,20 @@ class ControlSockets:
 
     def to_decode(self, peer: str, message: m.Message) -> SendResult:
         """Send to a decode engine."""
-        return self._send(self._decode.get(peer), None, message)
+        connection = self._decode.get(peer)
+        return self._send(None if connection is None else connection.socket, None, message)
 
-    def is_connected(self, peer: str, greeting: m.HelloReply) -> bool:
-        """Whether the connection that this prefill engine opened to us is still open. `greeting` is sent to find
-        out."""
-        return self._routes.get(peer) is not None and self.to_prefill(peer, greeting) is not SendResult.UNREACHABLE
+    def is_connected(self, peer: str, hello: m.Hello, reply: m.HelloReply) -> bool:
+        """Whether a connection between that engine and us is still open: the one that it has opened as a prefill
+        engine, or ours to it as a decode engine. `reply`, or `hello`, is sent on it, so that a host that has lost the
+        connection, as by a restart, says so."""
+        if self._routes.get(peer) is not None and self.to_prefill(peer, reply) is not SendResult.UNREACHABLE:
+            return True
+        connection = self._decode.get(peer)
+        if connection is None or not connection.is_proven():
+            return False
+        self.to_decode(peer, hello)
+        return True
 
     def to_prefill(self, peer: str, message: m.Message) -> SendResult:
         """Send to a prefill engine that has sent us a message before."""
@@ -212,7 +234,7 @@ class ControlSockets:
         return result
 
     def count(self) -> int:
-        """Open sockets."""
+        """Open sockets; one and its monitor are one."""
         if self._context.closed:
             return 0
         return (2 if self._front is None else 3) + len(self._decode)
@@ -220,10 +242,13 @@ class ControlSockets:
     def close(self, linger_ms: int) -> None:
         """Close all sockets. Messages that wait may leave for so long."""
         self.backend.close(linger_ms)
-        for socket in [self._router, *self._decode.values(), *([self._front] if self._front is not None else [])]:
+        for one in self._decode.values():
+            one.close(linger_ms)
+        for socket in [self._router, *([self._front] if self._front is not None else [])]:
             socket.close(linger=linger_ms)
         self._decode.clear()
         self._peer_of.clear()
+        self._monitored.clear()
         self._poller.close()
         self._context.term()
 

@@ -211,7 +211,7 @@ class ControlThread:
             protocol.peer_dead(incarnation)
 
     def _is_connected(self, incarnation: str) -> bool:
-        return self.sockets.is_connected(incarnation, self._protocol.hello_reply)
+        return self.sockets.is_connected(incarnation, self._protocol.hello, self._protocol.hello_reply)
 
     def _warn(self) -> None:
         """Log once, for each, why a peer does not fit; not more often than every `WARNING_S`, whoever may call."""

@@ -89,7 +89,8 @@ class PrefillProtocol:
         self._jobs: dict[m.Attempt, _OfferedJob] = {}
         self._unproven_reads: set[m.Attempt] = set()  # of prefixes, for these jobs: they may land here
         self.holds = Holds(limits.holds, self.dropped)
-        self._peering = Peering(m.Hello(member, transfer_metadata), limits, self.dropped)
+        self.hello = m.Hello(member, transfer_metadata)
+        self._peering = Peering(self.hello, limits, self.dropped)
         self._claims = 0
         self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
             m.HelloReply: self._on_hello_reply,

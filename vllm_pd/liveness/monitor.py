@@ -58,7 +58,8 @@ class LivenessMonitor:
         return dead
 
     def poll_probes(self, now: float, is_connected: Callable[[str], bool]) -> list[str]:
-        """Go on with the probes. Returns the engines whose lifelines are gone and which are not connected to us."""
+        """Go on with the probes. Returns the engines whose lifelines are gone and between which and us no connection is
+        open."""
         dead = [name for name, answer in self._probes.poll(now)
                 if self.rules.answered(now, name, answer) and not is_connected(name)]
         for name, address in self.rules.due(now, self._probes.count_free()):

@@ -5,8 +5,9 @@ A process id says nothing about a process of another kernel, or of another proce
 there is its *lifeline*, a listening TCP socket that only the end of its process closes:
 
 - its own greeting: it lives, and the address really leads to it;
-- refused, by an address that has greeted us before, and the connections that it opened to us have ended too: the
-  socket is gone, and with it the process. (A gateway that refuses in its place leaves those connections open.)
+- refused, by an address that has greeted us before, and the connections between it and us have ended too, whichever of
+  the two had opened them: the socket is gone, and with it the process. (A gateway or a firewall that refuses in its
+  place leaves those connections open.)
 - the greeting of another engine: the same, and that engine has taken the port;
 - anything else (unreachable, accepted but silent, other bytes): nothing is known. The connection to a stopped process
   is accepted by its kernel, and it sends nothing; it may go on later, so it is not dead.

@@ -70,6 +70,39 @@ def server(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.
 def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Keys | None = None) -> zmq.Socket:
     """A DEALER that connects, and reconnects, in the background. With `only_connected` a send fails at once while no
     connection stands; else a bounded number of messages waits for it. Raises zmq.ZMQError for a bad address."""
+    socket = _dealer(context, address, only_connected, keys)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
+
+
+def monitored_client(context: zmq.Context, address: str, events: int,
+                     keys: Keys | None = None) -> tuple[zmq.Socket, zmq.Socket]:
+    """As `client`, without `only_connected`, and the socket at which libzmq reports these events of its connections,
+    from the first one on. To be closed with `close_monitored`."""
+    socket = _dealer(context, address, False, keys)
+    monitor: zmq.Socket | None = None
+    try:
+        monitor = socket.get_monitor_socket(events)
+        socket.connect(address)
+    except zmq.ZMQError:
+        close_monitored(socket, monitor)
+        raise
+    return socket, monitor
+
+
+def close_monitored(socket: zmq.Socket, monitor: zmq.Socket | None, linger_ms: int = 0) -> None:
+    """Close both. The monitor is stopped first: without a reader libzmq's thread would wait in it."""
+    if monitor is not None:
+        socket.disable_monitor()
+        monitor.close(linger=0)
+    socket.close(linger=linger_ms)
+
+
+def _dealer(context: zmq.Context, address: str, only_connected: bool, keys: Keys | None) -> zmq.Socket:
     socket = _bounded(context, zmq.DEALER, address)
     socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -77,11 +110,6 @@ def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Ke
     if keys is not None:
         socket.curve_serverkey = socket.curve_publickey = keys.public
         socket.curve_secretkey = keys.secret
-    try:
-        socket.connect(address)
-    except zmq.ZMQError:
-        socket.close()
-        raise
     return socket
 
 

@@ -146,5 +146,8 @@ class TransferWorker:
         except PDError as error:
             logger.warning("peer %s is refused: %s", request.name, error)
             self._refused.append(PeerRefusal(peer=request.name, reason=str(error)))
+        except Exception as error:  # the requests that follow in the same step are others'
+            logger.exception("unexpected error while peer %s was added", request.name)
+            self._refused.append(PeerRefusal(peer=request.name, reason=repr(error)))
         else:
             self._unsettled_s, self._polled_at = SETTLE_S, self._clock()

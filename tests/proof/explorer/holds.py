@@ -37,6 +37,7 @@ class HoldScene:
     errors: int = 0
     drifts: int = 0  # reads that fail, and may land later
     kills: int = 0
+    mistakes: int = 0  # P takes a D that lives for dead
     reborn: bool = False  # P comes back, and holds another prompt by the same number
     holds: type[Holds] = Holds
     reads: type[HoldReads] = HoldReads
@@ -153,7 +154,7 @@ class HoldWorld:
     """The states and steps of a scene. A state: (P, P again, D) as numbers, 0 for dead or unborn; the letters, as bits
     of one number; what is left of each budget."""
 
-    BUDGETS = ("pauses", "aborts", "errors", "kills", "drifts")
+    BUDGETS = ("pauses", "aborts", "errors", "kills", "drifts", "mistakes")
 
     def __init__(self, scene: HoldScene):
         self.scene = scene
@@ -215,7 +216,7 @@ class HoldWorld:
             yield from (("kill", index) for index in (0, 2) if state[index])
         if not state[0] and state[2]:
             yield "dead", 2, "p"
-        if not state[2]:
+        if not state[2] or left["mistakes"]:
             yield from (("dead", index, "d") for index in (0, 1) if state[index])
         if self.scene.reborn and not state[0] and not state[1]:
             yield ("begin", )
@@ -231,6 +232,8 @@ class HoldWorld:
         budget = {"abort": "aborts", "pass": "pauses", "kill": "kills", "fail": "drifts"}.get(kind)
         if kind == "break" and state[self._index_of(self.engine(state, 2).open[step[1]])]:
             budget = "errors"
+        if kind == "dead" and state[2] and step[2] == "d":
+            budget = "mistakes"
         if budget:
             after[4 + self.BUDGETS.index(budget)] -= 1
         if kind == "pass":
