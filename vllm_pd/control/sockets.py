@@ -110,10 +110,15 @@ class ControlSockets:
             if socket in self._monitored:
                 self._monitored[socket].read_monitor()
                 continue
+            received = 0
             for frames in receive_batch(socket, BATCH_MESSAGES):
+                received += 1
                 message = self._open(socket, frames)
                 if message is not None:
                     yield message
+            peer = self._peer_of.get(socket)
+            if peer is not None and received < BATCH_MESSAGES:
+                self._decode[peer].emptied()
 
     def _from_broker(self) -> Iterator[tuple[MessageSource, str, m.Message]]:
         for _ in range(BATCH_MESSAGES):
@@ -192,11 +197,11 @@ class ControlSockets:
     def is_connected(self, peer: str, hello: m.Hello, reply: m.HelloReply) -> bool:
         """Whether a connection between that engine and us is still open: the one that it has opened as a prefill
         engine, or ours to it as a decode engine. `reply`, or `hello`, is sent on it, so that a host that has lost the
-        connection, as by a restart, says so."""
+        connection, as by a restart, says so, and a D to which ours was made anew answers on it."""
         if self._routes.get(peer) is not None and self.to_prefill(peer, reply) is not SendResult.UNREACHABLE:
             return True
         connection = self._decode.get(peer)
-        if connection is None or not connection.is_proven():
+        if connection is None or not connection.may_be_open():
             return False
         self.to_decode(peer, hello)
         return True

@@ -95,8 +95,11 @@ def monitored_client(context: zmq.Context, address: str, events: int,
 
 
 def close_monitored(socket: zmq.Socket, monitor: zmq.Socket | None, linger_ms: int = 0) -> None:
-    """Close both. The monitor is stopped first: without a reader libzmq's thread would wait in it."""
+    """Close both. The monitor is stopped first: without a reader libzmq's thread would wait in it. Before that it is
+    emptied: while that thread waits in it, it can't be stopped, and pyzmq keeps the GIL meanwhile."""
     if monitor is not None:
+        while receive(monitor) is not None:
+            pass
         socket.disable_monitor()
         monitor.close(linger=0)
     socket.close(linger=linger_ms)

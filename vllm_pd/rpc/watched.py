@@ -2,8 +2,9 @@
 """A DEALER to one peer that also knows whether a connection to that peer is open.
 
 ZMQ connects again by itself, and another process may have the peer's address by then. So a new connection counts once
-the peer has spoken on it. The end of a process ends its connections, which libzmq reports within milliseconds; a peer
-that is only stopped keeps them.
+the peer has spoken on it. What the peer had sent on an earlier connection may still wait in the DEALER, so on all
+connections but the first one a message counts only after the DEALER was found empty. The end of a process ends its
+connections, which libzmq reports within milliseconds; a peer that is only stopped keeps them.
 """
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -12,6 +13,7 @@ from vllm_pd.rpc import sockets
 from vllm_pd.rpc.keys import Keys
 
 SOCKETS = 3  # of libzmq, for each: the DEALER, and two for its monitor
+MAX_DOUBTS = 2  # how often a connection on which the peer has not spoken is taken for one to it
 
 
 class WatchedConnection:
@@ -20,7 +22,10 @@ class WatchedConnection:
 
     def __init__(self, context: zmq.Context, address: str, keys: Keys | None = None):
         self._is_open = False  # the handshake of a connection is done
-        self._is_proven = False  # and the peer has spoken on it
+        self._is_first = True  # no connection was open before
+        self._is_empty = False  # what was sent on earlier connections has been received
+        self._is_proven = False  # the peer has spoken on this connection
+        self._doubts = 0  # since a connection was proven
         self.socket, self.monitor = sockets.monitored_client(
             context, address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED, keys)
 
@@ -28,17 +33,32 @@ class WatchedConnection:
         """A message of the peer has come."""
         if not self._is_proven:
             self.read_monitor()
-            self._is_proven = self._is_open
+            if self._is_open and self._is_empty:
+                self._is_proven, self._doubts = True, 0
+
+    def emptied(self) -> None:
+        """`socket` had no more messages."""
+        self._is_empty = self._is_open
 
     def is_proven(self) -> bool:
         """Whether a connection on which the peer has spoken is open."""
         self.read_monitor()
         return self._is_proven
 
+    def may_be_open(self) -> bool:
+        """Whether a connection to the peer is open, as far as is known. True a few times where the peer has not spoken
+        on it yet: the caller asks the peer something each time."""
+        if self.is_proven():
+            return True
+        self._doubts += self._is_open
+        return self._is_open and self._doubts <= MAX_DOUBTS
+
     def read_monitor(self) -> None:
         """Take what libzmq has reported. If it is not read for long, libzmq's thread waits."""
         while (frames := sockets.receive(self.monitor)) is not None:
             self._is_open = parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._is_empty = self._is_open and self._is_first
+            self._is_first &= not self._is_open
             self._is_proven = False
 
     def close(self, linger_ms: int = 0) -> None:
