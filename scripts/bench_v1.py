@@ -12,7 +12,8 @@ turns on one core (as bench_step.py does for V0), the waiting engine with a stoc
     scheduler, engine   one step of: stock vLLM, again (the noise), with vllm-pd installed and off (goal 1.00), and on
                         without a job (goal 1.02); CPU time of the process, its threads included
     waiting             the CPU of each process of an engine, idle and with parked requests only, TP 1 and TP 2 (goal
-                        0.05 of a core); stock vLLM with a connector that never delivers
+                        0.05 of a core), and of the prefill engine whose writes do not end; stock vLLM with a connector
+                        that never delivers
     handover            parked - prefill - transfer of single remote prompts (goals 5 ms p50, 15 ms p99), by stage, and
                         from the engine's wake-up to its step (goal 5 ms)
     push                what `push_chunks` brings and costs: TTFT without the prefill at P of long remote prompts (goal
@@ -31,7 +32,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -113,30 +114,35 @@ class V1Bench:
         if "waiting" in self.args.part:
             stock = {tp: self._stock_server(tp) for tp in (1, 2)}  # CPU time is the same beside their start
             shares = {f"ours, TP {tp}": {"idle": waiting.cpu_shares(one, self.args.window)} for tp, one in ours.items()}
-            prefill.stand_still()
+            prefill.close()
+            slow = self._server("p_slow", "kv_producer", 1, bytes_per_s=1.0).wait_ready()  # no transfer ends
             for tp, server in ours.items():
-                shares[f"ours, TP {tp}"]["parked"] = self._parked(server)
-            for server in (prefill, *ours.values()):
+                shares[f"ours, TP {tp}"]["parked"] = self._parked(server, waiting.granted)
+            shares["ours, the prefill engine"] = {"sending": waiting.cpu_shares(slow, self.args.window)}
+            slow.kill()
+            for server in ours.values():
                 server.close()
             for tp, server in stock.items():
                 server.wait_ready().complete([100] * 8, 4, 300.0)
-                shares[f"stock, TP {tp}"] = {"parked": self._parked(server)}
+                shares[f"stock, TP {tp}"] = {"parked": self._parked(server, waiting.waiting_requests)}
             yield "waiting", {"shares": shares, "window_s": self.args.window}
 
-    def _server(self, name: str, role: str, tp: int, options: tuple[str, ...] = (), **more: Any) -> BenchServer:
+    def _server(self, name: str, role: str, tp: int, options: tuple[str, ...] = (),
+                bytes_per_s: float | None = None, **more: Any) -> BenchServer:
         settings = {"broker": self.broker, "max_local_prefill_tokens": 40, "lease_s": LEASE_S,
                     "attempt_deadline_s": 600.0, **more}
         transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": settings}
         probe = install_probe(self.out / "probe")
         server = BenchServer(self.plugin, self.args.model, transfer, tp, self.out / f"{name}.log", probe, options,
-                             WAKE_PROBE=str(self._wakes(name)), **self._spin())
+                             WAKE_PROBE=str(self._wakes(name)), **self._probe_settings(bytes_per_s))
         self._stack.callback(server.close)
         return server
 
-    def _spin(self) -> dict[str, str]:
+    def _probe_settings(self, bytes_per_s: float | None) -> dict[str, str]:
         spin = {} if self.args.worker_spin is None else {"WORKER_SPIN_S": str(self.args.worker_spin)}
-        wire = {"WIRE_BYTES_PER_S": str(1e9 * self.args.wire_gb_per_s)} if self.args.wire_gb_per_s else {}
-        return spin | wire
+        if bytes_per_s is None and self.args.wire_gb_per_s:
+            bytes_per_s = 1e9 * self.args.wire_gb_per_s
+        return spin | ({"WIRE_BYTES_PER_S": str(bytes_per_s)} if bytes_per_s else {})
 
     def _stock_server(self, tp: int) -> BenchServer:
         server = BenchServer(self.stock, self.args.model, waiting.PARKING, tp, self.out / f"stock{tp}.log",
@@ -157,9 +163,8 @@ class V1Bench:
             server.complete([int(time.monotonic() * 1000) % 800 + 100] * 100, 4, 300.0)
             time.sleep(0.2)
 
-    def _parked(self, server: BenchServer) -> dict[str, float]:
-        waiting.park(server)
-        return waiting.cpu_shares(server, self.args.window)
+    def _parked(self, server: BenchServer, count: Callable[[BenchServer], int]) -> dict[str, float]:
+        return waiting.parked_shares(server, lambda: count(server), self.args.window)
 
     def _handover(self, decode: BenchServer, prefill: BenchServer) -> dict[str, Any]:
         from vllm_pd.bench.handover import HandoverBench, measure
@@ -194,7 +199,7 @@ def show(found: dict[str, Any]) -> None:
     for name, shares in found.get("waiting", {}).get("shares", {}).items():
         for state, processes in shares.items():
             print(f"waiting    {name}, {state}: " + ", ".join(f"{one} {share:.3f}" for one, share in processes.items())
-                  + (f" (goal {WAITING_GOAL})" if name.startswith("ours") else ""))
+                  + (f" (goal {WAITING_GOAL})" if name.startswith("ours, TP") else ""))
     for part, handover in found.items():
         if part.startswith("handover"):
             show_handover(handover)

@@ -96,10 +96,11 @@ class BenchServer(BenchProcess):
                 found[title.split()[0].removeprefix("VLLM::")] = child.pid
         return found
 
-    def stand_still(self) -> None:
-        """Stop all of its engine's processes (SIGSTOP)."""
-        for pid in self.engine_processes().values():
-            os.kill(pid, signal.SIGSTOP)
+    def kill(self) -> None:
+        """End it and its engine's processes at once (SIGKILL)."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            child.kill()
+        self.process.kill()
 
     def complete(self, prompt: list[int], tokens: int, timeout_s: float) -> dict[str, Any]:
         """The answer to a prompt. Raises OSError."""

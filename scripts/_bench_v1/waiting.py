@@ -2,12 +2,18 @@
 """What an engine uses whose requests all wait for KV (B94)."""
 
 import contextlib
+import http.client
+import json
 import random
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
+from collections.abc import Callable
+
+from _wheel.process import BuildError
 
 from _bench_v1.servers import BenchServer
 
@@ -16,6 +22,7 @@ PARKING = {"kv_connector": "ParkingConnector", "kv_connector_module_path": "park
 PARKED = 4
 PROMPT_TOKENS = 300
 HOPS = 100
+PARK_S = 60.0
 SETTLE_S = 3.0  # vLLM's workers spin for a second after each step
 
 
@@ -28,13 +35,23 @@ def cpu_shares(server: BenchServer, window_s: float) -> dict[str, float]:
     return {name: round((_cpu_s(pid) - before[name]) / passed_s, 4) for name, pid in sorted(pids.items())}
 
 
-def park(server: BenchServer) -> None:
-    """Send prompts that will wait; their answers are of no interest."""
+def parked_shares(server: BenchServer, count: Callable[[], int], window_s: float) -> dict[str, float]:
+    """As `cpu_shares`, while PARKED requests wait and no other is there. `count`: how many wait at present. A prompt
+    that does not wait gets its answer, and another one is sent. Raises BuildError if too few wait, before or after."""
     draw = random.Random(server.port)
-    for _ in range(PARKED):
-        prompt = [draw.randrange(100, 999) for _ in range(PROMPT_TOKENS)]
-        threading.Thread(target=_forget, args=(server, prompt), daemon=True).start()
+    deadline = time.monotonic() + PARK_S
+    answered = threading.Semaphore(PARKED)
+    while count() < PARKED:
+        if time.monotonic() > deadline:
+            raise BuildError(f"{server.log}: {count()} requests wait for KV, not {PARKED}")
+        if answered.acquire(timeout=0.1):
+            prompt = [draw.randrange(100, 999) for _ in range(PROMPT_TOKENS)]
+            threading.Thread(target=_complete, args=(server, prompt, answered), daemon=True).start()
     time.sleep(SETTLE_S)
+    shares = cpu_shares(server, window_s)
+    if count() != PARKED:
+        raise BuildError(f"{server.log}: after {window_s:g} s {count()} requests wait for KV, not {PARKED}")
+    return shares
 
 
 def hop_times_ms() -> list[float]:
@@ -55,9 +72,24 @@ def hop_times_ms() -> list[float]:
     return times
 
 
-def _forget(server: BenchServer, prompt: list[int]) -> None:
-    with contextlib.suppress(OSError, ValueError):
+def granted(server: BenchServer) -> int:
+    """How many attempts of one of our decode engines a prefill engine works on."""
+    with urllib.request.urlopen(f"{server.url}/pd/status", timeout=10) as answer:
+        return json.load(answer)["gauges"]["decode_granted"]
+
+
+def waiting_requests(server: BenchServer) -> int:
+    """How many requests of any engine wait, by its own figures."""
+    from vllm_pd.admin.scrape import scrape
+
+    return int(scrape(server.url).value("vllm:num_requests_waiting"))
+
+
+def _complete(server: BenchServer, prompt: list[int], answered: threading.Semaphore) -> None:
+    """Of no interest but that it has ended."""
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
         server.complete(prompt, 4, 600.0)
+    answered.release()
 
 
 def _cpu_s(pid: int) -> float:
