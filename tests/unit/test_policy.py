@@ -64,8 +64,8 @@ def test_every_reason_is_reached():
     ({}, True), ({"asked": AskedPlace.LOCAL}, False), ({"asked": AskedPlace.REMOTE}, True), ({"blocks": 1}, False),
     ({"broker_up": False, "queue_length": 10**6, "prompt_tokens": 33}, True), ({"prefill_peers": 0}, False),
     ({"can_go_remote": False}, False), ({"attempts_made": 2}, False), ({"time_left_s": 0.0}, False),
-    ({"parked_blocks": 10**6}, False), ({"parked_requests": 10**6}, False)])
-def test_b102_a_held_prompt_is_read_unless_this_engine_has_no_room(change, reads):
+    ({"parked_blocks": 10**6}, False), ({"parked_requests": 10**6}, True)])
+def test_b102_a_held_prompt_is_read_unless_this_engine_has_no_blocks(change, reads):
     assert may_read_hold(msgspec.structs.replace(GOOD, **change), CONFIG) is reads
 
 

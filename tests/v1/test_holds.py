@@ -254,6 +254,23 @@ def test_b102_d_reads_what_p_holds_and_goes_on(reader):
         ("decision", "remote", "held"), ("transfer_bytes", 1), ("attempt", "done")]
 
 
+def test_b102_d_reads_more_prompts_at_a_time_than_it_has_seats(model_folder, in_flight):
+    """They are computed already, and a parked request has no seat. Those that come first begin, the others wait."""
+    reader = Engine(model_folder, in_flight, role="kv_consumer", threshold=10**6, max_num_seqs=2,
+                    max_parked_fraction=0.5)
+    prompts = {f"{number}": prompt(2 * BLOCK_SIZE + 3 + number) for number in range(5)}
+    reads = []
+    for request_id, tokens in prompts.items():
+        attempt = claimed(reader, request_id, tokens, Attempt(PEER, f"held {request_id}", 5))
+        reads.append((attempt, read(reader, attempt), tokens))
+    for attempt, posted, tokens in reads:
+        fill(reader, posted, tokens)
+        reader.tell(Prefilled(attempt, Timings()))
+    finish(reader)
+    assert reader.tokens_computed == 4 * len(prompts)
+    assert reader.outputs == {request_id: answer(tokens, 4) for request_id, tokens in prompts.items()}
+
+
 def test_b102_d_reads_only_what_it_has_not_cached(reader):
     tokens = prompt(6 * BLOCK_SIZE)
     add(reader, "first", tokens[:3 * BLOCK_SIZE], {})

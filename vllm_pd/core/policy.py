@@ -93,8 +93,10 @@ def asked_place(extra_args: Any) -> AskedPlace:
 
 def may_read_hold(request: PolicyInput, config: PolicyConfig) -> bool:
     """Whether a prompt is read from the prefill engine that holds it, by a `request` with 1 in `prefill_peers` if that
-    engine can be read from. Not where it asks to be computed here, and not for a single block."""
-    request = msgspec.structs.replace(request, broker_up=True, queue_length=0)
+    engine can be read from. Not where it asks to be computed here, and not for a single block. How many requests are
+    parked does not count: the read is short, the prompt is computed already, and in an engine that reads holds (V1) a
+    parked request has no seat in the batch."""
+    request = msgspec.structs.replace(request, broker_up=True, queue_length=0, parked_requests=0)
     return (request.asked is not AskedPlace.LOCAL and request.blocks > 1 and _reason_to_stay(request, config) is None)
 
 
