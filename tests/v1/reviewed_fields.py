@@ -94,8 +94,9 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
         "refused": "sliding_window kv_cache_dtype_skip_layers "
                    "prefix_caching_hash_algo enable_prefix_caching "  # with the store
                    "prefix_match_unit "  # by vLLM: another one than the block, in one group
+                   "kv_offloading_size kv_offloading_backend "  # vLLM would replace our connector
                    "is_attention_free",
-        "used": "num_gpu_blocks kv_offloading_size kv_offloading_backend",  # vLLM replaces our connector: docs/v1.md
+        "used": "num_gpu_blocks",
         "rounding": "kv_sharing_fast_prefill",
         "local": "user_specified_block_size gpu_memory_utilization num_gpu_blocks_override num_cpu_blocks "
                  "kv_cache_memory_bytes prefix_cache_retention_interval",

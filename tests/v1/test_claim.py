@@ -26,6 +26,7 @@ from vllm_pd.store_checks import check_store
 from vllm_pd.v1 import front, required
 from vllm_pd.v1.claim import SCHEDULER, check_config
 from vllm_pd.v1.connector import PDConnector
+from vllm_pd.v1.plugin import register
 from vllm_pd.v1.settings import OWN_KEY, front_of_rank, fronts_of_server, read_settings
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}
@@ -194,6 +195,34 @@ def test_b80_an_explicit_policy_that_conflicts_is_refused(monkeypatch):
         configure(kv)
     monkeypatch.setattr("sys.argv", ["vllm", "serve"])
     configure(kv)
+
+
+OFFLOADING = [["--kv-offloading-size", "4"], ["--kv_offloading_size=4"], ["--kv-offloading-size=4"]]
+
+
+@pytest.mark.parametrize("named", [['--kv-transfer-config={"kv_connector": "PDConnector"}'],
+                                   ["--kv-transfer-config.kv_connector", "PDConnector"],
+                                   ["--kv-transfer-config", '{"kv_connector":"PDStoreConnector"}']], ids=str)
+@pytest.mark.parametrize("asked", OFFLOADING, ids=str)
+def test_b80_offloading_with_which_vllm_replaces_our_connector(monkeypatch, named, asked):
+    """B80: vLLM asks for no class of ours then, so the plugin looks at the command line."""
+    for words in (named, asked, [*asked, '{"kv_connector": "MyPDConnector"}'], [*named, "--kv-offloading-backend", "x"]):
+        monkeypatch.setattr("sys.argv", ["vllm", "serve", *words])
+        register()
+    for words in ([*named, *asked], [*asked, *named]):
+        monkeypatch.setattr("sys.argv", ["vllm", "serve", *words])
+        with pytest.raises(ConfigError, match="kv_offloading_size='4'.*kv-transfer-config.*PD(Store)?Connector"):
+            register()
+
+
+def test_b80_offloading_where_our_class_was_imported_before():
+    """B80: as with full CUDA graphs, also where nothing is on the command line."""
+    configure(transfer())
+    with pytest.raises(ConfigError, match="kv_offloading_size=4.*kv-transfer-config.*PDConnector"):
+        configure(transfer(), kv_offloading_size=4)
+    assert configure(None, kv_offloading_size=4).kv_transfer_config.kv_connector == "OffloadingConnector"
+    other = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    assert configure(other, kv_offloading_size=4).scheduler_config.scheduler_cls is None
 
 
 def test_b43_a_server_of_several_processes_lets_them_drain():
