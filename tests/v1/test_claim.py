@@ -313,6 +313,18 @@ def test_b80_b104_a_model_that_writes_its_blocks_anew():
         check_store(config)
 
 
+@pytest.mark.parametrize("backend", ["ray", type("MyExecutor", (), {})], ids=str)
+def test_b80_a_single_rank_in_a_process_that_is_no_child(backend):
+    """B80: EngineCore and such a rank would not take each other for what they are, after the model was loaded."""
+    config = configure(transfer())
+    for taken in ("mp", "uni"):
+        config.parallel_config.distributed_executor_backend = taken
+        check_config(config, PDConfig.parse("kv_consumer", BROKER))
+    config.parallel_config.distributed_executor_backend = backend
+    with pytest.raises(ConfigError, match="distributed_executor_backend=.*\"mp\".*child of EngineCore"):
+        check_config(config, PDConfig.parse("kv_consumer", BROKER))
+
+
 def test_b80_ranks_on_several_nodes():
     """B80"""
     config = configure(transfer())

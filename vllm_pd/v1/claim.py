@@ -18,6 +18,7 @@ from vllm_pd.checks import (
     FEATURES,
     LIMITS,
     check_bind,
+    check_executor,
     check_features,
     check_limits,
     check_memory,
@@ -145,6 +146,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_model(config)
     check_v1_layers(config)
     check_parallel(config)
+    check_executor(config)
     check_stages(config)
     check_memory()
     if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
