@@ -206,7 +206,8 @@ OFFLOADING = [["--kv-offloading-size", "4"], ["--kv_offloading_size=4"], ["--kv-
 @pytest.mark.parametrize("asked", OFFLOADING, ids=str)
 def test_b80_offloading_with_which_vllm_replaces_our_connector(monkeypatch, named, asked):
     """B80: vLLM asks for no class of ours then, so the plugin looks at the command line."""
-    for words in (named, asked, [*asked, '{"kv_connector": "MyPDConnector"}'], [*named, "--kv-offloading-backend", "x"]):
+    for words in (named, asked, [*asked, '{"kv_connector": "MyPDConnector"}'],
+                  [*named, "--kv-offloading-backend", "x"]):
         monkeypatch.setattr("sys.argv", ["vllm", "serve", *words])
         register()
     for words in ([*named, *asked], [*asked, *named]):
@@ -322,6 +323,15 @@ def test_b80_a_single_rank_in_a_process_that_is_no_child(backend):
         check_config(config, PDConfig.parse("kv_consumer", BROKER))
     config.parallel_config.distributed_executor_backend = backend
     with pytest.raises(ConfigError, match="distributed_executor_backend=.*\"mp\".*child of EngineCore"):
+        check_config(config, PDConfig.parse("kv_consumer", BROKER))
+
+
+def test_b80_engines_that_join_and_leave_a_server():
+    """B80: the server has a connection to each engine that it had at its start, and to no later one. vLLM moves their
+    weights by calls of the executor, not of the engine, so `watch_reload` does not see it either."""
+    config = configure(transfer())
+    config.parallel_config.enable_elastic_ep = True
+    with pytest.raises(ConfigError, match="enable_elastic_ep=True.*remove it"):
         check_config(config, PDConfig.parse("kv_consumer", BROKER))
 
 

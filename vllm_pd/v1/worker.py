@@ -102,9 +102,9 @@ class RankWorker:
 
     def end_step(self, step: int) -> None:
         """To be called after the forward pass of step `step` was launched, also without a forward pass
-        (`get_transfer_results`). `step` counts the steps from 1: EngineCore puts it into the connector's metadata. Blocks
-        of a step that has raised are never sent. Model runner V1 calls this while the exception leaves the forward
-        pass. If it is raised earlier, and in model runner V2, the step is missing when the next one comes."""
+        (`get_transfer_results`). `step` counts the steps from 1: EngineCore puts it into the connector's metadata.
+        Blocks of a step that has raised are never sent. Model runner V1 calls this while the exception leaves the
+        forward pass. If it is raised earlier, and in model runner V2, the step is missing when the next one ends."""
         if sys.exc_info()[0] is None and step <= self._ended_step + 1:
             self._steps.launched(step)
         else:
