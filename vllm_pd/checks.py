@@ -79,6 +79,19 @@ def check_parallel(config: VllmConfig) -> None:
         raise ConfigError("tensor_parallel_size", ranks, f"choose one that divides the model's {kv_heads} KV heads")
 
 
+def check_executor(config: VllmConfig) -> None:
+    """Each rank's process, also that of a single rank, must be EngineCore's or a child of it: they meet at a socket of
+    this host, and each must be the process that the other expects. V0's single rank is in the engine's process. And the
+    engines of a server must stay the same."""
+    backend = config.parallel_config.distributed_executor_backend
+    if backend not in ("mp", "uni"):
+        raise ConfigError("distributed_executor_backend", backend, 'write "mp", also with --data-parallel-backend ray: '
+                          "only a child of EngineCore can be a rank")
+    if config.parallel_config.enable_elastic_ep:
+        raise ConfigError("enable_elastic_ep", True, "remove it: the server drains and asks the engines that it had at "
+                          "its start, and one that is gone never answers")
+
+
 def check_stages(config: VllmConfig) -> None:
     """Every pipeline stage must have a layer, and an engine must not have too many ranks."""
     parallel, layers = config.parallel_config, config.model_config.get_total_num_hidden_layers()

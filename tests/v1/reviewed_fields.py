@@ -70,10 +70,10 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
     ParallelConfig: {
         "digest": "tensor_parallel_size pipeline_parallel_size",
         "refused": "prefill_context_parallel_size decode_context_parallel_size nnodes distributed_executor_backend "
-                   "enable_fault_tolerance",
+                   "enable_fault_tolerance "
+                   "enable_elastic_ep",  # with the store alone it is local: the weights are moved, and stay the same
         "used": "data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_index "
-                "data_parallel_external_lb data_parallel_hybrid_lb world_size rank _api_process_count "
-                "enable_elastic_ep",  # the weights are moved: such an engine gives up its peers and the store
+                "data_parallel_external_lb data_parallel_hybrid_lb world_size rank _api_process_count",
         "rounding": "enable_hc_sp enable_expert_parallel enable_eplb eplb_config expert_placement_strategy "
                     "all2all_backend disable_custom_all_reduce enable_dbo ubatch_size dbo_decode_token_threshold "
                     "dbo_prefill_token_threshold",
@@ -94,8 +94,9 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
         "refused": "sliding_window kv_cache_dtype_skip_layers "
                    "prefix_caching_hash_algo enable_prefix_caching "  # with the store
                    "prefix_match_unit "  # by vLLM: another one than the block, in one group
+                   "kv_offloading_size kv_offloading_backend "  # vLLM would replace our connector
                    "is_attention_free",
-        "used": "num_gpu_blocks kv_offloading_size kv_offloading_backend",  # vLLM replaces our connector: docs/v1.md
+        "used": "num_gpu_blocks",
         "rounding": "kv_sharing_fast_prefill",
         "local": "user_specified_block_size gpu_memory_utilization num_gpu_blocks_override num_cpu_blocks "
                  "kv_cache_memory_bytes prefix_cache_retention_interval",

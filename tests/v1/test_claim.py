@@ -26,6 +26,7 @@ from vllm_pd.store_checks import check_store
 from vllm_pd.v1 import front, required
 from vllm_pd.v1.claim import SCHEDULER, check_config
 from vllm_pd.v1.connector import PDConnector
+from vllm_pd.v1.plugin import register
 from vllm_pd.v1.settings import OWN_KEY, front_of_rank, fronts_of_server, read_settings
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}
@@ -196,6 +197,35 @@ def test_b80_an_explicit_policy_that_conflicts_is_refused(monkeypatch):
     configure(kv)
 
 
+OFFLOADING = [["--kv-offloading-size", "4"], ["--kv_offloading_size=4"], ["--kv-offloading-size=4"]]
+
+
+@pytest.mark.parametrize("named", [['--kv-transfer-config={"kv_connector": "PDConnector"}'],
+                                   ["--kv-transfer-config.kv_connector", "PDConnector"],
+                                   ["--kv-transfer-config", '{"kv_connector":"PDStoreConnector"}']], ids=str)
+@pytest.mark.parametrize("asked", OFFLOADING, ids=str)
+def test_b80_offloading_with_which_vllm_replaces_our_connector(monkeypatch, named, asked):
+    """B80: vLLM asks for no class of ours then, so the plugin looks at the command line."""
+    for words in (named, asked, [*asked, '{"kv_connector": "MyPDConnector"}'],
+                  [*named, "--kv-offloading-backend", "x"]):
+        monkeypatch.setattr("sys.argv", ["vllm", "serve", *words])
+        register()
+    for words in ([*named, *asked], [*asked, *named]):
+        monkeypatch.setattr("sys.argv", ["vllm", "serve", *words])
+        with pytest.raises(ConfigError, match="kv_offloading_size='4'.*kv-transfer-config.*PD(Store)?Connector"):
+            register()
+
+
+def test_b80_offloading_where_our_class_was_imported_before():
+    """B80: as with full CUDA graphs, also where nothing is on the command line."""
+    configure(transfer())
+    with pytest.raises(ConfigError, match="kv_offloading_size=4.*kv-transfer-config.*PDConnector"):
+        configure(transfer(), kv_offloading_size=4)
+    assert configure(None, kv_offloading_size=4).kv_transfer_config.kv_connector == "OffloadingConnector"
+    other = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    assert configure(other, kv_offloading_size=4).scheduler_config.scheduler_cls is None
+
+
 def test_b43_a_server_of_several_processes_lets_them_drain():
     """B43: and a time that the user has set stays."""
     drain = {**BROKER, "drain_timeout_s": 12.5}
@@ -282,6 +312,27 @@ def test_b80_b104_a_model_that_writes_its_blocks_anew():
     config.diffusion_config = DiffusionConfig(canvas_length=32)
     with pytest.raises(ConfigError, match="diffusion_config=.*one token after the other"):
         check_store(config)
+
+
+@pytest.mark.parametrize("backend", ["ray", type("MyExecutor", (), {})], ids=str)
+def test_b80_a_single_rank_in_a_process_that_is_no_child(backend):
+    """B80: EngineCore and such a rank would not take each other for what they are, after the model was loaded."""
+    config = configure(transfer())
+    for taken in ("mp", "uni"):
+        config.parallel_config.distributed_executor_backend = taken
+        check_config(config, PDConfig.parse("kv_consumer", BROKER))
+    config.parallel_config.distributed_executor_backend = backend
+    with pytest.raises(ConfigError, match="distributed_executor_backend=.*\"mp\".*child of EngineCore"):
+        check_config(config, PDConfig.parse("kv_consumer", BROKER))
+
+
+def test_b80_engines_that_join_and_leave_a_server():
+    """B80: the server has a connection to each engine that it had at its start, and to no later one. vLLM moves their
+    weights by calls of the executor, not of the engine, so `watch_reload` does not see it either."""
+    config = configure(transfer())
+    config.parallel_config.enable_elastic_ep = True
+    with pytest.raises(ConfigError, match="enable_elastic_ep=True.*remove it"):
+        check_config(config, PDConfig.parse("kv_consumer", BROKER))
 
 
 def test_b80_ranks_on_several_nodes():

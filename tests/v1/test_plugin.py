@@ -47,7 +47,8 @@ register()  # again: plugins may be loaded several times
 """)
     assert found["changed"] == [] and found["threads"] == [] and found["classes"] > 500
     ours = [name for name in found["modules"] if name.startswith("vllm_pd")]
-    assert ours == ["vllm_pd", "vllm_pd.errors", "vllm_pd.installation", "vllm_pd.v1", "vllm_pd.v1.plugin"]
+    assert ours == ["vllm_pd", "vllm_pd.errors", "vllm_pd.installation", "vllm_pd.offloading", "vllm_pd.v1",
+                    "vllm_pd.v1.plugin"]
     theirs = [name for name in found["modules"] if name.split(".")[0] in ("vllm", "zmq", "nixl", "msgspec", "torch")]
     assert theirs == [] or all("lora" in name for name in theirs), theirs  # vLLM's own plugins are loaded with ours
 

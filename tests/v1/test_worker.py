@@ -236,6 +236,28 @@ def test_b95_a_step_that_fails_is_never_done(rank, error):
     assert rank._steps.reached(1) and not rank._steps.reached(2) and not rank._steps.reached(3)
 
 
+@pytest.mark.parametrize("where", ["before the connector is asked", "in the forward pass"])
+def test_b95_hazard_16_a_step_that_raises_in_model_runner_v2_is_never_done(config, rank, where):
+    """V2 then asks the connector for nothing more, and the rank goes on with the next step. So does V1 with a step that
+    raises before its forward pass."""
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+    from vllm_pd.v1.binding import StepMetadata
+    from vllm_pd.v1.connector import PDConnector
+    runner = ActiveKVConnector.__new__(ActiveKVConnector)
+    runner.vllm_config, runner._pending_load_kwargs, runner._disabled = config, None, False
+    runner.kv_connector = PDConnector.__new__(PDConnector)
+    runner.kv_connector.binding, runner.kv_connector._rank = None, rank
+    for step in (0, 0, 1, 2, 3, 4):  # none has a number before the engine's loop begins
+        raises = step == 3
+        if not (raises and where.startswith("before")):
+            runner.pre_forward(SimpleNamespace(kv_connector_metadata=StepMetadata(step, False),
+                                               has_sync_kv_loads=False))
+        if not raises:
+            runner.post_forward(set())
+    assert rank._steps.reached(2) and not rank._steps.reached(3) and not rank._steps.reached(4)
+
+
 def test_a_rank_in_the_engines_process_is_attached_as_any_other(config, rank):
     """With one rank on a GPU V1 has no worker process. Nor does the end of the connection end this process."""
     member, metadata, transfer = attach_ranks(config, Role.BOTH, {(0, 0): rank.handshake()})

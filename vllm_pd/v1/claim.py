@@ -18,6 +18,7 @@ from vllm_pd.checks import (
     FEATURES,
     LIMITS,
     check_bind,
+    check_executor,
     check_features,
     check_limits,
     check_memory,
@@ -31,6 +32,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.fingerprint import pin_weights
 from vllm_pd.layers import check_v1_layers
+from vllm_pd.offloading import check_offloading
 from vllm_pd.store_checks import check_shared_store
 from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY, name_front
@@ -74,6 +76,7 @@ def _claiming(check: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], Non
     @functools.wraps(check)
     def verify_kv_transfer_compat(config: VllmConfig) -> None:
         check(config)
+        check_offloading(config)
         if config.kv_transfer_config is not None and config.kv_transfer_config.has_connector(CONNECTOR):
             claim(config)
 
@@ -143,6 +146,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_model(config)
     check_v1_layers(config)
     check_parallel(config)
+    check_executor(config)
     check_stages(config)
     check_memory()
     if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:

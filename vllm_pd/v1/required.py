@@ -190,7 +190,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("ParallelConfig.data_parallel_index", "the number of a rank behind its server"),
         Required("ParallelConfig.data_parallel_size_local", "how many ranks of a server are on its host"),
         Required("ParallelConfig.local_engines_only", "whether a server has other ranks than those"),
-        Required("ParallelConfig.nnodes", "refused above 1"),
+        Required("ParallelConfig.nnodes", "refused above 1"), Required("ParallelConfig.enable_elastic_ep", "refused"),
         Required("ParallelConfig.enable_fault_tolerance", "refused"),
         Required("ParallelConfig._api_process_count", "whether the server has several processes"),
     ),

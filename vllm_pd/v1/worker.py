@@ -66,6 +66,7 @@ class RankWorker:
         self._rank = 0  # known when the process groups are
         self._device: Device = HostDevice()
         self._steps = ComputedSteps(self._device)
+        self._ended_step = 0
         self._server: RankServer | None = None
         self._handshake: RankHandshake | None = None
 
@@ -101,12 +102,14 @@ class RankWorker:
 
     def end_step(self, step: int) -> None:
         """To be called after the forward pass of step `step` was launched, also without a forward pass
-        (`get_transfer_results`). `step` counts the steps from 1: EngineCore puts it into the connector's metadata. V1
-        calls it while an exception leaves the step, too: its blocks are never sent then."""
-        if sys.exc_info()[0] is None:
+        (`get_transfer_results`). `step` counts the steps from 1: EngineCore puts it into the connector's metadata.
+        Blocks of a step that has raised are never sent. Model runner V1 calls this while the exception leaves the
+        forward pass. If it is raised earlier, and in model runner V2, the step is missing when the next one ends."""
+        if sys.exc_info()[0] is None and step <= self._ended_step + 1:
             self._steps.launched(step)
         else:
             self._steps.fail()
+        self._ended_step = step
 
     def close(self) -> None:
         """For `shutdown`. End the thread and release everything. Idempotent."""

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusing `--kv-offloading-size` beside a connector of ours: vLLM then puts its own connector in the place of ours,
+while it makes the configuration, and says nothing. The engine would serve, and work with no other.
+
+The rewritten configuration still has our settings. It can be looked at if our connector's class was imported before
+(`vllm_pd.v1.claim`): vLLM does that where it uses full CUDA graphs, else it never asks for the class. So the plugin
+looks at the command line, too.
+"""
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_OPTION = re.compile(r"--kv[-_]offloading[-_]size(?:=(.*))?", re.DOTALL)
+_OURS = "broker"  # the key that every configuration of PDConnector has
+
+
+def check_offloading(config: VllmConfig) -> None:
+    """Raises ConfigError for a configuration in which vLLM has replaced PDConnector."""
+    transfer, size = config.kv_transfer_config, config.cache_config.kv_offloading_size
+    if size is not None and transfer is not None and _OURS in transfer.kv_connector_extra_config:
+        raise _refusal("PDConnector", size)
+
+
+def check_command_line(connectors: Iterable[str]) -> None:
+    """Raises ConfigError where this process's command line names one of these connectors, and asks for offloading."""
+    sizes = [found[1] or "".join(sys.argv[place + 1:place + 2])
+             for place, one in enumerate(sys.argv) if (found := _OPTION.fullmatch(one))]
+    for connector in connectors if sizes else ():
+        if any(re.search(rf"\b{connector}\b", one) for one in sys.argv):
+            raise _refusal(connector, sizes[-1])
+
+
+def _refusal(connector: str, size: object) -> ConfigError:
+    return ConfigError("kv_offloading_size", size, "remove it, or remove --kv-transfer-config: vLLM would put its own "
+                       f'connector in the place of "kv_connector": "{connector}"')
