@@ -84,7 +84,7 @@ class HandoverEngine(ABC):
             for end in transfers.finished:
                 self._guard(self.prefill_jobs.ended, end, self._progress)
             for refusal in transfers.refused:
-                self._guard(self.prefill_jobs.refused, refusal)
+                self._guard(self.prefill_jobs.refused, refusal, self._progress)
         for event in iter(self.protocol.poll_event, None):
             self.stalled = False
             if self.holds is not None and isinstance(event, HELD_PROMPT_EVENTS):
