@@ -767,6 +767,17 @@ def test_b27_a_job_names_no_more_ps_to_avoid_than_a_broker_reads(pair):
     assert put.job.avoid[:3] == ("x", "p01", "p00") and len(set(put.job.avoid)) == m.MAX_AVOIDED
 
 
+def test_b27_a_job_avoids_the_ps_that_may_be_offered_it_before_those_that_are_gone(pair):
+    """Of a host that has lost its power nobody knows that its P is dead: it stays parted for good."""
+    pair.d._decode.parted.update(f"a{number:02}" for number in range(2 * m.MAX_AVOIDED))
+    pair.d._decode.parted.add("p")
+    pair.passes(1)
+    pair.d.submit(pair.d.next_attempt("r"), TOKENS, [5, 6], 0, ("x", ))
+    [put] = [action.message for action in iter(pair.d.poll_transmit, None)
+             if isinstance(action, ToBroker) and isinstance(action.message, m.Put)]
+    assert put.job.avoid[:3] == ("x", "p", "a00") and len(put.job.avoid) == m.MAX_AVOIDED
+
+
 @pytest.mark.parametrize("d_is_leaving", [False, True])
 def test_b102_a_d_that_p_is_parted_from_is_denied_a_hold_at_once(pair, unread, d_is_leaving):
     """It could not read it, and one that is leaving is never met anew."""

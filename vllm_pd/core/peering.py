@@ -157,8 +157,8 @@ class Peering:
         return now >= self._missed_at(peer)
 
     def greet_again(self, now: float, peer: Peer, is_written: bool) -> list[Action]:
-        """Send Hello once more, and connect where that was not possible before. One that is UNADDED is dropped first, for some of our ranks may have added it: not
-        while it `is_written`, by those."""
+        """Send Hello once more, and connect where that was not possible before. One that is UNADDED is dropped first,
+        for some of our ranks may have added it: not while it `is_written`, by those."""
         peer.next_hello = now + self.limits.hello_retry_s
         if peer.state is not PeerState.UNADDED:
             return [Connect(peer.incarnation, peer.address), self.introduce(peer.incarnation)]
