@@ -140,6 +140,18 @@ def test_b41_the_wait_is_bounded(stranger):
     assert actions == [] and stranger.next_timeout() is None
 
 
+def test_b20_jobs_that_may_land_take_no_place_of_other_jobs(side):
+    """They stay until their D is dead. The broker would offer jobs, and each would be dropped."""
+    for number in range(PrefillLimits().max_jobs):
+        side.offer(0.0, job(number))
+        side.receive(0.0, "d", grant(number + 1, attempt=m.Attempt("d", "r", number)))
+        side.unproven(m.Attempt("d", "r", number), "why")
+        side.parted.clear()
+    assert len(side.unproven_jobs()) == PrefillLimits().max_jobs
+    side.offer(0.0, job(999))
+    assert m.Attempt("d", "r", 999) in side.states() and not side.dropped
+
+
 def test_b42_refused_once_and_not_asked_again(stranger):
     stranger.offer(0.0, job())
     assert stranger.receive(0.1, "d", m.Refused("dtype", "float32", "bfloat16")) == [Disconnect("d")]

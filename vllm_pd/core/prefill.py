@@ -37,7 +37,7 @@ class JobState(Enum):
 
 
 class PrefillLimits(PeeringLimits, frozen=True):
-    """Bounds of jobs, besides those of peers."""
+    """Bounds of jobs, besides those of peers. `max_jobs`: without those that are UNPROVEN."""
     peering_s: float = 5.0
     claim_wait_s: float = 5.0
     claim_retry_s: float = 0.5
@@ -174,7 +174,7 @@ class PrefillProtocol:
             return self._drop("offer_own")
         if attempt in self._jobs:
             return self._drop("offer_duplicate")
-        if len(self._jobs) >= self.limits.max_jobs:
+        if len(self._jobs) - len(self.unproven_jobs()) >= self.limits.max_jobs:
             return self._drop("offer_too_many")
         peer, actions = self._peering.greet(now, attempt.incarnation, job.address)
         if peer is None or peer.state is PeerState.REFUSED:
