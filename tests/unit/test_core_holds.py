@@ -350,3 +350,12 @@ def test_the_name_of_a_hold_travels_with_a_client():
     assert asks_for_hold({"kv_transfer_params": {"do_remote_decode": True}})
     for nothing in (None, {}, [], {"kv_transfer_params": None}, {"kv_transfer_params": []}, 7):
         assert named_hold(nothing) is None and not asks_for_hold(nothing)
+
+
+@pytest.mark.parametrize("engine, name", [
+    ("p", "\ud800#1"), ("\ud800", "h#1"), ("p", "h#\N{SUPERSCRIPT TWO}"), ("p", "#1"), ("", "h#1"), ("p", "h"),
+    ("p", "h#-1"), ("p", 1), (None, "h#1")])
+def test_b82_a_name_that_no_engine_gives_is_none(engine, name):
+    """One that can't be sent would end the control thread, which has to tell its prefill engine."""
+    params = hold_params(HOLD) | {"remote_engine_id": engine, "remote_request_id": name}
+    assert named_hold({"kv_transfer_params": params}) is None
